@@ -53,14 +53,14 @@ def margins(
     """
     if trace.target == "cpu":
         return ()
-    found = (
+    candidates = (
         _addresses(trace, timeline, alloc_conf),
         context_margin(place),
         _convolutions(trace, timeline, place, alloc_conf),
         _not_modelled(trace),
         _routing(crowded, timeline, alloc_conf),
     )
-    return tuple(margin for margin in found if margin.bytes)
+    return tuple(margin for margin in candidates if margin.bytes)
 
 
 def _addresses(trace: Trace, timeline: Timeline, alloc_conf: str) -> Margin:
@@ -87,11 +87,11 @@ def _convolutions(trace: Trace, timeline: Timeline, place: Place, alloc_conf: st
     if not any(base_name(op.name) in CONVOLUTIONS for op in trace.ops):
         return Margin(name="convolution workspaces", bytes=0, why="")
     reserved = timeline.peak_bytes.reserved
-    found = [
+    margins_by_engine = [
         (simulate(with_workspaces(trace, engine), None, alloc_conf).peak_bytes.reserved - reserved, engine)
         for engine in ENGINES
     ]
-    most, engine = max(found, key=lambda entry: entry[0])
+    most, engine = max(margins_by_engine, key=lambda entry: entry[0])
     if place.total_bytes is not None:
         most = min(most, place.total_bytes - place.context.bytes - reserved)
     return Margin(

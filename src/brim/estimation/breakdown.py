@@ -55,11 +55,11 @@ def at_peak(trace: Trace, timeline: Timeline) -> Breakdown:
 def _held(timeline: Timeline) -> dict[int, int]:
     """Storage -> bytes of its block, at the peak."""
     kinds, sizes, ids = (timeline.column(name) for name in ("kind", "bytes", "storage"))
-    held = peak = at = 0
+    live_bytes = peak = at = 0
     for index, (kind, bytes) in enumerate(zip(kinds, sizes, strict=True)):
-        held += bytes if kind == EventKind.ALLOC else -bytes if kind == EventKind.FREE else 0
-        if held > peak:
-            peak, at = held, index + 1
+        live_bytes += bytes if kind == EventKind.ALLOC else -bytes if kind == EventKind.FREE else 0
+        if live_bytes > peak:
+            peak, at = live_bytes, index + 1
     alive: dict[int, int] = {}
     for index in range(at):
         if kinds[index] == EventKind.ALLOC:

@@ -29,14 +29,12 @@ _STORED = {"fp32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn", "int8"
 def closed_forms(source: Source, workload: Workload) -> dict[str, Result]:
     """What a person would work out on paper, by name. Raises UsageError where there is nothing to work out."""
     if source.library == "python":
-        raise UsageError(
-            f"The closed forms of {source.name} were asked for.", "It is a program, not a configuration."
-        )
+        raise UsageError(f"There are no closed forms for {source.name}.", "It is a program, not a configuration.")
     if workload.method == "lora":
-        raise UsageError("The closed forms of LoRA were asked for.", "They are of full training.")
+        raise UsageError("There are no closed forms for LoRA.", "They describe full training.")
     if workload.precision in SCHEMES:
         raise UsageError(
-            f"The closed forms of {workload.precision} were asked for.", "They are of floating-point weights.",
+            f"There are no closed forms for {workload.precision}.", "They describe floating-point weights.",
             "Leave --explain-formula out: the trace counts what the quantized layers take.",
         )  # fmt: skip
     job = Job(source, workload)
@@ -46,7 +44,7 @@ def closed_forms(source: Source, workload: Workload) -> dict[str, Result]:
     except BrimError:
         raise
     except Exception as error:
-        raise ModelError(f"{source.name} was to be built.", short(error), "Correct its configuration.") from error
+        raise ModelError(f"Cannot build {source.name}.", short(error), "Correct its configuration.") from error
     done = job.workload
     dtype, tokens = _DTYPES.get(done.precision or "", "float32"), done.seq or 1
     if done.task == "generate":
@@ -70,7 +68,7 @@ def forms_of_weights(files: Sequence[Path], dtype: str | None) -> dict[str, Resu
     size = sum(file.stat().st_size for file in files)
     if dtype not in _STORED:
         raise UsageError(
-            f"The parameters of {files[0]} were asked for.",
+            f"Cannot count the parameters of {files[0]}.",
             f"Its size is {size:,} B, and its dtype is not given.",
             f"Give --precision: one of {', '.join(_STORED)}.",
         )

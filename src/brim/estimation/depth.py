@@ -139,21 +139,23 @@ def on_meta(source: Source, config: Any) -> nn.Module | None:
 
 def alike(stack: nn.ModuleList, first: int) -> bool:
     """Whether all layers from ``first`` on are alike."""
-    known = settings_of(stack[first])
-    return all(same_settings(known, settings_of(stack[n]), first, n) for n in range(len(stack) - 1, first, -1))
+    first_settings = settings_of(stack[first])
+    return all(
+        same_settings(first_settings, settings_of(stack[n]), first, n) for n in range(len(stack) - 1, first, -1)
+    )
 
 
 def settings_of(layer: nn.Module) -> dict[str, Any]:
     """By path: classes of modules, shapes and dtypes of tensors, and plain attributes."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for path, module in layer.named_modules():
-        found[path] = type(module)
+        settings[path] = type(module)
         for name, value in vars(module).items():
             if isinstance(value, _SIMPLE):
-                found[f"{path}.{name}"] = value
+                settings[f"{path}.{name}"] = value
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            found[f"{path}.{name}"] = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-    return found
+            settings[f"{path}.{name}"] = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+    return settings
 
 
 def same_settings(one: Mapping[str, Any], other: Mapping[str, Any], first: int, second: int) -> bool:

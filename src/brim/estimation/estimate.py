@@ -33,7 +33,7 @@ from brim.predict.tracer import trace, trace_program
 _MOST_BYTES = 1 << 56  # of one tensor: sums of many are still integers of 64 bits
 _STEPS = {"train": 2, "generate": 1}  # the first training step makes the optimizer's state, the second has it
 _PROGRAM = (
-    "traced on fake tensors as python runs it, up to its optimizer's second step, or to its end where it has none; "
+    "traced on fake tensors as a program, up to its optimizer's second step, or to its end where it has none; "
     "what comes later (evaluation, saving) is not in it"
 )
 
@@ -188,7 +188,7 @@ def estimate(
             None: PEFT's choice for the model.
         gpu: A name of the catalog (``"RTX 4090"``), a ``Gpu`` of the catalog, or a ``Hardware``. None: memory without
             end, and no seconds.
-        vram: Without ``gpu``: the memory of a card that the catalog lacks, ``"12GiB"``; no seconds are told. With
+        vram: Without ``gpu``: the memory of a card that the catalog lacks, ``"12GiB"``; gives no seconds. With
             ``gpu``: how much of its memory is free for the step, ``"20GiB"`` or ``"90%"``.
         alloc_conf: Settings of the allocator, as the environment's ``PYTORCH_ALLOC_CONF`` has them:
             ``"expandable_segments:True"``.
@@ -216,7 +216,7 @@ class Study:
         self, source: Source, workload: Workload, place: Place, hardware: Hardware | None, alloc_conf: str
     ) -> None:
         device = SimulatedDevice(place.available_bytes, place.total_bytes)
-        CachingAllocator(AllocatorConfig.parse(alloc_conf), device=device)  # a mistake is told before the trace
+        CachingAllocator(AllocatorConfig.parse(alloc_conf), device=device)  # reports a mistake before the trace
         self.source, self.place, self.hardware, self.alloc_conf = source, place, hardware, alloc_conf
         self.capability = capability_of(place)
         _check_float8(workload, place, self.capability)
@@ -233,7 +233,7 @@ class Study:
     def estimate(self) -> Estimate:
         timeline, failure = self._timeline()
         peaks = timeline.peak_bytes
-        found: Breakdown = at_peak(self.trace, timeline)
+        breakdown: Breakdown = at_peak(self.trace, timeline)
         added = margins(self.trace, timeline, self.place, self.alloc_conf, self._crowded())
         time = cost.step_cost(self.trace, self.hardware) if self.hardware is not None else None
         last = max((op.step for op in self.trace.ops), default=0)
@@ -244,9 +244,9 @@ class Study:
             peak_bytes=PeakBytes(allocated=peaks.allocated, reserved=peaks.reserved, process=peaks.process),
             upper_bound_bytes=peaks.process + sum(margin.bytes for margin in added),
             margins=added,
-            at_peak_bytes=found.by_category | {"context": self.place.context.bytes},
-            per_module=found.by_module,
-            rounding_bytes=found.rounding_bytes,
+            at_peak_bytes=breakdown.by_category | {"context": self.place.context.bytes},
+            per_module=breakdown.by_module,
+            rounding_bytes=breakdown.rounding_bytes,
             step_s=time.step_s if time is not None else None,
             flops=sum(op.flops for op in self.trace.ops if op.step == last),
             not_modelled=self.trace.not_modelled,
@@ -320,18 +320,18 @@ def traced(job: Job, capability: tuple[int, int], routing: str = "balanced", *, 
     if checked or job.has_windows:
         later = Job(job.source, brief.workload, asked=asked, later=new - TRACED_TOKENS)
         far = _traced(later, capability, routing)
-    found = stretched(few, new, far)
-    return found if found is not None else _traced(Job(job.source, job.workload), capability, routing)
+    trace = stretched(few, new, far)
+    return trace if trace is not None else _traced(Job(job.source, job.workload), capability, routing)
 
 
 def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
     """The trace of a job; of a deep model, a few layers are traced and repeated where that is exact."""
     with quiet():
-        found = repeated(job, lambda part: _traced_whole(part, capability, routing))
-    if found is None:
+        repeated_trace = repeated(job, lambda part: _traced_whole(part, capability, routing))
+    if repeated_trace is None:
         return _traced_whole(job, capability, routing)
-    made, job.template = found
-    return made
+    trace, job.template = repeated_trace
+    return trace
 
 
 def _traced_whole(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
@@ -357,11 +357,11 @@ def _traced_whole(job: Job, capability: tuple[int, int], routing: str = "balance
 def _failed(job: Job, error: BaseException) -> ModelError:
     if job.source.program is not None:
         return ModelError(
-            f"{job.source.name} was to be traced as python runs it, on tensors without values.",
+            f"Cannot trace {job.source.name} as a program, on tensors without values.",
             f"It fails{place_in(error, job.source.file)}: {short(error)}",
             "Correct the program, or its arguments, which go after --.",
         )
-    asked = f"A {job.workload.task} step of {job.source.name} was to be traced."
+    asked = f"Cannot trace a {job.workload.task} step of {job.source.name}."
     if job.source.library == "python":
         return ModelError(
             asked, f"It fails{place_in(error, job.source.file)}: {short(error)}", "Correct the function."
@@ -383,23 +383,23 @@ def _check_bytes(made: Trace, source: Source) -> None:
     largest = max((storage.bytes for storage in made.storages), default=0)
     if largest > _MOST_BYTES:
         raise ModelError(
-            f"A step of {source.name} was traced.",
-            f"One of its tensors has {largest:,} B.",
-            "Correct its sizes: no machine has as much.",
+            f"Cannot estimate a step of {source.name}.",
+            f"One of its tensors has {largest:,} B, more than any machine has.",
+            "Correct its sizes.",
         )
 
 
 def _check_float8(workload: Workload, place: Place, capability: tuple[int, int]) -> None:
     if workload.precision == "fp8" and place.name in catalog.gpu_names() and capability < (8, 9):
         raise UnsupportedError(
-            f"precision=fp8 was asked for on {place.name}.",
-            "It has no float8 units: they come with compute capability 8.9.",
-            "Use bf16, or a GPU of the generations Ada, Hopper or later.",
+            f"Cannot use precision=fp8 on {place.name}.",
+            "It has no float8 units: they need compute capability 8.9.",
+            "Use bf16, or an Ada, Hopper or later GPU.",
         )
 
 
 def capability_of(place: Place) -> tuple[int, int]:
     """The GPU's compute capability; 8.0 where there is none (no GPU named, or AMD's, which has the same kernels)."""
-    known = catalog.gpu(place.name).compute_capability if place.name in catalog.gpu_names() else None
-    match = re.fullmatch(r"(\d+)\.(\d+)", known or "")
+    capability = catalog.gpu(place.name).compute_capability if place.name in catalog.gpu_names() else None
+    match = re.fullmatch(r"(\d+)\.(\d+)", capability or "")
     return (int(match[1]), int(match[2])) if match else (8, 0)

@@ -47,7 +47,7 @@ class Growth:
     batches: tuple[Point, ...]
     lengths: tuple[Point, ...]
     largest_batch: int | None
-    why_not: str = ""  # no other batches are told
+    why_not: str = ""  # why no other batches are estimated
 
 
 NOT_ALIKE = "the step does other things at other sizes"
@@ -89,13 +89,13 @@ def solve(setting: Setting, known: Known) -> Growth:
         return replace(
             NOTHING, why_not=f"one step has {ops:,} operations, and three more traces would take as long each"
         )
-    one, batch, seq = _Solver(setting, known), known.workload.batch, known.workload.seq
+    solver, batch, seq = _Solver(setting, known), known.workload.batch, known.workload.seq
     if batch > 1 or not seq:
-        growth = one.solve()
+        growth = solver.solve()
         if growth.batches:
             return growth
     else:
-        growth = replace(NOTHING, lengths=one.lengths(None))
+        growth = replace(NOTHING, lengths=solver.lengths(None))
     # At 1, tensors are contiguous that are not otherwise, and with few tokens kernels have other ways: larger batches
     # are a family of their own.
     base = max(2 * batch, -(-_MANY_TOKENS // seq) if seq else 2)
@@ -103,15 +103,15 @@ def solve(setting: Setting, known: Known) -> Growth:
         more = _Solver(setting, setting.again(replace(known.workload, batch=base)))
     except BrimError as error:
         return replace(growth, why_not=error.found or error.asked)
-    found = more.by_batch()
-    if found is None:
+    by_batch = more.by_batch()
+    if by_batch is None:
         return replace(growth, why_not=more.failure or NOT_ALIKE)
-    larger = more.growth(found, growth.lengths)
+    larger = more.growth(by_batch, growth.lengths)
     if larger.largest_batch is not None and larger.largest_batch < base:
-        larger = replace(larger, largest_batch=batch if one.replay.fits(None, setting.place) else None)
+        larger = replace(larger, largest_batch=batch if solver.replay.fits(None, setting.place) else None)
         if larger.largest_batch is None and batch == 1:
             larger = replace(larger, largest_batch=0)
-    return replace(larger, batches=(one.point(None), *larger.batches[:-1]))
+    return replace(larger, batches=(solver.point(None), *larger.batches[:-1]))
 
 
 class _Solver:
@@ -147,7 +147,7 @@ class _Solver:
         template = self.known.template
         try:
             trace = self.setting.sample(replace(self.workload, batch=batch, seq=seq), template)
-        except BrimError as error:  # the size that was asked for is told all the same
+        except BrimError as error:  # the size that was asked for is estimated all the same
             self.failure = error.found or error.asked
             return None
         like = template.trace if template is not None else self.known.trace
@@ -158,14 +158,14 @@ class _Solver:
         return numbers([trace.storages[position] for position in template.storages])
 
     def _powers(self, batch: int, seq: int | None) -> Powers | None:
-        found = self._sample(batch, seq)
-        return None if found is None else powers(self.numbers, found, (self.batch, self.seq), (batch, seq))
+        sample = self._sample(batch, seq)
+        return None if sample is None else powers(self.numbers, sample, (self.batch, self.seq), (batch, seq))
 
     def by_batch(self) -> Sizes | None:
         """From one more trace: every size is a straight line in the batch. None where the step does other things."""
         more = self.batch * _MORE
-        found = self._sample(more, self.seq)
-        return None if found is None else Through(((self.batch, self.numbers), (more, found))).by_batch
+        sample = self._sample(more, self.seq)
+        return None if sample is None else Through(((self.batch, self.numbers), (more, sample))).by_batch
 
     def _other_length(self) -> int | None:
         """A second sequence length to trace at: upwards, as kernels change their ways below, if positions allow."""
@@ -194,9 +194,9 @@ class _Solver:
         second = self._sample(self.batch, other)
         if second is None:
             return None
-        found = powers(self.numbers, second, (self.batch, seq), (self.batch, other))
-        if found is not None:
-            return found
+        fitted = powers(self.numbers, second, (self.batch, seq), (self.batch, other))
+        if fitted is not None:
+            return fitted
         third = 2 * other if other > seq else other // 2
         if third % _COARSEST_LENGTH or third > self._most:
             return None
@@ -239,11 +239,11 @@ class _Solver:
 
 def _below(most: int, fits: Callable[[int], bool]) -> int:
     """The largest number up to ``most`` that fits, or 0: down in growing strides, then by halves."""
-    fails, stride, found = most + 1, 1, most
-    while found > 0 and not fits(found):
-        fails, found, stride = found, max(found - stride, 0), 2 * stride
-    between = range(found + 1, fails)
-    return found + bisect.bisect_left(between, True, key=lambda size: not fits(size))
+    fails, stride, guess = most + 1, 1, most
+    while guess > 0 and not fits(guess):
+        fails, guess, stride = guess, max(guess - stride, 0), 2 * stride
+    between = range(guess + 1, fails)
+    return guess + bisect.bisect_left(between, True, key=lambda size: not fits(size))
 
 
 __all__ = ["NOTHING", "NOT_ALIKE", "Growth", "Known", "Point", "Setting", "solve"]

@@ -47,7 +47,7 @@ def forward_inputs(model: nn.Module, workload: Workload) -> Inputs:
     if kind not in makers or (_is_multimodal(config) and not contrastive):
         what = f"inputs named {kind}" if kind not in makers else "several kinds of input"
         raise UnsupportedError(
-            f"Inputs for {type(model).__name__} were to be made.",
+            f"Cannot make inputs for {type(model).__name__}.",
             f"It takes {what}, which brim estimate does not make.",
             "Write a function that builds the model and returns its step, and give it as file.py:function.",
         )
@@ -91,7 +91,7 @@ def _labels(model: nn.Module, inputs: Inputs, workload: Workload) -> torch.Tenso
         return token_ids(batch) if config.num_labels > 1 else torch.zeros(batch, device="cuda")
     if getattr(model, "main_input_name", "") == "pixel_values":
         raise UnsupportedError(
-            f"Labels for {name} were to be made.",
+            f"Cannot make labels for {name}.",
             "brim estimate makes labels of images for classification only.",
             "Write a function that builds the model and returns its step, and give it as file.py:function.",
         )
@@ -114,13 +114,13 @@ def diffusion_inputs(model: nn.Module, workload: Workload) -> Inputs:
         return {"hidden_states": sample, "timestep": steps, "class_labels": token_ids(batch)}
     if name != "UNet2DConditionModel":
         raise UnsupportedError(
-            f"Inputs for {name} were to be made.",
+            f"Cannot make inputs for {name}.",
             "brim estimate makes them for UNet2DConditionModel, UNet2DModel, DiTTransformer2DModel and autoencoders.",
             "Write a function that builds the model and returns its step, and give it as file.py:function.",
         )
     width = config.cross_attention_dim
     if not isinstance(width, int):
-        raise UnsupportedError(f"Inputs for {name} were to be made.", f"Its cross_attention_dim is {width}.")
+        raise UnsupportedError(f"Cannot make inputs for {name}.", f"Its cross_attention_dim is {width}.")
     tokens = workload.seq or _TEXT_TOKENS
     text = torch.zeros(batch, tokens, width, dtype=dtype, device="cuda")
     inputs: Inputs = {"sample": sample, "timestep": steps, "encoder_hidden_states": text}
@@ -151,8 +151,8 @@ def check_positions(model: nn.Module, limits: Mapping[str, int], tokens: int) ->
     for name, limit in limits.items():
         if tokens > limit:
             raise UsageError(
-                f"{tokens:,} tokens were asked of {type(model).__name__}.",
-                f"Its table of positions, {name}, ends at {limit:,}.",
+                f"{type(model).__name__} cannot take {tokens:,} tokens.",
+                f"Its position embedding {name} has {limit:,} positions.",
                 "Ask for fewer tokens.",
             )
 

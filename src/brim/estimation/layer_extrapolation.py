@@ -52,7 +52,7 @@ class _Sequence:
 
 
 def _in_order(trace: Trace) -> Iterator[tuple[str, Op | Storage]]:
-    """Operations, births and deaths. Deaths in a row are in the order of their births: what is let go at once has no
+    """Operations, births and deaths. Deaths in a row are in the order of their births: what is freed at once has no
     order of its own that one could rely on."""
     changes: list[tuple[int, str, Op | Storage]] = [(op.at, "op", op) for op in trace.ops]
     for storage in trace.storages:
@@ -61,21 +61,21 @@ def _in_order(trace: Trace) -> Iterator[tuple[str, Op | Storage]]:
             changes.append((storage.died, "died", storage))
     changes.sort(key=lambda change: change[0])
     for kind, group in itertools.groupby(changes, key=lambda change: change[1]):
-        found: list[Op | Storage] = [what for _, _, what in group]
+        entries: list[Op | Storage] = [what for _, _, what in group]
         if kind == "died":
-            found.sort(key=lambda what: what.born if isinstance(what, Storage) else 0)
+            entries.sort(key=lambda what: what.born if isinstance(what, Storage) else 0)
         elif kind == "op":  # of several in a row while building, all but the last make nothing on the device
-            found = [what for what in found if what is found[-1] or (isinstance(what, Op) and what.step >= 0)]
-        for what in found:
+            entries = [what for what in entries if what is entries[-1] or (isinstance(what, Op) and what.step >= 0)]
+        for what in entries:
             yield kind, what
 
 
 def _split(path: str) -> tuple[str, int]:
     """``model.layers.3.mlp`` -> ``model.layers.*.mlp``, 3; -1 where no part is a number."""
-    found = _NUMBER.search(path)
-    if found is None:
+    match = _NUMBER.search(path)
+    if match is None:
         return path, -1
-    return f"{path[: found.start()]}{_LAYER}{path[found.end() :]}", int(found[0])
+    return f"{path[: match.start()]}{_LAYER}{path[match.end() :]}", int(match[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +112,11 @@ def deepened(traces: Sequence[Trace], layers: int) -> Deepened | None:
     """The trace with ``layers`` layers more than the first of three has, or None where the rule does not hold."""
     numbers: dict[Any, int] = {}
     first, second, third = (_Sequence(trace, numbers) for trace in traces)
-    found = _chunks(first.tokens, second.tokens)
-    if found is None:
+    chunk_pairs = _chunks(first.tokens, second.tokens)
+    if chunk_pairs is None:
         return None
     for turns in (1, 0):
-        chunks = [_whole(_turned(chunk, second.tokens, turns), second) for chunk in found]
+        chunks = [_whole(_turned(chunk, second.tokens, turns), second) for chunk in chunk_pairs]
         places = [list(_places(chunks, len(first.tokens), copies)) for copies in (1, 2)]
         homes = {place: index for index, place in enumerate(places[0])}
         if [second.tokens[homes[number, 0, offset]] for number, _, offset in places[1]] != third.tokens:
@@ -128,20 +128,20 @@ def deepened(traces: Sequence[Trace], layers: int) -> Deepened | None:
 
 def _chunks(first: Sequence[int], second: Sequence[int]) -> list[_Chunk] | None:
     """What was put into ``first`` to make ``second``; None where that is not all that differs."""
-    found, here, there = [], 0, 0
+    chunks, here, there = [], 0, 0
     left = len(second) - len(first)
     while True:
         same = _agreement(first, here, second, there)
         here, there = here + same, there + same
         if here == len(first):
             if left:
-                found.append(_Chunk(here, there, left))
-            return found
+                chunks.append(_Chunk(here, there, left))
+            return chunks
         candidates = [skip for skip in range(1, left + 1) if second[there + skip] == first[here]]
         if not candidates:
             return None
         length = max(candidates, key=lambda skip: (_agreement(first, here, second, there + skip), -skip))
-        found.append(_Chunk(here, there, length))
+        chunks.append(_Chunk(here, there, length))
         there, left = there + length, left - length
 
 
@@ -262,11 +262,11 @@ class _Growth:
     def _samples(self, number: int, offset: int) -> tuple[_Event, _Event, _Event]:
         """An event of the first trace in all three; of a chunk, its one copy in the second and two in the third."""
         if number < 0:
-            one, two = (index[-1, 0, offset] for index in self.index)
-            return self.first[offset], self.second[one], self.third[two]
-        one = self.index[0][number, 0, offset]
-        two, three = (self.index[1][number, copy, offset] for copy in (0, 1))
-        return self.second[one], self.third[two], self.third[three]
+            in_second, in_third = (index[-1, 0, offset] for index in self.index)
+            return self.first[offset], self.second[in_second], self.third[in_third]
+        in_second = self.index[0][number, 0, offset]
+        first_copy, second_copy = (self.index[1][number, copy, offset] for copy in (0, 1))
+        return self.second[in_second], self.third[first_copy], self.third[second_copy]
 
     def _op(self, place: Place, op: Op, copies: int, tick: int) -> Op:
         number, _, offset = place

@@ -53,8 +53,8 @@ def find_model(model: str | Path | Callable[[], Any]) -> Source:
     if weights := weights_of(Path(text)):
         raise ModelError(
             f"{text} was given as the model.",
-            f"It has weights ({weights[0].name}) and no config.json: what the model does with them is not known.",
-            "Add its config.json, or ask for --explain-formula, which tells what the weights alone say.",
+            f"It has weights ({weights[0].name}) and no config.json: without it the model is unknown.",
+            "Add its config.json, or use --explain-formula, which needs the weights alone.",
         )
     file, colon, attribute = text.rpartition(":")
     if colon and file.endswith(".py"):
@@ -62,7 +62,7 @@ def find_model(model: str | Path | Callable[[], Any]) -> Source:
     if text.endswith(".py"):
         raise UsageError(
             f"{text} was given as the model.",
-            "It does not say which function.",
+            "It names no function.",
             f"Write {text}:build; brim estimate also takes a program as it is.",
         )
     path = Path(text)
@@ -82,8 +82,8 @@ def weights_of(path: Path) -> list[Path]:
         return [path] if path.suffix in _WEIGHTS else []
     if not path.is_dir() or (path / "config.json").exists():
         return []
-    found = (sorted(path.glob(f"*{suffix}")) for suffix in _WEIGHTS)
-    return next((files for files in found if files), [])
+    files_by_suffix = (sorted(path.glob(f"*{suffix}")) for suffix in _WEIGHTS)
+    return next((files for files in files_by_suffix if files), [])
 
 
 def _of_file(path: Path, asked: Path) -> Source:
@@ -95,9 +95,9 @@ def _of_file(path: Path, asked: Path) -> Source:
             hint = "This is a diffusers pipeline: give the folder of one of its models, as in unet/."
         raise ModelError(f"{asked} was given as the model.", f"There is no {path}.", hint) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} was to be read.", f"It is not a model's configuration: {error}.") from error
+        raise ModelError(f"Cannot read {path}.", f"It is not a model's configuration: {error}.") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{path} was to be read.", f"It holds a {type(config).__name__}, not a JSON object.")
+        raise ModelError(f"Cannot read {path}.", f"It holds a {type(config).__name__}, not a JSON object.")
     name = asked.name if asked.is_dir() else asked.parent.name or asked.stem
     if isinstance(config.get("_class_name"), str):
         return Source(name=name, library="diffusers", architecture=config["_class_name"], config=config)
@@ -108,7 +108,7 @@ def _of_transformers(path: Path, name: str, config: dict[str, Any]) -> Source:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise ModelError(
-            f"{path} was to be read.", "It names no model_type.", "Give the config.json of a transformers model."
+            f"Cannot read {path}.", "It names no model_type.", "Give the config.json of a transformers model."
         )
     from transformers import CONFIG_MAPPING
 
@@ -152,14 +152,12 @@ def transformers_config(source: Source) -> Any:
         layers = getattr(config, "num_hidden_layers", 0) or 0
     except Exception as error:
         raise ModelError(
-            f"The configuration of {source.name} was to be read.",
+            f"Cannot read the configuration of {source.name}.",
             f"transformers does not accept it: {short(error)}",
             "Correct it.",
         ) from error
     if layers > _MOST_LAYERS:
-        raise ModelError(
-            f"{source.name} was to be built.", f"Its configuration has {layers:,} layers.", "Correct it."
-        )
+        raise ModelError(f"Cannot build {source.name}.", f"Its configuration has {layers:,} layers.", "Correct it.")
     _check_sizes(source, config)
     return config
 
@@ -171,7 +169,7 @@ def _check_sizes(source: Source, config: Any) -> None:
     wrong += [(name, 0) for name in _NEEDED if getattr(config, name, None) == 0]
     if wrong:
         name, value = wrong[0]
-        raise ModelError(f"{source.name} was to be built.", f"Its configuration has {name}={value}.", "Correct it.")
+        raise ModelError(f"Cannot build {source.name}.", f"Its configuration has {name}={value}.", "Correct it.")
 
 
 def class_of(config: Any, names: Iterable[str], autos: Iterable[str]) -> Any:
@@ -179,14 +177,14 @@ def class_of(config: Any, names: Iterable[str], autos: Iterable[str]) -> Any:
     import transformers
 
     for name in names:
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
+        candidate = getattr(transformers, name, None)
+        if isinstance(candidate, type) and issubclass(candidate, transformers.PreTrainedModel):
+            return candidate
     for auto in autos:
         mapping = getattr(transformers, auto)._model_mapping
         if type(config) in mapping:
-            found = mapping[type(config)]
-            return found[0] if isinstance(found, tuple) else found
+            candidate = mapping[type(config)]
+            return candidate[0] if isinstance(candidate, tuple) else candidate
     return None
 
 
@@ -203,8 +201,8 @@ def _of_python(path: Path, attribute: str) -> Source:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         where = place_in(error, str(module.__file__)).strip()
-        found = f"It fails {where}: {short(error)}" if where else short(error)
-        raise ModelError(f"{path} was to be run for its {attribute}.", found, "Correct the file.") from error
+        reason = f"It fails {where}: {short(error)}" if where else short(error)
+        raise ModelError(f"Cannot run {path} for its {attribute}.", reason, "Correct the file.") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]

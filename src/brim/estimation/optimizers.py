@@ -45,9 +45,9 @@ class AdamW8bit(Optimizer):
                     continue
                 if not self.state[parameter]:
                     self._allocate(parameter)
-                held = _beside_the_state(parameter)
+                temporaries = _beside_the_state(parameter)
                 parameter.add_(parameter.grad, alpha=-group["lr"])  # stands for the kernels
-                del held
+                del temporaries
 
     def _allocate(self, parameter: nn.Parameter) -> None:
         state = self.state[parameter]
@@ -74,12 +74,12 @@ def _beside_the_state(parameter: nn.Parameter) -> list[torch.Tensor]:
         return []
     multiprocessors = torch.cuda.get_device_properties(parameter.device).multi_processor_count
     looped = parameter.numel() // _BLOCK >= _LOOPED * multiprocessors
-    held = []
+    temporaries = []
     if looped or (parameter.dim() > 1 and parameter.shape[-1] % _BLOCK):
-        held += [_scales(parameter) for _ in range(2)]
+        temporaries += [_scales(parameter) for _ in range(2)]
     if looped:
-        held += [torch.empty_like(parameter, dtype=torch.float32) for _ in range(2)]
-    return held
+        temporaries += [torch.empty_like(parameter, dtype=torch.float32) for _ in range(2)]
+    return temporaries
 
 
 def make_optimizer(name: str, parameters: list[nn.Parameter]) -> Optimizer:

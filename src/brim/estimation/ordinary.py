@@ -33,8 +33,8 @@ def differences(workload: Workload, stored: str, *, language_model: bool) -> dic
     elif precision == "fp8":
         parts["layers"] = "brim train takes torchao's own layers"
     if workload.method == "lora" and precision not in ("int8", "int4", "fp8"):
-        held = _STORED.get(precision, "float32")
-        if held != stored:
+        dtype = _STORED.get(precision, "float32")
+        if dtype != stored:
             parts["weights"] = f"brim train keeps what is not trained as it is stored, in {stored}"
         if precision == "bf16":
             parts["adapters"] = "of brim train --precision bf16 are bfloat16, PEFT's float32"

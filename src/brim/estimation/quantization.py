@@ -30,14 +30,14 @@ _FLOAT8_ALIGNMENT = 16  # of both sides of a float8 product (aten/src/ATen/nativ
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-# -- kernels of which PyTorch has none ------------------------------------------------------------------------------
+# -- kernels that PyTorch does not have ------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("brim::dequantize_4bit", mutates_args=())
 def _dequantize_4bit(
     packed: torch.Tensor, absmax: torch.Tensor, shape: list[int], like: torch.Tensor
 ) -> torch.Tensor:
-    raise UnsupportedError("A layer of 4 bits was run.", "It is made for traces only.")
+    raise UnsupportedError("Cannot run a layer of 4 bits.", "It exists for traces only.")
 
 
 @_dequantize_4bit.register_fake
@@ -47,7 +47,7 @@ def _(packed: torch.Tensor, absmax: torch.Tensor, shape: list[int], like: torch.
 
 @torch.library.custom_op("brim::gemm_4bit", mutates_args=())
 def _gemm_4bit(input: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, width: int) -> torch.Tensor:
-    raise UnsupportedError("A layer of 4 bits was run.", "It is made for traces only.")
+    raise UnsupportedError("Cannot run a layer of 4 bits.", "It exists for traces only.")
 
 
 @_gemm_4bit.register_fake
@@ -76,10 +76,10 @@ class Linear4bit(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and input.requires_grad:
-            made: torch.Tensor = _Product4bit.apply(  # type: ignore[no-untyped-call]
+            output: torch.Tensor = _Product4bit.apply(  # type: ignore[no-untyped-call]
                 input, self.weight, self.absmax, self.bias, self.out_features
             )
-            return made
+            return output
         return _product_4bit(input, self.weight, self.absmax, self.bias, self.out_features)
 
 
@@ -88,8 +88,8 @@ def _product_4bit(
 ) -> torch.Tensor:
     inside = input.shape[-1]
     if input.numel() <= _FUSED_ROWS * inside and inside % _BLOCK == 0:
-        made: torch.Tensor = torch.ops.brim.gemm_4bit(input, packed, absmax, width)  # adds the bias itself
-        return made
+        output: torch.Tensor = torch.ops.brim.gemm_4bit(input, packed, absmax, width)  # adds the bias itself
+        return output
     weight = torch.ops.brim.dequantize_4bit(packed, absmax, [width, inside], input)
     return nn.functional.linear(input, weight, bias)
 
@@ -120,14 +120,14 @@ class Linear8bit(nn.Linear):
         self.register_buffer("scale", torch.empty(self.out_features))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = _Product8bit.apply(  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _Product8bit.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.scale, self.bias
         )
-        return made
+        return output
 
 
 class _Product8bit(torch.autograd.Function):
-    """Keeps its input as a plain attribute, which nothing but the end of the graph lets go."""
+    """Keeps its input as a plain attribute, which is freed with the graph only."""
 
     @staticmethod
     def forward(ctx: Any, input: Any, weight: Any, scale: Any, bias: Any) -> torch.Tensor:
@@ -174,7 +174,7 @@ class Float8Linear(nn.Linear):
         rows = input.numel() // input.shape[-1]
         if torch.is_grad_enabled() and rows % _FLOAT8_ALIGNMENT:
             raise UsageError(
-                f"A training step in fp8 was asked for with {rows:,} rows in a linear layer.",
+                f"Cannot train in fp8 with {rows:,} rows in a linear layer.",
                 f"Products in float8 take multiples of {_FLOAT8_ALIGNMENT}.",
                 "Choose batch and sequence length so that their product is one.",
             )
@@ -286,20 +286,20 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
     scheme = SCHEMES[precision]
     kind = scheme.to_train if training else scheme.to_generate
     named, chosen = [(name, module) for name, module in model.named_modules() if _is_linear(module)], _choice(model)
-    wanted = [(name, module) for name, module in named if chosen(name) and _fits(module, scheme.multiple)]
-    if not wanted:
+    layers = [(name, module) for name, module in named if chosen(name) and _fits(module, scheme.multiple)]
+    if not layers:
         raise UnsupportedError(
-            f"precision={precision} was asked for {type(model).__name__}.",
-            f"{len(named)} linear layers were found in it, and none that is not its last or its output.",
+            f"Cannot use precision={precision} for {type(model).__name__}.",
+            f"None of its {len(named)} linear layers can be quantized: the last one and the output stay as they are.",
             "Use bf16.",
         )
     total = sum(p.numel() for p in model.parameters())
     replaced = 0
-    for _, module in wanted:
+    for _, module in layers:
         replaced += module.weight.numel()
         _become(module, kind)
     return (
-        f"{scheme.told}: in {len(wanted):,} linear layers with {replaced:,} of {total:,} parameters; "
+        f"{scheme.told}: in {len(layers):,} linear layers with {replaced:,} of {total:,} parameters; "
         "the others stay in bfloat16"
     )
 

@@ -99,8 +99,10 @@ def _agrees(far: Trace, growing: _Growing, copies: int) -> bool:
     periods = periods_of(far, TRACED_TOKENS)
     if periods is None:
         return False
-    found = {tick: storage.bytes for tick, storage in _born_in(far, periods, _TEMPLATE).items()}
-    return found == {tick: storage.bytes + copies * step for tick, (storage, step) in growing.storages.items()}
+    sizes_by_tick = {tick: storage.bytes for tick, storage in _born_in(far, periods, _TEMPLATE).items()}
+    return sizes_by_tick == {
+        tick: storage.bytes + copies * step for tick, (storage, step) in growing.storages.items()
+    }
 
 
 class _Stretch:

@@ -41,7 +41,7 @@ def simulate(
     A trace for CUDA goes through a simulation of PyTorch's caching allocator (``c10/cuda/CUDACachingAllocator.cpp``);
     a trace for the CPU is added up. The result's ``peak_bytes.allocated`` counts blocks as
     ``torch.cuda.max_memory_allocated`` does, ``.reserved`` segments, and ``.process`` adds the CUDA context (the
-    catalog's general figure for a GPU of which it has none).
+    catalog's general figure for a GPU without one).
 
     Args:
         trace: What ``brim.trace`` gave.
@@ -77,8 +77,8 @@ _OTHERS = (
     "have of its memory is less than all of it"
 )
 _BY_SIZE = (
-    "a GPU of which only the memory is known: no seconds are told, kernels are those of compute capability 8.0, and "
-    "all of the memory is taken to be free",
+    "only the memory is known of this GPU: no seconds are estimated, kernels are those of compute capability 8.0, "
+    "and all of the memory is taken to be free",
 )
 
 
@@ -309,7 +309,7 @@ def phases(trace: Trace, timeline: Timeline) -> tuple[tuple[str, int], ...]:
     """
     born, ops = {storage.id: storage.born for storage in trace.storages}, trace.ops
     begins = [op.at for op in ops]
-    found: list[tuple[str, int]] = []
+    phase_starts: list[tuple[str, int]] = []
     last: tuple[int, Phase] | None = None
     kinds, storages = timeline.column("kind"), timeline.column("storage")
     for event, (kind, storage) in enumerate(zip(kinds, storages, strict=True)):
@@ -319,8 +319,8 @@ def phases(trace: Trace, timeline: Timeline) -> tuple[tuple[str, int], ...]:
         if last is not None and ops[at].step == last[0] and _ORDER[ops[at].phase] < _ORDER[last[1]]:
             continue
         last = (ops[at].step, ops[at].phase)
-        found.append((ops[at].phase.value, event))
-    return tuple(found)
+        phase_starts.append((ops[at].phase.value, event))
+    return tuple(phase_starts)
 
 
 def lives(trace: Trace) -> Iterator[tuple[Storage, bool, Op | None]]:

@@ -32,11 +32,11 @@ class Powers:
     to: tuple[int, int]
 
     def __call__(self, batch: int, seq: int) -> list[int]:
-        known = {power: _ratio(power, (batch, seq or 1), self.at) for power in set(self.powers) if power is not None}
+        ratios = {power: _ratio(power, (batch, seq or 1), self.at) for power in set(self.powers) if power is not None}
         here, there = self.at[0] * self.at[1], self.to[0] * self.to[1]
         share = Fraction(batch * (seq or 1) - here, there - here)
         return [
-            -(-size * known[power].numerator // known[power].denominator) if power is not None
+            -(-size * ratios[power].numerator // ratios[power].denominator) if power is not None
             else max(math.ceil(size + (other - size) * share), 0)
             for size, other, power in zip(self.bytes, self.others, self.powers, strict=True)
         ]  # fmt: skip
@@ -51,11 +51,11 @@ def powers(
     """
     start, end = (at[0], at[1] or 1), (to[0], to[1] or 1)
     ratios = {_ratio(power, end, start): power for power in _POWERS if start[1] > 1 or power[2] >= 0}
-    found = [ratios.get(Fraction(b, a)) if a else (0, 0, 0) for a, b in zip(here, there, strict=True)]
-    lines = sum(size for size, power in zip(here, found, strict=True) if power is None)
+    exponents = [ratios.get(Fraction(b, a)) if a else (0, 0, 0) for a, b in zip(here, there, strict=True)]
+    lines = sum(size for size, power in zip(here, exponents, strict=True) if power is None)
     if lines > _MOST_LINES * sum(here) or any(b and not a for a, b in zip(here, there, strict=True)):
         return None
-    return Powers(here, there, found, start, end)
+    return Powers(here, there, exponents, start, end)
 
 
 def _ratio(power: Power, to: tuple[int, int], at: tuple[int, int]) -> Fraction:
@@ -94,11 +94,11 @@ def _weight(xs: Sequence[int], index: int, value: int) -> Fraction:
 
 def numbers(storages: Sequence[Storage]) -> list[int]:
     """What grows by powers: every storage's bytes, and behind them the shapes that reductions' workspaces follow."""
-    found = [0 if storage.reduction is not None else storage.bytes for storage in storages]
+    sizes = [0 if storage.reduction is not None else storage.bytes for storage in storages]
     for storage in storages:
         if storage.reduction is not None:
-            found += itertools.chain(*storage.reduction.reduced, *storage.reduction.kept)
-    return found
+            sizes += itertools.chain(*storage.reduction.reduced, *storage.reduction.kept)
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,12 @@ class WithWorkspaces:
 
     @classmethod
     def of(cls, sizes: Sizes, storages: Sequence[Storage]) -> WithWorkspaces:
-        found = [(index, s.reduction) for index, s in enumerate(storages) if s.reduction is not None]
-        return cls(sizes, len(storages), found)
+        reductions = [(index, s.reduction) for index, s in enumerate(storages) if s.reduction is not None]
+        return cls(sizes, len(storages), reductions)
 
     def __call__(self, batch: int, seq: int) -> list[int]:
-        found = self.sizes(batch, seq)
-        bytes, shapes = found[: self.count], iter(found[self.count :])
+        numbers = self.sizes(batch, seq)
+        bytes, shapes = numbers[: self.count], iter(numbers[self.count :])
         pairs = zip(shapes, shapes, strict=True)
         for index, reduction in self.reductions:
             reduced, kept = (tuple(itertools.islice(pairs, len(o))) for o in (reduction.reduced, reduction.kept))
@@ -130,9 +130,11 @@ def structure(trace: Trace) -> tuple[list[tuple[int, bool]], list[tuple[int, int
     changes = [(storage.born, index, True) for index, storage in enumerate(trace.storages)]
     changes += [(s.died, index, False) for index, s in enumerate(trace.storages) if s.died is not None]
     changes.sort()
-    found: list[tuple[int, bool]] = []
+    lifetimes: list[tuple[int, bool]] = []
     for born, group in itertools.groupby(changes, key=lambda change: change[2]):
         indices = [index for _, index, _ in group]
-        found += [(index, born) for index in (indices if born else sorted(indices))]
+        lifetimes += [(index, born) for index in (indices if born else sorted(indices))]
     shapes = ((index, s.reduction) for index, s in enumerate(trace.storages))
-    return found, [(index, len(one.reduced), len(one.kept)) for index, one in shapes if one is not None]
+    return lifetimes, [
+        (index, len(reduction.reduced), len(reduction.kept)) for index, reduction in shapes if reduction is not None
+    ]

@@ -35,7 +35,7 @@ class Job:
 
     def __init__(self, source: Source, workload: Workload, *, asked: Workload | None = None, later: int = 0) -> None:
         self.source, self.workload = source, workload
-        self.asked = asked or workload  # of which this job traces a part
+        self.asked = asked or workload  # this job traces a part of it
         self.later = later  # so many tokens later than asked: they are there already when generating begins
         self.template: Template | None = None  # the shallow trace that this job's deep one was made from
         self.most_tokens: int | None = None  # where the model's table of positions ends
@@ -102,9 +102,9 @@ class Job:
         if self.asked.new_tokens and not generates:
             self.ignored.append(f"new_tokens is ignored: {self.source.name} does not generate text.")
         new = (self.workload.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
-        wanted = (self.asked.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
+        new_tokens = (self.asked.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
         limits = dict(making.position_tables(model))
-        room = 0 if config.is_encoder_decoder else wanted  # of the model's positions, for tokens to come
+        room = 0 if config.is_encoder_decoder else new_tokens  # of the model's positions, for tokens to come
         default = max(making.default_tokens(model) - room, 1) if tokens else 0
         self.workload = self.workload.resolved(seq=default or None, precision="fp32", new_tokens=new or None)
         if tokens:
@@ -112,7 +112,7 @@ class Job:
             making.check_positions(model, limits, (self.workload.seq or 0) + room)
         if generates and config.is_encoder_decoder:
             decoder = {name: limit for name, limit in limits.items() if "decoder" in name}
-            making.check_positions(model, decoder, wanted)
+            making.check_positions(model, decoder, new_tokens)
 
     def _diffusers(self) -> nn.Module:
         import diffusers
@@ -181,23 +181,23 @@ class Job:
 
     def _of_factory(self) -> Step:
         assert self.source.factory is not None
-        made = self.source.factory()
-        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-            return self._of_module(*made)
-        if isinstance(made, nn.Module) or not callable(made):
+        returned = self.source.factory()
+        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module):
+            return self._of_module(*returned)
+        if isinstance(returned, nn.Module) or not callable(returned):
             raise UsageError(
-                f"{self.source.name} was to build a step.",
-                f"It returned {type(made).__name__}.",
+                f"Cannot use what {self.source.name} returns.",
+                f"It returned {type(returned).__name__}.",
                 "Return a function of no arguments that does one step, or a model and its inputs as a pair.",
             )
-        given = {name: value for name, value in self.workload.given.items() if name != "task"}
-        if given:
+        ignored = {name: value for name, value in self.workload.given.items() if name != "task"}
+        if ignored:
             raise UsageError(
-                f"{' and '.join(given)} {'was' if len(given) == 1 else 'were'} given for {self.source.name}.",
+                f"{' and '.join(ignored)} {'was' if len(ignored) == 1 else 'were'} given for {self.source.name}.",
                 "It returns a step of its own, which decides these things.",
                 "Leave them out, or return a model and its inputs as a pair.",
             )
-        step: Step = made
+        step: Step = returned
         return step
 
     def _of_module(self, model: nn.Module, example: Any) -> Step:
@@ -206,7 +206,7 @@ class Job:
                 raise UsageError(f"{name} was given for {self.source.name}.", "Its inputs decide it.")
         if self.workload.method == "lora" or self.workload.checkpointing not in (None, "none"):
             raise UnsupportedError(
-                f"lora or checkpointing was asked for {self.source.name}.",
+                f"Cannot add lora or checkpointing to {self.source.name}.",
                 "brim estimate adds them to models of transformers and diffusers only.",
                 "Add them in the function.",
             )
@@ -270,14 +270,14 @@ def _transformers_class(source: Source, config: Any) -> Any:
     import transformers
 
     autos = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification", "AutoModel")
-    found = class_of(config, [source.architecture], autos)
-    if found is None:
+    model_class = class_of(config, [source.architecture], autos)
+    if model_class is None:
         raise UnsupportedError(
             f"{source.name} was given as the model.",
             f"transformers {transformers.__version__} has no class {source.architecture or config.model_type}.",
             "A newer transformers may.",
         )
-    return found
+    return model_class
 
 
 def _weights_dtype(workload: Workload) -> torch.dtype:
@@ -289,13 +289,13 @@ def _with_lora(model: nn.Module, source: Source, workload: Workload) -> nn.Modul
     targets: list[str] | str | None = None
     if source.library == "diffusers":
         targets = ["to_q", "to_k", "to_v", "to_out.0"]
-    given = workload.lora_targets
-    if given is not None:
-        targets = given[0] if given == ("all-linear",) else list(given)
+    lora_targets = workload.lora_targets
+    if lora_targets is not None:
+        targets = lora_targets[0] if lora_targets == ("all-linear",) else list(lora_targets)
     rank = {} if workload.lora_rank is None else {"r": workload.lora_rank}
     kind = str(source.config.get("model_type"))
-    made: nn.Module = add_lora(model, source.name, model_type=kind, targets=targets, layers=lora_layers(), **rank)
-    return made
+    adapted: nn.Module = add_lora(model, source.name, model_type=kind, targets=targets, layers=lora_layers(), **rank)
+    return adapted
 
 
 def _checkpoint(model: nn.Module, checkpointing: str, source: Source) -> None:
@@ -307,8 +307,8 @@ def _checkpoint(model: nn.Module, checkpointing: str, source: Source) -> None:
     if source.library == "diffusers":
         if checkpointing != "full" or not getattr(model, "_supports_gradient_checkpointing", False):
             raise UnsupportedError(
-                f"checkpointing={checkpointing} was asked for {source.name}.",
-                "diffusers' models know full checkpointing at most.",
+                f"Cannot use checkpointing={checkpointing} for {source.name}.",
+                "The models of diffusers support full checkpointing only.",
             )
         model.enable_gradient_checkpointing()  # type: ignore[operator]
         return
@@ -317,7 +317,7 @@ def _checkpoint(model: nn.Module, checkpointing: str, source: Source) -> None:
         inner, "supports_gradient_checkpointing", getattr(model, "supports_gradient_checkpointing", False)
     ):
         raise UnsupportedError(
-            f"checkpointing={checkpointing} was asked for {source.name}.", "Its class does not support it."
+            f"Cannot use checkpointing={checkpointing} for {source.name}.", "Its class does not support it."
         )
     if hasattr(model, "activation_checkpointing_enable"):  # its name from transformers 5.20 on
         model.activation_checkpointing_enable(options)  # type: ignore[operator]

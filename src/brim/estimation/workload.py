@@ -88,18 +88,20 @@ class Workload:
             )
         if self.task == "train" and self.new_tokens is not None:
             raise UsageError("new_tokens was given for training.", todo="It goes with the task generate.")
-        given = [name for name in _TRAINING_ONLY if getattr(self, name) is not None]
-        if self.task == "generate" and given:
-            raise UsageError(f"{' and '.join(given)} was given for generating.", todo="It goes with the task train.")
+        training_options = [name for name in _TRAINING_ONLY if getattr(self, name) is not None]
+        if self.task == "generate" and training_options:
+            raise UsageError(
+                f"{' and '.join(training_options)} was given for generating.", todo="It goes with the task train."
+            )
         if self.task == "generate" and self.precision in ("bf16-mixed", "fp16-mixed"):
             raise UnsupportedError(
-                f"Generating in {self.precision} was asked for.", "Autocast is modelled for training only.",
+                f"Cannot generate in {self.precision}.", "Autocast is modelled for training only.",
                 "Use bf16 or fp32.",
             )  # fmt: skip
         if self.task == "train" and self.precision in _FROZEN and self.method != "lora":
             raise UsageError(
-                f"Training in {self.precision} was asked for.",
-                "Weights of that type are rounded and take no gradient.",
+                f"Cannot train in {self.precision}.",
+                "Weights of that type take no gradient.",
                 "Train adapters on them with method lora, or use bf16 or fp8.",
             )
 

@@ -25,7 +25,7 @@ def test_a_name_a_hub_id_a_folder_and_a_file_are_models(folder):
         ("./nothing", ModelError, "There is no"),
         ("nothing.json", ModelError, "There is no"),
         ("nothing.py:build", ModelError, "There is no file"),
-        ("nothing.py", UsageError, "which function"),
+        ("nothing.py", UsageError, "no function"),
     ],
 )
 def test_a_name_of_nothing_is_one_clear_error(model, error, told):

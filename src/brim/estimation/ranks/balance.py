@@ -33,11 +33,11 @@ def balanced(
 
     def most(slowest: float, fullest: float) -> list[int] | None:
         """The most layers of each stage within both limits; None where one cannot have any, or all too few."""
-        found = [
+        counts = [
             min(bisect.bisect_right(time, slowest), bisect.bisect_right(size, min(fullest, room)))
             for time, size in zip(times, sizes, strict=True)
         ]
-        return None if min(found) < 1 or sum(found) < layers else found
+        return None if min(counts) < 1 or sum(counts) < layers else counts
 
     slowest = _smallest(times, lambda limit: most(limit, room) is not None)
     if slowest is None:
@@ -46,11 +46,11 @@ def balanced(
     assert fullest is not None
     limits = most(slowest, fullest)
     assert limits is not None
-    found = [1] * stages
+    layer_counts = [1] * stages
     for _ in range(layers - stages):
-        open_ones = [stage for stage in range(stages) if found[stage] < limits[stage]]
-        found[min(open_ones, key=lambda stage: (times[stage][found[stage]], -stage))] += 1
-    return tuple(found)
+        open_ones = [stage for stage in range(stages) if layer_counts[stage] < limits[stage]]
+        layer_counts[min(open_ones, key=lambda stage: (times[stage][layer_counts[stage]], -stage))] += 1
+    return tuple(layer_counts)
 
 
 def stages_of(split: Split, config: Any, *, sequence: int, checkpointing: str | None = None) -> tuple[int, ...]:
@@ -71,9 +71,9 @@ def stages_of(split: Split, config: Any, *, sequence: int, checkpointing: str | 
     def seconds(stage: int, count: int) -> float:
         return count * layer + (head if stage == many - 1 else 0)
 
-    found = balanced(layers, many, seconds, lambda stage, count: in_flight(split, stage) * count)
-    assert found is not None
-    return found
+    counts = balanced(layers, many, seconds, lambda stage, count: in_flight(split, stage) * count)
+    assert counts is not None
+    return counts
 
 
 def _products(config: Any, sequence: int) -> tuple[int, int]:

@@ -51,31 +51,31 @@ class TracedChunk:
 
     def _forward(self, number: int, sent: list[torch.Tensor] | None) -> None:
         received = self._received
-        given = self._tokens if received is None else received[number].detach().requires_grad_()
+        input = self._tokens if received is None else received[number].detach().requires_grad_()
         with self.handle.losses():
-            output = self.model(given, self._tokens.clone() if self._part.has_head else None)
-        self._flying[number] = (given, output)
+            output = self.model(input, self._tokens.clone() if self._part.has_head else None)
+        self._flying[number] = (input, output)
         if not self._part.has_head:
             self.last_sent["forward"] = output.detach()
             if sent is not None:
                 sent.append(output.detach())
 
     def _backward(self, number: int, sent: list[torch.Tensor] | None, *, last: bool) -> None:
-        given, output = self._flying.pop(number)
+        input, output = self._flying.pop(number)
         self.handle.put_off(last=last)
         with self.handle.losses():
             output.backward(None if self._returned is None else self._returned[number])
-        self._send(given, sent)
+        self._send(input, sent)
 
     def _backward_input(self, number: int, sent: list[torch.Tensor] | None) -> None:
-        given, output = self._flying.pop(number)
+        input, output = self._flying.pop(number)
         self.handle.hold()
         gradient = None if self._returned is None else self._returned[number]
         with self.handle.losses():
-            self._halved[number] = (given, pipeline.InputHalf(self.model, given, output, gradient))
+            self._halved[number] = (input, pipeline.InputHalf(self.model, input, output, gradient))
         if not self._part.embeds:
-            self._given.append(given)
-        self._send(given, sent)
+            self._given.append(input)
+        self._send(input, sent)
 
     def _backward_weight(self, number: int, *, last: bool) -> None:
         _, half = self._halved.pop(number)

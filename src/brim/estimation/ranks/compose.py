@@ -60,18 +60,18 @@ def traced_order(order: Sequence[Turn]) -> list[Turn]:
 
     The chunks come one after the other: what one does is no matter of another's.
     """
-    found = []
+    traced = []
     for chunk in sorted({turn.chunk for turn in order}):
         own = [turn for turn in order if turn.chunk == chunk]
         if any(turn.half for turn in own):
-            found += own if len(own) <= len(_IN_HALVES) else _in_halves(chunk)
+            traced += own if len(own) <= len(_IN_HALVES) else _in_halves(chunk)
             continue
-        ahead = any(one.forward and other.forward for one, other in itertools.pairwise(own))
+        ahead = any(before.forward and after.forward for before, after in itertools.pairwise(own))
         few = _AHEAD if ahead else _IN_TURN
         if len(own) > len(few):
             own = [Turn(micro_batch=number, chunk=chunk, forward=forward) for number, forward in few]
-        found += own
-    return found
+        traced += own
+    return traced
 
 
 def _in_halves(chunk: int) -> list[Turn]:
@@ -111,7 +111,7 @@ class Composer:
 
     def like(self, turn: Turn, kind: _Situation) -> _Stretch:
         """The traced turn of the same chunk that stands most like it."""
-        alike = [at for at, one in enumerate(self.traced) if one.kind == turn.kind]
+        alike = [at for at, traced_turn in enumerate(self.traced) if traced_turn.kind == turn.kind]
         return self.stretches[1 + max(alike, key=lambda at: self._kinds[at].likeness(kind))]
 
     def ops_at(self, stretch: _Stretch) -> list[Op]:
@@ -127,13 +127,13 @@ class Composer:
         return self._usual(lambda turn: turn.half == "weight")
 
     def _usual(self, wanted: Callable[[Turn], bool]) -> tuple[Op, ...]:
-        found: list[Op] = []
+        usual: list[Op] = []
         for turn in {turn.kind: turn for turn in self.traced if wanted(turn)}.values():
             kind = _Situation(forward=turn.forward, first=False, last=False, after=not turn.forward)
             ops = self.ops_at(self.like(turn, kind))
             # Gradients of halves are added up outside of autograd.
-            found += [replace(op, phase=Phase.BACKWARD) for op in ops] if turn.half else ops
-        return tuple(found)
+            usual += [replace(op, phase=Phase.BACKWARD) for op in ops] if turn.half else ops
+        return tuple(usual)
 
     def end_ops(self) -> tuple[Op, ...]:
         """Operations of every chunk's first and last forward and backward."""
@@ -182,18 +182,18 @@ class Composer:
 
 
 def _situations(order: Sequence[Turn]) -> list[_Situation]:
-    found = []
+    situations = []
     before: dict[int, bool] = {}
     count: dict[tuple[int, bool, str], int] = {}
     total = Counter(turn.kind for turn in order)
     for turn in order:
         key = turn.kind
         count[key] = number = count.get(key, 0) + 1
-        found.append(_Situation(
+        situations.append(_Situation(
             forward=turn.forward, first=number == 1, last=number == total[key], after=before.get(turn.chunk)
         ))  # fmt: skip
         before[turn.chunk] = turn.forward
-    return found
+    return situations
 
 
 class _Composition:
@@ -244,8 +244,8 @@ class _Composition:
     def _turn_like(self, end: _Stretch, ends: Turn, part: _Stretch, index: int) -> int:
         """Where in this order what was born at ``index`` dies, when in the trace it is in the turn ``end``: in its
         own backward (or its other half), in the last one, or so many turns of that kind later."""
-        made = part.turn
-        if made is not None and not ends.forward and (made.micro_batch, made.chunk) == (ends.micro_batch, ends.chunk):
+        turn = part.turn
+        if turn is not None and not ends.forward and (turn.micro_batch, turn.chunk) == (ends.micro_batch, ends.chunk):
             own = self.turns[index]
             assert own is not None
             return self.turns.index(replace(own, forward=False, half=ends.half))

@@ -1,4 +1,4 @@
-"""A deep model under FSDP2 from three shallow ones, two layers of which are repeated.
+"""A deep model under FSDP2 from three shallow ones, by repeating two layers.
 
 FSDP2 lets a layer's weights go while the next but one is gathered, so what frees them lies two layers on: two layers
 together are what repeats (``insertion`` asks for copies that reach one copy on).
@@ -23,17 +23,17 @@ def deepened_in_pairs(traces: Sequence[Trace], layers: int) -> Trace | None:
 
     None where they do not repeat. ``layers`` is even.
     """
-    found = deepened([_renamed(trace, _NUMBER, _paired) for trace in traces], layers // UNIT)
-    return None if found is None else _renamed(found.trace, _PAIR, _single)
+    deeper = deepened([_renamed(trace, _NUMBER, _paired) for trace in traces], layers // UNIT)
+    return None if deeper is None else _renamed(deeper.trace, _PAIR, _single)
 
 
 def _renamed(trace: Trace, pattern: re.Pattern[str], name: Callable[[re.Match[str]], str]) -> Trace:
-    known: dict[str, str] = {}
+    new_names: dict[str, str] = {}
 
     def of(module: str) -> str:
-        if module not in known:
-            known[module] = pattern.sub(name, module, count=1)
-        return known[module]
+        if module not in new_names:
+            new_names[module] = pattern.sub(name, module, count=1)
+        return new_names[module]
 
     ops = tuple(replace(op, module=of(op.module)) for op in trace.ops)
     storages = tuple(replace(storage, module=of(storage.module)) for storage in trace.storages)

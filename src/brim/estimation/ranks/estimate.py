@@ -143,10 +143,12 @@ def estimate_ranks(
     that does, and UnsupportedError for what the engine does not do.
     """
     if engine not in ENGINES:
-        raise UsageError(f"--engine {engine} was given.", f"It is one of {', '.join(ENGINES)}.")
+        raise UsageError(f"Unknown --engine {engine}.", f"Known: {', '.join(ENGINES)}.")
     if task != "train":
         raise UnsupportedError(
-            f"The task {task} was to be split over several GPUs.", "Training is, so far.", "Use --task train."
+            f"Cannot split the task {task} over several GPUs.",
+            "Only training can be split so far.",
+            "Use --task train.",
         )
     workload = Workload(
         task=task, batch=split.micro_batch, seq=seq, precision=precision, optimizer=optimizer,
@@ -272,10 +274,10 @@ def _memory(trace: Trace, place: Place, alloc_conf: str, nccl: int) -> tuple[Pea
         name=place.name, total_bytes=None, context=place.context, cublas_workspace_bytes=place.cublas_workspace_bytes
     )
     timeline = simulate(trace, endless, alloc_conf)
-    found, peaks = at_peak(trace, timeline), timeline.peak_bytes
+    breakdown, peaks = at_peak(trace, timeline), timeline.peak_bytes
     peak = PeakBytes(allocated=peaks.allocated, reserved=peaks.reserved, process=peaks.process + nccl)
-    beside = {"rounding": found.rounding_bytes, "context": place.context.bytes, "nccl": nccl}
-    return peak, found.by_category | beside
+    beside = {"rounding": breakdown.rounding_bytes, "context": place.context.bytes, "nccl": nccl}
+    return peak, breakdown.by_category | beside
 
 
 def _time(stages: Sequence[StageFacts], split: Split, place: Place) -> tuple[StepTime | None, tuple[str, ...]]:

@@ -40,7 +40,7 @@ def of_chunks(
 
 def joined(traces: Sequence[Trace]) -> Trace | None:
     """One program that has what all of ``traces`` have, in this order; None where their optimizers' steps differ."""
-    chunks = [_Chunk(one) for one in traces]
+    chunks = [_Chunk(trace) for trace in traces]
     line = _Line(chunks)
     for stretch in range(2 * len(traces[0].step_starts) + 1):
         if stretch and stretch % 2 == 0:  # building, then each step's turns and its optimizer
@@ -48,17 +48,17 @@ def joined(traces: Sequence[Trace]) -> Trace | None:
                 return None
         else:
             line.in_turn(stretch)
-    streams = max((one.stream for trace in traces for one in trace.storages), default=0)
+    streams = max((storage.stream for trace in traces for storage in trace.storages), default=0)
     storages = [
-        _moved(one, chunk, number * streams)
-        for number, chunk in enumerate(chunks) for one in chunk.trace.storages
-        if not (number and one.category is Category.WORKSPACE)  # one for all
+        _moved(storage, chunk, number * streams)
+        for number, chunk in enumerate(chunks) for storage in chunk.trace.storages
+        if not (number and storage.category is Category.WORKSPACE)  # one for all
     ]  # fmt: skip
-    storages.sort(key=lambda one: one.born)
+    storages.sort(key=lambda storage: storage.born)
     return replace(
         traces[0],
         ops=tuple(sorted(line.ops, key=lambda op: op.at)),
-        storages=tuple(replace(one, id=index) for index, one in enumerate(storages)),
+        storages=tuple(replace(storage, id=index) for index, storage in enumerate(storages)),
         step_starts=tuple(line.starts[1::2]),
         not_modelled=tuple(sorted({name for trace in traces for name in trace.not_modelled})),
     )
@@ -77,8 +77,8 @@ class _Chunk:
         self.trace = trace
         self.at: dict[int, int] = {}
         self.op_at = {op.at: op for op in trace.ops}
-        kinds = [(op.at, op.name) for op in trace.ops] + [(one.born, _BORN) for one in trace.storages]
-        kinds += [(one.died, _DIED) for one in trace.storages if one.died is not None]
+        kinds = [(op.at, op.name) for op in trace.ops] + [(storage.born, _BORN) for storage in trace.storages]
+        kinds += [(storage.died, _DIED) for storage in trace.storages if storage.died is not None]
         bounds = sorted([*trace.step_starts, *(op.at for op in trace.ops if op.name == OPTIMIZER)])
         self.stretches: list[list[tuple[int, str]]] = [[] for _ in range(len(bounds) + 1)]
         for tick, kind in sorted(kinds):
@@ -145,11 +145,11 @@ def _runs(events: Sequence[tuple[int, str]]) -> Iterator[_Run]:
     or all of it where there are other operations, which work on one tensor after the other."""
     alone = [kind == OPTIMIZER or kind.startswith(_FOREACH) for _, kind in events]
     for single, group in itertools.groupby(zip(alone, events, strict=True), key=lambda pair: pair[0]):
-        found = [event for _, event in group]
+        events_of_run = [event for _, event in group]
         if single:
-            yield from (_Run(kind=kind, ticks=[tick]) for tick, kind in found)
-        elif any(kind not in (_BORN, _DIED) for _, kind in found):
-            yield _Run(kind=_OTHER, ticks=[tick for tick, _ in found])
+            yield from (_Run(kind=kind, ticks=[tick]) for tick, kind in events_of_run)
+        elif any(kind not in (_BORN, _DIED) for _, kind in events_of_run):
+            yield _Run(kind=_OTHER, ticks=[tick for tick, _ in events_of_run])
         else:
-            for kind, own in itertools.groupby(found, key=lambda event: event[1]):
+            for kind, own in itertools.groupby(events_of_run, key=lambda event: event[1]):
                 yield _Run(kind=kind, ticks=[tick for tick, _ in own])

@@ -61,7 +61,7 @@ class Layers:
         least = UNIT + (end - begin) % UNIT
         lengths = [least + more * UNIT for more in range(3)]
         few = [self._without(begin + length, end) for length in lengths]
-        if lengths[-1] >= end - begin or sum(len(one.own) for one in few) >= len(self.own):
+        if lengths[-1] >= end - begin or sum(len(stage.own) for stage in few) >= len(self.own):
             return None
         return few, end - begin - least
 
@@ -80,7 +80,7 @@ def layers_of(job: ParallelJob, part: pipeline.Part) -> Layers:
     there = tuple(range(len(kinds))) if job.layers is None else job.layers
     alike = len(set(kinds)) == 1
     if part.of != len(there) or (max(there) >= len(kinds) and not alike):
-        raise UsageError(f"{part.of} layers of {job.source.name} were asked for.", f"It has {len(kinds)}.")
+        raise UsageError(f"Cannot take {part.of} layers of {job.source.name}.", f"It has {len(kinds)}.")
     own = there[part.first : part.first + part.layers]
     return Layers(
         source=job.source, own=own, kinds=tuple(0 if alike else kinds[layer] for layer in own), embeds=part.embeds,
@@ -99,8 +99,8 @@ def usual_layers(source: Source, count: int) -> tuple[int, ...]:
     if len(set(kinds)) == 1:
         return tuple(range(count))
     usual = Counter(kinds).most_common(1)[0][0]
-    found = [layer for layer, kind in enumerate(kinds) if kind == usual]
-    return tuple((found if len(found) >= count else range(len(kinds)))[-count:])
+    usual_indices = [layer for layer, kind in enumerate(kinds) if kind == usual]
+    return tuple((usual_indices if len(usual_indices) >= count else range(len(kinds)))[-count:])
 
 
 @functools.lru_cache(maxsize=16)
@@ -119,7 +119,9 @@ def _kinds_of(architecture: str, configuration: str) -> tuple[int, ...]:
     for number, layer in enumerate(layers):
         told = [value[number] for value in lists]
         own = {name: value for name, value in settings_of(layer).items() if not isinstance(value, float)}
-        alike = (told == known and same_settings(settings, own, n, number) for n, known, settings in first)
+        alike = (
+            told == told_of_first and same_settings(settings, own, n, number) for n, told_of_first, settings in first
+        )
         kind = next((kind for kind, same in enumerate(alike) if same), len(first))
         if kind == len(first):
             first.append((number, told, own))
@@ -143,10 +145,10 @@ def _with_layers(source: Source, layers: int) -> Source:
 
 def _stretch(kinds: Sequence[int]) -> tuple[int, int]:
     """The longest one in which each layer is like the last but one."""
-    found, begin = (0, 0), 0
+    longest, begin = (0, 0), 0
     for end in range(1, len(kinds) + 1):
         if end - begin > UNIT and kinds[end - 1] != kinds[end - 1 - UNIT]:
             begin = end - UNIT
-        if end - begin > found[1] - found[0]:
-            found = begin, end
-    return found
+        if end - begin > longest[1] - longest[0]:
+            longest = begin, end
+    return longest

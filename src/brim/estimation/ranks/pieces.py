@@ -1,7 +1,7 @@
 """One layer, and what is beside the layers, as PyTorch's engine runs them: from traces of models of so few layers.
 
 A search over splits weighs its ways by these: a trace of one or two layers takes half a second of a CPU, one of a
-whole stage many times that. What a way takes is told by the proof alone (``ranks_torch``).
+whole stage many times that. Only the proof tells what a way takes (``ranks_torch``).
 """
 
 from __future__ import annotations
@@ -75,8 +75,12 @@ def _copies(op: Op) -> bool:
 
 def _kept_bytes(trace: Trace) -> int:
     begins = _backward(trace.ops, trace.step_starts[-1])
-    alive = (one for one in trace.storages if one.born < begins and (one.died is None or one.died > begins))
-    return sum(one.bytes for one in alive if one.category not in _STATES)
+    alive = (
+        storage
+        for storage in trace.storages
+        if storage.born < begins and (storage.died is None or storage.died > begins)
+    )
+    return sum(storage.bytes for storage in alive if storage.category not in _STATES)
 
 
 def _backward(ops: Iterable[Op], after: int) -> int:

@@ -45,12 +45,12 @@ def turns(split: Split, stage: int) -> list[Turn]:
         ahead = (split.pp - stage - 1) * 2 + (split.interleave - 1) * split.pp
     ahead = min(ahead, len(forwards))
     last = split.interleave - 1
-    found = [Turn(micro_batch=m, chunk=c, forward=True) for m, c in forwards[:ahead]]
+    schedule = [Turn(micro_batch=m, chunk=c, forward=True) for m, c in forwards[:ahead]]
     for index, (m, c) in enumerate(forwards[ahead:]):
-        found.append(Turn(micro_batch=m, chunk=c, forward=True))
-        found.append(_backward(forwards[index], last))
-    found += [_backward(turn, last) for turn in forwards[len(forwards) - ahead :]]
-    return found
+        schedule.append(Turn(micro_batch=m, chunk=c, forward=True))
+        schedule.append(_backward(forwards[index], last))
+    schedule += [_backward(turn, last) for turn in forwards[len(forwards) - ahead :]]
+    return schedule
 
 
 def brief(split: Split, stage: int) -> Split:
@@ -68,14 +68,16 @@ def _halved(split: Split, stage: int, forwards: list[tuple[int, int]]) -> list[T
     later, where a rank would wait (torch/distributed/pipelining/schedules.py, ScheduleInterleavedZeroBubble)."""
     last, many = split.interleave - 1, len(forwards)
     ahead = min(last * split.pp + split.pp - stage - 1, many)
-    found = [Turn(micro_batch=m, chunk=c, forward=True) for m, c in forwards[:ahead]]
+    schedule = [Turn(micro_batch=m, chunk=c, forward=True) for m, c in forwards[:ahead]]
     for index in range(many + stage):
-        found += [Turn(micro_batch=m, chunk=c, forward=True) for m, c in forwards[ahead + index : ahead + index + 1]]
+        schedule += [
+            Turn(micro_batch=m, chunk=c, forward=True) for m, c in forwards[ahead + index : ahead + index + 1]
+        ]
         if index < many:
-            found.append(replace(_backward(forwards[index], last), half="input"))
+            schedule.append(replace(_backward(forwards[index], last), half="input"))
         if 0 <= index - stage < many:
-            found.append(replace(_backward(forwards[index - stage], last), half="weight"))
-    return found
+            schedule.append(replace(_backward(forwards[index - stage], last), half="weight"))
+    return schedule
 
 
 def _order(split: Split) -> Iterator[tuple[int, int]]:

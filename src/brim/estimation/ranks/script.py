@@ -75,7 +75,7 @@ class Script:
         self.sent.append(Sent(kind=kind, axis=axis, bytes=bytes, phase=self.phase))
 
     def begin(self) -> None:
-        """The step begins: what there is now was built before it."""
+        """Begin the step: everything allocated so far was built before it."""
         self._start = self._tick + 1
         self.phase = Phase.FORWARD
 

@@ -92,15 +92,15 @@ def shape_of(source: Source) -> Shape:
     """Raises UnsupportedError for what is not a decoder of the usual kind."""
     if source.library != "transformers":
         raise UnsupportedError(
-            f"{source.name} was to be split over several GPUs.",
-            "That is known of transformers' language models only.",
+            f"Cannot split {source.name} over several GPUs.",
+            "brim can split the language models of transformers only.",
         )
     config: Any = transformers_config(source)
     kind = str(config.model_type)
     if kind not in (*_GATED, *_PLAIN):
         raise UnsupportedError(
-            f"{source.name} was to be split over several GPUs.", f"It is a {kind}, which is not known to split.",
-            f"Known are decoders: {', '.join((*_GATED, *_PLAIN))}.",
+            f"Cannot split {source.name} over several GPUs.", f"It is a {kind}, which brim cannot split.",
+            f"Known decoders: {', '.join((*_GATED, *_PLAIN))}.",
         )  # fmt: skip
     hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
     plain = kind in _PLAIN

@@ -50,9 +50,11 @@ class Split:
         for name in _POSITIVE:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= _MOST_GPUS:
-                raise UsageError(f"{_flag(name)} {value} was given.", f"It is a whole number, 1 to {_MOST_GPUS:,}.")
+                raise UsageError(
+                    f"Cannot use {_flag(name)} {value}.", f"It must be a whole number, 1 to {_MOST_GPUS:,}."
+                )
         if self.zero not in range(4):
-            raise UsageError(f"--zero {self.zero} was given.", "The stages are 0, 1, 2 and 3.")
+            raise UsageError(f"Unknown --zero {self.zero}.", "The stages are 0, 1, 2 and 3.")
         if self.offload_shards:
             _check_offload(self)
         _check_mesh(self)
@@ -75,7 +77,7 @@ class Split:
         if (self.dp * self.cp) % self.ep:
             raise UsageError(
                 f"--ep {self.ep} was given.",
-                f"Experts are spread over {self.dp * self.cp} ranks (dp x cp), which it does not divide.",
+                f"It does not divide the {self.dp * self.cp} ranks (dp x cp) over which experts are spread.",
                 f"Nearest: --ep {nearest(self.ep, lambda n: (self.dp * self.cp) % n == 0)}.",
             )
 
@@ -159,7 +161,7 @@ def check_sizes(split: Split, sizes: Sizes, *, even_stages: bool = False) -> Non
     if chunks > sizes.layers:
         what = f"{split.pp} pipeline stages" + (f" of {split.interleave} chunks" if split.interleave > 1 else "")
         raise UsageError(
-            f"{what} were asked for.", f"The model has {sizes.layers} layers, and a stage has one at least.",
+            f"Cannot make {what}.", f"The model has {sizes.layers} layers, and a stage has at least one.",
             f"Nearest: --pp {nearest(sizes.layers // split.interleave or 1, lambda n: _divides(sizes.layers, n))}.",
         )  # fmt: skip
     if split.stage_layers and sum(split.stage_layers) != sizes.layers:
@@ -169,15 +171,15 @@ def check_sizes(split: Split, sizes: Sizes, *, even_stages: bool = False) -> Non
         )
     if (even_stages or split.interleave > 1) and not split.stage_layers and sizes.layers % chunks:
         raise UsageError(
-            f"{chunks} even pipeline stages were asked for.", f"The model's {sizes.layers} layers do not divide.",
+            f"Cannot make {chunks} even pipeline stages.", f"They do not divide the model's {sizes.layers} layers.",
             f"Nearest: --pp {nearest(split.pp, lambda n: _divides(sizes.layers, n * split.interleave))}, or give "
             "--stage-layers.",
         )  # fmt: skip
     _check_sequence(split, sizes.sequence)
     if split.ep > 1 and (not sizes.experts or sizes.experts % split.ep):
-        found = f"The model has {sizes.experts} experts." if sizes.experts else "The model has no experts."
+        reason = f"The model has {sizes.experts} experts." if sizes.experts else "The model has no experts."
         fits = nearest(split.ep, lambda n: bool(sizes.experts) and sizes.experts % n == 0) if sizes.experts else 1
-        raise UsageError(f"--ep {split.ep} was given.", found, f"Nearest: --ep {fits}.")
+        raise UsageError(f"--ep {split.ep} was given.", reason, f"Nearest: --ep {fits}.")
 
 
 def experts_of(config: Any) -> int:
@@ -190,8 +192,8 @@ def sizes_of(config: Any, sequence: int) -> Sizes:
     """What must divide, by transformers' configuration. Raises UnsupportedError for one without layers."""
     if any(not isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
         raise UnsupportedError(
-            f"A model of {type(config).__name__} was to be split over several GPUs.",
-            "It has no number of layers and hidden size: it is no language model.",
+            f"Cannot split a model of {type(config).__name__} over several GPUs.",
+            "It has no number of layers or hidden size: it is not a language model.",
         )
     heads = int(getattr(config, "num_attention_heads", 0) or 1)
     ffn = next((v for n in ("intermediate_size", "n_inner", "ffn_dim") if (v := getattr(config, n, None))), None)
@@ -206,8 +208,8 @@ def check_experts(split: Split) -> None:
     """Raise UnsupportedError for experts over ranks that PyTorch's engine does not spread them over."""
     if split.ep > 1 and (split.ep != split.shards or split.tp > 1):
         raise UnsupportedError(
-            f"--ep {split.ep} was asked for with {split.shards} data-parallel ranks and --tp {split.tp}.",
-            "PyTorch's engine spreads experts over all data-parallel ranks of whole tensors.",
+            f"Cannot use --ep {split.ep} with {split.shards} data-parallel ranks and --tp {split.tp}.",
+            "PyTorch's engine spreads experts over all data-parallel ranks, and does not split their tensors.",
             f"Use --ep {split.shards} --tp 1, or leave --ep out.",
         )
 
@@ -216,8 +218,8 @@ def check_context(split: Split) -> None:
     """Raise UnsupportedError for sequences over ranks beside what PyTorch's engine does not split them with."""
     if split.cp > 1 and split.ep > 1:
         raise UnsupportedError(
-            f"--cp {split.cp} was asked for with --ep.",
-            "PyTorch's engine splits sequences over ranks beside tensors, pipelines, data parallelism and ZeRO.",
+            f"Cannot use --cp {split.cp} with --ep.",
+            "PyTorch's engine combines --cp with tensors, pipelines, data parallelism and ZeRO only.",
             "Leave out --ep, or --cp.",
         )
 
@@ -241,20 +243,20 @@ def _check_mesh(split: Split) -> None:
     parts = f"tp {split.tp} x pp {split.pp} x cp {split.cp}"
     if split.dp and each * split.dp != split.gpus:
         raise UsageError(
-            f"A mesh of {parts} x dp {split.dp} = {each * split.dp} ranks was asked for.",
+            f"Cannot make a mesh of {parts} x dp {split.dp} = {each * split.dp} ranks.",
             f"There are {split.gpus} GPUs.", f"Nearest: --gpus {each * split.dp}{_of_gpus(split, each)}.",
         )  # fmt: skip
     if split.gpus % each:
         low = split.gpus // each * each
         counts = f"--gpus {low} or {low + each}" if low else f"--gpus {each}"
         raise UsageError(
-            f"{split.gpus} GPUs were to be split into {parts}.", f"{split.gpus} is no multiple of {each}.",
+            f"Cannot split {split.gpus} GPUs into {parts}.", f"{split.gpus} is not a multiple of {each}.",
             f"Nearest: {counts}{_smaller(split)}.",
         )  # fmt: skip
     if split.gpus > split.gpus_per_node and split.gpus % split.gpus_per_node:
         low = split.gpus // split.gpus_per_node * split.gpus_per_node
         raise UsageError(
-            f"{split.gpus} GPUs in nodes of {split.gpus_per_node} were given.", "The last node would not be full.",
+            f"Cannot fill nodes of {split.gpus_per_node} with {split.gpus} GPUs.", "The last node would not be full.",
             f"Nearest: --gpus {low} or {low + split.gpus_per_node}.",
         )  # fmt: skip
 
@@ -286,13 +288,13 @@ def _check_batch(split: Split) -> None:
 
 
 def _check_stages(split: Split) -> None:
-    given = ",".join(map(str, split.stage_layers))
+    stage_layers = ",".join(map(str, split.stage_layers))
     many = split.pp * split.interleave
     if len(split.stage_layers) != many or min(split.stage_layers) < 1:
         counted = "--pp" if split.interleave == 1 else "--pp x --interleave"
         raise UsageError(
-            f"--stage-layers {given} was given.",
-            f"It is {many} numbers ({counted}), one for each stage, and none is below 1.",
+            f"Cannot use --stage-layers {stage_layers}.",
+            f"It must be {many} numbers ({counted}), one for each stage, and each at least 1.",
         )
 
 
@@ -305,8 +307,8 @@ def _check_interleave(split: Split) -> None:
 def _check_offload(split: Split) -> None:
     if not split.zero:
         raise UsageError(
-            "--offload-shards was given without --zero.", "What lies in RAM is what ZeRO splits.",
-            "Give --zero 3, or 1 or 2, beside it.",
+            "--offload-shards was given without --zero.", "It keeps in RAM what ZeRO splits.",
+            "Add --zero 3, 2 or 1.",
         )  # fmt: skip
     refuse_beside(
         "--offload-shards",
@@ -317,24 +319,26 @@ def _check_offload(split: Split) -> None:
 
 def refuse_beside(option: str, *others: tuple[str, bool, str]) -> None:
     """Raise UnsupportedError for the first of ``others`` (its name, whether it is given, why not) that is given."""
-    for other, given, why in others:
-        if given:
+    for other, is_given, why in others:
+        if is_given:
             raise UnsupportedError(f"{option} was given with {other}.", why, "Leave one of them out.")
 
 
 def _check_zero_bubble(split: Split) -> None:
     if split.pp == 1:
-        raise UsageError("--zero-bubble was given with --pp 1.", "It fills a pipeline's waits.", "Give --pp.")
+        raise UsageError(
+            "--zero-bubble was given with --pp 1.", "It fills the waiting times of a pipeline.", "Give --pp."
+        )
     if split.zero > 1:
         raise UsageError(
             f"--zero-bubble was given with --zero {split.zero}.",
-            "A stage's weights and gradients stay whole between the two halves of a backward pass.",
+            "The weights and gradients of a stage must stay whole between the two halves of a backward pass.",
             "Use --zero 1 or 0.",
         )
     if not cuts_in_halves(split):
         raise UnsupportedError(
             f"--zero-bubble was given with --tp {split.tp} --sp and {split.pp * split.interleave} pipeline stages.",
-            "What a stage between others sends is a view there, which PyTorch's pipelines cannot cut off.",
+            "Inner stages send views then, which PyTorch's pipelines cannot detach.",
             "Leave out --sp or --zero-bubble, or use --pp 2 without --interleave.",
         )
     _check_rounds(split, "--zero-bubble", "Zero-bubble pipelines")
@@ -354,7 +358,7 @@ def _check_rounds(split: Split, given: str, what: str) -> None:
         counts = f"{low} or {low + unit}" if low else f"{unit}"
         raise UsageError(
             f"{given} was given with {split.micro_batches} micro-batches.",
-            f"{what} take their micro-batches {split.pp} (--pp) at a time.",
+            f"{what} take micro-batches in groups of {split.pp} (--pp).",
             f"Nearest: --global-batch {counts}.",
         )
 
@@ -365,7 +369,7 @@ def _check_sequence(split: Split, sequence: int) -> None:
         low = sequence // unit * unit
         counts = f"{low} or {low + unit}" if low else f"{unit}"
         raise UsageError(
-            f"A sequence of {sequence:,} tokens was to be split.",
+            f"Cannot split a sequence of {sequence:,} tokens.",
             f"Context and sequence parallelism take multiples of {unit}.", f"Nearest: --seq {counts}.",
         )  # fmt: skip
 

@@ -59,10 +59,10 @@ class StepTime:
 
 def training_hardware(gpu: catalog.Gpu) -> tuple[Hardware, str]:
     """The GPU at the rate that it holds over whole training steps where that is known, and what was taken."""
-    hardware, known = gpu.hardware(), catalog.training_rate(gpu)
-    if known is None:
+    hardware, rate_and_source = gpu.hardware(), catalog.training_rate(gpu)
+    if rate_and_source is None:
         return hardware, f"products at the best rate that was measured on {gpu.name}"
-    rate, source = known
+    rate, source = rate_and_source
     rates = {**hardware.flops_per_s, "bfloat16": rate, "float16": rate}
     return replace(hardware, flops_per_s=rates), source
 
@@ -93,7 +93,7 @@ def crossed_s(sent: Sent, gpu: catalog.Gpu) -> float:
     """Seconds of a shard's copy between page-locked RAM and the GPU. Raises UsageError where no rate is known."""
     if not gpu.pcie_bytes_per_s:
         raise UsageError(
-            f"Shards in the RAM beside {gpu.name} were asked for.", "The rate of its link to the host is not known.",
+            f"Cannot predict shards in RAM with {gpu.name}.", "The rate of its link to the host is not known.",
             "Name another GPU.",
         )  # fmt: skip
     return sent.bytes / gpu.pcie_bytes_per_s

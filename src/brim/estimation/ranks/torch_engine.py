@@ -84,20 +84,20 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
     ) if job.layers is None else (len(job.layers),)  # fmt: skip
     parts = pipeline.parts(layers)
     composers: dict[Any, Composer] = {}
-    known: dict[Any, Trace] = {}
-    found = []
+    traces: dict[Any, Trace] = {}
+    facts = []
     for stage in range(split.pp):
         own = parts[stage :: split.pp]
         order = turns(brief(split, stage), stage)
         traced = traced_order(order)
         chunks = tuple(layers_of(job, part) for part in own)
-        key = (*((one.kinds, one.embeds, one.has_head) for one in chunks), *traced)
+        key = (*((chunk.kinds, chunk.embeds, chunk.has_head) for chunk in chunks), *traced)
         if key not in composers:
-            composers[key] = Composer(_traced(job, chunks, traced, known), traced)
-        found.append(_facts(composers[key], job, chunks, order, stage))
+            composers[key] = Composer(_traced(job, chunks, traced, traces), traced)
+        facts.append(_facts(composers[key], job, chunks, order, stage))
     told = [_TOLD, _IN_RAM] if split.offload_shards else [_TOLD]
     told += [_BUFFERS, f"stages of {', '.join(map(str, layers))} layers"] if split.pp > 1 else []
-    return found, tuple(told)
+    return facts, tuple(told)
 
 
 def _check(job: ParallelJob) -> None:
@@ -114,7 +114,7 @@ def _check(job: ParallelJob) -> None:
         )
     if job.source.library != "transformers":
         raise UnsupportedError(
-            f"{job.source.name} was to be split over several GPUs.",
+            f"Cannot split {job.source.name} over several GPUs.",
             "That is known of transformers' language models only.",
         )
 
@@ -145,9 +145,9 @@ def _traced(
         return _run(job, chunks, order) if joined is None else joined
     few = chunks[0].shallower()
     if few is not None:
-        found = deepened_in_pairs([_run(job, [one], order) for one in few[0]], few[1])
-        if found is not None:
-            return found
+        deepened_trace = deepened_in_pairs([_run(job, [one], order) for one in few[0]], few[1])
+        if deepened_trace is not None:
+            return deepened_trace
     return _run(job, chunks, order)
 
 
@@ -159,22 +159,22 @@ def _run(job: ParallelJob, chunks: Sequence[Layers], order: Sequence[Turn]) -> T
         with quiet(), sharding.alone(split.shards * split.tp):
             program.mesh = sharding.mesh_of(split.shards, split.tp, "cpu")  # its numbers are no part of the program
             program.context = context_parallel.mesh_of(split.cp, "cpu", split.tp)
-            made = trace(
+            traced = trace(
                 program.build, steps=_STEPS, target=job.target, model=job.source.name, capability=job.capability
             )
-            return _as_sharded(made, program.axes())
+            return _as_sharded(traced, program.axes())
     except BrimError:
         raise
     except Exception as error:
         raise ModelError(
-            f"A stage of {job.source.name} was to be traced with {split.describe()}.", f"It fails: {short(error)}",
+            f"Cannot trace a stage of {job.source.name} with {split.describe()}.", f"It fails: {short(error)}",
             "Its layers may not split this way.",
         ) from error  # fmt: skip
 
 
 def _as_sharded(made: Trace, axes: Mapping[str, str]) -> Trace:
-    """Without what building lets go: real programs build on ``meta`` and make their shards only. Collectives are
-    named by the axis of the mesh that they are sent along; ``axes``: by the group."""
+    """Without what is freed after building: real programs build on ``meta`` and make their shards only. Collectives
+    are named by the axis of the mesh that they are sent along; ``axes``: by the group."""
     start = made.step_starts[0]
     kept = [storage for storage in made.storages if storage.died is None or storage.died >= start]
     kept = [storage for storage in kept if not _counts_steps(storage)]
@@ -243,7 +243,7 @@ class _Program:
         optimizer: torch.optim.Optimizer,
     ) -> Callable[[], None]:
         last = set({turn.kind: turn for turn in self.order}.values())
-        sent: list[torch.Tensor] = []  # let go at the step's end by torch's runtime of schedules (send_ops)
+        sent: list[torch.Tensor] = []  # freed at the step's end by torch's runtime of schedules (send_ops)
         keeps = sent if _keeps_sent(self.job.split) else None
 
         def step() -> None:
@@ -293,10 +293,10 @@ def _facts(
                 per_micro_batch.append(Sent(kind="send", axis="pp", bytes=hidden, phase=phase))
     kernels = [op for op in (*ops, *composer.optimizer_ops()) if not _is_collective(op) and op.name not in _CROSSINGS]
     told = 1 + max(turn.micro_batch for turn in order)
-    held = (split.micro_batches - told) * sum(sent.bytes for sent in per_micro_batch if sent.axis == "pp")
-    held *= _keeps_sent(split)
+    sent_bytes = (split.micro_batches - told) * sum(sent.bytes for sent in per_micro_batch if sent.axis == "pp")
+    sent_bytes *= _keeps_sent(split)
     trace = composer.composed(order)
-    trace = _with_sent(trace, held) if held else trace
+    trace = _with_sent(trace, sent_bytes) if sent_bytes else trace
     return StageFacts(
         trace=replace(trace, storages=tuple(storage for storage in trace.storages if not storage.in_ram)),
         ram=tuple(storage for storage in trace.storages if storage.in_ram),
@@ -355,16 +355,16 @@ def _is_collective(op: Op) -> bool:
 def _sent(ops: Iterable[Op]) -> list[Sent]:
     """FSDP2 sends by ``c10d``, over data-parallel ranks; DTensor, and experts and attention to all ranks' tokens, by
     ``_c10d_functional``, over those that the operation's name tells. And shards that come from RAM and go there."""
-    found = []
+    sent = []
     for op in ops:
         if op.name in _CROSSINGS:
-            found.append(Sent(kind=_CROSSINGS[op.name], axis="shard", bytes=op.written_bytes, phase=op.phase))
+            sent.append(Sent(kind=_CROSSINGS[op.name], axis="shard", bytes=op.written_bytes, phase=op.phase))
             continue
-        known = _COLLECTIVES.get(base_name(op.name)) if _is_collective(op) else None
-        if known is None:
+        collective = _COLLECTIVES.get(base_name(op.name)) if _is_collective(op) else None
+        if collective is None:
             continue
-        kind, reads_whole = known
+        kind, reads_whole = collective
         axis = "shard" if op.name.startswith("c10d.") else op.name.rpartition(OVER)[2]
         size = op.read_bytes if reads_whole else op.written_bytes
-        found.append(Sent(kind=kind, axis=axis, bytes=size, phase=op.phase))
-    return found
+        sent.append(Sent(kind=kind, axis=axis, bytes=size, phase=op.phase))
+    return sent

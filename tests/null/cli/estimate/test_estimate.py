@@ -114,7 +114,7 @@ def test_a_cache_is_explained_for_what_generates_only_and_checkpointing_counts(t
         ({"num_hidden_layers": -3}, "num_hidden_layers=-3"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"num_attention_heads": 7}, "not a multiple"),
-        ({"vocab_size": 10**15}, "no machine has as much"),
+        ({"vocab_size": 10**15}, "more than any machine has"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.OwnForCausalLM"}, "architectures": ["OwnForCausalLM"]},
          "Python code of its own"),
     ],

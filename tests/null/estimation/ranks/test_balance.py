@@ -88,7 +88,7 @@ def test_of_equally_fast_ways_the_one_that_holds_least_is_taken():
 
 @pytest.mark.parametrize(
     ("settings", "told"),
-    [({"stage_layers": (4, 4, 4)}, "one for each stage"), ({"stage_layers": (8, 0)}, "none is below 1"),
+    [({"stage_layers": (4, 4, 4)}, "one for each stage"), ({"stage_layers": (8, 0)}, "each at least 1"),
      ({"stage_layers": (2, 2), "interleave": 2}, "4 numbers")],
 )  # fmt: skip
 def test_layers_that_are_no_stages_are_refused(settings, told):

@@ -39,7 +39,7 @@ def test_members_of_a_group_in_one_node():
 
 
 def test_a_mesh_that_is_not_the_number_of_gpus_names_the_nearest():
-    with pytest.raises(UsageError, match=r"no multiple of 48.*\n.*480 or 528.*--tp 2"):
+    with pytest.raises(UsageError, match=r"not a multiple of 48.*\n.*480 or 528.*--tp 2"):
         Split(gpus=512, tp=3, pp=16)
     with pytest.raises(UsageError, match=r"dp 5 = 10 ranks.*\n.*8 GPUs.*\n.*--gpus 10, or --dp 4"):
         Split(gpus=8, tp=2, dp=5)
@@ -59,9 +59,9 @@ def test_sequence_parallelism_and_interleaving_need_what_they_split():
         Split(gpus=8, sequence_parallel=True)
     with pytest.raises(UsageError, match="--pp 1"):
         Split(gpus=8, interleave=2)
-    with pytest.raises(UsageError, match=r"4 \(--pp\) at a time.*\n.*--global-batch 8 or 16"):
+    with pytest.raises(UsageError, match=r"groups of 4 \(--pp\).*\n.*--global-batch 8 or 16"):
         Split(gpus=8, pp=4, interleave=2, global_batch=12)
-    with pytest.raises(UsageError, match=r"--zero-bubble.*\n.*4 \(--pp\) at a time.*\n.*--global-batch 8 or 12"):
+    with pytest.raises(UsageError, match=r"--zero-bubble.*\n.*groups of 4 \(--pp\).*\n.*--global-batch 8 or 12"):
         Split(gpus=4, pp=4, zero_bubble=True, global_batch=10)
     with pytest.raises(UsageError, match="--zero-bubble was given with --pp 1"):
         Split(gpus=8, zero_bubble=True)

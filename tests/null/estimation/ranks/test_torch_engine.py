@@ -161,7 +161,7 @@ def test_a_zero_bubble_pipeline_holds_more_and_waits_less(model):
 
 
 def test_recomputing_for_each_half_of_a_backward_pass_is_refused(model):
-    with pytest.raises(UnsupportedError, match="compute the forward pass again"):
+    with pytest.raises(UnsupportedError, match="run the forward pass again"):
         estimated(model, gpus=2, pp=2, zero_bubble=True, global_batch=4, checkpointing="full")
 
 

@@ -209,8 +209,8 @@ def test_a_killed_rank_is_started_again_and_the_course_is_the_same(
 
 
 BAD = {
-    "tp": (["--tp", "3"], "no multiple of 3"),
-    "heads": (["--tp", "2", "--batch", "5", "--pp", "2"], "2 GPUs were to be split into tp 2 x pp 2"),
+    "tp": (["--tp", "3"], "not a multiple of 3"),
+    "heads": (["--tp", "2", "--batch", "5", "--pp", "2"], "Cannot split 2 GPUs into tp 2 x pp 2"),
     "batch": (["--zero", "3", "--batch", "5"], "--global-batch 5 was given"),
     "file": (["--data", "nowhere.txt"], "nowhere.txt"),
     "offload": (["--offload-shards"], "--offload-shards was given without --zero"),
@@ -267,4 +267,4 @@ def test_more_stages_than_layers(llama: Path, text: Path, tmp_path: Path) -> Non
     small = save_llama(tmp_path / "small", layers=1, hidden=64, positions=128)
     done = torchrun(2, *brim_train(small, text, tmp_path / "out", "--pp", "2"), timeout_s=120)
     assert done.returncode != 0
-    assert done.stderr.count("Error: 2 pipeline stages were asked for.") == 1, done.stderr[-3000:]
+    assert done.stderr.count("Error: Cannot make 2 pipeline stages.") == 1, done.stderr[-3000:]

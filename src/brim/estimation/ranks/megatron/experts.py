@@ -119,16 +119,16 @@ class LatentAttention(Layer):
         self.script.op("aten._scaled_dot_product_flash_attention.default", flops=flops, moved_bytes=0)
 
     def _made(self, inputs: int, outputs: int) -> int:
-        made = self.script.keep(_Sizes(self.place).of(outputs))
+        output = self.script.keep(_Sizes(self.place).of(outputs))
         self._multiplies(inputs, outputs)
-        return made
+        return output
 
     def _back(self, inputs: int, outputs: int) -> int:
         """The gradient of a product's input; the weight's is added to its buffer."""
-        made = self.script.alloc(_Sizes(self.place).of(inputs))
+        gradient = self.script.alloc(_Sizes(self.place).of(inputs))
         self._multiplies(inputs, outputs)
         self._multiplies(inputs, outputs, accumulates=True)
-        return made
+        return gradient
 
     def _multiplies(self, inputs: int, outputs: int, *, accumulates: bool = False) -> None:
         self._product_of(outputs, inputs, self.place.tokens, accumulates=accumulates)
@@ -158,9 +158,9 @@ class ExpertFeedForward(Layer):
         self._permute(self._sent_bytes + place.whole)
         received = script.alloc(self._sent_bytes)
         script.send("all_to_all", "ep", self._sent_bytes)
-        held = [permuted, received]
+        temporaries = [permuted, received]
         if own.shared:
-            held.append(self._forward_shared(keep))
+            temporaries.append(self._forward_shared(keep))
         self._at("mlp.experts")
         keep["tokens"] = script.keep(self._sent_bytes)
         self._permute(2 * self._sent_bytes)
@@ -177,7 +177,7 @@ class ExpertFeedForward(Layer):
         script.send("all_to_all", "ep", self._sent_bytes)
         total = script.alloc(place.whole)
         self._permute(self._sent_bytes + 2 * place.whole)
-        script.free(returned, sorted_back, *held)
+        script.free(returned, sorted_back, *temporaries)
         return total
 
     def _forward_shared(self, keep: dict[str, int]) -> int:
@@ -218,13 +218,13 @@ class ExpertFeedForward(Layer):
         return self._backward_norm("ln2", keep, gradient, hidden, shared, keep.pop("middle"))
 
     def _sent_back(self, tokens: int, *, sends: bool = False) -> int:
-        made = self.script.alloc(self._sent_bytes)
+        received = self.script.alloc(self._sent_bytes)
         if sends:
             self.script.send("all_to_all", "ep", self._sent_bytes)
         else:
             self._permute(2 * self._sent_bytes)
         self.script.free(tokens)
-        return made
+        return received
 
     def _backward_shared(self, keep: dict[str, int]) -> int:
         script, place, own, size = self.script, self.place, self._experts, _Sizes(self.place).of

@@ -92,24 +92,24 @@ class Place:
 
     def matrices(self, number: int) -> list[tuple[int, int]]:
         """Layer ``number``'s matrices as (outputs, inputs), of all experts one."""
-        shape, found = self.shape, self.weights()
+        shape, matrices = self.shape, self.weights()
         own, latent = shape.experts, shape.latent
         if latent is not None:
-            found = {name: size for name, size in found.items() if "fc" in name}
+            matrices = {name: size for name, size in matrices.items() if "fc" in name}
             width, h = shape.heads * (latent.plain + latent.rotary), shape.hidden
-            found["kv_down"] = (latent.key_rank + latent.rotary, h)
-            found["kv_up"] = (shape.heads * (latent.plain + latent.value), latent.key_rank)
-            found["proj"] = (h, shape.heads * latent.value)
+            matrices["kv_down"] = (latent.key_rank + latent.rotary, h)
+            matrices["kv_up"] = (shape.heads * (latent.plain + latent.value), latent.key_rank)
+            matrices["proj"] = (h, shape.heads * latent.value)
             if latent.query_rank:
-                found |= {"q_down": (latent.query_rank, h), "q_up": (width, latent.query_rank)}
+                matrices |= {"q_down": (latent.query_rank, h), "q_up": (width, latent.query_rank)}
             else:
-                found["q"] = (width, h)
+                matrices["q"] = (width, h)
         if own is not None and self.is_routed(number):
-            found = {name: size for name, size in found.items() if "fc" not in name}
-            found |= {"expert_fc1": (2 * own.inner, shape.hidden), "expert_fc2": (shape.hidden, own.inner)}
+            matrices = {name: size for name, size in matrices.items() if "fc" not in name}
+            matrices |= {"expert_fc1": (2 * own.inner, shape.hidden), "expert_fc2": (shape.hidden, own.inner)}
             if own.shared:
-                found |= {"shared_fc1": (2 * own.shared, shape.hidden), "shared_fc2": (shape.hidden, own.shared)}
-        return list(found.values())
+                matrices |= {"shared_fc1": (2 * own.shared, shape.hidden), "shared_fc2": (shape.hidden, own.shared)}
+        return list(matrices.values())
 
     def parameters(self, number: int = 0) -> int:
         """Of layer ``number`` on this rank, its experts left out."""
@@ -216,11 +216,11 @@ class Layer:
         script = self.script
         self._at(module)
         gathered = self._gathered()
-        made = script.keep(output_bytes)
+        output = script.keep(output_bytes)
         self._product(weight)
         if gathered is not None:
             script.free(gathered)
-        return made
+        return output
 
     def _gathered(self) -> int | None:
         """What this rank has of the sequence becomes what all of its group have, where they split it."""
@@ -241,10 +241,10 @@ class Layer:
         if not place.gathers:
             script.send("all_reduce", "tp", place.whole)
             return partial
-        made = script.alloc(place.between)
+        output = script.alloc(place.between)
         script.send("reduce_scatter", "tp", place.whole)
         script.free(partial)
-        return made
+        return output
 
     def _add(self, out: int, mask: str, keep: dict[str, int]) -> int:
         """Dropout, and the sum with the residual stream."""
@@ -319,11 +319,11 @@ class Layer:
             masked = script.alloc(place.between)
             script.free(saved.kept.pop(mask))
         gathered = self._gathered()
-        made = script.alloc(input_bytes)
+        input_gradient = script.alloc(input_bytes)
         self._product(weight)
         self._product(weight, accumulates=True)
         script.free(*(handle for handle in (masked, gathered) if handle is not None))
-        return made
+        return input_gradient
 
     def _backward_column(
         self, module: str, weight: str, output: int, norm: str, saved: Saved, gradient: int, residual: int | None

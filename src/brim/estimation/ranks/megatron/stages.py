@@ -24,45 +24,45 @@ def stages(job: ParallelJob, only: int | None = None) -> tuple[list[StageFacts],
     shape = shape_of(job.source)
     if (shape.experts or shape.latent) and (split.tp > 1 or split.cp > 1):
         raise UnsupportedError(
-            f"{shape.name} was to be split by --tp {split.tp} --cp {split.cp}.",
+            f"Cannot split {shape.name} by --tp {split.tp} --cp {split.cp}.",
             "Experts and latent attention are modelled on whole layers.", "Use --ep, --pp and --dp.",
         )  # fmt: skip
     check_sizes(split, shape.sizes(job.sequence), even_stages=True)
-    made = (
+    ranks = (
         stage_trace(
             shape, split, stage, sequence=job.sequence, recompute=workload.checkpointing or "none",
             capability=job.capability, fused_loss=job.fused_loss,
         )
         for stage in (range(split.pp) if only is None else (only,))
     )  # fmt: skip
-    return [_facts(one, split) for one in made], _TOLD
+    return [_facts(rank, split) for rank in ranks], _TOLD
 
 
 def _check(job: ParallelJob) -> None:
     split, workload = job.split, job.workload
     if workload.precision not in (None, "bf16") or workload.optimizer not in (None, "adamw", "adam"):
         raise UnsupportedError(
-            f"Megatron-LM was asked to train in {workload.precision or 'bf16'} with {workload.optimizer or 'adamw'}.",
-            "bfloat16 weights under Adam are modelled.",
+            f"Cannot model Megatron-LM in {workload.precision or 'bf16'} with {workload.optimizer or 'adamw'}.",
+            "Only bfloat16 weights under Adam are modelled.",
             "Use --precision bf16 --optimizer adamw, or --engine torch.",
         )
     if job.compiled or workload.checkpointing == "alternate":
-        given = "--compile" if job.compiled else "--checkpointing alternate"
+        option = "--compile" if job.compiled else "--checkpointing alternate"
         raise UnsupportedError(
-            f"{given} was asked of Megatron-LM.", "Its kernels are Transformer Engine's.", "Use --engine torch."
+            f"Megatron-LM does not support {option}.", "Its kernels are Transformer Engine's.", "Use --engine torch."
         )
     if split.offload_shards:
         raise UnsupportedError(
-            "--offload-shards was asked of Megatron-LM.", "Shards in RAM are FSDP2's.", "Use --engine torch."
+            "Megatron-LM does not support --offload-shards.", "Only FSDP2 keeps shards in RAM.", "Use --engine torch."
         )
     if split.zero_bubble:
         raise UnsupportedError(
-            "--zero-bubble was asked of Megatron-LM.", "Its pipelines are 1F1B and interleaved 1F1B.",
+            "Megatron-LM does not support --zero-bubble.", "Its pipelines are 1F1B and interleaved 1F1B.",
             "Use --engine torch.",
         )  # fmt: skip
     if split.zero > 1:
         raise UnsupportedError(
-            f"--zero {split.zero} was asked of Megatron-LM.",
+            f"Megatron-LM does not support --zero {split.zero}.",
             "Its distributed optimizer splits optimizer states only.",
             "Use --zero 0 or 1, or --engine torch.",
         )

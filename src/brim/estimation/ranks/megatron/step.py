@@ -99,7 +99,7 @@ class _Rank:
         self._padded = -(-place.shape.vocabulary // (_PADDED_TO * place.split.tp)) * _PADDED_TO
         self._flying: dict[tuple[int, int], tuple[list[Saved], int | None]] = {}
         self._masks: dict[int, int] = {}  # micro-batch -> the embedding's dropout mask
-        self._sent_before: int | None = None  # the gradient that was sent last is let go when there is another
+        self._sent_before: int | None = None  # the gradient that was sent last is freed when there is another
 
     # -- what is there before the step ---------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class _Rank:
         output: int | None = None
         if chunk.has_head:
             output = self._head(hidden)
-        else:  # its storage is let go when it has been sent (deallocate_pipeline_outputs)
+        else:  # its storage is freed when it has been sent (deallocate_pipeline_outputs)
             script.send("send", "pp", place.between)
             script.free(hidden)
         self._flying[turn.micro_batch, turn.chunk] = (kept, output)
@@ -187,15 +187,15 @@ class _Rank:
         rows = script.alloc(place.whole)
         script.op("aten.embedding.default", moved_bytes=2 * place.whole)
         if place.split.tp == 1:
-            made = script.keep(place.between)
+            embedded = script.keep(place.between)
             script.op("aten.clone.default", moved_bytes=2 * place.whole)
         else:
-            made = script.keep(place.between)
+            embedded = script.keep(place.between)
             script.send("reduce_scatter" if place.gathers else "all_reduce", "tp", place.whole)
         script.free(rows)
         if place.shape.dropout:
             self._masks[micro_batch] = script.keep(place.between // 2)
-        return made
+        return embedded
 
     def _head(self, hidden: int) -> int:
         """The last norm, the output layer, and the loss, whose gradient takes the logits' place."""
@@ -270,7 +270,7 @@ class _Rank:
         return gradient
 
     def _backward_embedding(self, gradient: int) -> None:
-        """A dense gradient of the whole table, added to its buffer and let go."""
+        """A dense gradient of the whole table, added to its buffer and freed."""
         script, place = self.script, self.place
         script.module = "embedding"
         if place.gathers:
