@@ -26,7 +26,7 @@ def split(overflow_bytes: int, *, link_bytes_per_s: float, host_bytes_per_s: flo
     the two share one memory bus, that is what the bus has left over.
     """
     if min(link_bytes_per_s, host_bytes_per_s) < 0 or link_bytes_per_s + host_bytes_per_s == 0:
-        raise UsageError("A step was to be split.", f"{link_bytes_per_s} and {host_bytes_per_s} bytes/s were given.")
+        raise UsageError("Cannot split a step.", f"The rates are {link_bytes_per_s} and {host_bytes_per_s} bytes/s.")
     both = link_bytes_per_s + host_bytes_per_s
     host = int(overflow_bytes * host_bytes_per_s / both)
     return Split(host_bytes=host, link_bytes=overflow_bytes - host, seconds=overflow_bytes / both)

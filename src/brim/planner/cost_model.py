@@ -43,7 +43,7 @@ def problem(
         count=1,
         columns=[_whole_column(name, profile, hardware, frame) for name, frame in frames.items()],
     )
-    one, passes = profile.at(shape.micro_batch), profile.passes(shape.micro_batch)
+    micro, passes = profile.at(shape.micro_batch), profile.passes(shape.micro_batch)
     classes = [
         BlockClass(
             name=members[0].name,
@@ -53,7 +53,7 @@ def problem(
                 for weights, kept in choices(members[0], hardware.compute, limits)
             ],
         )
-        for members in kinds(one.blocks)
+        for members in kinds(micro.blocks)
     ]
     fixed = dict(profile.spent_bytes)
     for tier, more in limits.corrections.items():
@@ -62,7 +62,7 @@ def problem(
         classes=[whole, *classes],
         budget_bytes={_at(tier, moment): n for tier, n in limits.budget_bytes.items() for moment in MOMENTS},
         fixed_bytes={_at(tier, moment): n for tier, n in fixed.items() for moment in MOMENTS},
-        fixed_s={COMPUTE: sum(one.outside_s) * passes},
+        fixed_s={COMPUTE: sum(micro.outside_s) * passes},
         pools=_pools(hardware.compute, shape.slots),
     )
 
@@ -78,7 +78,7 @@ def _pools(compute: str, slots: int) -> tuple[Pool, ...]:
 def frames(hardware: Hardware, limits: Limits, profile: StepProfile, shape: Shape) -> dict[str, Frame]:
     """What could be chosen for the whole model within a shape, by name."""
     away = (DISK,) if hardware.compute == RAM else (RAM, DISK)
-    found = {}
+    frames_by_name = {}
     for chunked, in_backward, gradients in product(
         (False, True) if profile.head_bytes else (False,), (False, True), (KEEP, *away)
     ):
@@ -87,7 +87,7 @@ def frames(hardware: Hardware, limits: Limits, profile: StepProfile, shape: Shap
             continue
         if shape.in_backward not in (None, in_backward):
             continue
-        made = Frame(
+        frame = Frame(
             micro_batch=shape.micro_batch,
             slots=shape.slots,
             states=shape.states,
@@ -95,9 +95,9 @@ def frames(hardware: Hardware, limits: Limits, profile: StepProfile, shape: Shap
             in_backward=in_backward,
             gradients=gradients,
         )
-        if limits.allow(made):
-            found[f"{chunked} {in_backward} {gradients}"] = made
-    return found
+        if limits.allow(frame):
+            frames_by_name[f"{chunked} {in_backward} {gradients}"] = frame
+    return frames_by_name
 
 
 def choices(block: BlockProfile, compute: str, limits: Limits) -> Iterator[tuple[str, str]]:
@@ -122,31 +122,31 @@ def kinds(blocks: Sequence[BlockProfile]) -> list[list[BlockProfile]]:
 
 def held_bytes(profile: StepProfile, hardware: Hardware, made: Way) -> Held:
     """What ``made`` holds in each tier at each moment, as far as the profile knows; the program's own included."""
-    one, compute = profile.at(made.frame.micro_batch), hardware.compute
-    held: Held = {}
+    micro, compute = profile.at(made.frame.micro_batch), hardware.compute
+    sizes: Held = {}
     pools: dict[str, int] = {}
     for (tier, moment), count in whole_bytes(profile, compute, made.frame).items():
-        held[tier, moment] = held.get((tier, moment), 0) + count
-    for block in one.blocks:
-        slots = block_bytes(block, made.weights[block.name], made.activations[block.name], compute, held)
+        sizes[tier, moment] = sizes.get((tier, moment), 0) + count
+    for block in micro.blocks:
+        slots = block_bytes(block, made.weights[block.name], made.activations[block.name], compute, sizes)
         for name, count in slots.items():
             pools[name] = max(pools.get(name, 0), count)
     for pool in _pools(compute, made.frame.slots):
         for place in pool.tiers:
             tier, _, moment = place.partition("@")
-            held[tier, moment] = held.get((tier, moment), 0) + pool.slots * pools.get(pool.name, 0)
+            sizes[tier, moment] = sizes.get((tier, moment), 0) + pool.slots * pools.get(pool.name, 0)
     for tier, count in profile.spent_bytes.items():
         for moment in MOMENTS:
-            held[tier, moment] = held.get((tier, moment), 0) + count
-    return held
+            sizes[tier, moment] = sizes.get((tier, moment), 0) + count
+    return sizes
 
 
 def peak_bytes(held: Held) -> dict[str, int]:
     """The larger of the moments, per tier."""
-    found: dict[str, int] = {}
+    peaks: dict[str, int] = {}
     for (tier, _), count in held.items():
-        found[tier] = max(found.get(tier, 0), count)
-    return found
+        peaks[tier] = max(peaks.get(tier, 0), count)
+    return peaks
 
 
 def _at(tier: str, moment: str) -> str:
@@ -158,24 +158,24 @@ def _at(tier: str, moment: str) -> str:
 
 def _whole_column(name: str, profile: StepProfile, hardware: Hardware, frame: Frame) -> Column:
     """What lies beside blocks, and the optimizer: beside backward where each block is updated in it, else after."""
-    held = whole_bytes(profile, hardware.compute, frame)
+    sizes = whole_bytes(profile, hardware.compute, frame)
     lanes = update_lanes(profile, hardware, frame)
     if not frame.in_backward:
         lanes = {SERIAL: max(lanes.values(), default=0.0)}
     if frame.chunked:
         more = profile.at(frame.micro_batch).head_s * profile.passes(frame.micro_batch)
         lanes[COMPUTE] = lanes.get(COMPUTE, 0.0) + more
-    return Column(name=name, bytes={_at(*place): n for place, n in held.items()}, seconds=lanes)
+    return Column(name=name, bytes={_at(*place): n for place, n in sizes.items()}, seconds=lanes)
 
 
 def whole_bytes(profile: StepProfile, compute: str, frame: Frame) -> Held:
     """What lies in each tier at each moment beside blocks' weights and activations."""
-    held = _fixed_bytes(profile, compute, frame)
-    one = profile.at(frame.micro_batch)
-    blocks = sum(b.kept_bytes[KEEP] for b in one.blocks) + (one.head_bytes if frame.chunked else 0)
+    sizes = _fixed_bytes(profile, compute, frame)
+    micro = profile.at(frame.micro_batch)
+    blocks = sum(b.kept_bytes[KEEP] for b in micro.blocks) + (micro.head_bytes if frame.chunked else 0)
     key = (compute, BACKWARD)
-    held[key] = held.get(key, 0) + max(0, one.activation_bytes - blocks)
-    return held
+    sizes[key] = sizes.get(key, 0) + max(0, micro.activation_bytes - blocks)
+    return sizes
 
 
 def _fixed_bytes(profile: StepProfile, compute: str, frame: Frame) -> Held:
@@ -238,13 +238,13 @@ def update_moves(profile: StepProfile, compute: str, frame: Frame) -> dict[tuple
 
 def moved_bytes(profile: StepProfile, hardware: Hardware, made: Way) -> int:
     """What a step under ``made`` moves over links, all of them together."""
-    one, passes, compute = (
+    micro, passes, compute = (
         profile.at(made.frame.micro_batch),
         profile.passes(made.frame.micro_batch),
         hardware.compute,
     )
     count = sum(update_moves(profile, compute, made.frame).values())
-    for block in one.blocks:
+    for block in micro.blocks:
         count += sum(weight_moves(block, made.weights[block.name], compute, passes).values())
         if made.activations[block.name] == OFFLOAD:
             count += 2 * passes * block.offload_bytes
@@ -262,8 +262,8 @@ def copy_s(hardware: Hardware, source: str, target: str, count: int) -> float:
 
 
 def _link(hardware: Hardware, source: str, target: str) -> Link:
-    known = {(link.source, link.target) for link in hardware.links}
-    return hardware.link(*((source, target) if (source, target) in known else (target, source)))
+    existing = {(link.source, link.target) for link in hardware.links}
+    return hardware.link(*((source, target) if (source, target) in existing else (target, source)))
 
 
 # -- single blocks
@@ -283,8 +283,8 @@ def weight_moves(block: BlockProfile, choice: str, compute: str, passes: int) ->
 def _column(block: BlockProfile, weights: str, kept: str, hardware: Hardware, passes: int) -> Column:
     """``block`` is as in one of the ``passes``."""
     compute = hardware.compute
-    held: Held = {}
-    slots = block_bytes(block, weights, kept, compute, held)
+    sizes: Held = {}
+    slots = block_bytes(block, weights, kept, compute, sizes)
     lanes = {COMPUTE: (block.forward_s + block.backward_s + block.again_s.get(kept, 0.0)) * passes}
     if kept == OFFLOAD:
         away = DISK if compute == RAM else RAM
@@ -294,7 +294,7 @@ def _column(block: BlockProfile, weights: str, kept: str, hardware: Hardware, pa
         each = min(count, block.bytes)
         copies_s = count / each * copy_s(hardware, *pair, each) if each else 0.0
         lanes[way(*pair)] = lanes.get(way(*pair), 0.0) + copies_s
-    places = {_at(*place): count for place, count in held.items()}
+    places = {_at(*place): count for place, count in sizes.items()}
     return Column(name=f"{weights} {kept}", bytes=places, seconds=lanes, slot_bytes=slots)
 
 

@@ -32,15 +32,15 @@ class _Move:
 
 def greedy(problem: Problem) -> Counts | None:
     """A choice that fits every tier; None where this way of looking finds none."""
-    counts: _Held = {found.name: {min(found.columns, key=_seconds).name: found.count} for found in problem.classes}
+    counts: _Held = {kind.name: {min(kind.columns, key=_seconds).name: kind.count} for kind in problem.classes}
     for _ in range(_MOST_MOVES):
         over = _over(problem, counts)
         if not over:
             return counts
-        found = _best(problem, counts, over)
-        if found is None:
+        improved = _best(problem, counts, over)
+        if improved is None:
             return None
-        counts = found
+        counts = improved
     return None
 
 
@@ -51,52 +51,52 @@ def _best(problem: Problem, counts: _Held, over: Mapping[str, int]) -> _Held | N
         number = _number(move, counts, over)
         if not number:
             continue
-        made = move.made(counts, number)
-        freed = before - sum(_over(problem, made).values())
+        moved = move.made(counts, number)
+        freed = before - sum(_over(problem, moved).values())
         if freed <= 0:
             continue
         value = freed / max(_LEAST_S, number * (_seconds(move.target) - _seconds(move.source)))
         if value > most:
-            best, most = made, value
+            best, most = moved, value
     return best
 
 
 def _moves(problem: Problem, counts: _Held) -> Iterator[_Move]:
-    for found in problem.classes:
-        for source in found.columns:
-            if counts[found.name].get(source.name):
-                yield from (_Move(found, source, target) for target in found.columns if target is not source)
+    for kind in problem.classes:
+        for source in kind.columns:
+            if counts[kind.name].get(source.name):
+                yield from (_Move(kind, source, target) for target in kind.columns if target is not source)
 
 
 def _number(move: _Move, counts: _Held, over: Mapping[str, int]) -> int:
     """How many blocks to move: as many as make up for the worst tier, or all that there are."""
-    wanted = 0
+    number = 0
     for tier, count in over.items():
         less = move.source.bytes.get(tier, 0) - move.target.bytes.get(tier, 0)
         if less > 0:
-            wanted = max(wanted, -(-count // less))
-    return min(wanted, counts[move.blocks.name][move.source.name])
+            number = max(number, -(-count // less))
+    return min(number, counts[move.blocks.name][move.source.name])
 
 
 def _over(problem: Problem, counts: Counts) -> dict[str, int]:
     """By how much each tier that holds too much does."""
-    held = dict.fromkeys(problem.budget_bytes, 0)
+    used = dict.fromkeys(problem.budget_bytes, 0)
     slots: dict[str, int] = {}
-    for found in problem.classes:
-        for column in found.columns:
-            number = counts[found.name].get(column.name, 0)
+    for kind in problem.classes:
+        for column in kind.columns:
+            number = counts[kind.name].get(column.name, 0)
             if not number:
                 continue
             for tier, count in column.bytes.items():
-                if tier in held:
-                    held[tier] += number * count
-            for pool, count in column.slot_bytes.items():
-                slots[pool] = max(slots.get(pool, 0), count)
-    for one in problem.pools:
-        for tier in one.tiers:
-            if tier in held:
-                held[tier] += one.slots * slots.get(one.name, 0)
-    excess = {tier: count - room_bytes(problem, tier) for tier, count in held.items()}
+                if tier in used:
+                    used[tier] += number * count
+            for pool_name, count in column.slot_bytes.items():
+                slots[pool_name] = max(slots.get(pool_name, 0), count)
+    for pool in problem.pools:
+        for tier in pool.tiers:
+            if tier in used:
+                used[tier] += pool.slots * slots.get(pool.name, 0)
+    excess = {tier: count - room_bytes(problem, tier) for tier, count in used.items()}
     return {tier: count for tier, count in excess.items() if count > 0}
 
 

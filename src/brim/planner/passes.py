@@ -19,7 +19,7 @@ BESIDE_BLOCKS = "outside of blocks"  # a pass's first task
 CPU = "cpu"  # the lane of what the processor computes beside a GPU
 STAGING = 2  # slots in RAM between disk and VRAM: one being read into, one being copied from
 _PASSES = 4  # the first two fill the pipeline, the third is looked at, the last is read for beside it
-# A reader takes cycles and memory bandwidth from products. In a 6.6 GB model of which half is read each step, on two
+# A reader takes cycles and memory bandwidth from products. In a 6.6 GB model, half of it read in each step, on two
 # cores and into huge pages, they kept this share of their speed (bench/streaming.py, its row beside_reads).
 _BESIDE_READS = 0.95
 # Of what the bus of RAM carries, a processor's kernels reach about this much: of two channels of DDR4-3200, which are
@@ -215,10 +215,10 @@ class _Maker:
         ways = ways_of(choice, self._hardware.compute)
         if not ways:
             return []
-        held = next((slot for slot in self._free if slot[0] == block.name), None)
-        if held is not None:  # as many slots as blocks: nothing took its place
-            self._free.remove(held)
-            return list(held[1])
+        kept_slot = next((slot for slot in self._free if slot[0] == block.name), None)
+        if kept_slot is not None:  # as many slots as blocks: nothing took its place
+            self._free.remove(kept_slot)
+            return list(kept_slot[1])
         _, free = self._free.popleft()
         if len(ways) == 1:
             return [self._copy(block, *ways[0], free)]

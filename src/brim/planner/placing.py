@@ -77,12 +77,12 @@ def placements(
 
     ``known_s``: what others reach already, so that no time goes to what is far from it.
     """
-    kinds, found = _kinds(job), []
+    kinds, solutions = _kinds(job), []
     for slots in (0, *_SLOTS):
         solution = solve(_problem(job, kinds, hardware, budget_bytes, allowed, slots))
         if solution is not None:
-            found.append((slots, solution, _spread(job, hardware, kinds, solution.counts, slots)))
-    for slots, solution, placed in sorted(found, key=lambda one: one[2][1]):
+            solutions.append((slots, solution, _spread(job, hardware, kinds, solution.counts, slots)))
+    for slots, solution, placed in sorted(solutions, key=lambda entry: entry[2][1]):
         if solution.bound_s < known_s and placed[1] <= (1 + _MENDED) * known_s:
             placed = _changed(job, hardware, kinds, placed, slots, solution.bound_s * (1 + _NEAR))
         choices, seconds = placed
@@ -106,8 +106,8 @@ def _changed(
     for _ in range(_TRIED_BLOCKS // len(job.blocks) if mixed else 0):
         if seconds <= enough_s:
             break
-        one, other = _neighbours(drawn, drawn.choice(mixed), choices)
-        tried = {**choices, one: choices[other], other: choices[one]}
+        first, second = _neighbours(drawn, drawn.choice(mixed), choices)
+        tried = {**choices, first: choices[second], second: choices[first]}
         took_s, _ = pass_s(job, hardware, tried, slots)
         if took_s <= seconds:
             choices, seconds = tried, took_s
@@ -124,11 +124,11 @@ def _neighbours(drawn: random.Random, names: Sequence[str], choices: Mapping[str
 
 def _kinds(job: Job) -> Kinds:
     """Blocks that are alike."""
-    found: Kinds = {}
+    kinds: Kinds = {}
     for block in job.blocks:
         times = (f"{block.compute_s:.6g}", f"{block.cpu_s:.6g}", f"{block.overhead_s:.6g}", f"{block.likely:.6g}")
-        found.setdefault((block.bytes, block.uses, block.cpu_bytes, *times), []).append(block)
-    return found
+        kinds.setdefault((block.bytes, block.uses, block.cpu_bytes, *times), []).append(block)
+    return kinds
 
 
 def _problem(
@@ -166,7 +166,7 @@ def _problem(
 
 
 def _beside(job: Job, hardware: Hardware) -> Beside:
-    """The processor's blocks and the link read one RAM. While the processor has a block, no slot is let go."""
+    """The processor's blocks and the link read one RAM. While the processor has a block, no slot is released."""
     shares = contention(hardware) if job.beside is None else job.beside
     link = hardware.link(RAM, hardware.compute)
     lane = way(RAM, hardware.compute)
@@ -189,11 +189,11 @@ def _columns(job: Job, block: BlockCost, choice: str, hardware: Hardware) -> Ite
         return
     if choice == FROM_RAM and compute == RAM:
         return
-    held = {RESIDENT: {compute: block.bytes}, FROM_RAM: {RAM: block.bytes}, FROM_DISK: {}}
-    held[COMPUTE_RAM] = {RAM: block.bytes + block.cpu_bytes}
+    bytes_by_choice = {RESIDENT: {compute: block.bytes}, FROM_RAM: {RAM: block.bytes}, FROM_DISK: {}}
+    bytes_by_choice[COMPUTE_RAM] = {RAM: block.bytes + block.cpu_bytes}
     if not block.uses:
         seconds = {way(DISK, RAM): _LOOKUP_S} if choice == FROM_DISK else {}
-        yield Column(name=choice, bytes=held[choice], seconds=seconds)
+        yield Column(name=choice, bytes=bytes_by_choice[choice], seconds=seconds)
         return
     seconds = {COMPUTE: chain_s(block, choice)}
     ways = ways_of(choice, compute)
@@ -207,7 +207,7 @@ def _columns(job: Job, block: BlockCost, choice: str, hardware: Hardware) -> Ite
         slot_bytes[_ACTIVATIONS] = job.cpu_step_bytes
     if (DISK, RAM) in ways and compute != RAM:
         slot_bytes[_STAGING] = block.passing_bytes
-    yield Column(name=choice, bytes=held[choice], seconds=seconds, slot_bytes=slot_bytes)
+    yield Column(name=choice, bytes=bytes_by_choice[choice], seconds=seconds, slot_bytes=slot_bytes)
 
 
 def _spread(job: Job, hardware: Hardware, kinds: Kinds, solved: Counts, slots: int) -> tuple[dict[str, str], float]:
@@ -216,7 +216,7 @@ def _spread(job: Job, hardware: Hardware, kinds: Kinds, solved: Counts, slots: i
     Each kind by itself; all of them together where that takes clearly less.
     """
     each, whole = _each_in_turn(job, kinds, solved), _all_in_turn(job, hardware, kinds, solved)
-    each_s, whole_s = (pass_s(job, hardware, one, slots)[0] for one in (each, whole))
+    each_s, whole_s = (pass_s(job, hardware, choices, slots)[0] for choices in (each, whole))
     return (each, each_s) if each_s <= (1 + _ALIKE) * whole_s else (whole, whole_s)
 
 
@@ -263,5 +263,5 @@ def _both_s(block: BlockCost, choice: str, hardware: Hardware) -> tuple[float, f
     """Seconds of a block on its slowest link, and in the chain."""
     if not block.uses:
         return 0.0, 0.0
-    loads_s = (move_s(block, hardware, *one) for one in ways_of(choice, hardware.compute))
+    loads_s = (move_s(block, hardware, *way) for way in ways_of(choice, hardware.compute))
     return max(loads_s, default=0.0), chain_s(block, choice)

@@ -45,8 +45,8 @@ class Beside:
     """A part of the lane ``chain`` and the lane ``other`` slow each other while both are busy: they read one memory.
 
     The part is what blocks in one of ``columns`` take; it keeps ``part_share`` of its speed, and the other lane
-    ``other_share``. While one such block is under way no slot of ``pool`` is let go, so the other lane fills no more
-    than all of them: ``slot_s`` for each, and ``s_per_byte`` of its size.
+    ``other_share``. While one such block is under way no slot of ``pool`` is released, so the other lane fills no
+    more than all of them: ``slot_s`` for each, and ``s_per_byte`` of its size.
     """
 
     chain: str
@@ -90,10 +90,10 @@ def room_bytes(problem: Problem, tier: str) -> int:
 def busiest(problem: Problem, counts: Counts) -> tuple[str, float]:
     """The lane that sets the pace under ``counts``, and its seconds with what is serial."""
     lanes = dict(problem.fixed_s)
-    for found in problem.classes:
-        for column in found.columns:
+    for kind in problem.classes:
+        for column in kind.columns:
             for lane, seconds in column.seconds.items():
-                lanes[lane] = lanes.get(lane, 0.0) + seconds * counts[found.name].get(column.name, 0)
+                lanes[lane] = lanes.get(lane, 0.0) + seconds * counts[kind.name].get(column.name, 0)
     if problem.beside is not None:
         chain, other = problem.beside.chain, problem.beside.other
         longer = chain if lanes.get(chain, 0.0) > lanes.get(other, 0.0) else other
@@ -124,5 +124,5 @@ def _beside_s(problem: Problem, beside: Beside, counts: Counts, lanes: Mapping[s
     lost, slower = 1 - beside.part_share, 1 - beside.other_share
     return min(
         max(chain + lost * both_s, other + slower * both_s, part + other - (beside.part_share - slower) * both_s)
-        for both_s in (min(max(0.0, one), most) for one in both)
+        for both_s in (min(max(0.0, bound_s), most) for bound_s in both)
     )

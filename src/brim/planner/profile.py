@@ -100,25 +100,25 @@ def _seconds(
 ) -> dict[tuple[str, Phase], float]:
     names = [block.name for block in partition.blocks]
     owners: dict[str, str] = {}
-    found: dict[tuple[str, Phase], float] = {}
+    seconds: dict[tuple[str, Phase], float] = {}
     for op in ops:
         if op.module not in owners:
             owners[op.module] = _owner(op.module, names)
         key = (owners[op.module], op.phase)
-        found[key] = found.get(key, 0.0) + op_s(op, hardware) + launch_s
-    return found
+        seconds[key] = seconds.get(key, 0.0) + op_s(op, hardware) + launch_s
+    return seconds
 
 
 def _kept_bytes(trace: Trace, partition: Partition) -> dict[str, int]:
     """What each block saves for backward."""
     names = [block.name for block in partition.blocks]
-    found = dict.fromkeys(names, 0)
+    kept = dict.fromkeys(names, 0)
     for storage in trace.storages:
         if storage.category is Category.ACTIVATION and storage.born >= trace.step_starts[-1]:
             owner = _owner(storage.module, names)
             if owner:
-                found[owner] += storage.bytes
-    return found
+                kept[owner] += storage.bytes
+    return kept
 
 
 def _peaks(trace: Trace, ops: Sequence[Op]) -> dict[str, int]:
@@ -126,14 +126,14 @@ def _peaks(trace: Trace, ops: Sequence[Op]) -> dict[str, int]:
     turn = min((op.at for op in ops if op.phase is Phase.OPTIMIZER), default=ops[-1].at + 1)
     changes = [(s.born, s.bytes, s.category is Category.GRADIENT) for s in trace.storages]
     changes += [(s.died, -s.bytes, s.category is Category.GRADIENT) for s in trace.storages if s.died is not None]
-    held, gradients, peaks = 0, 0, {BACKWARD: 0, UPDATE: 0}
+    live_bytes, gradients, peaks = 0, 0, {BACKWARD: 0, UPDATE: 0}
     for tick, count, is_gradient in sorted(changes):
-        held += count
+        live_bytes += count
         gradients += count if is_gradient else 0
         if turn > tick >= trace.step_starts[-1]:
-            peaks[BACKWARD] = max(peaks[BACKWARD], held - gradients)
+            peaks[BACKWARD] = max(peaks[BACKWARD], live_bytes - gradients)
         elif tick >= turn:
-            peaks[UPDATE] = max(peaks[UPDATE], held)
+            peaks[UPDATE] = max(peaks[UPDATE], live_bytes)
     if not peaks[UPDATE]:  # nothing comes or goes while it works
         peaks[UPDATE] = sum(s.bytes for s in trace.storages if s.born < turn and (s.died is None or s.died > turn))
     return peaks
@@ -185,12 +185,12 @@ def measured(profile: StepProfile, seconds: Mapping[str, tuple[float, float, flo
     A block that is computed again does the last one and then the others: of it, again takes the share of a forward
     pass that it was thought to. What lies beside blocks is as much slower or faster as blocks were.
     """
-    known = [block for block in profile.blocks if block.name in seconds]
-    if not known:
+    timed_blocks = [block for block in profile.blocks if block.name in seconds]
+    if not timed_blocks:
         return profile
-    thought = sum(block.forward_s + block.backward_s for block in known)
-    found = sum(sum(seconds[block.name][:2]) for block in known)
-    slower = found / thought if thought else 1.0
+    predicted_s = sum(block.forward_s + block.backward_s for block in timed_blocks)
+    measured_s = sum(sum(seconds[block.name][:2]) for block in timed_blocks)
+    slower = measured_s / predicted_s if predicted_s else 1.0
 
     def timed(block: BlockProfile) -> BlockProfile:
         if block.name not in seconds:

@@ -59,14 +59,14 @@ class Schedule:
 
     def busy_s(self) -> dict[str, float]:
         """Seconds in which each lane worked, slowed by others or not."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for task, begin, end in zip(self.tasks, self.begin_s, self.end_s, strict=True):
-            found[task.lane] = found.get(task.lane, 0.0) + end - begin
-        return found
+            seconds[task.lane] = seconds.get(task.lane, 0.0) + end - begin
+        return seconds
 
     def limited_by(self) -> str:
         """The lane of what is busy longest. A processor's update is time of the one processor: the two lanes count
-        together, and the larger of them is told."""
+        together, and the larger of them is named."""
         busy = self.busy_s()
         together = [lane for lane in (COMPUTE, UPDATE) if lane in busy]
         all_s = sum(busy[lane] for lane in together)
@@ -74,10 +74,10 @@ class Schedule:
 
     def waits_s(self, lane: str = COMPUTE) -> dict[str, float]:
         """Seconds in which ``lane`` stood still, by the lane of the task that it waited for."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for begin, end, cause in self._waits(lane):
-            found[cause] = found.get(cause, 0.0) + end - begin
-        return found
+            seconds[cause] = seconds.get(cause, 0.0) + end - begin
+        return seconds
 
     def peak_bytes(self) -> dict[str, int]:
         """The most that tasks held at once, per tier."""
@@ -85,11 +85,11 @@ class Schedule:
         for task, begin, end in zip(self.tasks, self.begin_s, self.end_s, strict=True):
             changes += [(begin, 1, tier, count) for tier, count in task.takes.items()]
             changes += [(end, 0, tier, -count) for tier, count in task.gives.items()]
-        held: dict[str, int] = {}
+        live: dict[str, int] = {}
         peak: dict[str, int] = {}
         for _, _, tier, count in sorted(changes):  # at one moment, what is given back comes first
-            held[tier] = held.get(tier, 0) + count
-            peak[tier] = max(peak.get(tier, 0), held[tier])
+            live[tier] = live.get(tier, 0) + count
+            peak[tier] = max(peak.get(tier, 0), live[tier])
         return peak
 
     def timeline(self, name: str, compute: str) -> Timeline:
@@ -104,22 +104,22 @@ class Schedule:
         rows += [(b, e - b, EventKind.IDLE, compute, 0, "", cause) for b, e, cause in self._waits(COMPUTE)]
         # At one moment, what is given back comes before what is taken.
         rows.sort(key=lambda row: (row[0], row[2] is not EventKind.FREE))
-        made = Timeline(name, measured=False)
+        timeline = Timeline(name, measured=False)
         for begin, took, kind, tier, count, source, label in rows:
-            made.add(kind, tier, count, time_s=begin, duration_s=took, source=source, label=label)
-        return made
+            timeline.add(kind, tier, count, time_s=begin, duration_s=took, source=source, label=label)
+        return timeline
 
     def _waits(self, lane: str) -> list[tuple[float, float, str]]:
-        found, free_s = [], 0.0
+        waits, free_s = [], 0.0
         same = (COMPUTE, UPDATE) if lane == COMPUTE else (lane,)
         for task, begin, end in zip(self.tasks, self.begin_s, self.end_s, strict=True):
             if task.lane not in same:
                 continue
             if begin > free_s:
                 last = max(task.after, key=lambda index: self.end_s[index])
-                found.append((free_s, begin, self.tasks[last].lane))
+                waits.append((free_s, begin, self.tasks[last].lane))
             free_s = end
-        return found
+        return waits
 
 
 def simulate(tasks: Sequence[Task], contention: Contention | None = None) -> Schedule:
@@ -186,7 +186,7 @@ class _Simulation:
     def _speeds_of(self, busy: tuple[str, ...]) -> dict[str, float]:
         """Looked up once for every set of lanes: a step has thousands of moments, and few sets.
 
-        What each of the others takes adds up: three lanes of which any two take turns all take turns.
+        What each of the others takes adds up: three lanes all take turns if any two of them do.
         """
         if busy not in self._speeds:
             self._speeds[busy] = {lane: 1 / (1 + sum(self._lost(lane, other) for other in busy)) for lane in busy}

@@ -67,7 +67,7 @@ class _Program:
 
     def __init__(self, problem: Problem, weight: float) -> None:
         self._problem, self._weight = problem, weight
-        self._columns = [(found, column) for found in problem.classes for column in found.columns]
+        self._columns = [(kind, column) for kind in problem.classes for column in kind.columns]
         n = len(self._columns)
         self._flag, self._time = n, 2 * n
         self._pools = {pool.name: 2 * n + 1 + index for index, pool in enumerate(problem.pools)}
@@ -92,9 +92,9 @@ class _Program:
 
     def _add_variables(self) -> None:
         model, infinity = self._model, highspy.kHighsInf
-        for found, column in self._columns:
+        for kind, column in self._columns:
             traffic = sum(column.seconds.values()) / self._scale_s
-            model.addVar(0, found.count)
+            model.addVar(0, kind.count)
             model.changeColCost(model.getNumCol() - 1, self._weight * traffic)
         for _, column in self._columns:
             model.addVar(0, 1 if column.slot_bytes else 0)
@@ -111,12 +111,12 @@ class _Program:
         self._model.addRow(low, high, len(terms), index, value)
 
     def _add_choices(self) -> None:
-        for found in self._problem.classes:
-            mine = {index: 1.0 for index, (owner, _) in enumerate(self._columns) if owner is found}
-            self._row(found.count, found.count, mine)
-        for index, (found, column) in enumerate(self._columns):
+        for kind in self._problem.classes:
+            mine = {index: 1.0 for index, (owner, _) in enumerate(self._columns) if owner is kind}
+            self._row(kind.count, kind.count, mine)
+        for index, (kind, column) in enumerate(self._columns):
             if column.slot_bytes:
-                self._row(-highspy.kHighsInf, 0, {index: 1.0, self._flag + index: -float(found.count)})
+                self._row(-highspy.kHighsInf, 0, {index: 1.0, self._flag + index: -float(kind.count)})
             for pool, count in column.slot_bytes.items():
                 needed = {self._pools[pool]: 1.0, self._flag + index: -count / _GIB}
                 self._row(0, highspy.kHighsInf, needed)
@@ -175,9 +175,9 @@ class _Program:
         model = self._model
         model.setOptionValue("mip_max_nodes", most_nodes)
         if start is not None:
-            given = highspy.HighsSolution()
-            given.col_value = self._values(start)
-            model.setSolution(given)
+            warm_start = highspy.HighsSolution()
+            warm_start.col_value = self._values(start)
+            model.setSolution(warm_start)
         model.run()
         info = model.getInfo()
         if info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible):
@@ -187,7 +187,7 @@ class _Program:
         return self._solution(start, 0.0)  # the nodes were used up before anything was known of the bound
 
     def _values(self, start: Counts) -> list[float]:
-        counts = [start[found.name].get(column.name, 0) for found, column in self._columns]
+        counts = [start[kind.name].get(column.name, 0) for kind, column in self._columns]
         told = list(zip(counts, (column for _, column in self._columns), strict=True))
         flags = [float(count > 0 and bool(column.slot_bytes)) for count, column in told]
         used = [column for count, column in told if count]
@@ -200,10 +200,10 @@ class _Program:
         return [*map(float, counts), *flags, seconds / self._scale_s, *pools, *rest]
 
     def _counts(self, values: Sequence[float]) -> dict[str, dict[str, int]]:
-        counts: dict[str, dict[str, int]] = {found.name: {} for found in self._problem.classes}
-        for (found, column), value in zip(self._columns, values, strict=False):
+        counts: dict[str, dict[str, int]] = {kind.name: {} for kind in self._problem.classes}
+        for (kind, column), value in zip(self._columns, values, strict=False):
             if round(value):
-                counts[found.name][column.name] = round(value)
+                counts[kind.name][column.name] = round(value)
         return counts
 
     def _solution(self, counts: Counts, bound: float) -> Solution:

@@ -65,7 +65,7 @@ class BlockProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepProfile:
-    """A plain step over ``batch`` rows at once: its blocks in forward order, and what there is beside them.
+    """A plain step over ``batch`` rows at once: its blocks in forward order, and everything outside of them.
 
     ``peak_bytes`` of the compute tier by moment, weights and states included: the first without gradients, the
     second with all of them; ``early_gradient_bytes`` of those are there at the first moment already. ``spent_bytes``
@@ -103,7 +103,7 @@ class StepProfile:
         return -(-self.batch // micro_batch)
 
     def at(self, micro_batch: int) -> StepProfile:
-        """One pass over ``micro_batch`` rows, of which a step has ``passes``."""
+        """One pass over ``micro_batch`` rows; a step has ``passes`` of them."""
         if micro_batch >= self.batch:
             return self
         if self.row is None or self.batch == 1:

@@ -25,12 +25,12 @@ def training_step_s(
     """Seconds of a step in the steady state, and the schedule of the steps that they were taken from."""
     contention = contention_of(hardware) if contention is None else contention
     micros = profile.passes(made.frame.micro_batch)
-    shown, found = min(micros, _MICROS), 0.0
-    found, schedule = _steady(profile, hardware, made, shown, contention)
+    shown, step_s = min(micros, _MICROS), 0.0
+    step_s, schedule = _steady(profile, hardware, made, shown, contention)
     if micros > shown:
         fewer, _ = _steady(profile, hardware, made, shown - 1, contention)
-        found += (micros - shown) * (found - fewer)
-    return found, schedule
+        step_s += (micros - shown) * (step_s - fewer)
+    return step_s, schedule
 
 
 def contention_of(hardware: Hardware) -> dict[tuple[str, str], float]:
@@ -38,17 +38,17 @@ def contention_of(hardware: Hardware) -> dict[tuple[str, str], float]:
 
     What is read from a drive is written to the very memory that the processor computes from, and read from there.
     """
-    found = {}
+    shares = {}
     for link in hardware.links:
         if link.duplex_bytes_per_s and link.source != link.target:
             share = min(1.0, link.duplex_bytes_per_s / link.bytes_per_s)
-            found[way(link.source, link.target), way(link.target, link.source)] = share
+            shares[way(link.source, link.target), way(link.target, link.source)] = share
         memory_bytes_per_s = hardware.tier(RAM).bytes_per_s
         if hardware.compute == RAM and DISK in (link.source, link.target) and memory_bytes_per_s:
             left = 1 - link.bytes_per_s / memory_bytes_per_s
             for lane in (COMPUTE, UPDATE):
-                found[lane, way(link.source, link.target)] = max(0.5, left)
-    return found
+                shares[lane, way(link.source, link.target)] = max(0.5, left)
+    return shares
 
 
 def _steady(
@@ -146,10 +146,10 @@ class _Maker:
         choice = self._way.weights[block.name]
         if choice == RESIDENT:
             return []
-        held = next((slot for slot in self._free if slot[0] == block.name), None)
-        if held is not None:
-            self._free.remove(held)
-            return list(held[1])
+        kept_slot = next((slot for slot in self._free if slot[0] == block.name), None)
+        if kept_slot is not None:
+            self._free.remove(kept_slot)
+            return list(kept_slot[1])
         _, free = self._free.popleft()
         after = free + self._updated.get(block.name, [])
         name = f"{block.name} weights"

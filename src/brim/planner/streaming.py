@@ -48,10 +48,10 @@ class _Placement:
 
     def ways(self, job: Job, compute: str) -> dict[str, list[tuple[str, str]]]:
         """Block -> the links that it comes over in each step: none where the ring has room for all that share it."""
-        found = self.ways_at_first(job, compute)
-        if sum(map(bool, found.values())) <= self.slots:
-            return {name: [] for name in found}
-        return found
+        ways = self.ways_at_first(job, compute)
+        if sum(map(bool, ways.values())) <= self.slots:
+            return {name: [] for name in ways}
+        return ways
 
     def ways_at_first(self, job: Job, compute: str) -> dict[str, list[tuple[str, str]]]:
         """The same of the first step, in which the ring holds nothing yet."""
@@ -100,42 +100,47 @@ def contender(
     where that is far from ``known_s``, which others reach. Raises BudgetError with the smallest budget that would do
     when nothing fits.
     """
-    found, refusals = _candidates(job, hardware, budget_bytes, allowed, known_s)
-    if not found:
+    placements, refusals = _candidates(job, hardware, budget_bytes, allowed, known_s)
+    if not placements:
         least = min(refusals, key=lambda error: sum(error.smallest_bytes.values()), default=None)
         raise least or _too_small(job, hardware.compute, budget_bytes)
-    return _fastest(job, hardware, budget_bytes, found)
+    return _fastest(job, hardware, budget_bytes, placements)
 
 
 def _fastest(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], found: Sequence[_Placement]) -> Contender:
     """The best of ``found`` by its simulated schedule; every simple one that could be it is looked at."""
     # Of equally fast ones (sums of seconds differ by their rounding), the one that keeps link and drive quieter.
-    ordered = sorted(found, key=lambda one: (_told(_quick_s(job, hardware, one)), _moved_bytes(job, hardware, one)))
+    ordered = sorted(
+        found,
+        key=lambda placement: (_told(_quick_s(job, hardware, placement)), _moved_bytes(job, hardware, placement)),
+    )
     tried: list[tuple[_Placement, Contender]] = []
-    for count, one in enumerate(ordered):
-        moved_bytes = _moved_bytes(job, hardware, one)
+    for count, placement in enumerate(ordered):
+        moved_bytes = _moved_bytes(job, hardware, placement)
         if tried:
-            best_s = min(known.weighed().seconds for _, known in tried)
-            least_s = _told(_least_s(job, hardware, one))
-            quieter = all(moved_bytes < known.moved_bytes for _, known in tried) or one.simple
-            late = count >= _SIMULATED and not one.simple
+            best_s = min(contender.weighed().seconds for _, contender in tried)
+            least_s = _told(_least_s(job, hardware, placement))
+            quieter = all(moved_bytes < contender.moved_bytes for _, contender in tried) or placement.simple
+            late = count >= _SIMULATED and not placement.simple
             if late or least_s > as_fast_s(best_s) or (least_s >= best_s and not quieter):
                 continue
-        plan = plan_of(job, hardware, budget_bytes, one.choices, one.slots)
-        tried.append((one, Contender(plan=plan, moved_bytes=moved_bytes, most_s=float("inf"))))
-    return _chosen(tried, min(one.bound_s for one in found))
+        plan = plan_of(job, hardware, budget_bytes, placement.choices, placement.slots)
+        tried.append((placement, Contender(plan=plan, moved_bytes=moved_bytes, most_s=float("inf"))))
+    return _chosen(tried, min(placement.bound_s for placement in found))
 
 
 def _chosen(tried: Sequence[tuple[_Placement, Contender]], bound_s: float) -> Contender:
     """The quietest of those that are as fast, and no slower than what needs no planner: all streamed, or all that is
     done without the processor's help. Nor as slow as to be further from the bound than a tie may be."""
-    alone = [known for one, known in tried if COMPUTE_RAM not in one.choices.values()]
-    simple_s = [known.weighed().seconds for one, known in tried if one.simple or not one.slots]
+    alone = [contender for placement, contender in tried if COMPUTE_RAM not in placement.choices.values()]
+    simple_s = [
+        contender.weighed().seconds for placement, contender in tried if placement.simple or not placement.slots
+    ]
     most_s = min(simple_s, default=float("inf"))
     if alone and len(alone) < len(tried):
         most_s = min(most_s, quietest(alone, Contender.weighed, most_s=most_s).weighed().seconds)
     most_s = min(most_s, as_fast_s(bound_s))
-    best = quietest([known for _, known in tried], Contender.weighed, most_s=most_s)
+    best = quietest([contender for _, contender in tried], Contender.weighed, most_s=most_s)
     return replace(best, most_s=most_s, bound_s=bound_s)
 
 
@@ -178,27 +183,27 @@ def _candidates(
     """Placements that fit, and why others do not."""
     compute = hardware.compute
     room = budget_bytes[compute] - job.overhead_bytes(compute) - job.fixed_bytes - job.step_bytes
-    found: list[_Placement] = []
+    candidates: list[_Placement] = []
     refusals: list[BudgetError] = []
-    sets = [(False, one) for one in _resident_sets(job.blocks, room, allowed)]
+    sets = [(False, resident) for resident in _resident_sets(job.blocks, room, allowed)]
     if RESIDENT in allowed:  # all streamed, as one would without a planner
-        sets += [(True, one) for one in _resident_sets(job.blocks, room, set(allowed) - {RESIDENT})]
+        sets += [(True, resident) for resident in _resident_sets(job.blocks, room, set(allowed) - {RESIDENT})]
     for simple, (residents, slot_bytes, slots) in sets:
         try:
             placement = replace(_place(job, residents, slot_bytes, slots, hardware, budget_bytes), simple=simple)
         except BudgetError as error:  # too little RAM for this one
             refusals.append(error)
             continue
-        made = {placement.choices[block.name] for block in job.blocks if block.uses}
-        if made <= set(allowed) - ({RESIDENT} if simple else set()):
-            found.append(placement)
-    stays = any(set(placement.choices.values()) == {RESIDENT} for placement in found)  # nothing beats that
+        used_choices = {placement.choices[block.name] for block in job.blocks if block.uses}
+        if used_choices <= set(allowed) - ({RESIDENT} if simple else set()):
+            candidates.append(placement)
+    stays = any(set(placement.choices.values()) == {RESIDENT} for placement in candidates)  # nothing beats that
     if compute != RAM and not stays and COMPUTE_RAM in allowed and any(block.cpu_s for block in job.blocks):
         for placed in placements(job, hardware, budget_bytes, allowed, known_s=known_s):
             size = _slot_bytes(job, compute, placed.choices)
             split = _Placement(choices=placed.choices, slot_bytes=size, slots=placed.slots, bound_s=placed.bound_s)
-            found.append(_with_tables(job, compute, split, budget_bytes))
-    return found, refusals
+            candidates.append(_with_tables(job, compute, split, budget_bytes))
+    return candidates, refusals
 
 
 def _with_tables(job: Job, compute: str, placement: _Placement, budget_bytes: Mapping[str, int]) -> _Placement:
@@ -220,8 +225,8 @@ def _slot_bytes(job: Job, compute: str, choices: Mapping[str, str]) -> int:
 
 def smallest_budget(job: Job, compute: str) -> int:
     """The least bytes of the compute tier under which any placement exists."""
-    held = [min(_RING_SLOTS) * size + _mandatory(job.blocks, size) for size in _slot_sizes(job.blocks)]
-    return job.overhead_bytes(compute) + job.fixed_bytes + job.step_bytes + min(held)
+    sizes = [min(_RING_SLOTS) * size + _mandatory(job.blocks, size) for size in _slot_sizes(job.blocks)]
+    return job.overhead_bytes(compute) + job.fixed_bytes + job.step_bytes + min(sizes)
 
 
 def _slot_sizes(blocks: Sequence[BlockCost]) -> list[int]:
@@ -296,8 +301,8 @@ def _homes(job: Job, residents: set[str], hardware: Hardware, budget_bytes: Mapp
     else:
         smallest = min(max(whole, job.passage_bytes), staging + job.passage_bytes) + job.overhead_bytes(RAM)
         raise BudgetError(
-            f"{job.model} was to run with {format_bytes(budget_bytes[RAM])} of RAM.",
-            f"It needs {format_bytes(smallest)} at least for blocks on their way to {hardware.compute.upper()}.",
+            f"Cannot run {job.model} with {format_bytes(budget_bytes[RAM])} of RAM.",
+            f"It needs at least {format_bytes(smallest)} for blocks on their way to {hardware.compute.upper()}.",
             f"Give --ram {-(-smallest // (1 << 20))}MiB or more.",
             smallest_bytes={RAM: smallest},
         )
@@ -306,8 +311,8 @@ def _homes(job: Job, residents: set[str], hardware: Hardware, budget_bytes: Mapp
 
 def _peak_bytes(job: Job, compute: str, placement: _Placement) -> dict[str, int]:
     by_choice = {choice: [b for b in job.blocks if placement.choices[b.name] == choice] for choice in CHOICES}
-    held = sum(b.bytes for b in by_choice[RESIDENT]) + placement.ring_bytes
-    peak = {compute: job.overhead_bytes(compute) + job.fixed_bytes + job.step_bytes + held}
+    compute_bytes = sum(b.bytes for b in by_choice[RESIDENT]) + placement.ring_bytes
+    peak = {compute: job.overhead_bytes(compute) + job.fixed_bytes + job.step_bytes + compute_bytes}
     if compute != RAM:
         on_disk = [b.passing_bytes for b in by_choice[FROM_DISK] if b.uses]
         staging = STAGING * max(on_disk, default=0)
@@ -342,7 +347,7 @@ def _quick_s(job: Job, hardware: Hardware, placement: _Placement) -> float:
     """Seconds of one step in the steady state, the links' loads as one: to choose by, not to promise."""
     loads, ways = dict[str, float](), placement.ways(job, hardware.compute)
     for block in job.blocks:
-        loads[block.name] = max((move_s(block, hardware, *one) for one in ways[block.name]), default=0.0)
+        loads[block.name] = max((move_s(block, hardware, *way) for way in ways[block.name]), default=0.0)
     lanes = _lanes(job, hardware, placement)
     return max(_pipeline_s(job, placement.choices, loads, placement.slots), *lanes.values())
 
@@ -361,7 +366,7 @@ def _least_s(job: Job, hardware: Hardware, placement: _Placement) -> float:
 def _pipeline_s(job: Job, choices: Mapping[str, str], loads: Mapping[str, float], slots: int) -> float:
     """Cyclic loads into a ring of slots, beside compute."""
     link_free = now = first_end = 0.0
-    freed = [0.0] * slots  # when each slot was last let go, oldest first
+    freed = [0.0] * slots  # when each slot was last released, oldest first
     for step in range(3):
         now += job.fixed_compute_s
         for block in job.blocks:
@@ -386,8 +391,8 @@ def _too_small(job: Job, compute: str, budget_bytes: Mapping[str, int]) -> Budge
         f"{format_bytes(job.step_bytes)} of activations{' and KV cache' if job.task == 'generate' else ''}",
     ]
     return BudgetError(
-        f"{job.model} was to run with {format_bytes(budget_bytes[compute])} of {compute.upper()}.",
-        f"It needs {format_bytes(need)} at least: {', '.join(parts)}, and two blocks.",
+        f"Cannot run {job.model} with {format_bytes(budget_bytes[compute])} of {compute.upper()}.",
+        f"It needs at least {format_bytes(need)}: {', '.join(parts)}, and two blocks.",
         f"Give {flag} {-(-need // (1 << 20))}MiB or more, or a shorter input.",
         smallest_bytes={compute: need},
     )

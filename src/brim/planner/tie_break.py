@@ -29,9 +29,13 @@ def quietest(found: Sequence[T], weighed: Callable[[T], Weighed], *, most_s: flo
     One that is slower than ``most_s`` (what somebody has without a planner) takes nobody's place. Of equals, the
     first.
     """
-    known = [(one, weighed(one)) for one in found]
-    least_s = min(weight.seconds for _, weight in known)
-    tied = [(one, weight) for one, weight in known if weight.seconds <= max(least_s, min(most_s, as_fast_s(least_s)))]
+    with_weights = [(candidate, weighed(candidate)) for candidate in found]
+    least_s = min(weight.seconds for _, weight in with_weights)
+    tied = [
+        (candidate, weight)
+        for candidate, weight in with_weights
+        if weight.seconds <= max(least_s, min(most_s, as_fast_s(least_s)))
+    ]
     return min(tied, key=lambda pair: (pair[1].moved_bytes, pair[1].held_bytes, pair[1].seconds))[0]
 
 

@@ -53,8 +53,8 @@ def shapes(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator
 
 def best(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator[Way]:
     """A way for every shape in which one fits, by the seconds of its busiest lane."""
-    found = [solve_shape(profile, hardware, limits, shape) for shape in shapes(profile, hardware, limits)]
-    yield from sorted((made for made in found if made is not None), key=lambda made: made.bound_s)
+    ways = [solve_shape(profile, hardware, limits, shape) for shape in shapes(profile, hardware, limits)]
+    yield from sorted((way for way in ways if way is not None), key=lambda way: way.bound_s)
 
 
 def solve_shape(profile: StepProfile, hardware: Hardware, limits: Limits, shape: Shape) -> Way | None:
@@ -121,10 +121,12 @@ def _shrunk(
 ) -> tuple[dict[str, int], Way] | None:
     """Halve between what fits and what does not, one tier after the other."""
     for tier in lifted:
-        found = _first(profile, hardware, limits)
-        if found is None:  # the program ran out of time
+        unlimited = _first(profile, hardware, limits)
+        if unlimited is None:  # the program ran out of time
             return None
-        high = peak_bytes(held_bytes(profile, hardware, found)).get(tier, 0) + _corrected(limits, tier) + (1 << 20)
+        high = (
+            peak_bytes(held_bytes(profile, hardware, unlimited)).get(tier, 0) + _corrected(limits, tier) + (1 << 20)
+        )
         low = 0
         most = limits.budget_bytes[tier]
         while high < most and _first(profile, hardware, _with(limits, {tier: high})) is None:
@@ -136,8 +138,8 @@ def _shrunk(
             else:
                 high = middle
         limits = _with(limits, {tier: high})
-    made = _first(profile, hardware, limits)
-    return None if made is None else ({tier: limits.budget_bytes[tier] for tier in lifted}, made)
+    limited = _first(profile, hardware, limits)
+    return None if limited is None else ({tier: limits.budget_bytes[tier] for tier in lifted}, limited)
 
 
 def _corrected(limits: Limits, tier: str) -> int:
@@ -150,14 +152,14 @@ def _with(limits: Limits, budget_bytes: Mapping[str, int]) -> Limits:
 
 def _first(profile: StepProfile, hardware: Hardware, limits: Limits) -> Way | None:
     """Any way that fits, looked for where least is taken: few rows at once, or all, with no sum of gradients."""
-    found = (shape for shape in shapes(profile, hardware, limits) if shape.in_backward is None)
-    least = [shape for shape in found if shape.slots == min(_RING_SLOTS)]
+    candidates = (shape for shape in shapes(profile, hardware, limits) if shape.in_backward is None)
+    least = [shape for shape in candidates if shape.slots == min(_RING_SLOTS)]
     sizes = {min(shape.micro_batch for shape in least), max(shape.micro_batch for shape in least)} if least else set()
     for shape in least:
         if shape.micro_batch in sizes:
-            made = solve_shape(profile, hardware, limits, shape)
-            if made is not None:
-                return made
+            way = solve_shape(profile, hardware, limits, shape)
+            if way is not None:
+                return way
     return None
 
 
@@ -182,12 +184,12 @@ def _way(profile: StepProfile, shape: Shape, frame: Frame, solution: Solution) -
 def _spread(counts: Mapping[str, int], total: int) -> list[str]:
     """Every column as evenly as it goes, so that each stretch of compute hides its share of copies."""
     credit = dict.fromkeys(counts, 0.0)
-    left, made = dict(counts), []
+    left, choices = dict(counts), []
     for _ in range(total):
         for name in counts:
             credit[name] += counts[name] / total
         chosen = max((name for name in counts if left[name]), key=lambda name: credit[name])
         credit[chosen] -= 1.0
         left[chosen] -= 1
-        made.append(chosen)
-    return made
+        choices.append(chosen)
+    return choices

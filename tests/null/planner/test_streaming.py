@@ -143,7 +143,7 @@ def test_a_refusal_says_what_was_asked_what_is_needed_and_what_to_do() -> None:
     with pytest.raises(BudgetError) as caught:
         plan_streaming(work, CPU, {RAM: 1 << 20})
     assert caught.value.smallest_bytes == {RAM: 8 << 20}
-    for part in ("Model", "1 MiB of RAM", "8 MiB at least", "3 MiB for the program", "--ram 8MiB"):
+    for part in ("Model", "1 MiB of RAM", "at least 8 MiB", "3 MiB for the program", "--ram 8MiB"):
         assert part in str(caught.value)
 
 

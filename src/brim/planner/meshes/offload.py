@@ -2,7 +2,7 @@
 
 For what does not fit on so many GPUs otherwise. Seconds by closed forms order the ways: of a layer the longer of its
 kernels, and of bringing its weights and taking its gradients away; the CPU's step over what a node's ranks have.
-Bytes are estimates, which say what to prove next; what fits is told by the proof alone (``estimation.ranks``).
+Bytes are estimates, which say what to prove next; only the proof tells what fits (``estimation.ranks``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from brim.planner.meshes.search import RECOMPUTE, Mesh, Pieces, nccl_bytes
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_PROOFS = 8  # while nothing fits; then only the smallest of each family
 _FURTHER_PROOFS = 4  # once something fits: each takes 10 to 20 s
-_DOUBT = 1.1  # times the room: what may fit after all, of a family of which nothing was proved
+_DOUBT = 1.1  # times the room: may fit after all, in a family without a proof
 _STATES = 16  # bytes of a parameter in RAM: weight, gradient and two moments in float32
 _STEPPED = 32  # bytes that AdamW goes through: all of them, there and back
 _ADDED = 12  # and a further micro-batch's gradient: two read, one written
@@ -42,11 +42,11 @@ def offloaded(
     states = _STATES * pieces.parameters() * min(gpus_per_node, gpus) // gpus
     if states > ram_bytes:
         raise BudgetError(
-            f"{shape.name} was to be trained on {gpus} {gpu.name} with its shards in RAM.",
-            f"The states of one node's ranks take {states:,} B there, and it has {ram_bytes:,} B.",
+            f"Cannot train {shape.name} on {gpus} {gpu.name} with its shards in RAM.",
+            f"The states of the ranks of one node need {states:,} B of RAM, and the node has {ram_bytes:,} B.",
             "Give a larger --ram, or more nodes.", smallest_bytes={"ram": states},
         )  # fmt: skip
-    found = [
+    meshes = [
         Mesh(
             split=split, checkpointing=recompute, time=_step(pieces, split, recompute),
             peak_bytes=_bytes(pieces, split, recompute),
@@ -54,7 +54,7 @@ def offloaded(
         for split in _splits(shape, gpus, gpus_per_node, sequence, global_batch)
         for recompute in RECOMPUTE
     ]  # fmt: skip
-    return sorted(found, key=lambda mesh: mesh.step_s)
+    return sorted(meshes, key=lambda mesh: mesh.step_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,8 @@ class _Search:
     refused: dict[Mesh, ModelError | UnsupportedError] = field(default_factory=dict)
 
     def fitting(self) -> list[Mesh]:
-        fits = (one for one, told in self.proved.items() if told.fits)
-        return sorted(fits, key=lambda one: self.proved[one].step_s)
+        fits = (mesh for mesh, told in self.proved.items() if told.fits)
+        return sorted(fits, key=lambda mesh: self.proved[mesh].step_s)
 
     def following(self, top: int, doubt: float) -> Mesh | None:
         """What to prove next, None where that would tell nothing more, or was enough."""
@@ -122,28 +122,28 @@ class _Search:
         failed = [mesh for mesh, told in self.proved.items() if not told.fits]
         return [
             mesh for mesh in self.found
-            if mesh not in self.proved and not any(_uses(one) <= _uses(mesh) for one in self.refused)
-            and not any(_same_split(mesh, one) for one in fitting)
-            and not any(_takes_more(mesh, one) for one in failed)
+            if mesh not in self.proved and not any(_uses(other) <= _uses(mesh) for other in self.refused)
+            and not any(_same_split(mesh, other) for other in fitting)
+            and not any(_takes_more(mesh, other) for other in failed)
         ]  # fmt: skip
 
     def _smallest(self, left: Sequence[Mesh]) -> Mesh | None:
         """The smallest of the families whose smallest was not proved, where it may fit or is the smallest of all."""
         least: dict[tuple[int, bool, bool], Mesh] = {}
         for mesh in self.found:
-            if not any(_uses(one) <= _uses(mesh) for one in self.refused):
+            if not any(_uses(refused) <= _uses(mesh) for refused in self.refused):
                 first = least.setdefault(_family(mesh), mesh)
-                least[_family(mesh)] = min(first, mesh, key=lambda one: one.peak_bytes)
+                least[_family(mesh)] = min(first, mesh, key=lambda candidate: candidate.peak_bytes)
         still = set(left)
         smallest = min((mesh for mesh in least.values() if mesh in still), key=self._bytes, default=None)
-        told = [one.bytes for one in self.proved.values()]
+        told = [proof.bytes for proof in self.proved.values()]
         if smallest is None or self._may_fit(smallest) or not told or self._bytes(smallest) < min(told):
             return smallest
         return None
 
     def _may_fit(self, mesh: Mesh) -> bool:
-        known = any(_family(one) == _family(mesh) for one in self.proved)
-        return self._bytes(mesh) <= (1.0 if known else _DOUBT) * self.room
+        is_family_proved = any(_family(other) == _family(mesh) for other in self.proved)
+        return self._bytes(mesh) <= (1.0 if is_family_proved else _DOUBT) * self.room
 
     def _bytes(self, mesh: Mesh) -> float:
         return _expected(mesh, self.proved)[0]
@@ -170,12 +170,12 @@ def _same_split(one: Mesh, other: Mesh) -> bool:
 
 def _expected(mesh: Mesh, proved: Mapping[Mesh, Proof]) -> tuple[float, float]:
     """Bytes and seconds as estimated, and as far off as those of what was proved and is most like it."""
-    alike = [one for one in proved if _family(one) == _family(mesh)]
+    alike = [other for other in proved if _family(other) == _family(mesh)]
     if not alike:
         return mesh.peak_bytes, mesh.step_s
-    one = min(alike, key=lambda one: (*_unlike(one, mesh), abs(one.peak_bytes - mesh.peak_bytes)))
-    told = proved[one]
-    return told.bytes + mesh.peak_bytes - one.peak_bytes, mesh.step_s * told.step_s / one.step_s
+    nearest = min(alike, key=lambda other: (*_unlike(other, mesh), abs(other.peak_bytes - mesh.peak_bytes)))
+    told = proved[nearest]
+    return told.bytes + mesh.peak_bytes - nearest.peak_bytes, mesh.step_s * told.step_s / nearest.step_s
 
 
 def _family(mesh: Mesh) -> tuple[int, bool, bool]:
@@ -192,14 +192,14 @@ def _unlike(one: Mesh, other: Mesh) -> tuple[bool, ...]:
 def _takes_more(mesh: Mesh, other: Mesh) -> bool:
     """At least as much as ``other`` on every GPU. Of pipelines with fewer micro-batches fewer are in flight, and one
     alone has no gradients to add up."""
-    one, two = mesh.split, other.split
-    fewer_rows = one.micro_batch < two.micro_batch
+    split, other_split = mesh.split, other.split
+    fewer_rows = split.micro_batch < other_split.micro_batch
     if fewer_rows or RECOMPUTE.index(mesh.checkpointing) > RECOMPUTE.index(other.checkpointing):
         return False
-    if one == two:
+    if split == other_split:
         return True
-    alike = replace(one, micro_batch=two.micro_batch) == two
-    return alike and one.pp == 1 and (one.micro_batches > 1 or two.offload_shards)
+    alike = replace(split, micro_batch=other_split.micro_batch) == other_split
+    return alike and split.pp == 1 and (split.micro_batches > 1 or other_split.offload_shards)
 
 
 def _splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
@@ -219,7 +219,7 @@ def _splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: i
         yield split
     if not divides:
         raise UsageError(
-            f"{shape.name} was to be split over {gpus} GPUs with {batch} sequences a step.",
+            f"Cannot split {shape.name} over {gpus} GPUs with {batch} sequences a step.",
             "No mesh divides its heads and the batch.", f"Try --global-batch {8 * gpus}.",
         )  # fmt: skip
 
@@ -242,8 +242,8 @@ def _step(pieces: Pieces, split: Split, recompute: str) -> StepTime:
     compute = waits = adds = 0.0
     each = ends.layer_parameters + ends.layer_experts
     for cost, count, times in ((layer, each, layers), (outside, ends.beside_parameters[1, 0], 1)):
-        brought, taken = _brought_s(pieces, split, count), _taken_s(pieces, split, count)
-        forward, backward = max(brought - cost.forward_s, 0.0), max(brought + taken - cost.backward_s, 0.0)
+        incoming_s, outgoing_s = _brought_s(pieces, split, count), _taken_s(pieces, split, count)
+        forward, backward = max(incoming_s - cost.forward_s, 0.0), max(incoming_s + outgoing_s - cost.backward_s, 0.0)
         compute += times * (cost.forward_s + cost.backward_s)
         waits += times * (forward + backward)
         adds += times * _host_s(_ADDED * count / split.shards, split)

@@ -36,7 +36,7 @@ _Key = tuple[int | str, ...]
 RECOMPUTE = ("none", "selective", "full")
 SEQUENCES_PER_GPU = 8  # of a step where no batch was given
 _MOST_PROOFS = 64
-_DOUBT = 1.005  # times the room: closed forms are that exact, and what fits is told by the proof
+_DOUBT = 1.005  # times the room: closed forms are that exact, and the proof tells what fits
 _NEAREST = 8  # splits that are looked at where nothing fits, to say what would
 
 
@@ -101,26 +101,26 @@ def meshes(
     """
     if shape.experts and shape.experts.dense_layers:
         raise UnsupportedError(
-            f"The fastest mesh for {shape.name} was asked for.",
+            f"Cannot search the fastest mesh for {shape.name}.",
             "Its layers are of two kinds, with experts and without.",
-            "Look at single ones: brim estimate --gpus, with --ep.",
+            "Estimate single meshes: brim estimate --gpus, with --ep.",
         )  # fmt: skip
     batch = global_batch or SEQUENCES_PER_GPU * gpus
     pieces = Pieces(shape, gpu, sequence)
     least = {split: pieces.least_bytes(split) for split in splits(shape, gpus, gpus_per_node, sequence, batch)}
     if not least:
         raise UsageError(
-            f"{shape.name} was to be split over {gpus} GPUs with {batch} sequences a step.",
+            f"Cannot split {shape.name} over {gpus} GPUs with {batch} sequences a step.",
             "No mesh divides its layers, its heads and the batch.",
             f"Try --global-batch {SEQUENCES_PER_GPU * gpus}.",
         )
     room = int(_DOUBT * (gpu.capacity_bytes - gpu.context().bytes))
-    found = [mesh for split, bytes in least.items() if bytes <= room for mesh in pieces.meshes(split)]
-    fitting = [mesh for mesh in found if mesh.peak_bytes + nccl_bytes(mesh.split) <= room]
+    candidates = [mesh for split, bytes in least.items() if bytes <= room for mesh in pieces.meshes(split)]
+    fitting = [mesh for mesh in candidates if mesh.peak_bytes + nccl_bytes(mesh.split) <= room]
     if not fitting:
         nearest = heapq.nsmallest(_NEAREST, least, key=lambda split: least[split])
-        found += [mesh for split in nearest if least[split] > room for mesh in pieces.meshes(split)]
-        raise _too_small(shape, gpus, gpu, min(mesh.peak_bytes for mesh in found), pieces.parameters())
+        candidates += [mesh for split in nearest if least[split] > room for mesh in pieces.meshes(split)]
+        raise _too_small(shape, gpus, gpu, min(mesh.peak_bytes for mesh in candidates), pieces.parameters())
     return sorted(fitting, key=lambda mesh: mesh.step_s)
 
 
@@ -196,10 +196,10 @@ class Pieces:
             ends = self.ends(split, recompute)
             layers = self._balanced(split, recompute, ends)
             own = self.named(split, layers)
-            held = [self.stage_bytes(own, stage, ends, layers[stage]) for stage in range(split.pp)]
+            stage_bytes = [self.stage_bytes(own, stage, ends, layers[stage]) for stage in range(split.pp)]
             time = self.step(own, recompute, ends, layers)
-            fullest = held.index(max(held))
-            yield Mesh(split=own, checkpointing=recompute, time=time, peak_bytes=max(held), fullest=fullest)
+            fullest = stage_bytes.index(max(stage_bytes))
+            yield Mesh(split=own, checkpointing=recompute, time=time, peak_bytes=max(stage_bytes), fullest=fullest)
 
     def named(self, split: Split, layers: tuple[int, ...]) -> Split:
         """The split with these layers, said where the engine would deal them out otherwise: evenly."""
@@ -220,8 +220,8 @@ class Pieces:
         def held(stage: int, count: int) -> int:
             return self.stage_bytes(split, stage, ends, count)
 
-        found = balanced(self.shape.layers, split.pp, seconds, held, room)
-        return found or stage_layers(self.shape.layers, split.pp)
+        counts = balanced(self.shape.layers, split.pp, seconds, held, room)
+        return counts or stage_layers(self.shape.layers, split.pp)
 
     def parameters(self) -> int:
         """Of the whole model."""
@@ -235,8 +235,8 @@ class Pieces:
         own = layers * split.interleave
         states = _states(own * ends.layer_parameters + _beside(split, stage, ends), own * ends.layer_experts, split)
         flying, kept, which = in_flight(split, stage), layers * ends.layer_bytes, _which(split, stage)
-        held = flying * kept + ends.beside_bytes[(2, 0) if inner else which]
-        return states + (max(held, (flying - 1) * kept + ends.table_bytes[which]) if stage == 0 else held)
+        live_bytes = flying * kept + ends.beside_bytes[(2, 0) if inner else which]
+        return states + (max(live_bytes, (flying - 1) * kept + ends.table_bytes[which]) if stage == 0 else live_bytes)
 
     def ends(self, split: Split, recompute: str) -> Ends:
         key = _key(split, recompute)
@@ -250,22 +250,22 @@ class Pieces:
         for stages, stage, each in itertools.product((1, 2), (0, 1), (1, 2)):
             if stage < stages:
                 little = _alone(split, stages)
-                made = stage_trace(
+                traced = stage_trace(
                     replace(self.shape, layers=each * stages), little, stage, sequence=self.sequence,
                     recompute=recompute,
                 )  # fmt: skip
-                peaks[stages, stage, each] = (made.parameters, made.expert_parameters, *_peak_bytes(made.trace))
+                peaks[stages, stage, each] = (traced.parameters, traced.expert_parameters, *_peak_bytes(traced.trace))
         layer_parameters, layer_experts, layer_bytes, _ = (
-            two - one for one, two in zip(peaks[1, 0, 1], peaks[1, 0, 2], strict=True)
+            second - first for first, second in zip(peaks[1, 0, 1], peaks[1, 0, 2], strict=True)
         )
         layer_bytes -= megatron_states(layer_parameters + layer_experts).value
         beside_parameters, beside_bytes, table_bytes = {}, {}, {}
         for (stages, stage, each), (count, experts, peak, table) in peaks.items():
             if each == 1:
-                held = megatron_states(count + experts).value + (stages - stage) * layer_bytes
+                fixed_bytes = megatron_states(count + experts).value + (stages - stage) * layer_bytes
                 beside_parameters[stages, stage] = count - layer_parameters
-                beside_bytes[stages, stage] = peak - held
-                table_bytes[stages, stage] = table - held + layer_bytes
+                beside_bytes[stages, stage] = peak - fixed_bytes
+                table_bytes[stages, stage] = table - fixed_bytes + layer_bytes
         return Ends(
             layer_parameters=layer_parameters, layer_experts=layer_experts, layer_bytes=layer_bytes,
             beside_parameters=beside_parameters, beside_bytes=beside_bytes, table_bytes=table_bytes,
@@ -294,8 +294,8 @@ class Pieces:
         if split.pp == 1:
             return Costs(forward_s=0.0, backward_s=0.0, sends_s=0.0)
         place = Place(shape=self.shape, split=split, sequence=self.sequence, recompute="none")
-        one = Sent(kind="send", axis="pp", bytes=place.between, phase=Phase.FORWARD)
-        each = sent_s(one, split, self.network)
+        message = Sent(kind="send", axis="pp", bytes=place.between, phase=Phase.FORWARD)
+        each = sent_s(message, split, self.network)
         forward = each * (split.interleave - (stage == split.pp - 1))
         backward = each * (split.interleave - (stage == 0))
         return Costs(forward_s=forward, backward_s=backward, sends_s=forward + backward)
@@ -315,16 +315,16 @@ class Pieces:
         """One layer, the embedding, the head."""
         key = (*_key(split, recompute), *(split.per_node(axis) for axis in ("tp", "cp", "ep")))
         if key not in self._known:
-            one, two = (
+            shallow, deep = (
                 stage_trace(
                     replace(self.shape, layers=layers), _alone(split), 0, sequence=self.sequence, recompute=recompute
                 )
                 for layers in (1, 2)
             )
-            first, second = (self._all(made.ops, made.sent, split) for made in (one, two))
+            first, second = (self._all(trace.ops, trace.sent, split) for trace in (shallow, deep))
             layer = second.plus(first.times(-1))
             rest = first.plus(layer.times(-1))
-            embedding = self._all([op for op in one.ops if op.module == "embedding"], (), split)
+            embedding = self._all([op for op in shallow.ops if op.module == "embedding"], (), split)
             self._known[key] = (layer, embedding, rest.plus(embedding.times(-1)))
         return self._known[key]
 
@@ -359,7 +359,7 @@ def _alone(split: Split, stages: int = 1) -> Split:
 
 
 def _states(count: int, experts: int, split: Split) -> int:
-    """Bytes of weights, gradients and optimizer states; experts are on fewer ranks, each of which has fewer."""
+    """Bytes of weights, gradients and optimizer states; experts are split over fewer ranks."""
     dense = megatron_states(count, data_parallel=split.shards, distributed_optimizer=True).value
     if not experts:
         return dense
@@ -370,8 +370,8 @@ def _states(count: int, experts: int, split: Split) -> int:
 def _too_small(shape: Shape, gpus: int, gpu: catalog.Gpu, least: int, parameters: int) -> BudgetError:
     enough = -(-megatron_states(parameters).value // gpu.capacity_bytes)
     return BudgetError(
-        f"{shape.name} was to be split over {gpus} {gpu.name}.",
-        f"It takes {least:,} B on each of them at least, and one has {gpu.capacity_bytes:,} B.",
-        f"About {enough} hold its states alone.",
+        f"Cannot split {shape.name} over {gpus} {gpu.name}.",
+        f"It needs at least {least:,} B on each of them, and one has {gpu.capacity_bytes:,} B.",
+        f"About {enough} GPUs hold its states.",
         smallest_bytes={"vram": least},
     )

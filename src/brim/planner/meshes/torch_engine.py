@@ -55,17 +55,17 @@ def run_meshes(
     pieces = _Traced(source, gpu, sequence)
     shape = pieces.shape
     _check_states(shape, gpus, gpu, Pieces(shape, gpu, sequence).parameters())
-    found = [
+    meshes = [
         mesh for split in run_splits(shape, gpus, gpus_per_node, sequence, batch)
         for mesh in pieces.meshes(split) if not (split.zero_bubble and mesh.checkpointing != "none")
     ]  # fmt: skip
-    if not found:
+    if not meshes:
         raise UsageError(
-            f"{shape.name} was to be split over {gpus} GPUs with {batch} sequences a step.",
+            f"Cannot split {shape.name} over {gpus} GPUs with {batch} sequences a step.",
             "No mesh divides its layers, its heads and the batch.",
             f"Try --global-batch {SEQUENCES_PER_GPU * gpus}.",
         )
-    return sorted(found, key=lambda mesh: mesh.step_s)
+    return sorted(meshes, key=lambda mesh: mesh.step_s)
 
 
 def _check_states(shape: Shape, gpus: int, gpu: catalog.Gpu, parameters: int) -> None:
@@ -74,9 +74,9 @@ def _check_states(shape: Shape, gpus: int, gpu: catalog.Gpu, parameters: int) ->
     least = -(-states // gpus)
     if least > room:
         raise BudgetError(
-            f"{shape.name} was to be split over {gpus} {gpu.name}.",
-            f"Its states take {least:,} B on each of them at least, and one has {room:,} B for them.",
-            f"About {-(-states // room)} hold its states alone.",
+            f"Cannot split {shape.name} over {gpus} {gpu.name}.",
+            f"Its states need at least {least:,} B on each of them, and one has {room:,} B for them.",
+            f"About {-(-states // room)} GPUs hold its states.",
             smallest_bytes={"vram": least + gpu.context().bytes},
         )  # fmt: skip
 
@@ -121,15 +121,15 @@ class _Traced(Pieces):
         layer = self._layer(split, recompute)
         if layer is None:
             return super().costs(split, recompute)
-        found = [cost.times(split.micro_batch // layer.sequences) for cost in layer.costs]
+        times = [cost.times(split.micro_batch // layer.sequences) for cost in layer.costs]
         if split.cp > 1:
             parts, wholes = (super(_Traced, self).costs(each, recompute) for each in (split, _whole(split)))
-            found = [_as_much_of(*each) for each in zip(found, parts, wholes, strict=True)]
-        one, embedding, head = found
+            times = [_as_much_of(*each) for each in zip(times, parts, wholes, strict=True)]
+        layer_cost, embedding, head = times
         beside = _copied(split, layer.rest_gathers_s / 2, layer.rest_reduces_s / 2)
         added = self._added_s(split, super().ends(split, recompute).layer_parameters)
         return (
-            one.plus(_copied(split, layer.gathers_s, layer.reduces_s)).plus(added), embedding.plus(beside),
+            layer_cost.plus(_copied(split, layer.gathers_s, layer.reduces_s)).plus(added), embedding.plus(beside),
             head.plus(beside),
         )  # fmt: skip
 
@@ -152,23 +152,23 @@ class _Traced(Pieces):
         return self._layers[key]
 
     def _of_two_layers(self, split: Split, recompute: str) -> _Layer:
-        one, two = (
+        shallow, deep = (
             pieces(
                 self.source, split, count, sequence=self.sequence, recompute=recompute, gpu=self.gpu,
                 precision=PRECISION,
             )
             for count in (1, 2)
         )  # fmt: skip
-        first, second = (self._all(made.ops, made.sent, split) for made in (one, two))
+        first, second = (self._all(trace.ops, trace.sent, split) for trace in (shallow, deep))
         layer = second.plus(first.times(-1))
-        embedding = self._all([op for op in one.ops if op.name.startswith("aten.embedding")], (), split)
+        embedding = self._all([op for op in shallow.ops if op.name.startswith("aten.embedding")], (), split)
         head = first.plus(layer.times(-1)).plus(embedding.times(-1))
-        (gathers, reduces), (all_gathers, all_reduces) = self._copies(one.copies), self._copies(two.copies)
+        (gathers, reduces), (all_gathers, all_reduces) = self._copies(shallow.copies), self._copies(deep.copies)
         gathers, all_gathers = all_gathers - gathers, 2 * gathers - all_gathers
         reduces, all_reduces = all_reduces - reduces, 2 * reduces - all_reduces
         return _Layer(
             sequences=split.micro_batch, costs=(layer, embedding, head), gathers_s=gathers, reduces_s=reduces,
-            rest_gathers_s=all_gathers, rest_reduces_s=all_reduces, kept_bytes=two.kept_bytes - one.kept_bytes,
+            rest_gathers_s=all_gathers, rest_reduces_s=all_reduces, kept_bytes=deep.kept_bytes - shallow.kept_bytes,
         )  # fmt: skip
 
     def _copies(self, ops: Sequence[Op]) -> tuple[float, float]:
@@ -189,17 +189,17 @@ class _Traced(Pieces):
         experts = layers * split.interleave * ends.layer_experts
         if split.ep == 1:
             count, experts = count + experts, 0
-        held = (_RESTS + _GRADIENT) * (count // split.shards + experts)
+        state_bytes = (_RESTS + _GRADIENT) * (count // split.shards + experts)
         if split.zero < 3:
-            held += _WIDTH * count + (_GRADIENT * count if split.zero == 1 and split.micro_batches > 1 else 0)
+            state_bytes += _WIDTH * count + (_GRADIENT * count if split.zero == 1 and split.micro_batches > 1 else 0)
         else:
             each = ends.layer_parameters + (ends.layer_experts if split.ep == 1 else 0)
-            held += split.interleave * (3 * _WIDTH + _GRADIENT) * each + (2 * _WIDTH + _GRADIENT) * beside
+            state_bytes += split.interleave * (3 * _WIDTH + _GRADIENT) * each + (2 * _WIDTH + _GRADIENT) * beside
         has_head = stage == split.pp - 1
         logits = _LOGIT * split.micro_batch * self.sequence * self.shape.vocabulary // (split.tp * split.cp)
         kept = in_flight(split, stage) * layers * ends.layer_bytes
         kept += has_head * logits + self._passed_bytes(split)
-        return held + kept + nccl_bytes(split) + self.gpu.context().bytes
+        return state_bytes + kept + nccl_bytes(split) + self.gpu.context().bytes
 
     def _passed_bytes(self, split: Split) -> int:
         """What a pipeline stage has room for, of all micro-batches at once: what its chunks receive, and what they
@@ -211,7 +211,7 @@ class _Traced(Pieces):
         return ways * split.micro_batches * _WIDTH * tokens * self.shape.hidden
 
     def step(self, split: Split, recompute: str, ends: Ends, layers: tuple[int, ...]) -> StepTime:
-        """With the gathering and reducing of every micro-batch, of which what is longer than kernels shows."""
+        """With the gathering and reducing of every micro-batch, as far as they take longer than the kernels."""
         time = super().step(split, recompute, ends, layers)
         if split.shards == 1 or _puts_off(split):
             return time
