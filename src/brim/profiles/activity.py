@@ -63,11 +63,11 @@ class Texts:
         self.numbers: dict[str, int] = {}
 
     def number(self, text: str) -> int:
-        found = self.numbers.get(text)
-        if found is None:
+        number = self.numbers.get(text)
+        if number is None:
             clean = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate could never be written again
-            found = self.numbers.setdefault(clean, len(self.numbers))
-        return found
+            number = self.numbers.setdefault(clean, len(self.numbers))
+        return number
 
     def all(self) -> list[str]:
         return list(self.numbers)

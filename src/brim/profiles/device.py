@@ -71,11 +71,11 @@ def _check(activity: Activity, asked: str) -> None:
     for rows, name in [*columns, (activity.memory, "time")]:
         times = rows[name]
         if len(times) and not (np.abs(times) < LONGEST_S).all():
-            raise FormatError(asked, "An event's time is no time.")
+            raise FormatError(asked, "The time of an event is out of range.")
     for rows in (activity.device, activity.memory):
         sizes = rows["bytes"]
         if len(sizes) and not (np.abs(sizes) < MOST_BYTES).all():
-            raise FormatError(asked, "An event's size is no size.")
+            raise FormatError(asked, "The size of an event is out of range.")
     if len(activity.device) and (activity.device["bytes"] < 0).any():
         raise FormatError(asked, "A copy has a negative size.")
     if any(len(np.unique(rows["device"])) > MOST_DEVICES for rows in (activity.device, activity.memory)):
@@ -171,14 +171,14 @@ def _longest(idle: Idle, labels: Numbers, texts: list[str]) -> tuple[Gap, ...]:
 
 def _copies(rows: _Rows) -> tuple[CopyFigures, ...]:
     bounds, names = list(SIZES.values()), [*SIZES, LARGEST]
-    found = []
+    copies = []
     for kind, name in COPY_NAMES.items():
         for unified in (False, True):
             chosen = (rows.kind == kind) & (rows.unified == unified)
             if not chosen.any():
                 continue
             counts = np.bincount(np.searchsorted(bounds, rows.bytes[chosen], side="right"), minlength=len(names))
-            found.append(
+            copies.append(
                 CopyFigures(
                     kind=name,
                     unified=unified,
@@ -188,7 +188,7 @@ def _copies(rows: _Rows) -> tuple[CopyFigures, ...]:
                     sizes={size: int(count) for size, count in zip(names, counts, strict=True) if count},
                 )
             )
-    return tuple(sorted(found, key=lambda figures: -figures.seconds))
+    return tuple(sorted(copies, key=lambda figures: -figures.seconds))
 
 
 def _kernels(rows: _Rows, texts: list[str]) -> tuple[KernelFigures, ...]:
@@ -203,16 +203,16 @@ def _kernels(rows: _Rows, texts: list[str]) -> tuple[KernelFigures, ...]:
 
 
 def _migrations(rows: _Rows) -> dict[str, Migration]:
-    found = {}
+    migrations = {}
     for cause, name in MIGRATION_CAUSES.items():
         chosen = rows.memory & (rows.cause == cause)
         if chosen.any():
-            found[name] = Migration(
+            migrations[name] = Migration(
                 count=int(chosen.sum()),
                 bytes=int(rows.bytes[chosen].sum()),
                 seconds=float(rows.duration[chosen].sum()),
             )
-    return found
+    return migrations
 
 
 def _shares(rows: _Rows) -> dict[str, Any]:

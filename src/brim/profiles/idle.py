@@ -140,8 +140,8 @@ def idle_of(
     keys = kernel_keys[following] if len(kernel_keys) else following
     launch = np.where(last, -1, host.call_of(keys))
     called = host.start[launch] if host.recorded else np.zeros(len(ends))
-    known = launch >= 0
-    host_ends = np.where(known, np.clip(called, begins, ends), ends)
+    is_known = launch >= 0
+    host_ends = np.where(is_known, np.clip(called, begins, ends), ends)
     parts = np.zeros((len(CAUSES), len(begins)))
     covered = Spans(np.empty(0), np.empty(0))
     for cause, more in (("collective", collectives), ("copy", copies)):
@@ -153,12 +153,12 @@ def idle_of(
         before, covered = covered.within(begins, host_ends), covered | more
         parts[CAUSES.index(cause)] = covered.within(begins, host_ends) - before
     rest = np.maximum((host_ends - begins) - covered.within(begins, host_ends), 0.0)
-    held = np.minimum(_waited_before(host.waits, begins), rest)
-    parts[CAUSES.index("synchronization")] += held
+    synchronizing = np.minimum(_waited_before(host.waits, begins), rest)
+    parts[CAUSES.index("synchronization")] += synchronizing
     # After the last kernel nothing was launched, which is the host's doing where its calls were recorded at all.
-    told = known | (last & host.recorded)
-    parts[CAUSES.index("cpu")] = np.where(told, rest - held, 0.0)
-    parts[CAUSES.index("unknown")] = np.where(told, 0.0, rest - held)
+    told = is_known | (last & host.recorded)
+    parts[CAUSES.index("cpu")] = np.where(told, rest - synchronizing, 0.0)
+    parts[CAUSES.index("unknown")] = np.where(told, 0.0, rest - synchronizing)
     return Idle(spans=spans, parts=np.maximum(parts, 0.0), launch=launch, following=following)
 
 

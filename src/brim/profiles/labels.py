@@ -27,8 +27,8 @@ class Rows(Protocol):
 def labels_of(idle: Idle, host: Host, texts: Texts, rows: Rows) -> Numbers:
     """One number of a text per gap, of what its largest part waited for.
 
-    A copy's or collective's name; the operation that synchronized or allocated; the operation that was to launch what
-    came next; the kernel that came next.
+    The name of a copy or a collective, of the operation that synchronized or allocated, of the one that launched
+    the next kernel, or of the next kernel.
     """
     ends = idle.spans.ends
     main = idle.parts.argmax(axis=0)
@@ -58,10 +58,10 @@ def _called(host: Host, texts: Texts, calls: Numbers) -> Numbers:
     """ "aten::item (cudaStreamSynchronize)" for each call; its own name where no operation made it."""
     names = host.name[calls]
     operations = host.operation(host.start[calls], host.thread[calls])
-    known = texts.all()
+    all_texts = texts.all()
     pairs, inverse = np.unique(np.stack([operations, names]), axis=1, return_inverse=True)
-    made = [
-        texts.number(f"{known[operation]} ({known[name]})") if operation >= 0 else int(name)
+    labels = [
+        texts.number(f"{all_texts[operation]} ({all_texts[name]})") if operation >= 0 else int(name)
         for operation, name in pairs.T
     ]
-    return np.array(made)[inverse.ravel()]
+    return np.array(labels)[inverse.ravel()]

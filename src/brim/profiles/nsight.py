@@ -37,13 +37,15 @@ def read(path: str | Path) -> Profile:
 
     Raises FormatError if the file is missing, damaged, or no export of Nsight Systems.
     """
-    asked = f"{path} was to be read as an SQLite export of Nsight Systems."
+    asked = f"Cannot read {path} as an SQLite export of Nsight Systems."
     try:
         path = Path(path).resolve()
         size = path.stat().st_size
         with path.open("rb") as file:
             if not is_sqlite(file.read(len(_MAGIC))):
-                raise FormatError(asked, "It is no SQLite database.", "Export it: nsys export --type sqlite REPORT")
+                raise FormatError(
+                    asked, "It is not an SQLite database.", "Export it: nsys export --type sqlite REPORT"
+                )
     except OSError as error:
         raise FormatError(asked, f"{error}.") from error
     with contextlib.closing(_open(path, asked, size)) as database:
@@ -55,7 +57,9 @@ def _open(path: Path, asked: str, size: int) -> sqlite3.Connection:
     try:
         import sqlite3
     except ImportError as error:  # Pythons are built without it
-        raise UnsupportedError(asked, f"This Python has no SQLite: {error}.", "Use one that has.") from error
+        raise UnsupportedError(
+            asked, f"This Python has no SQLite: {error}.", "Use a Python with the sqlite3 module."
+        ) from error
     try:
         database = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)
     except sqlite3.Error as error:
@@ -96,8 +100,8 @@ class _Export:
         except FormatError:
             raise
         except (sqlite3.Error, TypeError, ValueError, OverflowError) as error:
-            found = f"It is damaged, or not as Nsight Systems writes it: {str(error)[:100]}."
-            raise FormatError(self.asked, found) from error
+            reason = f"It is damaged, or not as Nsight Systems writes it: {str(error)[:100]}."
+            raise FormatError(self.asked, reason) from error
         return profile_of(self.activity, source=source, kind="nsight", events=self.count, asked=self.asked)
 
     def look(self) -> None:
@@ -110,20 +114,20 @@ class _Export:
         for (name,) in names:
             quoted = str(name).replace('"', '""')
             # 0: an ordinary column; generated ones are expressions
-            found = self.database.execute(f'PRAGMA table_xinfo("{quoted}")')
-            self.tables[str(name)] = {str(column[1]) for column in found if column[6] == 0}
+            columns = self.database.execute(f'PRAGMA table_xinfo("{quoted}")')
+            self.tables[str(name)] = {str(column[1]) for column in columns if column[6] == 0}
         if not {"StringIds", "META_DATA_EXPORT"} & self.tables.keys():
             found_names = ", ".join(sorted(self.tables)[:5])
             raise FormatError(self.asked, f"It has other tables: {found_names[:200] or 'none'}.")
 
     def rows(self, table: str, columns: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
         """The rows of a table, if it is there. What has no value, or no column, has the default given."""
-        known = self.tables.get(table)
-        if known is None:
+        column_names = self.tables.get(table)
+        if column_names is None:
             return
         chosen = ", ".join(
-            f'ifnull("{name}", {default!r})' if name in known and default is not None else
-            f'"{name}"' if name in known else repr(default).replace("None", "NULL")
+            f'ifnull("{name}", {default!r})' if name in column_names and default is not None else
+            f'"{name}"' if name in column_names else repr(default).replace("None", "NULL")
             for name, default in columns.items()
         )  # fmt: skip
         limit = self.size // _FEWEST_BYTES
@@ -135,13 +139,13 @@ class _Export:
 
     def text(self, number: Any) -> str:
         """A text by its number. They are looked up one by one: most texts in a report are of no use here."""
-        found = self.texts.get(number)
-        if found is None:
+        text = self.texts.get(number)
+        if text is None:
             row = None
             if "StringIds" in self.tables and isinstance(number, int):
                 row = self.database.execute("SELECT value FROM StringIds WHERE id = ?", (number,)).fetchone()
-            found = self.texts[number] = str(row[0]) if row else ""
-        return found
+            text = self.texts[number] = str(row[0]) if row else ""
+        return text
 
     def facts(self) -> None:
         facts = self.activity.facts

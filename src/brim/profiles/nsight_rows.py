@@ -95,11 +95,11 @@ class Rows:
 
     def name(self, number: Any, kind_of: Callable[[str], int]) -> tuple[int, int]:
         """A text's number among ours, and what it is the name of."""
-        found = self.numbers.get((kind_of, number))
-        if found is None:
+        number_and_kind = self.numbers.get((kind_of, number))
+        if number_and_kind is None:
             text = self.text(number)
-            found = self.numbers[kind_of, number] = (self.activity.texts.number(text), kind_of(text))
-        return found
+            number_and_kind = self.numbers[kind_of, number] = (self.activity.texts.number(text), kind_of(text))
+        return number_and_kind
 
     def kernel(self, start: int, end: int, device: int, stream: int, correlation: int, pid: int, *names: Any) -> None:
         number, kind = self.name(next((name for name in names if name is not None), None), kernel_kind)
@@ -134,16 +134,16 @@ class Rows:
 
     def call(self, start: int, end: int, thread: int, correlation: int, name: Any) -> None:
         number, kind = self.name(name, call_kind)
-        made = self.threads.setdefault(thread, len(self.threads))
-        self.activity.call.add(*self.span(start, end), kind, self.key(correlation, thread), made, number)
+        thread_number = self.threads.setdefault(thread, len(self.threads))
+        self.activity.call.add(*self.span(start, end), kind, self.key(correlation, thread), thread_number, number)
 
     def synchronization(self, start: int, end: int, process: int, kind: int) -> None:
         what = _SYNCHRONIZATIONS.get(kind)
         if what is None:
             return
         number = self.activity.texts.number(f"{what} synchronization")
-        made = self.threads.setdefault(process, len(self.threads))
-        self.activity.call.add(*self.span(start, end), SYNCHRONIZE, -1, made, number)
+        thread_number = self.threads.setdefault(process, len(self.threads))
+        self.activity.call.add(*self.span(start, end), SYNCHRONIZE, -1, thread_number, number)
 
     def annotation(self, start: int, end: int | None, thread: int, text: str | None, number: int | None) -> None:
         """A range of the program's own. Torch's ``emit_nvtx`` names operators so."""
@@ -154,9 +154,9 @@ class Rows:
         if name.startswith(_LOADERS):
             self.activity.loads.add(*span)
         else:
-            made = self.threads.setdefault(thread, len(self.threads))
+            thread_number = self.threads.setdefault(thread, len(self.threads))
             operator = _NUMBERS.split(name, maxsplit=1)[0]
-            self.activity.operations.add(*span, made, self.activity.texts.number(operator))
+            self.activity.operations.add(*span, thread_number, self.activity.texts.number(operator))
 
     def cpu_fault(self, start: int) -> None:
         self.faults += 1

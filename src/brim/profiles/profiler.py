@@ -37,7 +37,7 @@ def read(path: str | Path) -> Profile:
 
     Raises FormatError if the file is missing, cut off or not a profiler trace.
     """
-    asked = f"{path} was to be read as a trace of PyTorch's profiler."
+    asked = f"Cannot read {path} as a trace of PyTorch's profiler."
     stream = JsonStream(Path(path), asked)
     try:
         return _Reader(stream, str(path), asked).read()
@@ -88,6 +88,6 @@ class _Reader:
             try:
                 add(event)
             except ODD as error:
-                found = f"Event {self.count} is not as PyTorch writes it: {type(error).__name__} {str(error)[:80]}."
-                raise FormatError(self.asked, found) from error
+                reason = f"Event {self.count} is not as PyTorch writes it: {type(error).__name__} {str(error)[:80]}."
+                raise FormatError(self.asked, reason) from error
             self.count += 1

@@ -169,10 +169,15 @@ def _add_memory(table: Table, activity: Activity, device: int, *, tier: int) -> 
         return
     time, size = memory["time"][chosen], memory["bytes"][chosen]
     total, reserved = memory["total"][chosen], memory["reserved"][chosen]
-    held = int(total[0] - size[0]) if total[0] >= 0 else -int(min(0, np.cumsum(size).min()))
-    if held > 0:
+    initial_bytes = int(total[0] - size[0]) if total[0] >= 0 else -int(min(0, np.cumsum(size).min()))
+    if initial_bytes > 0:
         table.add(
-            1, kind=EventKind.ALLOC, tier=tier, bytes=held, time_s=time[:1], label=activity.texts.number(HELD_BEFORE)
+            1,
+            kind=EventKind.ALLOC,
+            tier=tier,
+            bytes=initial_bytes,
+            time_s=time[:1],
+            label=activity.texts.number(HELD_BEFORE),
         )
     table.add(
         len(chosen),
@@ -183,14 +188,14 @@ def _add_memory(table: Table, activity: Activity, device: int, *, tier: int) -> 
         address=memory["address"][chosen],
         label=plain,
     )
-    known = np.flatnonzero(reserved >= 0)
-    steps = np.diff(reserved[known], prepend=0)
+    known_rows = np.flatnonzero(reserved >= 0)
+    steps = np.diff(reserved[known_rows], prepend=0)
     moved = np.flatnonzero(steps)
     table.add(
         len(moved),
         kind=np.where(steps[moved] > 0, EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE),
         tier=tier,
         bytes=np.abs(steps[moved]),
-        time_s=time[known[moved]],
+        time_s=time[known_rows[moved]],
         label=plain,
     )

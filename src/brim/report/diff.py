@@ -80,8 +80,8 @@ def diff(
         by_module=changes(left.by_module, right.by_module),
         by_stack=stacks[:MOST_CHANGES],
         by_segment_size=changes(_segments(before), _segments(after)),
-        new_stacks=sum(not one.before_count for one in stacks),
-        gone_stacks=sum(not one.after_count for one in stacks),
+        new_stacks=sum(not stack.before_count for stack in stacks),
+        gone_stacks=sum(not stack.after_count for stack in stacks),
     )
 
 
@@ -91,11 +91,11 @@ def changes(
     """The names of two breakdowns whose bytes differ, by how much, the largest first."""
     left, right = ({share.name: share for share in shares} for shares in (before, after))
     nothing = Share(name="", bytes=0, count=0)
-    made = []
+    changes_found = []
     for name in {**left, **right}:
         old, new = left.get(name, nothing), right.get(name, nothing)
         if (old.bytes, old.count) != (new.bytes, new.count):
-            made.append(
+            changes_found.append(
                 Change(
                     name=name,
                     before_bytes=old.bytes,
@@ -104,7 +104,7 @@ def changes(
                     after_count=new.count,
                 )
             )
-    return tuple(sorted(made, key=lambda one: (-abs(one.grown_bytes), one.name))[:most])
+    return tuple(sorted(changes_found, key=lambda change: (-abs(change.grown_bytes), change.name))[:most])
 
 
 def figures(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Figure, ...]:
@@ -113,14 +113,14 @@ def figures(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Figure
     Of a list whose entries have names (kernels, copies, gaps, waits) the 8 entries whose time changed most. A list
     may have been cut: None then only says that an entry is not in it.
     """
-    made = _pairs(_flat(before), _flat(after))
+    pairs = _pairs(_flat(before), _flat(after))
     for key in {**before, **after}:
         old, new = _entries(before.get(key)), _entries(after.get(key))
         names = sorted({**old, **new}, key=lambda one: -abs(_time_s(new.get(one)) - _time_s(old.get(one))))
         for name in names[:MOST_ENTRIES]:
             prefix = f"{key}.{name}."
-            made += _pairs(_flat(old.get(name, {}), prefix), _flat(new.get(name, {}), prefix))
-    return tuple(made)
+            pairs += _pairs(_flat(old.get(name, {}), prefix), _flat(new.get(name, {}), prefix))
+    return tuple(pairs)
 
 
 def _pairs(before: Iterator[tuple[str, float]], after: Iterator[tuple[str, float]]) -> list[Figure]:
@@ -130,7 +130,7 @@ def _pairs(before: Iterator[tuple[str, float]], after: Iterator[tuple[str, float
 
 def _entries(value: Any) -> dict[str, dict[str, float]]:
     """The numbers of a list's entries by their names; those of one name (gaps) are summed."""
-    made: dict[str, dict[str, float]] = {}
+    entries: dict[str, dict[str, float]] = {}
     for entry in value if isinstance(value, (list, tuple)) else ():
         called = [str(entry[key]) for key in _NAMES if key in entry] if isinstance(entry, Mapping) else []
         if not called:
@@ -138,10 +138,10 @@ def _entries(value: Any) -> dict[str, dict[str, float]]:
         name = called[0] + (" unified" if entry.get("unified") else "")
         if "cause" in entry:
             name += f" ({entry['cause']})"
-        sums = made.setdefault(name, {})
+        sums = entries.setdefault(name, {})
         for key, number in _flat({key: value for key, value in entry.items() if key not in _NOT_SUMMED}):
             sums[key] = sums.get(key, 0) + number
-    return made
+    return entries
 
 
 def _time_s(entry: Mapping[str, float] | None) -> float:
@@ -173,9 +173,9 @@ def _figures(timeline: Timeline, peak: PeakSummary) -> dict[str, float]:
 
 def _segments(timeline: Timeline) -> tuple[Share, ...]:
     """What was taken from the device over the run, by the size of the pieces."""
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     rows = zip(timeline.column("kind"), timeline.column("bytes"), strict=True)
     for kind, size in rows:
         if kind == EventKind.SEGMENT_ALLOC:
-            found[size] = found.get(size, 0) + 1
-    return tuple(Share(name=f"{size / MIB:g} MiB", bytes=size * count, count=count) for size, count in found.items())
+            counts[size] = counts.get(size, 0) + 1
+    return tuple(Share(name=f"{size / MIB:g} MiB", bytes=size * count, count=count) for size, count in counts.items())

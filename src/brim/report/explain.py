@@ -30,7 +30,7 @@ class Share:
 @dataclass(frozen=True, kw_only=True)
 class PeakSummary:
     """The moment at which most was allocated in ``tier``. Each breakdown sums to ``allocated_bytes`` unless
-    it is cut, or memory was freed of which no event says where it was allocated.
+    it is cut, or memory was freed and no event says where it was allocated.
 
     ``reserved_bytes`` is what the allocator held then, ``reserved_peak_bytes`` the most that it ever held (both equal
     what was allocated where no segments were recorded). ``event`` is the index of the event, -1: nothing was held.
@@ -61,18 +61,18 @@ class Held:
 
 def summary(timeline: Timeline, *, most: int | None = MOST_ROWS) -> PeakSummary:
     """The peak of the tier that kernels work in. ``most`` limits each breakdown; None: everything."""
-    held = held_at_peak(timeline)
+    at_peak = held_at_peak(timeline)
     return PeakSummary(
         tier=timeline.peak_bytes.tier,
-        event=held.event,
-        time_s=timeline.column("time_s")[held.event] if held.event >= 0 else 0.0,
-        allocated_bytes=held.allocated_bytes,
-        reserved_bytes=held.reserved_bytes,
-        reserved_peak_bytes=held.reserved_peak_bytes,
-        by_category=_shares(timeline, "category", held.rows, most),
-        by_label=_shares(timeline, "label", held.rows, most),
-        by_stack=_shares(timeline, "stack", held.rows, most),
-        by_module=_shares(timeline, "stack", held.rows, most, _module_of),
+        event=at_peak.event,
+        time_s=timeline.column("time_s")[at_peak.event] if at_peak.event >= 0 else 0.0,
+        allocated_bytes=at_peak.allocated_bytes,
+        reserved_bytes=at_peak.reserved_bytes,
+        reserved_peak_bytes=at_peak.reserved_peak_bytes,
+        by_category=_shares(timeline, "category", at_peak.rows, most),
+        by_label=_shares(timeline, "label", at_peak.rows, most),
+        by_stack=_shares(timeline, "stack", at_peak.rows, most),
+        by_module=_shares(timeline, "stack", at_peak.rows, most, _module_of),
     )
 
 
@@ -102,9 +102,9 @@ def _changes(timeline: Timeline) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Index and kind of the events that change what the compute tier holds."""
     tiers, names = timeline.texts("tier")
     tier = timeline.peak_bytes.tier
-    wanted = names.index(tier) if tier in names else -1
+    tier_index = names.index(tier) if tier in names else -1
     kinds = np.asarray(timeline.column("kind"))
-    events = np.flatnonzero((np.asarray(tiers) == wanted) & np.isin(kinds, _MEMORY))
+    events = np.flatnonzero((np.asarray(tiers) == tier_index) & np.isin(kinds, _MEMORY))
     return events, kinds[events]
 
 
@@ -123,11 +123,11 @@ def _live(timeline: Timeline, events: NDArray[np.int64], kinds: NDArray[Any]) ->
     events, kinds = events[block], kinds[block]
     storages = np.asarray(timeline.column("storage"))[events]
     addresses = np.asarray(timeline.column("address"))[events]
-    known = (storages >= 0) | (addresses >= 0)
-    loose = events[~known & (kinds == EventKind.ALLOC)]
-    keys = np.where(storages >= 0, storages, ~addresses)[known][::-1]
+    identified = (storages >= 0) | (addresses >= 0)
+    loose = events[~identified & (kinds == EventKind.ALLOC)]
+    keys = np.where(storages >= 0, storages, ~addresses)[identified][::-1]
     _, last = np.unique(keys, return_index=True)  # the first from behind: what happened to each block last
-    latest = np.flatnonzero(known)[::-1][last]
+    latest = np.flatnonzero(identified)[::-1][last]
     return np.sort(np.concatenate([loose, events[latest][kinds[latest] == EventKind.ALLOC]]))
 
 
@@ -140,15 +140,15 @@ def _shares(
 ) -> tuple[Share, ...]:
     """The rows' bytes by the text that they have in a column, the largest first."""
     indices, names = timeline.texts(column)
-    found, number = np.unique(np.asarray(indices)[rows], return_inverse=True)
-    sums = np.bincount(number, weights=np.asarray(timeline.column("bytes"))[rows], minlength=len(found))
-    counts = np.bincount(number, minlength=len(found))
-    made: dict[str, tuple[int, int]] = {}
-    for index, size, count in zip(found.tolist(), sums.tolist(), counts.tolist(), strict=True):
+    labels, number = np.unique(np.asarray(indices)[rows], return_inverse=True)
+    sums = np.bincount(number, weights=np.asarray(timeline.column("bytes"))[rows], minlength=len(labels))
+    counts = np.bincount(number, minlength=len(labels))
+    totals: dict[str, tuple[int, int]] = {}
+    for index, size, count in zip(labels.tolist(), sums.tolist(), counts.tolist(), strict=True):
         name = rename(names[index]) if rename else names[index]
-        before = made.get(name, (0, 0))
-        made[name] = before[0] + int(size), before[1] + count
-    shares = (Share(name=name, bytes=size, count=count) for name, (size, count) in made.items())
+        before = totals.get(name, (0, 0))
+        totals[name] = before[0] + int(size), before[1] + count
+    shares = (Share(name=name, bytes=size, count=count) for name, (size, count) in totals.items())
     return tuple(sorted(shares, key=lambda share: (-share.bytes, share.name))[:most])
 
 

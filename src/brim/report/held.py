@@ -66,8 +66,8 @@ class Held:
 
     def live_at(self, position: int) -> Numbers:
         """Positions of the allocations that are held after event ``position``; -1 is before the first."""
-        made = np.flatnonzero(self.kind[: position + 1] == EventKind.ALLOC)
-        return made[self.freed_at[made] > position]
+        allocations = np.flatnonzero(self.kind[: position + 1] == EventKind.ALLOC)
+        return allocations[self.freed_at[allocations] > position]
 
 
 def module_of(label: str, stack: str) -> str:
@@ -112,16 +112,16 @@ def tiers_of(timeline: Timeline) -> list[str]:
     """Tiers in which memory was taken: the compute tier first."""
     kinds = np.asarray(timeline.column("kind"))
     indices, names = timeline.texts("tier")
-    taken = np.isin(kinds, [EventKind.ALLOC, EventKind.SEGMENT_ALLOC, EventKind.OOM])
-    found = [names[index] for index in np.unique(np.asarray(indices)[taken])]
-    return sorted(found, key=lambda tier: (tier != timeline.peak_bytes.tier, tier))
+    events = np.isin(kinds, [EventKind.ALLOC, EventKind.SEGMENT_ALLOC, EventKind.OOM])
+    tiers = [names[index] for index in np.unique(np.asarray(indices)[events])]
+    return sorted(tiers, key=lambda tier: (tier != timeline.peak_bytes.tier, tier))
 
 
 def held(timeline: Timeline, tier: str) -> Held:
     """The memory events of ``tier``. Raises nothing: what contradicts itself is counted as it is written."""
     kinds, indices = np.asarray(timeline.column("kind")), np.asarray(timeline.texts("tier")[0])
-    wanted = timeline.texts("tier")[1].index(tier)
-    event = np.flatnonzero((indices == wanted) & np.isin(kinds, _MEMORY))
+    tier_index = timeline.texts("tier")[1].index(tier)
+    event = np.flatnonzero((indices == tier_index) & np.isin(kinds, _MEMORY))
     kind, size = kinds[event], np.asarray(timeline.column("bytes"))[event]
     address = np.asarray(timeline.column("address"))[event]
     made_by, freed_at = _joined(kind, np.asarray(timeline.column("storage"))[event], address)
@@ -155,11 +155,11 @@ def _joined(kind: NDArray[np.int8], storage: Numbers, address: Numbers) -> tuple
     made_by, freed_at = np.full(count, -1, np.int64), np.full(count, count, np.int64)
     block = np.flatnonzero((kind == EventKind.ALLOC) | (kind == EventKind.FREE))
     key = np.where(storage[block] >= 0, storage[block] * 2, address[block] * 2 + 1)
-    known = (storage[block] >= 0) | (address[block] >= 0)
-    made = block[kind[block] == EventKind.ALLOC]
-    made_by[made] = made
-    order = np.argsort(key[known], kind="stable")
-    sorted_block, sorted_key = block[known][order], key[known][order]
+    identified = (storage[block] >= 0) | (address[block] >= 0)
+    allocations = block[kind[block] == EventKind.ALLOC]
+    made_by[allocations] = allocations
+    order = np.argsort(key[identified], kind="stable")
+    sorted_block, sorted_key = block[identified][order], key[identified][order]
     before, after = sorted_block[:-1], sorted_block[1:]
     pair = (sorted_key[:-1] == sorted_key[1:]) & (kind[before] == EventKind.ALLOC) & (kind[after] == EventKind.FREE)
     made_by[after[pair]] = before[pair]
@@ -181,12 +181,12 @@ def _owners(
     freed = np.flatnonzero((kind == EventKind.FREE) & (made_by >= 0))
     owner[freed] = owner[made_by[freed]]
     category, label, stack = ([texts[index] for index in column[own[first]]] for column in columns)
-    taken = np.bincount(number, weights=size[own], minlength=len(first))
+    sizes = np.bincount(number, weights=size[own], minlength=len(first))
     group, groups, grouped_by = _groups(
-        category, [module_of(*pair) for pair in zip(label, stack, strict=True)], taken
+        category, [module_of(*pair) for pair in zip(label, stack, strict=True)], sizes
     )
-    made = Owners(category=category, label=label, stack=stack, group=group, groups=groups, grouped_by=grouped_by)
-    return owner, made
+    owners = Owners(category=category, label=label, stack=stack, group=group, groups=groups, grouped_by=grouped_by)
+    return owner, owners
 
 
 def _groups(categories: list[str], modules: list[str], taken: NDArray[Any]) -> tuple[Numbers, list[str], str]:

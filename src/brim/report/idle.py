@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from brim.core import EventKind, Timeline
 
 COPY, ALLOCATION, UNKNOWN, COLLECTIVE = "copy", "allocation", "unknown", "collective"
-SHORTEST_S = 1e-6  # of a gap where waiting is told: what is shorter lies between two clocks' ticks
+SHORTEST_S = 1e-6  # of a gap that counts as waiting: a shorter one is within the resolution of the clocks
 _Numbers = NDArray[Any]
 _Part = tuple[str, str, float]  # label, cause, seconds
 

@@ -41,8 +41,8 @@ def phases_of_spans(timeline: Timeline) -> list[tuple[str, int]]:
         return []
     rows = rows[np.argsort(times[rows], kind="stable")]
     number, names = timeline.texts("label")
-    found = [(names[number[row]], int(row)) for row in rows.tolist()]
-    return found if len({name for name, _ in found}) > 1 else []
+    phases = [(names[number[row]], int(row)) for row in rows.tolist()]
+    return phases if len({name for name, _ in phases}) > 1 else []
 
 
 def lanes(timeline: Timeline, most_spans: int) -> list[Lane]:

@@ -113,13 +113,13 @@ def _unexplained_frees(held: Held) -> Numbers:
 def _added_up(held: Held, events: Numbers, rank: Numbers) -> tuple[Numbers, Numbers, Numbers]:
     """Owners of ``events``, the bytes and the number of blocks of each."""
     owner = rank[held.owner[events]]
-    found, number = np.unique(owner, return_inverse=True)
-    sums = np.zeros(len(found), np.int64)
+    owners, number = np.unique(owner, return_inverse=True)
+    sums = np.zeros(len(owners), np.int64)
     np.add.at(sums, number, held.delta[events])
     sign = np.sign(held.delta[events])
-    counts = np.zeros(len(found), np.int64)
+    counts = np.zeros(len(owners), np.int64)
     np.add.at(counts, number, sign)
-    return found, sums, counts
+    return owners, sums, counts
 
 
 def ranked(held: Held, position: int, most_owners: int) -> tuple[Numbers, Numbers]:
@@ -128,13 +128,13 @@ def ranked(held: Held, position: int, most_owners: int) -> tuple[Numbers, Number
     Named are those that hold most after event ``position``, then those that took most in all.
     """
     count = len(held.owners.category)
-    taken = np.zeros(count, np.int64)
+    moved = np.zeros(count, np.int64)
     owned = held.owner != NO_OWNER
-    np.add.at(taken, held.owner[owned], np.abs(held.delta[owned]))
+    np.add.at(moved, held.owner[owned], np.abs(held.delta[owned]))
     live = held.live_at(position)
     now = np.zeros(count, np.int64)
     np.add.at(now, held.owner[live], held.delta[live])
-    named = np.lexsort((-taken, -now))[:most_owners]
+    named = np.lexsort((-moved, -now))[:most_owners]
     rank = np.empty(count, np.int64)
     rank[:] = min(count, most_owners) + held.owners.group  # one stand-in per group follows the named
     rank[named] = np.arange(len(named))

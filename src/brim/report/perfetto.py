@@ -35,12 +35,12 @@ def write(path: str | Path, timelines: Sequence[Timeline]) -> None:
     """
     path = Path(path)
     if not timelines:
-        raise UsageError(f"A trace was to be written to {path}.", "There is no timeline to write.")
+        raise UsageError(f"Cannot write a trace to {path}.", "There is no timeline to write.")
     try:
-        with replacing(path) as made:
-            _fill(made, timelines, packed=path.suffix == ".gz")
+        with replacing(path) as partial:
+            _fill(partial, timelines, packed=path.suffix == ".gz")
     except (OSError, ValueError) as error:  # ValueError: a time that is infinite
-        raise UsageError(f"A trace was to be written to {path}.", f"{error}.") from error
+        raise UsageError(f"Cannot write a trace to {path}.", f"{error}.") from error
 
 
 def _fill(path: Path, timelines: Sequence[Timeline], *, packed: bool) -> None:
@@ -135,7 +135,7 @@ class _Process:
         return {"ph": phase, "name": name, "pid": self.number, "tid": thread, "ts": self.at_us}
 
     def counter(self, event: Event) -> dict[str, Any]:
-        """Bytes that are held, stacked by category; or reserved. A free goes by what the allocation was."""
+        """Bytes that are held, stacked by category; or reserved. A free has the category of its allocation."""
         if event.kind in _RESERVED:
             name, series, sign = f"{event.tier} reserved", "reserved", _RESERVED[event.kind]
         else:
@@ -152,10 +152,10 @@ class _Process:
         if event.kind is EventKind.ALLOC:
             self.owners.setdefault(key, []).append(event.category or UNNAMED)
             return event.category or UNNAMED
-        known = self.owners.get(key)
-        if not known:
+        categories = self.owners.get(key)
+        if not categories:
             return event.category or UNNAMED
-        return known.pop() if len(known) > 1 else self.owners.pop(key)[0]
+        return categories.pop() if len(categories) > 1 else self.owners.pop(key)[0]
 
     def out_of_memory(self, event: Event) -> dict[str, Any]:
         name = f"out of memory: {event.label or event.tier}"

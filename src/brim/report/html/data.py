@@ -81,24 +81,24 @@ def view_data(
 
 def _panel(timeline: Timeline, tier: str, plan: Plan | None, detail: Detail) -> dict[str, Any]:
     """One tier of a timeline: its picture, its peak and what can be looked up in it."""
-    found = held(timeline, tier)
-    allocated, reserved = np.cumsum(found.delta), np.cumsum(found.reserved_delta)
+    events = held(timeline, tier)
+    allocated, reserved = np.cumsum(events.delta), np.cumsum(events.reserved_delta)
     peak = int(np.argmax(allocated)) if len(allocated) else -1
-    named, rank = ranked(found, peak, detail.owners)
-    kept = [np.arange(len(found))] if len(found) <= detail.exact_events else []
-    kept = levels(found.time_ns, allocated, reserved, detail.buckets) + kept
-    first, last = _exact_range(len(found), peak, detail.exact_events)
-    ooms = np.flatnonzero(found.kind == EventKind.OOM)
-    chosen = _moment_positions(found, allocated, peak, first, ooms, detail)
+    named, rank = ranked(events, peak, detail.owners)
+    kept = [np.arange(len(events))] if len(events) <= detail.exact_events else []
+    kept = levels(events.time_ns, allocated, reserved, detail.buckets) + kept
+    first, last = _exact_range(len(events), peak, detail.exact_events)
+    ooms = np.flatnonzero(events.kind == EventKind.OOM)
+    chosen = _moment_positions(events, allocated, peak, first, ooms, detail)
     return {
         "tier": plain(tier),
-        "events": len(found),
-        "first_event": int(found.event[0]),
-        "last_event": int(found.event[-1]),
-        "groups": [plain(name) for name in found.owners.groups],
-        "grouped_by": found.owners.grouped_by,
+        "events": len(events),
+        "first_event": int(events.event[0]),
+        "last_event": int(events.event[-1]),
+        "groups": [plain(name) for name in events.owners.groups],
+        "grouped_by": events.owners.grouped_by,
         "peak": {
-            "event": int(found.event[peak]),
+            "event": int(events.event[peak]),
             "position": peak,
             "allocated_bytes": int(max(allocated[peak], 0)),
             "reserved_bytes": int(reserved[peak]),
@@ -106,11 +106,11 @@ def _panel(timeline: Timeline, tier: str, plan: Plan | None, detail: Detail) -> 
         "reserved_peak_bytes": int(max(reserved.max(), 0)),
         "context_bytes": int(timeline.facts.get(CONTEXT_BYTES, 0)) if tier == VRAM else 0,
         "lines": _lines(timeline, tier, plan),
-        "levels": _levels(found, kept, reserved),
-        "exact": _exact(found, first, last, rank),
-        "moments": moments(found, chosen, detail.block_rows // len(chosen), rank),
-        "owners": _owner_data(found, named),
-        "ooms": _oom_data(timeline, found, ooms),
+        "levels": _levels(events, kept, reserved),
+        "exact": _exact(events, first, last, rank),
+        "moments": moments(events, chosen, detail.block_rows // len(chosen), rank),
+        "owners": _owner_data(events, named),
+        "ooms": _oom_data(timeline, events, ooms),
     }
 
 
@@ -122,7 +122,7 @@ def _exact_range(count: int, peak: int, most: int) -> tuple[int, int]:
 
 def _levels(found: Held, kept: list[Numbers], reserved: Numbers) -> list[dict[str, Any]]:
     """What was held of each group at the kept positions; one group at a time, as each is a whole run's column."""
-    made: list[dict[str, Any]] = [
+    levels: list[dict[str, Any]] = [
         {
             "event": integers(found.event[positions]),
             "time_ns": integers(found.time_ns[positions]),
@@ -134,9 +134,9 @@ def _levels(found: Held, kept: list[Numbers], reserved: Numbers) -> list[dict[st
     group = np.append(found.owners.group, -1)[found.owner]  # the owner -1 has the group -1
     for number in range(len(found.owners.groups)):
         held_bytes = np.cumsum(np.where(group == number, found.delta, 0))
-        for level, positions in zip(made, kept, strict=True):
+        for level, positions in zip(levels, kept, strict=True):
             level["groups"].append(integers(held_bytes[positions]))
-    return made
+    return levels
 
 
 def _exact(found: Held, first: int, last: int, rank: Numbers) -> dict[str, Any]:

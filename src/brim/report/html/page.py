@@ -81,10 +81,10 @@ def write(
         views, title=title, verdict=verdict, tables=tables, notes=notes, one_axis=one_axis
     ).encode()  # fmt: skip
     try:
-        with replacing(path) as made:
-            made.write_bytes(document)
+        with replacing(path) as partial:
+            partial.write_bytes(document)
     except OSError as error:
-        raise UsageError(f"The report was to be written to {path}.", f"{error}.", "Name another file.") from error
+        raise UsageError(f"Cannot write the report to {path}.", f"{error}.", "Name another file.") from error
     return len(document)
 
 
@@ -153,30 +153,30 @@ def _digest(text: str) -> str:
 
 def _view_tables(view: View, *, several: bool) -> list[Table]:
     """The plan's decisions and settings, and the facts that the timeline carries."""
-    made, of = [], f": {_title(view)}" if several else ""
+    tables, of = [], f": {_title(view)}" if several else ""
     if view.plan is not None:
         plan = view.plan
         rows = tuple((d.technique, d.block, d.choice, d.bytes) for d in plan.decisions)
         if rows:
             columns = ("technique", "block", "choice", "held_bytes")
             note = f"For {plan.task} on {plan.hardware}."
-            made.append(Table(title=f"Decisions{of}", columns=columns, rows=rows, note=note))
+            tables.append(Table(title=f"Decisions{of}", columns=columns, rows=rows, note=note))
         if plan.settings:
             settings = tuple(plan.settings.items())
-            made.append(Table(title=f"Settings{of}", columns=("setting", "value"), rows=settings))
+            tables.append(Table(title=f"Settings{of}", columns=("setting", "value"), rows=settings))
     facts = tuple(sorted(view.timeline.facts.items()))
     if facts:
-        made.append(Table(title=f"Facts{of}", columns=("fact", "value"), rows=facts))
-    return made
+        tables.append(Table(title=f"Facts{of}", columns=("fact", "value"), rows=facts))
+    return tables
 
 
 def _tables_data(tables: Sequence[Table]) -> list[dict[str, Any]]:
     """All tables, in at most half of what a page may have, with fewer rows if they have to."""
     most = MOST_ROWS
     while True:
-        made = [_table_data(table, most) for table in tables]
-        if most == 1 or len(script_json(made)) <= MOST_BYTES // 2:
-            return made
+        shown = [_table_data(table, most) for table in tables]
+        if most == 1 or len(script_json(shown)) <= MOST_BYTES // 2:
+            return shown
         most = max(most // 2, 1)
 
 

@@ -21,15 +21,15 @@ def levels(time_ns: Numbers, allocated: Numbers, reserved: Numbers, buckets: Seq
     ``allocated`` and ``reserved`` are bytes after each event. A level has at most eight positions per bucket, in
     order; the first moment of the peak is in each.
     """
-    made: list[Numbers] = []
+    chosen: list[Numbers] = []
     positions = np.arange(len(allocated))
     for count in sorted(buckets, reverse=True):
         if 8 * count >= len(positions):
             continue
         inner = _level(time_ns[positions], allocated[positions], reserved[positions], count)
         positions = positions[inner]
-        made.insert(0, positions)
-    return made
+        chosen.insert(0, positions)
+    return chosen
 
 
 def _level(time_ns: Numbers, allocated: Numbers, reserved: Numbers, count: int) -> Numbers:

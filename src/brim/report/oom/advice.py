@@ -162,10 +162,10 @@ def advise(
     """
     on = "expandable_segments is enabled" in text or "expandable_segments:true" in settings.lower()
     ranked = _BY_CAUSE[cause] if cause in (Cause.OTHER_PROCESS, Cause.MEMORY_FRACTION) and family != "vllm" else ()
-    made: list[Advice] = []
-    for one in ranked or _BY_FAMILY.get(family, ()) or _BY_CAUSE[cause]:
-        made += [one] if one is not EXPANDABLE else [] if on else _growing(family)
-    return (*made, *_no_help(cause, numbers, text, settings, expandable_on=on))
+    advices: list[Advice] = []
+    for advice in ranked or _BY_FAMILY.get(family, ()) or _BY_CAUSE[cause]:
+        advices += [advice] if advice is not EXPANDABLE else [] if on else _growing(family)
+    return (*advices, *_no_help(cause, numbers, text, settings, expandable_on=on))
 
 
 def _growing(family: str) -> list[Advice]:
@@ -188,22 +188,22 @@ def _no_help(
 ) -> list[Advice]:
     """Popular settings that the message, or people, recommend and that would not help here."""
     said = f"{text} {settings}"
-    made = []
+    sentences = []
     if expandable_on:
-        made.append("expandable_segments:True is already on.")
-        made.append("max_split_size_mb has no effect on expandable segments.")
+        sentences.append("expandable_segments:True is already on.")
+        sentences.append("max_split_size_mb has no effect on expandable segments.")
     elif re.search(r"expandable_segments:True|max_split_size_mb", text) and cause is not Cause.FRAGMENTATION:
         free = format_bytes(unallocated_bytes(numbers))
-        made.append(f"The message's hint would not help: only {free} are reserved but unallocated.")
+        sentences.append(f"The message's hint would not help: only {free} are reserved but unallocated.")
     elif cause is Cause.FRAGMENTATION:
-        made.append("max_split_size_mb has no effect beside expandable_segments:True: set one of the two.")
+        sentences.append("max_split_size_mb has no effect beside expandable_segments:True: set one of the two.")
     if cause is Cause.EXHAUSTED and unallocated_bytes(numbers) < 64 * MIB and numbers:
-        made.append("torch.cuda.empty_cache() would not help: PyTorch has emptied its cache before failing.")
+        sentences.append("torch.cuda.empty_cache() would not help: PyTorch has emptied its cache before failing.")
     if cause is Cause.FRAGMENTATION:
-        made.append(
+        sentences.append(
             "torch.cuda.empty_cache() would not help: it gives back whole free segments only, and those are gone."
         )
     collects = "garbage_collection_threshold" in said or cause is Cause.FRAGMENTATION
     if collects and numbers.get("allowed", UNSET_BYTES) >= UNSET_BYTES:
-        made.append("garbage_collection_threshold does nothing without a memory fraction below 1.")
-    return [Advice(text=one, helps=False) for one in made]
+        sentences.append("garbage_collection_threshold does nothing without a memory fraction below 1.")
+    return [Advice(text=sentence, helps=False) for sentence in sentences]

@@ -46,7 +46,7 @@ _BY_FAMILY = {
     ),
     "llama.cpp-pinned": (
         Cause.HOST_MEMORY,
-        "Pinned host memory could not be had: RAM or the limit of locked memory.",
+        "Pinned host memory could not be allocated: RAM or the limit of locked memory.",
     ),
     "torch-cublas": (
         Cause.EXHAUSTED,
@@ -85,7 +85,7 @@ _BY_FAMILY = {
 def find_cause(family: str, numbers: Mapping[str, int], text: str = "") -> tuple[Cause, str]:
     """The cause and one sentence for it. Without numbers only the kind of message, or its ``text``, tells."""
     if "THCCachingHostAllocator" in text:
-        return Cause.HOST_MEMORY, "Pinned host memory could not be had: RAM or the limit of locked memory."
+        return Cause.HOST_MEMORY, "Pinned host memory could not be allocated: RAM or the limit of locked memory."
     if family in _BY_FAMILY:
         return _BY_FAMILY[family]
     tried, total, free = numbers.get("tried", 0), numbers.get("total", 0), numbers.get("free")
@@ -93,10 +93,10 @@ def find_cause(family: str, numbers: Mapping[str, int], text: str = "") -> tuple
         return _at_start(numbers["wanted"], total, free)
     if family == "jax-tpu":
         return Cause.EXHAUSTED, "The compiled program needs more memory than one device has."
-    found = _by_limits(numbers, tried, total, free)
-    if found is None and free is not None and total:
-        found = _by_holders(numbers, tried, total, free)
-    return found or (Cause.EXHAUSTED, _full(numbers, free))
+    cause = _by_limits(numbers, tried, total, free)
+    if cause is None and free is not None and total:
+        cause = _by_holders(numbers, tried, total, free)
+    return cause or (Cause.EXHAUSTED, _full(numbers, free))
 
 
 def _full(numbers: Mapping[str, int], free: int | None) -> str:
@@ -138,10 +138,10 @@ def _by_limits(numbers: Mapping[str, int], tried: int, total: int, free: int | N
             Cause.TOO_LARGE,
             f"One request of {format_bytes(tried)} is larger than the device ({format_bytes(total)}).",
         )
-    held = max(numbers.get("process", 0), numbers.get("allocated", 0), numbers.get("reserved", 0))
-    if total and total < held < UNSET_BYTES:
+    used = max(numbers.get("process", 0), numbers.get("allocated", 0), numbers.get("reserved", 0))
+    if total and total < used < UNSET_BYTES:
         return Cause.SPILL, (
-            f"{format_bytes(held)} are in use on a device of {format_bytes(total)}: the driver has moved the rest to "
+            f"{format_bytes(used)} are in use on a device of {format_bytes(total)}: the driver has moved the rest to "
             "system memory, which is slow, and then found no more."
         )
     allowed = numbers.get("allowed", UNSET_BYTES)

@@ -123,14 +123,14 @@ def _telling_lines(lines: list[str]) -> list[int]:
         lines = [line.lower() for line in lines]
         text = " ".join(lines)
     starts = array("q", accumulate((len(line) + 1 for line in lines), initial=0))
-    found = set()
+    indices = set()
     for word in _TELLING:
         at = text.find(word)
         while at >= 0:
             index = bisect_right(starts, at) - 1
-            found.add(index)
+            indices.add(index)
             at = text.find(word, starts[index + 1])
-    return sorted(found)
+    return sorted(indices)
 
 
 def of_text(text: str) -> Iterator[Window]:
@@ -151,8 +151,8 @@ class _Log:
         """A line with a telling word, after those that wait."""
         waiting = [*self.waiting, line]
         self.waiting.clear()
-        for one in waiting:
-            yield from self.sorted(one)
+        for window in waiting:
+            yield from self.sorted(window)
 
     def sorted(self, line: str) -> Iterator[Window]:
         """Gives a line to who wrote it."""
@@ -240,10 +240,10 @@ def _taken_off(line: str) -> tuple[str, str]:
     for _ in range(6):
         for prefix in _PREFIXES:
             if (match := prefix.match(text, start)) and match.end() > start:
-                found = match.groupdict().get("rank") or ""
-                if not found and prefix is _PREFIXES[2]:
-                    found = match[0].strip(" []:")
-                rank = rank or found
+                prefix_rank = match.groupdict().get("rank") or ""
+                if not prefix_rank and prefix is _PREFIXES[2]:
+                    prefix_rank = match[0].strip(" []:")
+                rank = rank or prefix_rank
                 start = match.end()
                 break
         else:
@@ -253,10 +253,10 @@ def _taken_off(line: str) -> tuple[str, str]:
 
 def joined(lines: Iterable[str]) -> str:
     """Lines as one, with single spaces: words and numbers that were broken in the middle are whole again."""
-    made = ""
+    text = ""
     for line in lines:
-        made += line if not made or _is_broken(made[-LONGEST_WORD:], line) else f" {line}"
-    return " ".join(made.split())
+        text += line if not text or _is_broken(text[-LONGEST_WORD:], line) else f" {line}"
+    return " ".join(text.split())
 
 
 def _is_broken(left: str, right: str) -> bool:

@@ -29,7 +29,7 @@ __all__ = ["Advice", "Cause", "OomMessage", "primary", "read_oom"]
 _LONGEST = 4_000  # characters that one message may take
 _LONGEST_TABLE = 16_000  # with XLA's table of what the program holds
 _XLA_BUFFER = re.compile(rf"\bBuffer ([0-9]{{1,3}}): *Size: {SIZE}")
-_SEVERAL_LINES = ("llama.cpp", "jax")  # one failure is told in several messages
+_SEVERAL_LINES = ("llama.cpp", "jax")  # they report one failure in several messages
 _MOST_DIGITS = 20  # longer numbers are no bytes of any machine, and passed over
 MOST_MESSAGES = 1_000  # of a log; what follows is left out
 MOST_SEEN = 10_000  # different texts whose repetition is recognised before it is read
@@ -67,9 +67,9 @@ def read_oom(source: str | BinaryIO) -> tuple[OomMessage, ...]:
         reader.window(window)
     if not reader.found:
         raise FormatError(
-            "An out-of-memory message was to be read.",
-            f"None of {len({form.family for form in FORMATS})} known kinds was found.",
-            "Give the whole message, from the exception's name on.",
+            "Cannot read an out-of-memory message.",
+            f"It is none of the {len({form.family for form in FORMATS})} known kinds.",
+            "Give the whole message, starting with the name of the exception.",
         )
     return tuple(reader.found.values())
 
@@ -126,17 +126,17 @@ def primary(messages: tuple[OomMessage, ...]) -> OomMessage:
 
 def _places(flat: str) -> list[tuple[int, Format]]:
     """Where messages start, and of which kind. What lies inside another's start is not one of its own."""
-    taken: list[tuple[int, int, Format]] = []  # start, end; in order, apart from each other
+    found_places: list[tuple[int, int, Format]] = []  # start, end; in order, apart from each other
     for form in FORMATS:
         if not any(word in flat for word in form.words):
             continue
         for match in form.start.finditer(flat):
-            at = bisect_left(taken, match.start(), key=itemgetter(0))
-            free_before = at == 0 or taken[at - 1][1] <= match.start()
-            if free_before and (at == len(taken) or match.end() <= taken[at][0]):
-                taken.insert(at, (match.start(), match.end(), form))
+            at = bisect_left(found_places, match.start(), key=itemgetter(0))
+            free_before = at == 0 or found_places[at - 1][1] <= match.start()
+            if free_before and (at == len(found_places) or match.end() <= found_places[at][0]):
+                found_places.insert(at, (match.start(), match.end(), form))
     places: list[tuple[int, Format]] = []
-    for start, _, form in taken:
+    for start, _, form in found_places:
         if not places or form.family not in _SEVERAL_LINES or places[-1][1].family != form.family:
             places.append((start, form))
     return places
@@ -155,7 +155,7 @@ def _numbers(text: str, form: Format) -> dict[str, int]:
     if form.family == "jax":
         for match in _XLA_BUFFER.finditer(text):
             numbers[f"buffer_{match[1]}"] = to_bytes(match[2], match[3])
-    found = tensor_bytes(text) if form.family == "tensorflow" else None
-    if found is not None and found < 10**_MOST_DIGITS:
-        numbers.setdefault("tried", found)
+    tensor_size = tensor_bytes(text) if form.family == "tensorflow" else None
+    if tensor_size is not None and tensor_size < 10**_MOST_DIGITS:
+        numbers.setdefault("tried", tensor_size)
     return numbers
