@@ -60,13 +60,13 @@ def _returns(code: CodeType, line: int) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _found(places: tuple[tuple[CodeType, int], ...]) -> tuple[Branch, ...]:
-    made: dict[Branch, None] = {}
+    branches: dict[Branch, None] = {}
     for code, line in places:
         source = _source(code.co_filename)
         scope = source.scope(code) if source else None
         if source is not None and scope is not None:
-            made |= dict.fromkeys(_Flow(source, scope, line).branches())
-    return tuple(made)
+            branches |= dict.fromkeys(_Flow(source, scope, line).branches())
+    return tuple(branches)
 
 
 class _Source:
@@ -83,7 +83,7 @@ class _Source:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, Function):
                 name = getattr(child, "name", "<lambda>")
-                first = min([child.lineno, *(one.lineno for one in getattr(child, "decorator_list", []))])
+                first = min([child.lineno, *(decorator.lineno for decorator in getattr(child, "decorator_list", []))])
                 self._functions.setdefault((name, first), child)
                 self.names[id(child)] = f"{path}{name}"
                 if owner is not None:
@@ -204,8 +204,8 @@ def _targets(node: ast.AST) -> Iterator[str]:
 
 def _stored(target: ast.expr) -> Iterator[str]:
     if isinstance(target, (ast.Tuple, ast.List)):
-        for one in target.elts:
-            yield from _stored(one)
+        for element in target.elts:
+            yield from _stored(element)
     elif isinstance(target, (ast.Starred, ast.Subscript)):
         yield from _stored(target.value)
     elif name := _dotted(target):
@@ -233,7 +233,7 @@ def _mentions(node: ast.expr, names: set[str]) -> bool:
         return False
     if isinstance(node, ast.Call) and _dotted(node.func) in _BLIND:
         return False
-    if isinstance(node, ast.Compare) and all(isinstance(one, (ast.Is, ast.IsNot)) for one in node.ops):
+    if isinstance(node, ast.Compare) and all(isinstance(operator, (ast.Is, ast.IsNot)) for operator in node.ops):
         return False
     if name := _dotted(node):
         parts = name.split(".")

@@ -39,13 +39,13 @@ def build(site_packages: Path, folder: Path | None = None, *, packages: Sequence
     version = cuda_version(torch)
     if version is None:
         raise UnsupportedError(
-            f"The device was to be built for the PyTorch in {site_packages}.",
+            f"Cannot build the device for the PyTorch in {site_packages}.",
             "It is not a CUDA build." if torch.is_dir() else "There is none.",
             "Name the site-packages of a CUDA build of PyTorch.",
         )
     if not _OLDEST <= version <= _NEWEST:
         raise UnsupportedError(
-            f"The device was to be built for the PyTorch in {site_packages}.",
+            f"Cannot build the device for the PyTorch in {site_packages}.",
             f"It is built for CUDA {version[0]}.{version[1]}.",
             "The device knows CUDA 12 and 13.",
         )
@@ -66,23 +66,23 @@ def cuda_version(torch: Path) -> tuple[int, int] | None:
         text = (torch / "version.py").read_text(encoding="utf-8")
     except OSError:
         return None
-    found = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)\.(\d+)", text, re.MULTILINE)
-    return (int(found[1]), int(found[2])) if found else None
+    match = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)\.(\d+)", text, re.MULTILINE)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _check_platform() -> None:
     machine = platform.machine()
     if not sys.platform.startswith("linux") or machine not in PROCESSORS:
         raise UnsupportedError(
-            "A rehearsal was asked for.",
-            f"This machine runs {platform.system()} on {machine}.",
+            "Cannot rehearse on this machine.",
+            f"It runs {platform.system()} on {machine}.",
             f"Rehearse on Linux on {' or '.join(PROCESSORS)}: PyTorch's CUDA builds are made for those.",
         )
 
 
 def _compile(into: Path, libraries: Sequence[Path], launchers: Sequence[Path], version: tuple[int, int]) -> None:
     compiler = _compiler()
-    wanted = stubs.wanted_by(libraries, launchers)
+    symbols = stubs.wanted_by(libraries, launchers)
     number = version[0] * 1000 + version[1] * 10  # as cuda_runtime_api.h has it
     flags = [
         "-std=gnu11",
@@ -92,19 +92,19 @@ def _compile(into: Path, libraries: Sequence[Path], launchers: Sequence[Path], v
         f"-DCUDART_VERSION={number}",
     ]
     with tempfile.TemporaryDirectory(dir=into) as scratch:
-        made = Path(scratch)
+        scratch_folder = Path(scratch)
         sources = sorted(SOURCES.glob("*.c"))
-        _run([*compiler, *flags, "-c", *map(str, sources)], made)
-        objects = sorted(made.glob("*.o"))
+        _run([*compiler, *flags, "-c", *map(str, sources)], scratch_folder)
+        objects = sorted(scratch_folder.glob("*.o"))
         defined = stubs.defined_in(objects)
-        (made / "stubs.c").write_text(stubs.stub_source(wanted, defined))
-        _run([*compiler, *flags, f"-I{SOURCES}", "-c", "stubs.c"], made)
-        (made / "versions.map").write_text(stubs.version_script(wanted))
-        names = [f"-Wl,--defsym={name}={function}" for name, function in stubs.second_names(wanted, defined)]
+        (scratch_folder / "stubs.c").write_text(stubs.stub_source(symbols, defined))
+        _run([*compiler, *flags, f"-I{SOURCES}", "-c", "stubs.c"], scratch_folder)
+        (scratch_folder / "versions.map").write_text(stubs.version_script(symbols))
+        names = [f"-Wl,--defsym={name}={function}" for name, function in stubs.second_names(symbols, defined)]
         link = ["-shared", f"-Wl,-soname,{LIBRARY}", "-Wl,--version-script=versions.map", *names, "-o", LIBRARY]
-        _run([*compiler, *(path.name for path in objects), "stubs.o", *link, "-lpthread", "-ldl"], made)
-        shutil.move(made / LIBRARY, into / LIBRARY)
-    for name in wanted.libraries:
+        _run([*compiler, *(path.name for path in objects), "stubs.o", *link, "-lpthread", "-ldl"], scratch_folder)
+        shutil.move(scratch_folder / LIBRARY, into / LIBRARY)
+    for name in symbols.libraries:
         (into / name).symlink_to(LIBRARY)
 
 
@@ -114,7 +114,7 @@ def _compiler() -> list[str]:
         if shutil.which(command[0]):
             return command
     raise UnsupportedError(
-        "The rehearsal device is compiled on this machine.",
+        "Cannot compile the rehearsal device.",
         f"There is no C compiler: {named[0] if named else 'cc, gcc, clang'} is not on the PATH.",
         "Install one (Debian: apt install gcc; Fedora: dnf install gcc), or name it in CC.",
     )
@@ -127,7 +127,7 @@ def _run(command: list[str], folder: Path) -> None:
     if "No space left on device" in done.stderr:
         raise OSError(28, "No space left on device")
     raise UnsupportedError(
-        "The rehearsal device was to be compiled.",
+        "Cannot compile the rehearsal device.",
         f"{command[0]} ended with {done.returncode}: {done.stderr.strip()[-800:]}",
         "It needs a C11 compiler and linker for this machine; name another in CC.",
     )

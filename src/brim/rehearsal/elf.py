@@ -58,7 +58,7 @@ class ElfFile:
                 raise self._damaged("it is too short")
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if self._data[:6] != b"\x7fELF\x02\x01":
-            raise self._damaged("it is no 64-bit little-endian ELF file")
+            raise self._damaged("it is not a 64-bit little-endian ELF file")
         try:
             self.sections = tuple(self._read_sections())
         except (struct.error, IndexError, OverflowError) as error:
@@ -117,20 +117,20 @@ class ElfFile:
 
     def _versions(self) -> dict[int, str]:
         """Version nodes of other libraries that symbols here are bound to, by number."""
-        section, found = self._section(VERNEED), {}
+        section, versions = self._section(VERNEED), {}
         at = section.offset if section else None
         while section and at is not None:
             _, count, _, first, to_next = _VERNEED.unpack_from(self._data, at)
             auxiliary = at + first
             for _ in range(count):
                 _, _, number, name, step = _VERNAUX.unpack_from(self._data, auxiliary)
-                found[number] = self._text(self.sections[section.link].offset + name)
+                versions[number] = self._text(self.sections[section.link].offset + name)
                 auxiliary += step
             at = at + to_next if to_next else None
-        return found
+        return versions
 
     def _bytes(self, section: Section) -> bytes:
         return self._data[section.offset : section.offset + section.size]
 
     def _damaged(self, found: str) -> FormatError:
-        return FormatError(f"{self.path} was to be read as a shared library.", f"Found: {found}.")
+        return FormatError(f"Cannot read {self.path} as a shared library.", f"Found: {found}.")

@@ -76,19 +76,19 @@ def find(python: Path | None = None, *, folder: Path | None = None) -> Environme
     """
     executable, folder = python or Path(sys.executable), folder or _folder()
     installed = _installed(executable)
-    made = partial(Environment, python=executable, folder=folder, packages=installed.packages)
+    make = partial(Environment, python=executable, folder=folder, packages=installed.packages)
     if cuda_version(installed.torch) is None:
         fetched = folder / installed.fetched_name
         if not (fetched / "torch").is_dir():
             return None
-        return made(site_packages=fetched, first=fetched)
+        return make(site_packages=fetched, first=fetched)
     site = installed.torch.parent
     if not _brings_libraries(installed.torch):
-        return made(site_packages=site, first=None)
+        return make(site_packages=site, first=None)
     linked = build_once(
         folder / f"links-{fingerprint([installed.torch / 'version.py'])}", lambda into: _link(installed.torch, into)
     )
-    return made(site_packages=site, first=linked)
+    return make(site_packages=site, first=linked)
 
 
 def prepare(
@@ -113,9 +113,9 @@ def prepare(
         UnsupportedError: No such build can be had.
         TransferError: The disk is full.
     """
-    found = find(python, folder=folder)
-    if found:
-        return found
+    environment = find(python, folder=folder)
+    if environment:
+        return environment
     executable, folder = python or Path(sys.executable), folder or _folder()
     installed = _installed(executable)
     what = (
@@ -124,11 +124,11 @@ def prepare(
         "stays as it is."
     )
     if not confirm(what):
-        raise UsageError("A rehearsal was asked for.", what, "Allow the download, or install a CUDA build yourself.")
+        raise UsageError("Cannot rehearse.", what, "Allow the download, or install a CUDA build yourself.")
     build_once(folder / installed.fetched_name, lambda into: _fetch(executable, installed, into, compiler))
-    found = find(python, folder=folder)
-    assert found, "what was fetched just now is there"
-    return found
+    environment = find(python, folder=folder)
+    assert environment, "what was fetched just now is there"
+    return environment
 
 
 @dataclass(frozen=True)
@@ -141,10 +141,12 @@ class _Installed:
     def release(self) -> str:
         """The version without what kind of build it is: 2.13.0 of 2.13.0+cpu."""
         text = (self.torch / "version.py").read_text(encoding="utf-8")
-        found = re.search(r"^__version__\b[^=\n]*=\s*['\"]([^'\"+]+)", text, re.MULTILINE)
-        if not found:
-            raise FormatError(f"{self.torch / 'version.py'} was to say PyTorch's version.", "It does not.")
-        return found[1]
+        match = re.search(r"^__version__\b[^=\n]*=\s*['\"]([^'\"+]+)", text, re.MULTILINE)
+        if not match:
+            raise FormatError(
+                f"Cannot read PyTorch's version from {self.torch / 'version.py'}.", "The file does not state it."
+            )
+        return match[1]
 
     @property
     def fetched_name(self) -> str:
@@ -161,11 +163,11 @@ def _installed(python: Path) -> _Installed:
         origin, tag, packages = json.loads(done.stdout)
     except (OSError, ValueError) as error:
         raise UnsupportedError(
-            f"A rehearsal with {python} was asked for.", f"It does not run: {error}.", "Name a Python interpreter."
+            f"Cannot rehearse with {python}.", f"It does not run: {error}.", "Name a Python interpreter."
         ) from error
     if not origin:
         raise UnsupportedError(
-            f"A rehearsal with {python} was asked for.", "It has no PyTorch.", "Install any build of PyTorch there."
+            f"Cannot rehearse with {python}.", "It has no PyTorch.", "Install any build of PyTorch there."
         )
     return _Installed(Path(origin).parent, tag, tuple(map(Path, packages)))
 
@@ -201,7 +203,7 @@ def _fetch(python: Path, installed: _Installed, into: Path, compiler: bool) -> N
     needed_bytes = DOWNLOAD_BYTES + 2 * UNPACKED_BYTES  # unpacked beside where it goes, then moved
     if free_bytes < needed_bytes:
         raise TransferError(
-            f"PyTorch {installed.release} was to be unpacked in {into.parent}.",
+            f"Cannot unpack PyTorch {installed.release} in {into.parent}.",
             f"{free_bytes / 1e9:.1f} GB are free there, and {needed_bytes / 1e9:.1f} GB needed.",
             "Free some disk space, or set XDG_CACHE_HOME to a folder with room.",
         )
@@ -209,7 +211,7 @@ def _fetch(python: Path, installed: _Installed, into: Path, compiler: bool) -> N
     _install(python, f"torch==={installed.release}", into)
     if cuda_version(into / "torch") is None:
         raise UnsupportedError(
-            f"A CUDA build of PyTorch {installed.release} was asked for.",
+            f"Cannot fetch a CUDA build of PyTorch {installed.release}.",
             "pip found a build without CUDA.",
             "Let pip's index-url offer CUDA builds, or install one and run brim with that Python.",
         )
@@ -226,7 +228,7 @@ def _install(python: Path, requirement: str, into: Path) -> None:
         uv = shutil.which("uv")
         if not uv:
             raise UnsupportedError(
-                f"{requirement} was to be fetched.",
+                f"Cannot fetch {requirement}.",
                 f"{python} has no pip, and uv is not on the PATH.",
                 f"Run `{python} -m ensurepip`, or install uv.",
             )
@@ -241,18 +243,18 @@ def _install(python: Path, requirement: str, into: Path) -> None:
     if "No space left on device" in done.stderr:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     raise UnsupportedError(
-        f"{requirement} was to be fetched with pip.",
+        f"Cannot fetch {requirement} with pip.",
         done.stderr.strip()[-800:] or f"pip ended with {done.returncode}.",
-        "Try again when the network is there; what was begun is gone.",
+        "Try again when the network is there; nothing of it was kept.",
     )
 
 
 def _triton_of(site_packages: Path) -> str | None:
     """What this PyTorch asks of Triton, as pip reads it."""
     for metadata in site_packages.glob("torch-*.dist-info/METADATA"):
-        found = re.search(r"^Requires-Dist: (triton\S*)", metadata.read_text(encoding="utf-8"), re.MULTILINE)
-        if found:
-            return found[1].rstrip(";")
+        match = re.search(r"^Requires-Dist: (triton\S*)", metadata.read_text(encoding="utf-8"), re.MULTILINE)
+        if match:
+            return match[1].rstrip(";")
     return None
 
 

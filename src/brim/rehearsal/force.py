@@ -77,17 +77,17 @@ class InForce:
     def put(cls, mode: str) -> InForce:
         """Replace the kernels of this process. Once a process: again is an error."""
         assert cls.now is None, "values are put into force once"
-        made = cls(_checked(mode))
+        in_force = cls(_checked(mode))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch warns that kernels are overridden: that is what is wanted
-            made._callbacks()
-            made._references()
-            made._replace()
-            made._join_device()
+            in_force._callbacks()
+            in_force._references()
+            in_force._replace()
+            in_force._join_device()
             if mode == "whole":
-                made._leave_host_weights()
-        cls.now = made
-        return made
+                in_force._leave_host_weights()
+        cls.now = in_force
+        return in_force
 
     @property
     def not_computed(self) -> list[str]:
@@ -112,13 +112,11 @@ class InForce:
             library.brim_device_kernel_access,
             library.cudaStreamIsCapturing,
         )
-        self._native.brim_values_device(*(ctypes.cast(one, ctypes.c_void_p) for one in functions))
+        self._native.brim_values_device(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
 
     def _leave_host_weights(self) -> None:
         if self._native.brim_values_host_copies():
-            raise UnsupportedError(
-                "Copies on the host were to be replaced.", self._native.brim_values_error().decode()
-            )
+            raise UnsupportedError("Cannot replace copies on the host.", self._native.brim_values_error().decode())
         self.host_weights = HostWeights()
 
     def _callbacks(self) -> None:
@@ -156,11 +154,11 @@ class InForce:
             random = torch.Tag.nondeterministic_seeded in tags
             if self._native.brim_values_replace(f"aten::{packet}".encode(), overload.encode(), int(random)):
                 raise UnsupportedError(
-                    f"The kernel of {name} was to be replaced.", self._native.brim_values_error().decode()
+                    f"Cannot replace the kernel of {name}.", self._native.brim_values_error().decode()
                 )
 
 
 def _checked(mode: str) -> str:
     if mode not in MODES:
-        raise UsageError(f"{VARIABLE}={mode} was asked for.", f"Known are {' and '.join(MODES)}.")
+        raise UsageError(f"Unknown mode {VARIABLE}={mode}.", f"Known: {' and '.join(MODES)}.")
     return mode

@@ -82,8 +82,8 @@ def _fill_places(base: str, source: torch.Tensor, whole: Sequence[int], result: 
 
 def _compared(base: str, inputs: Sequence[torch.Tensor], number: float | None) -> bool:
     if len(inputs) > 1:
-        one, other = inputs
-        if one.data_ptr() == other.data_ptr() and one.shape == other.shape:
+        left, right = inputs
+        if left.data_ptr() == right.data_ptr() and left.shape == right.shape:
             return base in ("eq", "le", "ge")
         return base in ("ne", "le", "ge")
     if base in ("eq", "ne") or number is None:
@@ -119,25 +119,31 @@ class Reads:
         own, inner = _frames(sys._getframe().f_back)  # None in a backward pass, whose threads run no Python
         file, line, function = ("", 0, "") if own is None else _place(own)
         branches = branches_of(inner)
-        here = {one for one in branches_of(own) if one.reads and (one.file, one.function) == (file, function)}
-        found = [_read(file, line, function, what, whole or bool(here))]
+        here = {
+            branch
+            for branch in branches_of(own)
+            if branch.reads and (branch.file, branch.function) == (file, function)
+        }
+        reads = [_read(file, line, function, what, whole or bool(here))]
         of = f"{what} of line {line}"
-        found += [_read(one.file, one.line, one.function, of, True) for one in branches if one not in here]
+        reads += [
+            _read(branch.file, branch.line, branch.function, of, True) for branch in branches if branch not in here
+        ]
         with self._lock:
-            self.counts.update(found)
+            self.counts.update(reads)
 
     def to_json(self) -> list[dict[str, Any]]:
         return [
             {
-                "file": one.file,
-                "line": one.line,
-                "function": one.function,
-                "what": one.what,
-                "decides": one.decides,
-                "source": one.source,
+                "file": read.file,
+                "line": read.line,
+                "function": read.function,
+                "what": read.what,
+                "decides": read.decides,
+                "source": read.source,
                 "times": times,
             }
-            for one, times in sorted(self.counts.items(), key=lambda item: (not item[0].decides, -item[1]))
+            for read, times in sorted(self.counts.items(), key=lambda item: (not item[0].decides, -item[1]))
         ]
 
 

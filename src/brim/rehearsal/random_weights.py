@@ -64,10 +64,10 @@ def _let_configurations_be_known(module: types.ModuleType) -> None:
             return original(cls, name, **named)
         except OSError:
             try:
-                found = presets.model(str(name))
+                preset = presets.model(str(name))
             except UsageError:
                 raise  # with the hub's own error as its context
-            return dict(found.config), {key: value for key, value in named.items() if key not in _OF_THE_HUB}
+            return dict(preset.config), {key: value for key, value in named.items() if key not in _OF_THE_HUB}
 
     module.PreTrainedConfig.get_config_dict = classmethod(get_config_dict)
 

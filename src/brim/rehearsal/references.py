@@ -28,14 +28,16 @@ def found() -> Iterator[tuple[OpOverload, Reference]]:
         operators = getattr(torch.ops.aten, packet, None)  # another version of PyTorch may lack one
         if operators is None:
             continue
-        for one in [overload] if overload else operators.overloads():
-            if one in operators.overloads() and not (one.endswith("out") and packet not in _WITH_OUT):
-                yield getattr(operators, one), function
+        for overload_name in [overload] if overload else operators.overloads():
+            if overload_name in operators.overloads() and not (
+                overload_name.endswith("out") and packet not in _WITH_OUT
+            ):
+                yield getattr(operators, overload_name), function
 
 
 def bound(overload: OpOverload, function: Reference, seed: Callable[[], int]) -> Callable[..., Any]:
     """The reference as the dispatcher calls it: with a generator of ``seed``, and something for unused results."""
-    types = [str(one.type) for one in overload._schema.returns]
+    types = [str(returned.type) for returned in overload._schema.returns]
 
     def call(*arguments: Any, **named: Any) -> Any:
         with torch._C.DisableTorchFunction():
@@ -89,8 +91,8 @@ def _masked_scale(_: Any, input: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 @_of("log_sigmoid_backward")
 def _log_sigmoid_backward(_: Any, grad_output: Tensor, self: Tensor, buffer: Tensor, **out: Tensor) -> Tensor:
-    made = (_wide(grad_output) * torch.sigmoid(-_wide(self))).to(self.dtype)
-    return out["grad_input"].copy_(made) if out else made
+    gradient = (_wide(grad_output) * torch.sigmoid(-_wide(self))).to(self.dtype)
+    return out["grad_input"].copy_(gradient) if out else gradient
 
 
 # -------------------------------------------------------------------------------------------------------- attention
@@ -194,10 +196,10 @@ def _flash(
     *,
     scale: float | None = None,
 ) -> Any:
-    found = _Attention(query, key, value, bias=None, causal=int(is_causal), scale=scale)
+    attention = _Attention(query, key, value, bias=None, causal=int(is_causal), scale=scale)
     seed = torch.tensor([_seed(generator, dropout_p), 0], device="cpu")
-    out = found.output(_dropped(seed, found, dropout_p)).to(query.dtype)
-    return out, found.logsumexp, UNUSED, UNUSED, UNUSED, UNUSED, seed, UNUSED, UNUSED
+    out = attention.output(_dropped(seed, attention, dropout_p)).to(query.dtype)
+    return out, attention.logsumexp, UNUSED, UNUSED, UNUSED, UNUSED, seed, UNUSED, UNUSED
 
 
 @_of("_scaled_dot_product_flash_attention_backward")
@@ -220,9 +222,9 @@ def _flash_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    found = _Attention(query, key, value, bias=None, causal=int(is_causal), scale=scale).of_whole(out, logsumexp)
-    made = found.gradients(grad_out, _dropped(philox_seed, found, dropout_p))
-    return tuple(one.to(query.dtype) for one in made[:3])
+    attention = _Attention(query, key, value, bias=None, causal=int(is_causal), scale=scale).of_whole(out, logsumexp)
+    gradients = attention.gradients(grad_out, _dropped(philox_seed, attention, dropout_p))
+    return tuple(gradient.to(query.dtype) for gradient in gradients[:3])
 
 
 @_of("_scaled_dot_product_efficient_attention")
@@ -238,11 +240,11 @@ def _efficient(
     *,
     scale: float | None = None,
 ) -> Any:
-    found = _Attention(query, key, value, bias=attn_bias, causal=int(is_causal), scale=scale)
+    attention = _Attention(query, key, value, bias=attn_bias, causal=int(is_causal), scale=scale)
     seed = torch.tensor(_seed(generator, dropout_p), device="cpu")
-    out = found.output(_dropped(seed, found, dropout_p)).to(query.dtype)
+    out = attention.output(_dropped(seed, attention, dropout_p)).to(query.dtype)
     length = (query.shape[2] + 31) // 32 * 32 if compute_log_sumexp else 0
-    sums = _padded(found.logsumexp, length) if length else found.logsumexp[..., :0]
+    sums = _padded(attention.logsumexp, length) if length else attention.logsumexp[..., :0]
     return out, sums, seed, torch.zeros_like(seed)
 
 
@@ -264,13 +266,13 @@ def _efficient_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    found = _Attention(query, key, value, bias=attn_bias, causal=int(is_causal), scale=scale)
-    found = found.of_whole(out, logsumexp)
-    made = found.gradients(grad_out_, _dropped(philox_seed, found, dropout_p))
+    attention = _Attention(query, key, value, bias=attn_bias, causal=int(is_causal), scale=scale)
+    attention = attention.of_whole(out, logsumexp)
+    gradients = attention.gradients(grad_out_, _dropped(philox_seed, attention, dropout_p))
     of_bias: Any = UNUSED
     if attn_bias is not None and grad_input_mask[3]:
-        of_bias = made[3].sum_to_size(attn_bias.shape).to(attn_bias.dtype)
-    return (*(one.to(query.dtype) for one in made[:3]), of_bias)
+        of_bias = gradients[3].sum_to_size(attn_bias.shape).to(attn_bias.dtype)
+    return (*(gradient.to(query.dtype) for gradient in gradients[:3]), of_bias)
 
 
 @_of("_scaled_dot_product_cudnn_attention")
@@ -287,10 +289,10 @@ def _cudnn(
     *,
     scale: float | None = None,
 ) -> Any:
-    found = _Attention(query, key, value, bias=attn_bias, causal=int(is_causal), scale=scale)
+    attention = _Attention(query, key, value, bias=attn_bias, causal=int(is_causal), scale=scale)
     seed = torch.tensor(_seed(generator, dropout_p), device="cpu")
-    out = found.output(_dropped(seed, found, dropout_p)).to(query.dtype)
-    sums = found.logsumexp[..., None] if compute_log_sumexp else UNUSED
+    out = attention.output(_dropped(seed, attention, dropout_p)).to(query.dtype)
+    sums = attention.logsumexp[..., None] if compute_log_sumexp else UNUSED
     return out, sums, UNUSED, UNUSED, UNUSED, UNUSED, seed, UNUSED, UNUSED
 
 
@@ -315,9 +317,9 @@ def _cudnn_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    found = _Attention(query, key, value, bias=attn_bias, causal=int(is_causal), scale=scale)
-    made = found.gradients(grad_out, _dropped(philox_seed, found, dropout_p))
-    return tuple(one.to(query.dtype) for one in made[:3])
+    attention = _Attention(query, key, value, bias=attn_bias, causal=int(is_causal), scale=scale)
+    gradients = attention.gradients(grad_out, _dropped(philox_seed, attention, dropout_p))
+    return tuple(gradient.to(query.dtype) for gradient in gradients[:3])
 
 
 def _pieces(cumulative: Tensor | None, batch: int, length: int) -> list[tuple[int, int]]:
@@ -357,22 +359,22 @@ def _grouped_mm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Products of groups of rows (2-D by 3-D), of columns (3-D by 2-D) or of both inner sides (2-D by 2-D)."""
-    wanted = out_dtype or self.dtype
+    dtype = out_dtype or self.dtype
     if offs is None:
-        return (_wide(self) @ _wide(mat2)).to(wanted)
+        return (_wide(self) @ _wide(mat2)).to(dtype)
     groups = [(start, end) for start, end in zip([0, *offs.tolist()], offs.tolist(), strict=False)]
     left, right = _wide(self), _wide(mat2)
     if left.dim() == 2 and right.dim() == 3:
-        made = torch.zeros(left.shape[0], right.shape[-1], dtype=left.dtype, device="cpu")
+        output = torch.zeros(left.shape[0], right.shape[-1], dtype=left.dtype, device="cpu")
         for number, (start, end) in enumerate(groups):
-            made[start:end] = left[start:end] @ right[number]
+            output[start:end] = left[start:end] @ right[number]
     elif left.dim() == 3:
-        made = torch.zeros(left.shape[1], right.shape[-1], dtype=left.dtype, device="cpu")
+        output = torch.zeros(left.shape[1], right.shape[-1], dtype=left.dtype, device="cpu")
         for number, (start, end) in enumerate(groups):
-            made[:, start:end] = left[number] @ right[:, start:end]
+            output[:, start:end] = left[number] @ right[:, start:end]
     else:
-        made = torch.stack([left[:, start:end] @ right[start:end] for start, end in groups])
-    return made.to(wanted)
+        output = torch.stack([left[:, start:end] @ right[start:end] for start, end in groups])
+    return output.to(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------- normalization
@@ -456,8 +458,8 @@ def _batch_norm_with_update(
     momentum: float,
     eps: float,
 ) -> Any:
-    made = torch.ops.aten.native_batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)
-    return (*made, UNUSED)
+    outputs = torch.ops.aten.native_batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)
+    return (*outputs, UNUSED)
 
 
 @_of("batch_norm_backward")
@@ -496,10 +498,10 @@ def _cudnn_convolution(
     deterministic: bool = False,
     allow_tf32: bool = False,
 ) -> Tensor:
-    made: Tensor = torch.ops.aten.convolution(
+    output: Tensor = torch.ops.aten.convolution(
         self, weight, None, stride, padding, dilation, False, [0] * len(padding), groups
     )
-    return made
+    return output
 
 
 @_of("cudnn_convolution_transpose")
@@ -514,10 +516,10 @@ def _cudnn_convolution_transpose(
     groups: int,
     *rest: bool,
 ) -> Tensor:
-    made: Tensor = torch.ops.aten.convolution(
+    output: Tensor = torch.ops.aten.convolution(
         self, weight, None, stride, padding, dilation, True, output_padding, groups
     )
-    return made
+    return output
 
 
 @_of("_conv_depthwise2d")
@@ -531,10 +533,10 @@ def _conv_depthwise2d(
     padding: list[int],
     dilation: list[int],
 ) -> Tensor:
-    made: Tensor = torch.ops.aten.convolution(
+    output: Tensor = torch.ops.aten.convolution(
         self, weight, bias, stride, padding, dilation, False, [0, 0], self.shape[1]
     )
-    return made
+    return output
 
 
 @_of("conv_depthwise3d")
@@ -548,10 +550,10 @@ def _conv_depthwise3d(
     padding: list[int],
     dilation: list[int],
 ) -> Tensor:
-    made: Tensor = torch.ops.aten.convolution(
+    output: Tensor = torch.ops.aten.convolution(
         self, weight, bias, stride, padding, dilation, False, [0, 0, 0], self.shape[1]
     )
-    return made
+    return output
 
 
 # ----------------------------------------------------------------------------------------------------- whole numbers

@@ -249,16 +249,18 @@ def _read(
 ) -> Rehearsal:
     steps = document["steps"]
     grew = [
-        one["step"]
-        for before, one in zip([{"devices": None}, *steps], steps, strict=False)
-        if one["devices"] != before["devices"]
+        step["step"]
+        for before, step in zip([{"devices": None}, *steps], steps, strict=False)
+        if step["devices"] != before["devices"]
     ]
     count, message = document["other_processes"], document["message"]
     if count and document["ended"] in ("finished", "enough"):
         started = "1 process" if count == 1 else f"{count} processes"
         message = f"{started} that it started used CUDA, and what they took is not known"
     used = [
-        DevicePeak(device=number, **one) for number, one in enumerate(document["devices"]) if one["reserved_bytes"]
+        DevicePeak(device=number, **device)
+        for number, device in enumerate(document["devices"])
+        if device["reserved_bytes"]
     ]
     return Rehearsal(
         rank=rank,
@@ -337,9 +339,9 @@ def rehearse(
     environment = find()
     if environment is None:
         raise UsageError(
-            "A rehearsal was asked for.",
+            "Cannot rehearse.",
             "There is no CUDA build of PyTorch.",
-            "Fetch one by: brim rehearse --gpu L40S --yes -m torch.utils.collect_env",
+            "Fetch one: brim rehearse --gpu L40S --yes -m torch.utils.collect_env",
         )
     with temporary_folder(FOLDERS) as scratch:
         kept = Path(folder) if folder is not None else scratch
@@ -354,8 +356,8 @@ def rehearse(
             steps=None if callable(step) else steps,
             random_weights=random_weights,
         )
-        found = rehearse_program(request, environment, kept)
-    return found if ranks else found[0]
+        results = rehearse_program(request, environment, kept)
+    return results if ranks else results[0]
 
 
 def _program_of(step: Callable[[], object], folder: Path, steps: int) -> Path:
@@ -364,13 +366,15 @@ def _program_of(step: Callable[[], object], folder: Path, steps: int) -> Path:
     except ImportError:
         import pickle as pickler
     file, program = folder / "step.pickle", folder / "step.py"
-    asked, todo = "A step was to be taken to a process of its own.", "Define it in a module, or install cloudpickle."
+    asked, todo = "Cannot run the step in a process of its own.", "Define it in a module, or install cloudpickle."
     try:
-        taken = pickler.dumps(step)
+        pickled = pickler.dumps(step)
     except Exception as error:
         raise UsageError(asked, f"It cannot be pickled: {error}.", todo) from error
-    if pickler.__name__ == "pickle" and b"__main__" in taken:  # by name alone, which there is another's
-        raise UsageError(asked, "It is of this notebook or program itself, where only cloudpickle finds it.", todo)
-    file.write_bytes(taken)
+    if pickler.__name__ == "pickle" and b"__main__" in pickled:  # by name alone, which there is another's
+        raise UsageError(
+            asked, "It is defined in this notebook or program itself, and only cloudpickle can pickle that.", todo
+        )
+    file.write_bytes(pickled)
     program.write_text(_CALL.format(paths=sys.path, file=str(file), steps=steps), encoding="utf-8")
     return program

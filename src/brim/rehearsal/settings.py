@@ -81,21 +81,21 @@ class DeviceSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MAX_GPUS:
-            raise UsageError(f"{self.count} GPUs were asked for.", f"A rehearsal has 1 to {MAX_GPUS} in one process.")
+            raise UsageError(f"Cannot rehearse {self.count} GPUs.", f"One process has 1 to {MAX_GPUS}.")
         if self.context_bytes >= self.memory_bytes:
             raise UsageError(
-                f"A GPU of {format_bytes(self.memory_bytes)} was asked for.",
+                f"Cannot rehearse a GPU of {format_bytes(self.memory_bytes)}.",
                 f"Its context alone takes {format_bytes(self.context_bytes)}.",
                 "Give it more memory.",
             )
         if self.capability not in _MULTIPROCESSORS:
             raise UnsupportedError(
-                f"A rehearsal on {self.name} was asked for.",
+                f"Cannot rehearse on {self.name}.",
                 f"Its compute capability is {self.capability}.",
                 f"The device knows {', '.join(_MULTIPROCESSORS)}.",
             )
         if self.order not in ("at_once", "late", "seeded"):
-            raise UsageError(f"order={self.order!r} was asked for.", "It is at_once, late or seeded.")
+            raise UsageError(f"Unknown order {self.order!r}.", "Known: at_once, late and seeded.")
 
     @classmethod
     def of(
@@ -132,7 +132,9 @@ class DeviceSettings:
         entry = gpu(card) if isinstance(card, str) else card
         if entry.vendor != "nvidia" or not entry.compute_capability:
             raise UnsupportedError(
-                f"A rehearsal on {entry.name} was asked for.", "The device stands in for CUDA.", "Name an NVIDIA GPU."
+                f"Cannot rehearse on {entry.name}.",
+                "The rehearsal device simulates CUDA only.",
+                "Name an NVIDIA GPU.",
             )
         context = entry.context(cuda)
         capability = entry.compute_capability

@@ -1,6 +1,6 @@
 """Stubs for what PyTorch, and packages beside it, want from CUDA's libraries and the device does not define.
 
-Each wants other functions. So their libraries are asked: which symbols are undefined, of which version nodes,
+Each wants other functions. So their libraries are asked: which symbols are undefined, in which version nodes,
 from which libraries. What ``device/*.c`` does not define becomes a function that counts its calls and returns 0.
 """
 
@@ -98,15 +98,15 @@ def extensions(packages: Iterable[Path], libraries: Iterable[Path]) -> list[Path
     """
     own = {path.parents[1].resolve() for path in libraries}
     versions = {name.split(".so")[0]: name for path in libraries for name in _needed(path)}
-    found = []
+    libraries_found = []
     for package in packages:
         for folder, folders, files in os.walk(package):
-            folders[:] = [one for one in folders if (Path(folder) / one).resolve() not in own]
+            folders[:] = [subfolder for subfolder in folders if (Path(folder) / subfolder).resolve() not in own]
             for path in (Path(folder) / name for name in files if name.endswith(".so")):
                 needed = _needed(path)
                 if needed and all(versions.get(name.split(".so")[0], name) == name for name in needed):
-                    found.append(path)
-    return sorted(found)
+                    libraries_found.append(path)
+    return sorted(libraries_found)
 
 
 def _needed(path: Path) -> list[str]:

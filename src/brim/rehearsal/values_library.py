@@ -48,9 +48,9 @@ def is_built(site_packages: Path) -> bool:
 
 
 def _compile(into: Path, torch: Path) -> None:
-    found = re.search(r"__version__ = '(\d+)\.(\d+)", (torch / "version.py").read_text(encoding="utf-8"))
-    version = (int(found[1]), int(found[2])) if found else _NEW_STRINGS
-    asked = f"The values of a rehearsal were to be built for the PyTorch in {torch}."
+    match = re.search(r"__version__ = '(\d+)\.(\d+)", (torch / "version.py").read_text(encoding="utf-8"))
+    version = (int(match[1]), int(match[2])) if match else _NEW_STRINGS
+    asked = f"Cannot build the values of a rehearsal for the PyTorch in {torch}."
     compiler = _compiler(asked)
     command = [
         *compiler,
@@ -68,7 +68,7 @@ def _compile(into: Path, torch: Path) -> None:
     raise UnsupportedError(
         asked,
         f"{compiler[0]} ended with {done.returncode}: {errors[0][:400]}",
-        "It needs a C++20 compiler, and PyTorch 2.10 or newer; name another compiler in CXX.",
+        "It needs a C++20 compiler and PyTorch 2.10 or newer. Name another compiler in CXX.",
     )
 
 

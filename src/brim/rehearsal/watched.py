@@ -47,8 +47,8 @@ class Run:
 
     @classmethod
     def of_environment(cls) -> Run:
-        found = json.loads(os.environ.pop(VARIABLE))
-        return cls(**found | {"arguments": tuple(found["arguments"])})
+        settings = json.loads(os.environ.pop(VARIABLE))
+        return cls(**settings | {"arguments": tuple(settings["arguments"])})
 
     def variables(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self)), others.VARIABLE: f"{self.result}.others"}
@@ -120,8 +120,8 @@ class Watch:
             raise _Enough
 
     def _settled(self) -> bool:
-        last = [one["devices"] for one in self.steps[-SETTLED - 1 :]]
-        return len(last) > SETTLED and all(one == last[0] for one in last)
+        last = [step["devices"] for step in self.steps[-SETTLED - 1 :]]
+        return len(last) > SETTLED and all(devices == last[0] for devices in last)
 
     def write_snapshot(self) -> None:
         """The allocator's recording, without frames of ours. Written whole or not at all."""
@@ -131,10 +131,10 @@ class Watch:
             return
         snapshot = torch.cuda.memory._snapshot()
         _strip(snapshot)
-        made = Path(self._run.snapshot + ".partial")
-        with made.open("wb") as file:
+        partial = Path(self._run.snapshot + ".partial")
+        with partial.open("wb") as file:
             pickle.dump(snapshot, file, protocol=4)
-        made.replace(self._run.snapshot)
+        partial.replace(self._run.snapshot)
 
 
 def peaks() -> list[dict[str, int]]:
@@ -231,7 +231,7 @@ def _write_or_tell(run: Run, watch: Watch, ended: str, told: str) -> None:
         _write(run, watch, ended, told)
     except OSError as error:
         Path(run.result).unlink(missing_ok=True)
-        sys.stderr.write(f"brim: what memory did could not be written: {error}\n")
+        sys.stderr.write(f"brim: cannot write the memory recording: {error}\n")
 
 
 def _write(run: Run, watch: Watch, ended: str, told: str) -> None:
@@ -263,13 +263,13 @@ def _attention_kernels(kernels: dict[str, int]) -> dict[str, int]:
     import torch
 
     words = ("flash_fwd", "flash_bwd", "fmha", "attention")
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for name, times in kernels.items():
         if any(word in name for word in words):
             plain = torch._C._demangle(name) if hasattr(torch._C, "_demangle") else name
             short = plain.split("<")[0].split("(")[0].removeprefix("void ")
-            found[short] = found.get(short, 0) + times
-    return found
+            counts[short] = counts.get(short, 0) + times
+    return counts
 
 
 def _host_peak_bytes() -> int:
@@ -286,7 +286,7 @@ def _strip(snapshot: Any) -> None:
         if not frames or id(frames) in seen:
             return
         seen.add(id(frames))
-        kept = [one for one in frames if not one["filename"].startswith((_OWN, "<frozen runpy>"))]
+        kept = [frame for frame in frames if not frame["filename"].startswith((_OWN, "<frozen runpy>"))]
         if len(kept) != len(frames):
             frames[:] = kept
 

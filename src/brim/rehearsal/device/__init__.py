@@ -83,8 +83,8 @@ def loaded() -> Device:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:
         raise UnsupportedError(
-            "The rehearsal device of this process was asked for.",
-            "The process was not started on one.",
+            "This process has no rehearsal device.",
+            "It was not started on one.",
             "Start it with the environment of DeviceSettings.environment().",
         ) from error
     size, text, number = ctypes.c_size_t, ctypes.c_char_p, ctypes.c_uint64
