@@ -46,7 +46,7 @@ def refuse_second(model: nn.Module) -> None:
         if HANDLE_ATTRIBUTE in vars(module):
             where = f"its part {path!r}" if path else "it"
             raise UsageError(
-                f"{type(model).__name__} was to be fitted.",
+                f"Cannot fit {type(model).__name__}.",
                 f"{where} is fitted already.".capitalize(),
                 "Call .brim.remove() on that module first.",
             )
@@ -65,31 +65,31 @@ def refuse_special_tensors(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         special = _special(model, parameter)
         if special is not None:
-            found, todo = special
-            raise UnsupportedError(f"{type(model).__name__} was to be fitted.", f"{name!r} {found}", todo)
+            reason, todo = special
+            raise UnsupportedError(f"Cannot fit {type(model).__name__}.", f"{name!r} {reason}", todo)
 
 
 def _special(model: nn.Module, parameter: nn.Parameter) -> tuple[str, str] | None:
     """What a parameter is, and what to do; None for an ordinary one."""
     kind = type(parameter)
     if is_lazy(parameter):
-        return "has no shape yet.", "Call the model once before."
+        return "has no shape yet.", "Call the model once."
     if kind not in (nn.Parameter, FakeTensor) and any(_has_own(kind, way) for way in _OWN_WAYS):
         package = kind.__module__.partition(".")[0]
         if kind.__name__ == "DTensor":
             return "is sharded over ranks (DTensor).", "Fit the model before it is sharded."
-        return f"is a {kind.__name__} of {package}: brim moves bytes, and would not move what it keeps beside.", (
+        return f"is a {kind.__name__} of {package}: brim moves bytes and would not move its other data.", (
             _LOAD_PLAIN
         )
     if parameter.layout != torch.strided:
         return f"is sparse ({parameter.layout}).".replace("torch.", ""), "Make it dense (to_dense()), or a buffer."
     if parameter.is_meta:
         if any(hasattr(module, "_hf_hook") for module in model.modules()):
-            return "is on the meta device: accelerate keeps its values elsewhere and brings them itself.", (
-                "Load the model without device_map and offloading: brim.load(folder) keeps to a budget."
+            return "is on the meta device: accelerate keeps its values elsewhere and loads them itself.", (
+                "Load the model without device_map and offloading: brim.load(folder) respects a budget."
             )
         return "is on the meta device: it has no values.", (
-            "Load them into it before (to_empty and load_state_dict), or give the folder to brim.load."
+            "Load them first (to_empty and load_state_dict), or use brim.load(folder)."
         )
     return None
 

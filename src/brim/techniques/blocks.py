@@ -66,16 +66,16 @@ def find_blocks(
     largest = total if largest_bytes is None or not cut_parts else largest_bytes
     units = list(_units(model, "", False, min(total * _COARSEST_FRACTION, largest_bytes or total), largest, staying))
     users = _owners(model, parameters, units)
-    owners = {name: () if name in stay else held for name, held in users.items()}
+    owners = {name: () if name in stay else triggers for name, triggers in users.items()}
     groups = _groups(owners)
-    sizes = {held: sum(tensor_bytes(parameters[name]) for name in names) for held, names in groups.items()}
+    sizes = {triggers: sum(tensor_bytes(parameters[name]) for name in names) for triggers, names in groups.items()}
     small = total * _LOOSE_FRACTION
-    if sum(size for held, size in sizes.items() if held and size < small) > total / 4:
+    if sum(size for triggers, size in sizes.items() if triggers and size < small) > total / 4:
         small = 0  # a model of very many small units: then they are what must move
-    kept = {held for held, size in sizes.items() if held and size >= small}
-    loose = tuple(name for held, names in groups.items() if held not in kept for name in names)
+    kept = {triggers for triggers, size in sizes.items() if triggers and size >= small}
+    loose = tuple(name for triggers, names in groups.items() if triggers not in kept for name in names)
     return Partition(
-        blocks=tuple(_block(model, held, groups, sizes[held]) for held in groups if held in kept),
+        blocks=tuple(_block(model, triggers, groups, sizes[triggers]) for triggers in groups if triggers in kept),
         loose=loose,
         loose_bytes=sum(tensor_bytes(parameters[n]) for n in loose) + sum(tensor_bytes(b) for b in model.buffers()),
         mixed=frozenset(unit for name in loose for unit in users[name]),
@@ -89,19 +89,19 @@ def adapters(model: nn.Module) -> frozenset[str]:
     """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     sizes = {name: tensor_bytes(parameter) for name, parameter in model.named_parameters()}
-    found: set[str] = set()
+    names: set[str] = set()
     for block in find_blocks(model).blocks:
         changed = trained.intersection(block.tensors)
         if 2 * sum(sizes[name] for name in changed) < block.bytes:
-            found |= changed
-    return frozenset(found)
+            names |= changed
+    return frozenset(names)
 
 
 def _block(model: nn.Module, triggers: tuple[str, ...], groups: dict[tuple[str, ...], list[str]], size: int) -> Block:
     lookups = tuple(path for path in triggers if _only_looks_up(model.get_submodule(path)))
     # What a unit shares with others is a block beside its own, and needs a name beside its own.
-    taken = len(triggers) > 1 and (triggers[0],) in groups
-    name = "+".join(triggers) if taken else triggers[0]
+    is_ambiguous = len(triggers) > 1 and (triggers[0],) in groups
+    name = "+".join(triggers) if is_ambiguous else triggers[0]
     return Block(name=name, triggers=triggers, lookups=lookups, tensors=tuple(groups[triggers]), bytes=size)
 
 
@@ -167,7 +167,7 @@ def _owners(model: nn.Module, parameters: dict[str, nn.Parameter], units: list[s
     for unit in units:
         for parameter in model.get_submodule(unit).parameters():
             owners[names[id(parameter)]].append(unit)
-    return {name: tuple(held) for name, held in owners.items()}
+    return {name: tuple(units_of_parameter) for name, units_of_parameter in owners.items()}
 
 
 def _groups(owners: dict[str, tuple[str, ...]]) -> dict[tuple[str, ...], list[str]]:
@@ -176,16 +176,16 @@ def _groups(owners: dict[str, tuple[str, ...]]) -> dict[tuple[str, ...], list[st
     Its own, and one that it shares. A ring of two slots then holds whatever a call needs.
     """
     shared: list[set[str]] = []
-    for held in {held: None for held in owners.values() if len(held) > 1}:
-        touching = [other for other in shared if not other.isdisjoint(held)]
-        shared = [other for other in shared if other not in touching] + [set(held).union(*touching)]
+    for units_of in {units_of: None for units_of in owners.values() if len(units_of) > 1}:
+        touching = [other for other in shared if not other.isdisjoint(units_of)]
+        shared = [other for other in shared if other not in touching] + [set(units_of).union(*touching)]
     groups: dict[tuple[str, ...], list[str]] = {}
-    for name, held in owners.items():
-        together = next((other for other in shared if len(held) > 1 and not other.isdisjoint(held)), None)
-        key = held if together is None else tuple(unit for unit in _order(owners) if unit in together)
+    for name, units_of in owners.items():
+        together = next((other for other in shared if len(units_of) > 1 and not other.isdisjoint(units_of)), None)
+        key = units_of if together is None else tuple(unit for unit in _order(owners) if unit in together)
         groups.setdefault(key, []).append(name)
     return groups
 
 
 def _order(owners: dict[str, tuple[str, ...]]) -> dict[str, None]:
-    return {unit: None for held in owners.values() for unit in held}
+    return {unit: None for units_of in owners.values() for unit in units_of}

@@ -31,7 +31,7 @@ def apply(model: nn.Module, names: Iterable[str] | None = None, *, backend: str 
     modules = [_module(model, name) for name in chosen]
     _refuse(model, dict(zip(chosen, modules, strict=True)))
     if len(set(modules)) < len(modules) and names is not None:
-        raise UsageError(f"{', '.join(chosen)} were to be compiled.", "One of them is there twice.", "Name it once.")
+        raise UsageError(f"Cannot compile {', '.join(chosen)}.", "One of them is named twice.", "Name it once.")
     return Compiling(dict.fromkeys(modules), backend)
 
 
@@ -39,8 +39,8 @@ class Compiling:
     """The handle."""
 
     def __init__(self, modules: Iterable[nn.Module], backend: str) -> None:
-        known: dict[Any, Any] = {}
-        self._placed = [_Forward(module, known, backend) for module in modules]
+        compiled: dict[Any, Any] = {}
+        self._placed = [_Forward(module, compiled, backend) for module in modules]
 
     def remove(self) -> None:
         for placed in self._placed:
@@ -78,7 +78,7 @@ def _module(model: nn.Module, name: str) -> nn.Module:
     try:
         return model.get_submodule(name)
     except AttributeError as error:
-        raise UsageError(f"{name!r} of {type(model).__name__} was to be compiled.", "It has no such part.") from error
+        raise UsageError(f"Cannot compile {name!r} of {type(model).__name__}.", "It has no such part.") from error
 
 
 def _refuse(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
@@ -90,11 +90,11 @@ def _refuse(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
             if part in inside or module in set(part.modules()):
                 where = "It is" if part is module else f"{path} is"
                 raise UsageError(
-                    f"{name} was to be compiled.", f"{where} already.", "Remove the first handle before."
+                    f"Cannot compile {name}.", f"{where} compiled already.", "Remove the first handle before."
                 )
         for other, part in chosen.items():
             if part is not module and part in inside:
-                raise UsageError(f"{name} was to be compiled, and so was {other}.", "One is inside the other.")
+                raise UsageError(f"Cannot compile both {name} and {other}.", "One is inside the other.")
 
 
 def _is_compiled(module: nn.Module) -> bool:

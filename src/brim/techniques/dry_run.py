@@ -29,8 +29,8 @@ def dry_run(model: nn.Module, example: Any) -> Iterator[Any]:
     mode = own[0] if own else FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
-        return made
+        fake_tensor: torch.Tensor = tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+        return fake_tensor
 
     before = [(module, dict(module._buffers)) for module in model.modules()]
     with _disable_current_modes():

@@ -33,8 +33,8 @@ class StandIn:
 
 def in_force(module: nn.Module) -> Iterator[StandIn]:
     """Those of ``module``, the outermost first."""
-    found = vars(module).get("forward")
-    while isinstance(found, StandIn):
-        if found._active:
-            yield found
-        found = found._before
+    stand_in = vars(module).get("forward")
+    while isinstance(stand_in, StandIn):
+        if stand_in._active:
+            yield stand_in
+        stand_in = stand_in._before

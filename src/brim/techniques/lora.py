@@ -47,5 +47,5 @@ def add_lora(
             return get_peft_model(module, config)
     except ValueError as error:
         raise UnsupportedError(
-            f"LoRA was asked for {name}.", f"PEFT cannot add it: {' '.join(str(error).split())}"
+            f"Cannot add LoRA to {name}.", f"PEFT refuses: {' '.join(str(error).split())}"
         ) from error

@@ -42,7 +42,7 @@ def split(
     of one row. Pieces in which nothing counts are left out. Raises UsageError for what cannot be split.
     """
     if type(micro_batch) is not int or micro_batch < 1:
-        raise UsageError(f"Micro-batches of {micro_batch!r} rows were asked for.", "It must be 1 or more.")
+        raise UsageError(f"Cannot make micro-batches of {micro_batch!r} rows.", "The number must be 1 or more.")
     counted = _labels(batch, labels)
     rows = _rows(batch) if counted is None else counted.shape[0]
     if causal is None:
@@ -65,12 +65,12 @@ def largest(predict: Callable[[int], int], budget_bytes: int, upper: int) -> int
     are a line in the size, four at most. Raises BudgetError where not even 1 fits, naming what it takes.
     """
     if upper < 1:
-        raise UsageError(f"The largest micro-batch up to {upper} was asked for.", "It must be 1 or more.")
+        raise UsageError(f"Cannot search micro-batches up to {upper}.", "The limit must be 1 or more.")
     fits, least = 1, predict(1)
     if least > budget_bytes:
         raise BudgetError(
-            f"The largest micro-batch within {format_bytes(budget_bytes)} was asked for.",
-            f"One row takes {format_bytes(least)}.",
+            f"No micro-batch fits {format_bytes(budget_bytes)}.",
+            f"One row needs {format_bytes(least)}.",
             "Give more memory, or save more: checkpointing, offload, a shorter sequence.",
             smallest_bytes={"": least},
         )
@@ -85,11 +85,11 @@ def largest(predict: Callable[[int], int], budget_bytes: int, upper: int) -> int
         if turn % 2 and turn > 1:  # where bytes are no line, halving bounds the calls
             guess = (fits + fails) // 2
         guess, turn = min(max(guess, fits + 1), fails - 1), turn + 1
-        found = predict(guess)
-        if found <= budget_bytes:
-            fits, least = guess, found
+        needed_bytes = predict(guess)
+        if needed_bytes <= budget_bytes:
+            fits, least = guess, needed_bytes
         else:
-            fails, most = guess, found
+            fails, most = guess, needed_bytes
     return fits
 
 
@@ -97,15 +97,15 @@ def _labels(batch: Any, labels: str | int | None) -> torch.Tensor | None:
     """The tensor of whole numbers that says what counts."""
     if labels is not None:
         try:
-            found = batch[labels]
+            candidate = batch[labels]
         except (KeyError, IndexError, TypeError) as error:
-            raise UsageError(f"labels={labels!r} was given.", f"The batch has no such entry ({error}).") from error
+            raise UsageError(f"Cannot use labels={labels!r}.", f"The batch has no such entry ({error}).") from error
     elif isinstance(batch, Mapping):
-        found = batch.get("labels")
+        candidate = batch.get("labels")
     else:
-        found = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-    whole = isinstance(found, torch.Tensor) and not found.is_floating_point() and found.dim() > 0
-    return found if whole else None
+        candidate = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    whole = isinstance(candidate, torch.Tensor) and not candidate.is_floating_point() and candidate.dim() > 0
+    return candidate if whole else None
 
 
 def _counts(labels: torch.Tensor | None, rows: int, causal: bool) -> list[int]:
@@ -121,7 +121,7 @@ def _rows(batch: Any) -> int:
     for tensor in torch.utils._pytree.tree_leaves(batch):
         if isinstance(tensor, torch.Tensor) and tensor.dim():
             return tensor.shape[0]
-    raise UsageError(f"A batch of type {type(batch).__name__} was to be split.", "It has no tensor with rows.")
+    raise UsageError(f"Cannot split a batch of type {type(batch).__name__}.", "It has no tensor with rows.")
 
 
 def _piece(value: Any, start: int, end: int, rows: int) -> Any:
@@ -131,8 +131,8 @@ def _piece(value: Any, start: int, end: int, rows: int) -> Any:
         if value.dim() < 2 or value.shape[0] == 1:
             return value
         raise UsageError(
-            f"A tensor of shape {tuple(value.shape)} was to be split by rows.",
-            f"The batch has {rows} rows, and its first size is another.",
+            f"Cannot split a tensor of shape {tuple(value.shape)} by rows.",
+            f"The batch has {rows} rows, and the first dimension of this tensor differs.",
             "Leave it out of the batch, or put its rows first.",
         )
     if isinstance(value, Mapping):

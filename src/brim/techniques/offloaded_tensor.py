@@ -1,8 +1,8 @@
 """A tensor whose values are elsewhere: it has the shape, the dtype and the device.
 
 ``p.grad`` and ``optimizer.state[p][...]`` of what was offloaded are such tensors, so that code which looks whether
-there is a gradient sees one, and code which would silently compute with nothing is told. Whoever keeps the values may
-let them be read and changed (``Keeper``): then an operation gets them one tensor at a time.
+there is a gradient sees one, and code which would silently compute without values gets an error. Whoever keeps
+the values may let them be read and changed (``Keeper``): then an operation gets them one tensor at a time.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class OffloadedTensor(torch.Tensor):
                 else:
                     tensor.zero_()
             return None if isinstance(args[0], (list, tuple)) else args[0]
-        held = list(_offloaded_tensors([*args, *(kwargs or {}).values()]))
+        offloaded = list(_offloaded_tensors([*args, *(kwargs or {}).values()]))
         if func is _aten.detach.default:
-            return held[0]
-        if all(one.keeper is not None for one in held):
+            return offloaded[0]
+        if all(other.keeper is not None for other in offloaded):
             return _with_values(func, args, kwargs or {})
-        raise _refusal(func, held[0])
+        raise _refusal(func, offloaded[0])
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"OffloadedTensor({self.what}, shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -78,17 +78,17 @@ def offloaded_tensor(
     keeper: Keeper | None = None,
 ) -> OffloadedTensor:
     """A tensor without values. ``what`` and ``todo`` are for the error; ``on_zero`` is called by ``zero_``."""
-    made: OffloadedTensor = torch.Tensor._make_wrapper_subclass(
+    tensor: OffloadedTensor = torch.Tensor._make_wrapper_subclass(
         OffloadedTensor, tuple(shape), strides=tuple(stride), dtype=dtype, device=device
     )
-    made.what, made.todo, made.on_zero, made.keeper = what, todo, on_zero, keeper
-    return made
+    tensor.what, tensor.todo, tensor.on_zero, tensor.keeper = what, todo, on_zero, keeper
+    return tensor
 
 
 def _refusal(func: Any, found: OffloadedTensor) -> UnsupportedError:
     return UnsupportedError(
-        f"{found.what} was to be used by {func}.",
-        "Its values are not in memory: brim keeps them elsewhere between their uses.",
+        f"{func} cannot use {found.what}.",
+        "Its values are not in memory: brim offloads them between their uses.",
         found.todo,
     )
 
@@ -108,18 +108,20 @@ def _with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             func, next(_offloaded_tensors([*args, *kwargs.values()]))
         )  # what is written to the result would be lost
     written = _written(func, enumerate(args))
-    listed = [one for value in args if isinstance(value, (list, tuple)) for one in _offloaded_tensors(value)]
+    listed = [tensor for value in args if isinstance(value, (list, tuple)) for tensor in _offloaded_tensors(value)]
     if listed or len(written) > 1:
         raise _refusal(func, next(_offloaded_tensors(args)))
     values = {
-        id(one): one.keeper.value() for one in _offloaded_tensors([*args, *kwargs.values()]) if one.keeper is not None
+        id(tensor): tensor.keeper.value()
+        for tensor in _offloaded_tensors([*args, *kwargs.values()])
+        if tensor.keeper is not None
     }
-    made = func(*(values.get(id(a), a) for a in args), **{k: values.get(id(v), v) for k, v in kwargs.items()})
-    for one in written:
-        assert one.keeper is not None
-        one.keeper.replace(values[id(one)])
-        return one
-    return made
+    output = func(*(values.get(id(a), a) for a in args), **{k: values.get(id(v), v) for k, v in kwargs.items()})
+    for tensor in written:
+        assert tensor.keeper is not None
+        tensor.keeper.replace(values[id(tensor)])
+        return tensor
+    return output
 
 
 def _is_view(func: Any) -> bool:
@@ -136,19 +138,19 @@ def _written(func: Any, given: Iterable[tuple[int | str, Any]]) -> list[Offloade
 
 def _norms(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
     """As ``clip_grad_norm_`` asks for them."""
-    return [_aten._foreach_norm.Scalar([_value(one)], *args, **kwargs)[0] for one in tensors]
+    return [_aten._foreach_norm.Scalar([_value(tensor)], *args, **kwargs)[0] for tensor in tensors]
 
 
 def _scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    for one in tensors:
-        one.mul_(factor)
+    for tensor in tensors:
+        tensor.mul_(factor)
 
 
 def _unscale(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
     """As a gradient scaler does: look for what is not finite, and multiply."""
-    for one in tensors:
-        keeper = one.keeper if isinstance(one, OffloadedTensor) else None
-        _aten._amp_foreach_non_finite_check_and_unscale_.default([_value(one)], found_inf, inverse)
+    for tensor in tensors:
+        keeper = tensor.keeper if isinstance(tensor, OffloadedTensor) else None
+        _aten._amp_foreach_non_finite_check_and_unscale_.default([_value(tensor)], found_inf, inverse)
         if keeper is not None and inverse.item() != 1:
             keeper.scale(inverse)
 

@@ -68,17 +68,17 @@ def make(name: str, parameters: Iterable[Any], lr: float | None = None, **known:
     name or option, UnsupportedError where ``adamw8bit`` is asked for without torchao.
     """
     maker = _maker(name)
-    given = known if lr is None else {"lr": lr, **known}
+    options = known if lr is None else {"lr": lr, **known}
     allowed = [option for option in inspect.signature(maker).parameters if option not in ("self", "params")]
     fixed = _FIXED.get(name, {})
-    for option in given:
+    for option in options:
         if option not in allowed or option in fixed:
             raise UsageError(
-                f"{option} was given for the optimizer {name}.",
-                f"It has no such option; its own are {', '.join(sorted(set(allowed) - set(fixed)))}.",
+                f"The optimizer {name} has no option {option}.",
+                f"Its options are {', '.join(sorted(set(allowed) - set(fixed)))}.",
             )
-    made: Optimizer = maker(list(parameters), **fixed, **given)
-    return made
+    optimizer: Optimizer = maker(list(parameters), **fixed, **options)
+    return optimizer
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
@@ -107,20 +107,20 @@ def _maker(name: str) -> Callable[..., Optimizer]:
     if name != "adamw8bit":
         return _MAKERS[name]
     try:
-        found: Callable[..., Optimizer] = importlib.import_module("torchao.optim").AdamW8bit
+        maker: Callable[..., Optimizer] = importlib.import_module("torchao.optim").AdamW8bit
     except ImportError as error:
         raise UnsupportedError(
-            "The optimizer adamw8bit was asked for.",
-            f"It is torchao's, which cannot be imported here: {error}.",
-            "Install torchao, or take adafactor or lion, which keep little as well.",
+            "Cannot use the optimizer adamw8bit.",
+            f"It needs torchao, which cannot be imported: {error}.",
+            "Install torchao, or use adafactor or lion, whose states are small as well.",
         ) from error
-    return found
+    return maker
 
 
 def _check(name: str) -> None:
     if name not in OPTIMIZERS:
         near = difflib.get_close_matches(name, OPTIMIZERS, n=3, cutoff=0.0)
-        raise UsageError(f"The optimizer {name!r} was asked for.", "It is not known.", f"Nearest: {', '.join(near)}.")
+        raise UsageError(f"Unknown optimizer {name!r}.", todo=f"Nearest: {', '.join(near)}.")
 
 
 _MAKERS: dict[str, Callable[..., Optimizer]] = {

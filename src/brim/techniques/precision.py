@@ -64,10 +64,10 @@ def apply(
     not there.
     """
     if precision not in PRECISIONS:
-        raise UsageError(f"precision={precision!r} was asked for.", f"The known ones are {', '.join(PRECISIONS)}.")
+        raise UsageError(f"Unknown precision {precision!r}.", f"Known: {', '.join(PRECISIONS)}.")
     if _MARK in vars(model):
         raise UsageError(
-            f"precision={precision} was asked for {type(model).__name__}.",
+            f"Cannot use precision={precision} for {type(model).__name__}.",
             f"It is in {vars(model)[_MARK]} already.",
             "Remove the first handle before.",
         )
@@ -136,11 +136,11 @@ class PrecisionHandle:
             else:
                 self._wide.step(optimizer, optimizer.step)
             return True
-        known = not any(isinstance(p, FakeTensor) for group in optimizer.param_groups for p in group["params"])
-        before = self._scaler.get_scale() if known else 0.0
+        has_values = not any(isinstance(p, FakeTensor) for group in optimizer.param_groups for p in group["params"])
+        before = self._scaler.get_scale() if has_values else 0.0
         self._scaler.step(optimizer)
         self._scaler.update()
-        return not known or self._scaler.get_scale() >= before
+        return not has_values or self._scaler.get_scale() >= before
 
     def take_weights(self, value: Callable[[str], torch.Tensor]) -> None:
         """Masters, if any, become what ``value`` gives by name: for weights that came after this was applied."""
@@ -159,7 +159,7 @@ class PrecisionHandle:
         """Raise UsageError where it is another precision's."""
         if state.get("precision") != self.precision:
             raise UsageError(
-                f"The state of precision {state.get('precision')} was to be loaded.",
+                f"Cannot load the state of precision {state.get('precision')}.",
                 f"The precision in force is {self.precision}.",
                 "Resume with the precision that the checkpoint was written with.",
             )
@@ -315,7 +315,7 @@ def _convert_to_float8(model: nn.Module, device: torch.device) -> Callable[[], N
         float8 = importlib.import_module("torchao.float8")
     except ImportError as error:
         raise UnsupportedError(
-            "precision=fp8 was asked for.", f"It is torchao's, which cannot be imported here: {error}.",
+            "Cannot use precision=fp8.", f"It needs torchao, which cannot be imported: {error}.",
             "Install torchao, or use bf16-mixed.",
         ) from error  # fmt: skip
     before = [(module, dict(module._modules)) for module in model.modules()]
@@ -335,15 +335,15 @@ def _convert_to_float8(model: nn.Module, device: torch.device) -> Callable[[], N
 
 
 def _need_gpu(model: nn.Module, device: torch.device, precision: str, kind: str, capability: tuple[int, int]) -> None:
-    found = "the model is on the CPU"
+    reason = "the model is on the CPU"
     if device.type == "cuda":
         has = torch.cuda.get_device_capability(device)
         if has >= capability:
             return
-        found = f"this GPU has {has[0]}.{has[1]}"
+        reason = f"this GPU has {has[0]}.{has[1]}"
     needed = f"{kind} products need an NVIDIA GPU of compute capability {capability[0]}.{capability[1]}"
     raise UnsupportedError(
-        f"precision={precision} was asked for {type(model).__name__}.",
-        f"{needed}, and {found}.",
+        f"Cannot use precision={precision} for {type(model).__name__}.",
+        f"{needed}, and {reason}.",
         "Use bf16-mixed.",
     )

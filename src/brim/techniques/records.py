@@ -154,9 +154,9 @@ class Records:
     def settle(self) -> None:
         """Wait for all that is under way. Raises the TransferError of a failed write, whose record stays in RAM."""
         for place in list(self._places):
-            for one in (*place.displaced, place):
-                Settled(one.ready).wait()
-                one.written.wait()
+            for written_place in (*place.displaced, place):
+                Settled(written_place.ready).wait()
+                written_place.written.wait()
 
     # -- parts
 
@@ -164,11 +164,11 @@ class Records:
         """A copy (uint8) of a part of a record."""
         if (there := self._resting(record)) is not None:
             return there[offset : offset + bytes].clone()
-        made = torch.empty(bytes, dtype=torch.uint8)
+        data = torch.empty(bytes, dtype=torch.uint8)
         if not self._memory.fake:
             extent = self._extents[record]
-            self._memory.file(extent.path).read(extent.offset + offset, made)
-        return made
+            self._memory.file(extent.path).read(extent.offset + offset, data)
+        return data
 
     def put(self, record: int, offset: int, values: torch.Tensor) -> None:
         """Replace a part of a record; ``values`` is uint8."""
@@ -200,9 +200,9 @@ class Records:
     def free(self) -> None:
         """Wait for what is under way and give everything back. A second call does nothing."""
         for place in self._places:
-            for one in (*place.displaced, place):
-                Settled(one.ready).wait()
-                Settled(one.written).wait()
+            for written_place in (*place.displaced, place):
+                Settled(written_place.ready).wait()
+                Settled(written_place.written).wait()
         self._places.clear()
         for extent in self._extents.values():
             self._memory.scratch().release(extent)

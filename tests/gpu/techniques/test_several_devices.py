@@ -75,6 +75,6 @@ def test_a_fitted_model_is_not_moved_to_another_device():
     model = net()
     place(model, vram=MIB, ram="64MiB", device="cuda:1", activations="64KiB")
     model.to("cuda:1")
-    with pytest.raises(brim.errors.UnsupportedError, match="moved"):
+    with pytest.raises(brim.errors.UnsupportedError, match="move or cast"):
         model.to("cuda:0")
     model.brim.remove()

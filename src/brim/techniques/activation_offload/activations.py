@@ -158,8 +158,12 @@ class Activations:
         self._bytes[Stage.KEPT] += activation.bytes
         self._kept.append(weakref.ref(activation))
         self._make_room()
-        key, known = storage._cdata, self._known
-        known[key] = weakref.ref(storage, lambda _: known.pop(key, None)), tensor._version, weakref.ref(activation)
+        key, activations = storage._cdata, self._known
+        activations[key] = (
+            weakref.ref(storage, lambda _: activations.pop(key, None)),
+            tensor._version,
+            weakref.ref(activation),
+        )
         return activation
 
     def _make_room(self) -> None:

@@ -38,8 +38,8 @@ def apply(model: nn.Module, example: Any, names: Sequence[str] | None = None) ->
     """
     if any(isinstance(part, InplaceActivations) for part in vars(model).values()):
         raise UsageError(
-            f"Activations of {type(model).__name__} were to be made in-place.",
-            "They are already.",
+            f"Cannot make the activations of {type(model).__name__} in-place.",
+            "They are in-place already.",
             "Remove the first handle before.",
         )
     return InplaceActivations(model, list(_found(model, example)) if names is None else names)
@@ -64,10 +64,10 @@ class InplaceActivations:
 
 def options(model: nn.Module, example: Any, *, tier: str = RAM) -> list[Option]:
     """What it saves: at most one activation's input at a time, so the largest of them. It costs nothing."""
-    found = _found(model, example)
-    if not found:
+    saved_bytes = _found(model, example)
+    if not saved_bytes:
         return []
-    return [Option(technique=NAME, block="", choice="inplace", saves_bytes={tier: max(found.values())})]
+    return [Option(technique=NAME, block="", choice="inplace", saves_bytes={tier: max(saved_bytes.values())})]
 
 
 _MARK = "brim_inplace_activations"
@@ -191,8 +191,8 @@ def _run(model: nn.Module, example: Any, watch: _Watch | None = None) -> None:
             if watch is not None:
                 stack.enter_context(watch.hooked())
                 stack.enter_context(watch)
-            made = call_with(model, inputs)
-            outputs = [value for value in tree_leaves(_parts(made)) if isinstance(value, torch.Tensor)]
+            output = call_with(model, inputs)
+            outputs = [value for value in tree_leaves(_parts(output)) if isinstance(value, torch.Tensor)]
             if watch is not None:
                 watch.outputs(outputs)
             loss = [value.sum() for value in outputs if value.requires_grad]
@@ -200,7 +200,7 @@ def _run(model: nn.Module, example: Any, watch: _Watch | None = None) -> None:
                 torch.autograd.grad(loss, trained, allow_unused=True)
     except (RuntimeError, NotImplementedError) as error:
         raise UnsupportedError(
-            f"{type(model).__name__} was to be tried with in-place activations.",
+            f"Cannot test {type(model).__name__} with in-place activations.",
             f"It cannot run on fake tensors: {error}",
             "Leave this technique out.",
         ) from error
@@ -237,7 +237,7 @@ class _Watch(TorchDispatchMode):
         self._storages = _Storages()
 
     def allows(self, module: nn.Module) -> bool:
-        """In all of its calls, of which there were some."""
+        """In all of its calls, and it was called."""
         calls = [call for call in self._calls if call.module is module]
         return bool(calls) and all(call.allowed for call in calls)
 
@@ -279,15 +279,15 @@ class _Watch(TorchDispatchMode):
                     call.allowed = False
 
     def _done(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        given = args[0] if args else None
-        if not isinstance(given, torch.Tensor) or not isinstance(output, torch.Tensor):
+        input = args[0] if args else None
+        if not isinstance(input, torch.Tensor) or not isinstance(output, torch.Tensor):
             return
-        storage = _storage(given)
-        call = _Call(module, given, output.grad_fn, allowed=storage in self._storages.made)
+        storage = _storage(input)
+        call = _Call(module, input, output.grad_fn, allowed=storage in self._storages.made)
         self._calls.append(call)
         self._storages.watched.setdefault(storage, []).append(call)
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    made: int = tensor.untyped_storage()._cdata
-    return made
+    address: int = tensor.untyped_storage()._cdata
+    return address

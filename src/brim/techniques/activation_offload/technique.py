@@ -42,7 +42,7 @@ def options(
     way = ToRam if compute == VRAM else ToDisk
     least_bytes = way.smallest_bytes if smallest_bytes is None else smallest_bytes
     begin = trace.step_starts[-1]
-    found = []
+    offers = []
     for block in blocks:
         count = sum(
             storage.bytes
@@ -53,8 +53,8 @@ def options(
         if count:
             moves = {(compute, way.tier): count, (way.tier, compute): count}
             saves = {compute: count, way.tier: -count}
-            found.append(Option(technique=NAME, block=block, choice=way.tier, saves_bytes=saves, moves_bytes=moves))
-    return found
+            offers.append(Option(technique=NAME, block=block, choice=way.tier, saves_bytes=saves, moves_bytes=moves))
+    return offers
 
 
 def apply(
@@ -85,15 +85,17 @@ def apply(
 
 
 def _check(model: nn.Module, blocks: Sequence[str], paths: dict[str, nn.Module]) -> None:
-    asked = f"The activations of {list(blocks)} of {type(model).__name__} were to be offloaded."
+    asked = f"Cannot offload the activations of {list(blocks)} of {type(model).__name__}."
     if not blocks or isinstance(blocks, str):
-        raise UsageError(asked, "That names no blocks.", "Give a list of names of submodules.")
+        raise UsageError(asked, "The list is empty.", "Give a list of names of submodules.")
     missing = [block for block in blocks if block not in paths]
     if missing:
-        raise UsageError(asked, f"It has no {missing[0]!r}.", "Names are those of named_modules().")
+        raise UsageError(asked, f"The model has no part {missing[0]!r}.", "Use names of named_modules().")
     for block in blocks:
         if type(paths[block]).forward is nn.Module.forward:
-            raise UsageError(asked, f"{block!r} is never called: it only holds others.", "Name what it holds.")
+            raise UsageError(
+                asked, f"{block!r} is never called: it only holds other modules.", "Name the modules that it holds."
+            )
     for path, module in paths.items():
         if any(isinstance(layer, _Bracket) for layer in _layers(module)):
             raise UsageError(asked, f"{path or 'It'!r} is offloaded already.", "Call remove() of that handle first.")

@@ -67,10 +67,10 @@ def is_cache(value: object) -> bool:
 
 def copy_of_cache(cache: Any) -> Any:
     """A cache with the same tensors that can be appended to without the original noticing."""
-    made = copy.copy(cache)
-    for name, value in vars(made).items():
-        vars(made)[name] = _copy_of_part(value)
-    return made
+    copied = copy.copy(cache)
+    for name, value in vars(copied).items():
+        vars(copied)[name] = _copy_of_part(value)
+    return copied
 
 
 def _is_part(value: object) -> bool:
@@ -98,8 +98,8 @@ class Unwritten:
         """Raise UnsupportedError where one was."""
         if any(tensor._version != version for tensor, version in self._versions):
             raise UnsupportedError(
-                f"{type(block).__name__} was to be checkpointed with a cache that it writes to in place.",
-                "Its forward runs again in backward, and would write a second time.",
+                f"Cannot checkpoint {type(block).__name__} with a cache that it writes to in place.",
+                "Its forward pass runs again during backward and would write a second time.",
                 "Pass use_cache=False, or leave this block out.",
             )
 

@@ -59,22 +59,22 @@ def blocks(model: nn.Module) -> list[str]:
 def partition_of(model: nn.Module) -> Partition:
     """``blocks`` as a partition of ``model``, however few weights they have, for plans in which weights stay."""
     named = list(model.named_parameters())
-    made = []
+    blocks_found = []
     for path in blocks(model):
         mine = [(name, p) for name, p in named if name.startswith(f"{path}.")]
         if mine:
             names, size = tuple(name for name, _ in mine), sum(tensor_bytes(p) for _, p in mine)
-            made.append(Block(name=path, triggers=(path,), lookups=(), tensors=names, bytes=size))
-    inside = {name for block in made for name in block.tensors}
+            blocks_found.append(Block(name=path, triggers=(path,), lookups=(), tensors=names, bytes=size))
+    inside = {name for block in blocks_found for name in block.tensors}
     loose = [(name, p) for name, p in named if name not in inside]
-    held = sum(tensor_bytes(p) for _, p in loose) + sum(tensor_bytes(b) for b in model.buffers())
-    return Partition(blocks=tuple(made), loose=tuple(name for name, _ in loose), loose_bytes=held)
+    loose_bytes = sum(tensor_bytes(p) for _, p in loose) + sum(tensor_bytes(b) for b in model.buffers())
+    return Partition(blocks=tuple(blocks_found), loose=tuple(name for name, _ in loose), loose_bytes=loose_bytes)
 
 
 def every(model: nn.Module, k: int) -> dict[str, str]:
     """Full checkpointing of every ``k``-th block, the first included, and of none else; for ``apply``."""
     if type(k) is not int or k < 1:
-        raise UsageError(f"Every {k!r}-th block was to be checkpointed.", "It must be a whole number from 1.")
+        raise UsageError(f"Cannot checkpoint every {k!r}-th block.", "It must be a whole number from 1.")
     return {name: FULL if index % k == 0 else NONE for index, name in enumerate(blocks(model))}
 
 
@@ -139,8 +139,8 @@ class _Checkpointed(StandIn):
     def _checkpointed(self, *args: Any, **kwargs: Any) -> Any:
         names, count = tuple(kwargs), len(args)
         # By position: torch.utils.checkpoint keeps those through saved-tensor hooks, others by reference.
-        given = [copy_of_cache(value) if is_cache(value) else value for value in (*args, *kwargs.values())]
-        caches = [value for value in given if is_cache(value)]
+        arguments = [copy_of_cache(value) if is_cache(value) else value for value in (*args, *kwargs.values())]
+        caches = [value for value in arguments if is_cache(value)]
         unwritten = Unwritten(caches)
         if caches:
             self._on_cache()
@@ -149,9 +149,9 @@ class _Checkpointed(StandIn):
             values = tuple(copy_of_cache(value) if is_cache(value) else value for value in values)
             return self._forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-        made = checkpoint(run, *given, use_reentrant=False, context_fn=self._contexts)
+        output = checkpoint(run, *arguments, use_reentrant=False, context_fn=self._contexts)
         unwritten.check(self._module)
-        return made
+        return output
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         before = BuffersBefore(self._module)
@@ -173,21 +173,21 @@ def selective_contexts(*, alternate: bool = False) -> tuple[AbstractContextManag
         keeps = op in kept and not (op is product and next(products[context.is_recompute]) % 2)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    made: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = create_selective_checkpoint_contexts(
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = create_selective_checkpoint_contexts(
         policy if alternate else kept
     )
-    return made
+    return contexts
 
 
 def options(trace: Trace, hardware: Hardware, names: Sequence[str]) -> list[Option]:
     """What each block of ``names`` would save and cost, from the last step of a ``trace`` without checkpointing."""
     start = trace.step_starts[-1]
     ops = sorted((op for op in trace.ops if op.at >= start and op.phase is Phase.FORWARD), key=lambda op: op.at)
-    held = [s for s in trace.storages if s.category is Category.ACTIVATION and s.born >= start]
-    made_by = {storage.id: _maker(ops, storage) for storage in held}
+    activations = [s for s in trace.storages if s.category is Category.ACTIVATION and s.born >= start]
+    made_by = {storage.id: _maker(ops, storage) for storage in activations}
     rows = []
     for name in names:
-        inside = sorted((s for s in held if _within(s.module, name)), key=lambda s: s.born)
+        inside = sorted((s for s in activations if _within(s.module, name)), key=lambda s: s.born)
         again = [op for op in ops if _within(op.module, name)]
         for choice in (SELECTIVE, FULL):
             kept = choice == SELECTIVE
@@ -246,7 +246,7 @@ def _count(module: nn.Module) -> int:
 
 def _known(name: str, choice: str) -> str:
     if choice not in CHOICES:
-        raise UsageError(f"checkpointing={choice!r} was asked for {name}.", f"The choices are {', '.join(CHOICES)}.")
+        raise UsageError(f"Unknown checkpointing={choice!r} for {name}.", f"Known: {', '.join(CHOICES)}.")
     return choice
 
 
@@ -255,24 +255,24 @@ def _module(model: nn.Module, name: str) -> nn.Module:
         return model.get_submodule(name)
     except AttributeError as error:
         raise UsageError(
-            f"{name!r} of {type(model).__name__} was to be checkpointed.",
+            f"Cannot checkpoint {name!r} of {type(model).__name__}.",
             "It has no such part.",
-            f"Its blocks are {', '.join(blocks(model)) or 'none that brim finds'}.",
+            f"Its blocks are {', '.join(blocks(model)) or 'unknown'}.",
         ) from error
 
 
 def _refuse(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     if any(isinstance(placed, _Checkpointed) for placed in in_force(module)):
-        raise UsageError(f"{name} was to be checkpointed.", "It is already.", "Remove the first handle before.")
+        raise UsageError(
+            f"Cannot checkpoint {name}.", "It is checkpointed already.", "Remove the first handle before."
+        )
     inside = {id(part): path for path, part in modules.items() if part is not module}
     for part in module.modules():
         if id(part) in inside:
-            raise UsageError(
-                f"{name} was to be checkpointed, and so was {inside[id(part)]}.", "One is inside the other."
-            )
+            raise UsageError(f"Cannot checkpoint both {name} and {inside[id(part)]}.", "One is inside the other.")
         if getattr(part, "gradient_checkpointing", False) is True:
             raise UsageError(
-                f"{name} was to be checkpointed.",
+                f"Cannot checkpoint {name}.",
                 f"Its library checkpoints {type(part).__name__} already.",
                 "Call the model's gradient_checkpointing_disable() first.",
             )

@@ -58,15 +58,15 @@ class ActivationTransfer:
 
     def back(self, tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
         """Copies in the compute tier, for compute that is asked for from now on."""
-        memory, made = self.memory, []
+        memory, moved = self.memory, []
         dense = [_dense(tensor) for tensor in tensors]
         for tensor, source, part in zip(tensors, dense, self._parts(dense), strict=True):
             part.copy_(source)
             arrived = torch.empty(part.shape, dtype=part.dtype, device=memory.device)
             memory.engine.cross(_bytes(part), _bytes(arrived), label, (RAM, memory.compute.tier))
             same = (arrived.shape, arrived.stride()) == (tensor.shape, tensor.stride())
-            made.append(arrived if same else _like(tensor, arrived))
-        return made
+            moved.append(arrived if same else _like(tensor, arrived))
+        return moved
 
     def _parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A place in the buffer for each, of its shape."""
@@ -96,12 +96,12 @@ class _Visit:
         self, transfer: ActivationTransfer, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._transfer, self._label = transfer, label
-        given = _tensors([args, kwargs])
-        self._originals = [t for t in given if t.device.type == transfer.memory.device.type]
+        tensors = _tensors([args, kwargs])
+        self._originals = [t for t in tensors if t.device.type == transfer.memory.device.type]
         self._copies = transfer.there(self._originals, label)
         self._versions = [copied._version for copied in self._copies]
         moved = {id(o): c for o, c in zip(self._originals, self._copies, strict=True)}
-        self._stay = [t for t in given if id(t) not in moved]  # on the CPU anyway
+        self._stay = [t for t in tensors if id(t) not in moved]  # on the CPU anyway
         mapping = _Mapping(lambda t: moved.get(id(t), t))
         self.args, self.kwargs = tuple(mapping(value) for value in args), {k: mapping(v) for k, v in kwargs.items()}
         self._containers = [pair for pair in mapping.met.values() if type(pair[0]) in _CHANGEABLE]
@@ -109,8 +109,8 @@ class _Visit:
     def come_back(self, made: Any) -> Any:
         """``made`` with its tensors in the compute tier; arguments that were changed in place are changed there."""
         home = {id(c): o for o, c in zip(self._originals, self._copies, strict=True)} | {id(t): t for t in self._stay}
-        given = zip(self._copies, self._versions, strict=True)
-        changed = [copied for copied, version in given if copied._version != version]
+        versioned_copies = zip(self._copies, self._versions, strict=True)
+        changed = [copied for copied, version in versioned_copies if copied._version != version]
         everything = [made, *(inside for _, inside in self._containers)]
         new = [t for t in _tensors(everything) if id(t) not in home and t.device.type == _CPU.type]
         arrived = self._transfer.back([*changed, *new], self._label)
@@ -153,17 +153,17 @@ class _Mapping:
         mapped = pytree.tree_map(self, value, is_leaf=lambda part: part is not value)
         same = pytree.tree_leaves(mapped, is_leaf=lambda part: part is not mapped)
         were = pytree.tree_leaves(value, is_leaf=lambda part: part is not value)
-        return value if all(one is other for one, other in zip(same, were, strict=True)) else mapped
+        return value if all(before is after for before, after in zip(same, were, strict=True)) else mapped
 
     def _dataclass(self, value: Any) -> Any:
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         mapped = {name: self(part) for name, part in parts.items()}
         if all(part is parts[name] for name, part in mapped.items()):
             return value
-        made = copy.copy(value)
+        copied = copy.copy(value)
         for name, part in mapped.items():
-            object.__setattr__(made, name, part)
-        return made
+            object.__setattr__(copied, name, part)
+        return copied
 
 
 def _refill(container: Any, values: Any) -> None:
@@ -173,23 +173,23 @@ def _refill(container: Any, values: Any) -> None:
     if isinstance(container, list):
         container[:] = values
     else:
-        held = dict(values)
+        items = dict(values)
         container.clear()
-        container.update(held)
+        container.update(items)
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
     """Every tensor in nested containers, once."""
-    found: dict[int, torch.Tensor] = {}
+    tensors_by_id: dict[int, torch.Tensor] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        found[id(tensor)] = tensor
+        tensors_by_id[id(tensor)] = tensor
         return tensor
 
     mapping = _Mapping(note)
     for value in values:
         mapping(value)
-    return list(found.values())
+    return list(tensors_by_id.values())
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -210,8 +210,8 @@ def _like(tensor: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
     Kernels are chosen by strides: other strides can give other bits.
     """
     narrow = _narrowed(tensor)
-    made = torch.empty_strided(narrow.shape, narrow.stride(), dtype=tensor.dtype, device=dense.device)
-    return made.copy_(dense).expand(tensor.shape)
+    strided = torch.empty_strided(narrow.shape, narrow.stride(), dtype=tensor.dtype, device=dense.device)
+    return strided.copy_(dense).expand(tensor.shape)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,9 +24,9 @@ def rest_in(device: torch.device, arguments: Any, layers: Collection[int]) -> No
     for cache in _caches(arguments):
         if getattr(cache, "offloading", False):
             raise UnsupportedError(
-                "A cache that offloads its layers was given to a block that the CPU computes.",
-                "It would move that block's keys and values back to the device.",
-                "Use a plain DynamicCache: what the CPU computes keeps its part of it in RAM.",
+                "Cannot use a cache that offloads its layers with a block that the CPU computes.",
+                "It would move the keys and values of that block back to the device.",
+                "Use a plain DynamicCache: blocks that the CPU computes keep their part of it in RAM.",
             )
         for index in layers:
             if index < len(cache.layers):

@@ -40,13 +40,13 @@ class HostCompute:
         self._held: dict[str, list[Streamed]] = {}
         if streamed_blocks.training:
             raise UnsupportedError(
-                "A plan with blocks that the CPU computes was to be put into force for training.",
-                "Such blocks are for inference: their activations are in RAM, where backward does not look for them.",
+                "Cannot train by a plan whose blocks the CPU computes.",
+                "Such blocks are for inference: their activations are in RAM, and backward does not use those.",
                 "Plan without compute:ram, or fit the model for inference.",
             )
         if streamed_blocks.memory.host is None:
             raise UsageError(
-                "A plan with blocks that the CPU computes from RAM was to be put into force.",
+                "Cannot apply a plan whose blocks the CPU computes from RAM.",
                 "Here RAM is the compute tier, so the CPU computes all of them.",
                 "Make the plan for this machine.",
             )
@@ -57,8 +57,8 @@ class HostCompute:
         block = streamed.block
         if block.name not in self._computable:
             raise UnsupportedError(
-                f"{block.name} was to be computed by the CPU.",
-                "Some parameters that its modules need are not its own, and are elsewhere.",
+                f"Cannot compute {block.name} on the CPU.",
+                "Its modules need parameters of other blocks, which are elsewhere.",
                 "Plan it as resident or streamed.",
             )
         for trigger in block.triggers:
@@ -67,7 +67,7 @@ class HostCompute:
 
     def has(self, streamed: Streamed) -> bool:
         """Whether the CPU computes the block, so that it never comes to the compute tier."""
-        return any(streamed is other for held in self._held.values() for other in held)
+        return any(streamed is other for blocks in self._held.values() for other in blocks)
 
     @contextlib.contextmanager
     def bound(self, streamed: Streamed) -> Iterator[None]:
@@ -92,9 +92,9 @@ class HostCompute:
         self._streamed_blocks.bind(streamed, [view for view in streamed.store.rest() if view is not None])
 
     def install(self, model: nn.Module, guards: Guards) -> None:
-        for trigger, held in self._held.items():
+        for trigger, blocks in self._held.items():
             module = model.get_submodule(trigger)
-            call = _Call(self, module, held)
+            call = _Call(self, module, blocks)
             guards.replace(module, "forward", torch.compiler.disable(call.forward))
 
     def free(self) -> None:
@@ -128,7 +128,7 @@ class _Call:
         tensors = [*args, *kwargs.values(), *self._module.parameters()]
         if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
             raise UnsupportedError(
-                f"Gradients were to be computed through {self._held[0].block.name}, which the CPU computes.",
+                f"Cannot compute gradients through {self._held[0].block.name}, which the CPU computes.",
                 "Blocks that the CPU computes from RAM are for inference only.",
                 "Run the model under torch.no_grad(), or fit it for training.",
             )

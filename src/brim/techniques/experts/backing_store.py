@@ -58,7 +58,7 @@ class ExpertsStore:
 
 def _one_by_one(label: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{label} was to be brought to the compute tier as a whole.",
-        "Its experts come one by one.",
+        f"Cannot move {label} to the compute tier as a whole.",
+        "Its experts are moved one by one.",
         "Change them with load_state_dict, or call .brim.remove() first.",
     )

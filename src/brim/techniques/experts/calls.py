@@ -110,12 +110,12 @@ class ExpertCall:
     def _acquired(self, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """Within, the parameters are the slots, and ``num_experts`` is their number. Gives expert -> slot or -1."""
         table = torch.full((self.module.num_experts,), -1, dtype=torch.long)  # type: ignore[arg-type]
-        held: list[int] = []
+        acquired: list[int] = []
         before = self.module.num_experts
         try:
             for expert in experts:
                 table[expert] = self._cache.acquire(expert)
-                held.append(expert)
+                acquired.append(expert)
             for parameter, view in zip(self._streamed.parameters, self._as_one(), strict=True):
                 reveal(parameter, view)
             self.module.num_experts = self._cache.size  # type: ignore[assignment]
@@ -123,7 +123,7 @@ class ExpertCall:
         finally:
             self.module.num_experts = before
             self._streamed.rest()
-            for expert in held:
+            for expert in acquired:
                 self._cache.release(expert)
 
     def _as_one(self) -> list[torch.Tensor]:
@@ -143,7 +143,7 @@ class ExpertCall:
         tensors = [*args, *kwargs.values(), *self._streamed.parameters]
         if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
             raise UnsupportedError(
-                f"Gradients were to be computed through {self._streamed.block.name}, whose experts are cached.",
+                f"Cannot compute gradients through {self._streamed.block.name}, whose experts are cached.",
                 "Cached experts are for inference only.",
                 "Run the model under torch.no_grad(), or fit it for training.",
             )
@@ -171,7 +171,7 @@ class _Lookup:
 
 
 class _Rows:
-    """Stands for a parameter [experts, ...] of which rows are taken one by one."""
+    """Stands for a parameter [experts, ...] whose rows are taken one by one."""
 
     def __init__(self, lookup: _Lookup, position: int, parameter: nn.Parameter) -> None:
         self._lookup, self._position = lookup, position

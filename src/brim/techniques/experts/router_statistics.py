@@ -46,16 +46,16 @@ class RouterStatistics:
 
 def simulate(visits: Visits, slots: int, *, half_life: float, skip: int = 0) -> tuple[int, int]:
     """Hits and needed experts of all visits but the first ``skip``: what ``ExpertCache`` would do."""
-    usage, held = Usage(half_life), set[int]()
+    usage, cached = Usage(half_life), set[int]()
     hits = needed = 0
     for number, visit in enumerate(visits):
         usage.visit(visit)
         if number >= skip:
-            hits, needed = hits + len(held & visit.keys()), needed + len(visit)
+            hits, needed = hits + len(cached & visit.keys()), needed + len(visit)
         # What a call needs is there at its end, as far as it goes; of the rest the most used stay.
-        wanted = sorted(visit, key=usage.rank, reverse=True)[:slots]
-        others = sorted(held - visit.keys(), key=usage.rank, reverse=True)
-        held = {*wanted, *others[: slots - len(wanted)]}
+        most_used = sorted(visit, key=usage.rank, reverse=True)[:slots]
+        others = sorted(cached - visit.keys(), key=usage.rank, reverse=True)
+        cached = {*most_used, *others[: slots - len(most_used)]}
     return hits, needed
 
 
@@ -84,9 +84,9 @@ def watch_routers(model: nn.Module, run: Callable[[], object]) -> dict[str, Rout
     layers = [layer for layer in find_experts(model) if not layer.modules]
     if not layers:
         raise UnsupportedError(
-            f"The routers of {type(model).__name__} were to be watched.",
-            "It has no layers of fused experts, as transformers makes them.",
-            "Plan it like any other model: what is not called is not brought.",
+            f"Cannot watch the routers of {type(model).__name__}.",
+            "It has no layers of fused experts like those of transformers.",
+            "Plan it like any other model: layers that are not called are not loaded.",
         )
     seen: dict[str, list[Mapping[int, float]]] = {layer.path: [] for layer in layers}
     with contextlib.ExitStack() as stack:

@@ -7,7 +7,7 @@ into slots, and stay there by use (``expert_cache``). The rest of the layer is r
 transformers' experts are fused (``transformers/integrations/moe.py``): parameters of shape [experts, ...] and a
 forward of hidden states, the indices of the experts chosen per token, and their weights. Which kernels compute them
 stays the model's choice (``experts_implementation``), and so does every bit of the result. Older ones are lists of
-modules, of which some are called.
+modules, some of which are called.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class CachedExperts:
         """Bring the experts of each layer to where they rest, and make its slots."""
         if self._streamed_blocks.training:
             raise UnsupportedError(
-                "A plan with cached experts was to be put into force for training.",
-                "Which experts a backward pass needs is not known when their slots are given to others.",
+                "Cannot train by a plan with cached experts.",
+                "Slots are reused before it is known which experts a backward pass needs.",
                 "Plan without the technique 'experts', or fit the model for inference.",
             )
         choices = self._placement.plan.choices(NAME)
@@ -263,7 +263,7 @@ class ListedExperts:
 
 
 def expert_layers(model: nn.Module, plan: Plan) -> list[ExpertLayer]:
-    """The layers of which ``plan`` caches experts."""
+    """The layers whose experts ``plan`` caches."""
     choices = plan.choices(NAME)
     return [layer for layer in find_experts(model) if layer.path in choices] if choices else []
 

@@ -182,12 +182,12 @@ class PlannedCache(Cache):
         Returns how many are held then: none where a layer of another kind cannot be cut back.
         """
         own = [layer for layer in self.layers if isinstance(layer, _Layer)]
-        held = min(tokens, int(self.get_seq_length())) if len(own) == len(self.layers) else 0
-        if not held:
+        kept = min(tokens, int(self.get_seq_length())) if len(own) == len(self.layers) else 0
+        if not kept:
             self.reset()  # type: ignore[no-untyped-call]
-        for layer in own if held else ():
-            layer.keep(held)
-        return held
+        for layer in own if kept else ():
+            layer.keep(kept)
+        return kept
 
     def remove(self) -> None:
         """Give the memory back; what is under way is waited for. A second call does nothing."""
@@ -270,9 +270,9 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_su
         begin, end = self._length, self._length + key_states.shape[-2]
         if end > self._tokens:
             raise UsageError(
-                f"The KV cache was to take {end} tokens.",
+                f"The KV cache cannot hold {end} tokens.",
                 f"It was planned for {self._tokens}.",
-                "Give a smaller number of new tokens, or plan for more.",
+                "Generate fewer new tokens, or plan for more.",
             )
         keys, values = self._room.open(begin)
         keys[:, :, begin:end].copy_(key_states)
@@ -314,5 +314,5 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_su
 
 def _refused(what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"A planned KV cache was to be {what}.", "Its memory is laid out for greedy generation.", "Use DynamicCache."
+        f"A planned KV cache cannot be {what}.", "Its memory is laid out for greedy generation.", "Use DynamicCache."
     )

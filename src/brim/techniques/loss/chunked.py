@@ -38,16 +38,18 @@ def apply(model: nn.Module, chunk_tokens: int = 1024, *, head: str | None = None
     where no head is found.
     """
     if type(chunk_tokens) is not int or chunk_tokens < 1:
-        raise UsageError(f"A loss in chunks of {chunk_tokens!r} tokens was asked for.", "It must be 1 or more.")
+        raise UsageError(
+            f"Cannot compute a loss in chunks of {chunk_tokens!r} tokens.", "The number must be 1 or more."
+        )
     name = find_head(model, example) if head is None else head
     try:
         module = model.get_submodule(name)
     except AttributeError as error:
-        raise UsageError(f"{name!r} was given as the head.", f"{type(model).__name__} has no such part.") from error
+        raise UsageError(f"Cannot use {name!r} as the head.", f"{type(model).__name__} has no such part.") from error
     if "_call_impl" in vars(module):
         raise UsageError(
-            f"The loss of {type(model).__name__} was to be chunked.",
-            f"That of {name} is already.",
+            f"Cannot chunk the loss of {type(model).__name__}.",
+            f"The loss of {name} is chunked already.",
             "Remove the first handle before.",
         )
     return ChunkedLoss(name, module, chunk_tokens)
@@ -96,13 +98,13 @@ def find_head(model: nn.Module, example: Any = None) -> str:
     if example is not None:
         linear = _called(model, example, linear)
     elif callable(named := getattr(model, "get_output_embeddings", None)):
-        wanted = named()
-        linear = [name for name, module in parts.items() if module is wanted] or linear
+        output_embedding = named()
+        linear = [name for name, module in parts.items() if module is output_embedding] or linear
     if not linear:
         raise UnsupportedError(
-            f"The loss of {type(model).__name__} was to be chunked.",
-            "No linear layer that makes its logits was found.",
-            "Name it: head='path.of.the.layer'.",
+            f"Cannot chunk the loss of {type(model).__name__}.",
+            "brim found no linear layer that computes its logits.",
+            "Name the layer: head='path.of.the.layer'.",
         )
     return linear[-1]
 
@@ -115,11 +117,11 @@ def _called(model: nn.Module, example: Any, linear: Sequence[str]) -> list[str]:
     ]
     try:
         with torch.no_grad(), dry_run(model, example) as inputs:
-            made = call_with(model, inputs)
+            output = call_with(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    logits = getattr(made, "logits", made)
+    logits = getattr(output, "logits", output)
     while isinstance(logits, (tuple, list)):
         logits = logits[0]
     return [name for name in order if model.get_submodule(name).out_features == logits.shape[-1]]
@@ -141,9 +143,9 @@ def _chunked(
 ) -> torch.Tensor | None:
     """``torch.nn.functional.cross_entropy`` by chunks; None for what it does not do by chunks."""
     rows = view.rows.reshape(-1, view.rows.shape[-1])
-    wanted = _flat_target(view, target)
-    known = reduction in ("none", "mean", "sum") and size_average is None and reduce is None
-    if wanted is None or not known or rows.shape[0] == 0:
+    labels = _flat_target(view, target)
+    is_supported = reduction in ("none", "mean", "sum") and size_average is None and reduce is None
+    if labels is None or not is_supported or rows.shape[0] == 0:
         return None
 
     def losses(rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -160,13 +162,13 @@ def _chunked(
     grad = view.call.grad and torch.is_grad_enabled()
     parts: list[torch.Tensor] = []
     with contextlib.nullcontext() if grad else torch.no_grad():
-        for some, their in zip(rows.split(size), wanted.split(size), strict=True):
+        for some, their in zip(rows.split(size), labels.split(size), strict=True):
             parts.append(checkpoint(losses, some, their, use_reentrant=False) if grad else losses(some, their))
     if reduction == "none":
         return torch.cat(parts).reshape(view.rows.shape[:-1])
     total = _sum(parts)
     if reduction == "mean":
-        total = total / _count(wanted, weight, ignore_index)
+        total = total / _count(labels, weight, ignore_index)
     return total.to(parts[0].dtype)
 
 

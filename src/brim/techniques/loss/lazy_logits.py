@@ -89,11 +89,11 @@ class LazyLogits(torch.Tensor):
 
     @staticmethod
     def __new__(cls, view: View) -> LazyLogits:
-        made: LazyLogits = torch.Tensor._make_wrapper_subclass(
+        logits: LazyLogits = torch.Tensor._make_wrapper_subclass(
             cls, view.shape, dtype=view.sample.dtype, device=_true_device(view.rows)
         )
-        made.view_ = view
-        return made
+        logits.view_ = view
+        return logits
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -134,8 +134,8 @@ class LazyLogits(torch.Tensor):
 
 def _true_device(tensor: torch.Tensor) -> torch.device:
     """A trace's tensors may say that they lie on a GPU that is not there."""
-    made: torch.device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-    return made
+    device: torch.device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return device
 
 
 class _Defer(torch.autograd.Function):
@@ -154,16 +154,16 @@ class _Defer(torch.autograd.Function):
             rows = view.rows.detach().requires_grad_(needed[0])
             logits = view.run(rows).movedim(-1, view.class_dim)
         inputs = [value for value, need in zip((rows, *ctx.parameters), needed, strict=True) if need]
-        made = iter(torch.autograd.grad(logits, inputs, gradients[0], allow_unused=True))
-        return (None, *(next(made) if need else None for need in needed))
+        input_gradients = iter(torch.autograd.grad(logits, inputs, gradients[0], allow_unused=True))
+        return (None, *(next(input_gradients) if need else None for need in needed))
 
 
 def lazy(view: View) -> torch.Tensor:
     """``view`` as a tensor that autograd knows."""
     if not torch.is_grad_enabled():
         return LazyLogits(view)
-    made: torch.Tensor = _Defer.apply(view, view.rows, *view.call.head.parameters())  # type: ignore[no-untyped-call]
-    return made
+    logits: torch.Tensor = _Defer.apply(view, view.rows, *view.call.head.parameters())  # type: ignore[no-untyped-call]
+    return logits
 
 
 def defer(head: nn.Module, hidden: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
@@ -184,8 +184,8 @@ def _then(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any], **
         return None
 
     def step(value: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = func(value, *args, **kwargs)
-        return made
+        output: torch.Tensor = func(value, *args, **kwargs)
+        return output
 
     return lazy(replace(view, steps=(*view.steps, step), **changed))
 
@@ -195,8 +195,8 @@ def _pointwise(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any
         return None
 
     def change(logits: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = func(logits, *args, **kwargs)
-        return made
+        output: torch.Tensor = func(logits, *args, **kwargs)
+        return output
 
     sample = change(view.sample)
     return _then(view, func, args, kwargs, changes=(*view.changes, change), sample=sample)
@@ -219,10 +219,10 @@ def _contiguous(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _reshape(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    given = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
-    if kwargs or not given or not view.is_class_last or not all(isinstance(size, int) for size in given):
+    sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    if kwargs or not sizes or not view.is_class_last or not all(isinstance(size, int) for size in sizes):
         return None
-    shape = _inferred(tuple(given), math.prod(view.shape))
+    shape = _inferred(tuple(sizes), math.prod(view.shape))
     if shape is None or shape[-1] != view.sample.shape[-1] or len(shape) < 2:
         return None
     rows = view.rows.reshape(*shape[:-1], view.rows.shape[-1])
@@ -247,10 +247,10 @@ def _transpose(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _permute(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    given = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
-    if kwargs or len(given) != len(view.shape):
+    dims = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    if kwargs or len(dims) != len(view.shape):
         return None
-    return _ordered(view, func, args, [dim % len(view.shape) for dim in given])
+    return _ordered(view, func, args, [dim % len(view.shape) for dim in dims])
 
 
 def _ordered(view: View, func: Any, args: Sequence[Any], order: Sequence[int]) -> Any:
@@ -292,22 +292,22 @@ def _argmax(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 def _inferred(shape: tuple[int, ...], count: int) -> tuple[int, ...] | None:
     if shape.count(-1) > 1:
         return None
-    known = math.prod(size for size in shape if size != -1)
-    if known == 0 or count % known:
+    known_count = math.prod(size for size in shape if size != -1)
+    if known_count == 0 or count % known_count:
         return None
-    made = tuple(count // known if size == -1 else size for size in shape)
-    return made if math.prod(made) == count else None
+    inferred = tuple(count // known_count if size == -1 else size for size in shape)
+    return inferred if math.prod(inferred) == count else None
 
 
 def _spelled_out(key: tuple[Any, ...], dims: int) -> tuple[Any, ...] | None:
     """An index of slices and whole numbers with one entry per dimension; None for any other."""
     if not all(part is Ellipsis or (isinstance(part, (slice, int)) and not isinstance(part, bool)) for part in key):
         return None
-    given = [part for part in key if part is not Ellipsis]
-    if len(given) > dims or len(key) - len(given) > 1:
+    parts = [part for part in key if part is not Ellipsis]
+    if len(parts) > dims or len(key) - len(parts) > 1:
         return None
     at = next((i for i, part in enumerate(key) if part is Ellipsis), len(key))
-    return (*key[:at], *(slice(None),) * (dims - len(given)), *key[at + 1 :])
+    return (*key[:at], *(slice(None),) * (dims - len(parts)), *key[at + 1 :])
 
 
 # -- autocast, as it was when the head was called

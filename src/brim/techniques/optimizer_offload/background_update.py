@@ -44,7 +44,7 @@ class BackgroundUpdates:
         label: str,
         update: Callable[[Carried], None],
     ) -> None:
-        """Have ``update`` run with these parameters and gradients, of which there are copies when this returns.
+        """Have ``update`` run with these parameters and gradients. They are copied when this returns.
 
         It waits for the copies alone: gradients that wait for their update in the compute tier would be memory that
         nobody has promised. Raises what an earlier update raised.

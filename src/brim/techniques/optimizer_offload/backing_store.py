@@ -52,7 +52,7 @@ class States:
     ) -> None:
         self._optimizer, self._memory, self._blocks, self._brief = optimizer, memory, blocks, brief
         self._slices: dict[int, list[_Slice]] = {}  # by block
-        self._before: dict[tuple[int, int], dict[str, Any]] = {}  # numbers of a parameter of which parts are new
+        self._before: dict[tuple[int, int], dict[str, Any]] = {}  # numbers of a parameter whose parts are new
         sizes: dict[int, int] = {}
         for index, block in blocks.items():
             self._slices[index] = []
@@ -69,8 +69,8 @@ class States:
 
     def state(self, index: int, parameter: int) -> dict[str, Any]:
         """The optimizer's own dictionary; empty and not entered where there is none."""
-        found: dict[str, Any] = self._optimizer.state.get(self._blocks[index].parameters[parameter], {})
-        return found
+        state: dict[str, Any] = self._optimizer.state.get(self._blocks[index].parameters[parameter], {})
+        return state
 
     def ends_step(self, indices: Sequence[int]) -> None:
         """The step is over, and the next one begins with the states of these blocks: they are fetched, unless nothing
@@ -86,7 +86,7 @@ class States:
 
     def fit_parts(self, index: int) -> bool:
         """Whether no parameter that is updated in parts has a state of another kind than foreseen (it was loaded)."""
-        cut = {part.parameter for one in self._slices[index] for part in one.unit if not part.whole}
+        cut = {part.parameter for piece in self._slices[index] for part in piece.unit if not part.whole}
         values = [value for number in cut for value in self.state(index, number).values()]
         return not any(type(value) is torch.Tensor and value.dim() for value in values)
 
@@ -96,9 +96,9 @@ class States:
     def expect(self, indices: Sequence[int], first: int = 0) -> None:
         """Begin to fetch the states of these blocks, of the first one from its unit number ``first`` on."""
         todo = [
-            (i, one) for i in indices if i in self._blocks for one in self._slices[i][first * (i == indices[0]) :]
+            (i, piece) for i in indices if i in self._blocks for piece in self._slices[i][first * (i == indices[0]) :]
         ]
-        self.records.expect([one.record for index, one in todo if self._is_away(index, one)])
+        self.records.expect([piece.record for index, piece in todo if self._is_away(index, piece)])
 
     def _is_away(self, index: int, one: _Slice) -> bool:
         """Whether the record has what its fields are for."""
@@ -113,14 +113,14 @@ class States:
         ``zeros_like`` of the parameter is made in the record at once; the bytes of states that it makes otherwise
         are held against the budget until they are in it.
         """
-        one, block = self._slices[index][number], self._blocks[index]
-        parameters = [p.stand_in(block.parameters[p.parameter], block.names[p.parameter]) for p in one.unit]
+        piece, block = self._slices[index][number], self._blocks[index]
+        parameters = [p.stand_in(block.parameters[p.parameter], block.names[p.parameter]) for p in piece.unit]
         with contextlib.ExitStack() as stack:
-            for part, parameter in zip(one.unit, parameters, strict=True):
+            for part, parameter in zip(piece.unit, parameters, strict=True):
                 if not part.whole:
                     stack.enter_context(self._standing_in(index, part, parameter))
-            if one.fields:
-                stack.enter_context(self._fetched(index, one, parameters, stepping))
+            if piece.fields:
+                stack.enter_context(self._fetched(index, piece, parameters, stepping))
             yield parameters
 
     @contextlib.contextmanager
@@ -135,32 +135,32 @@ class States:
         try:
             yield
         finally:
-            made = self._optimizer.state.pop(parameter, {})
-            if part.end == block.parameters[part.parameter].numel() and made:
-                self._optimizer.state[block.parameters[part.parameter]] = self._whole(*key, made)
+            state = self._optimizer.state.pop(parameter, {})
+            if part.end == block.parameters[part.parameter].numel() and state:
+                self._optimizer.state[block.parameters[part.parameter]] = self._whole(*key, state)
 
     def _whole(self, index: int, parameter: int, made: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a parameter, of whose last part it is ``made``."""
-        kept = {one.key: one for one in self._blocks[index].kept[parameter]}
+        kept = {kept_tensor.key: kept_tensor for kept_tensor in self._blocks[index].kept[parameter]}
         return {key: self._offloaded(index, parameter, kept[key]) if key in kept else v for key, v in made.items()}
 
     @contextlib.contextmanager
     def _fetched(
         self, index: int, one: _Slice, parameters: Sequence[nn.Parameter], stepping: Sequence[bool]
     ) -> Iterator[None]:
-        held = [self._optimizer.state.get(parameter, {}) for parameter in parameters]
-        news = [f for f in one.fields if stepping[f.parameter] and not held[f.parameter]]
+        states = [self._optimizer.state.get(parameter, {}) for parameter in parameters]
+        news = [f for f in one.fields if stepping[f.parameter] and not states[f.parameter]]
         flat = self.records.enter(one.record, empty=not self._is_away(index, one))
         births = _Births({id(p): p for p in parameters}, _places(news, parameters, flat))
         passing: Buffer | None = None
         try:
             for field in one.fields:
-                if type(held[field.parameter].get(field.key)) is OffloadedTensor:
-                    held[field.parameter][field.key] = field.view(flat)
+                if type(states[field.parameter].get(field.key)) is OffloadedTensor:
+                    states[field.parameter][field.key] = field.view(flat)
             with births if news else contextlib.nullcontext():
                 yield
-            made = births.left_bytes
-            passing = self._memory.ram.account(made, "new states") if made else None
+            new_bytes = births.left_bytes
+            passing = self._memory.ram.account(new_bytes, "new states") if new_bytes else None
         finally:
             self._take(index, one, parameters, flat)
             if passing is not None:
@@ -207,20 +207,20 @@ class States:
             self._take_whole(index)
 
     def _take_whole(self, index: int) -> None:
-        taken: set[tuple[int, str]] = set()
-        for one in self._slices[index]:
-            there = [f for f in one.fields if self._is_here(index, one.owner(f), f.key)]
+        fetched: set[tuple[int, str]] = set()
+        for piece in self._slices[index]:
+            there = [f for f in piece.fields if self._is_here(index, piece.owner(f), f.key)]
             if not there:
                 continue
-            flat = self.records.enter(one.record, empty=not self._is_away(index, one))
+            flat = self.records.enter(piece.record, empty=not self._is_away(index, piece))
             try:
                 for field in there:
-                    value = self.state(index, one.owner(field))[field.key]
-                    field.view(flat).copy_(one.unit[field.parameter].of(value))
+                    value = self.state(index, piece.owner(field))[field.key]
+                    field.view(flat).copy_(piece.unit[field.parameter].of(value))
             finally:
-                self.records.leave(one.record)
-            taken |= {(one.owner(field), field.key) for field in there}
-        for parameter, key in taken:
+                self.records.leave(piece.record)
+            fetched |= {(piece.owner(field), field.key) for field in there}
+        for parameter, key in fetched:
             kept = next(k for k in self._blocks[index].kept[parameter] if k.key == key)
             self.state(index, parameter)[key] = self._offloaded(index, parameter, kept)
 
@@ -251,24 +251,28 @@ class States:
         pieces = list(self._pieces(index, parameter, key))
         if len(pieces) == 1:
             return self._piece(*pieces[0])
-        made = torch.empty(kept.shape, dtype=kept.dtype)
-        for one, field in pieces:
-            one.unit[field.parameter].of(made).copy_(self._piece(one, field))
-        return made
+        whole = torch.empty(kept.shape, dtype=kept.dtype)
+        for piece, field in pieces:
+            piece.unit[field.parameter].of(whole).copy_(self._piece(piece, field))
+        return whole
 
     def _piece(self, one: _Slice, field: Field) -> torch.Tensor:
         return field.view_alone(self.records.get(one.record, field.offset, field.bytes))
 
     def _pieces(self, index: int, parameter: int, key: str) -> Iterator[tuple[_Slice, Field]]:
-        for one in self._slices[index]:
-            for field in one.fields:
-                if (one.owner(field), field.key) == (parameter, key):
-                    yield one, field
+        for piece in self._slices[index]:
+            for field in piece.fields:
+                if (piece.owner(field), field.key) == (parameter, key):
+                    yield piece, field
 
     def away_keys(self, index: int, parameter: int) -> list[str]:
         """Of one parameter, what is away now."""
         state = self.state(index, parameter)
-        return [one.key for one in self._blocks[index].kept[parameter] if type(state.get(one.key)) is OffloadedTensor]
+        return [
+            kept_tensor.key
+            for kept_tensor in self._blocks[index].kept[parameter]
+            if type(state.get(kept_tensor.key)) is OffloadedTensor
+        ]
 
     def load(self, index: int, parameter: int, key: str, tensor: torch.Tensor, sample: Mapping[str, Any]) -> None:
         """Make ``tensor`` a state of a parameter. Raises UsageError where it does not fit."""
@@ -281,13 +285,15 @@ class States:
             return
         if tuple(tensor.shape) != kept.shape:
             raise UsageError(
-                f"{name} was to become {list(tensor.shape)}.",
-                f"The optimizer keeps {list(kept.shape)} for this parameter.",
+                f"Cannot load {name} of shape {list(tensor.shape)}.",
+                f"The optimizer keeps shape {list(kept.shape)} for this parameter.",
                 "Load what was saved for this model with this optimizer and its options.",
             )
-        for one, field in self._pieces(index, parameter, key):
+        for piece, field in self._pieces(index, parameter, key):
             part = torch.empty_strided(field.shape, field.stride, dtype=field.dtype)
-            self.records.put(one.record, field.offset, flat_bytes(part.copy_(one.unit[field.parameter].of(tensor))))
+            self.records.put(
+                piece.record, field.offset, flat_bytes(part.copy_(piece.unit[field.parameter].of(tensor)))
+            )
         state[key] = self._offloaded(index, parameter, kept)
 
 
@@ -308,10 +314,10 @@ def _places(
     news: Sequence[Field], parameters: Sequence[nn.Parameter], flat: torch.Tensor
 ) -> dict[int, list[torch.Tensor]]:
     """Where the new states of each parameter (by identity) will rest, in the order of their making."""
-    found: dict[int, list[torch.Tensor]] = {}
+    places: dict[int, list[torch.Tensor]] = {}
     for field in news:
-        found.setdefault(id(parameters[field.parameter]), []).append(field.view(flat))
-    return found
+        places.setdefault(id(parameters[field.parameter]), []).append(field.view(flat))
+    return places
 
 
 def _own(value: Any) -> Any:
@@ -334,14 +340,14 @@ class _Births(TorchDispatchMode):
 
     @property
     def left_bytes(self) -> int:
-        """Of the states that were to come, those that were made elsewhere."""
+        """The size of the expected states that were created elsewhere."""
         return sum(place.numel() * place.element_size() for places in self._places.values() for place in places)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         places = self._places.get(id(args[0])) if func is torch.ops.aten.zeros_like.default else None
         if places and self._parameters[id(args[0])] is args[0]:
-            wanted = (kwargs or {}).get("dtype") or args[0].dtype
-            if (places[0].dtype, places[0].shape) == (wanted, args[0].shape):
+            dtype = (kwargs or {}).get("dtype") or args[0].dtype
+            if (places[0].dtype, places[0].shape) == (dtype, args[0].shape):
                 return places.pop(0).zero_()
         return func(*args, **(kwargs or {}))
 

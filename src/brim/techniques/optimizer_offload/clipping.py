@@ -31,13 +31,13 @@ def clip(
     if not any(type(p.grad) is OffloadedTensor for p in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     norms: dict[int, torch.Tensor] = {}
-    wanted = {id(p) for p in parameters}
-    order = [i for i, block in blocks.items() if any(id(p) in wanted for p in block.parameters)]
+    parameter_ids = {id(p) for p in parameters}
+    order = [i for i, block in blocks.items() if any(id(p) in parameter_ids for p in block.parameters)]
     for position, index in enumerate(order):
-        with gradients.present(index) as found:
+        with gradients.present(index) as present:
             gradients.expect(order[position + 1 : position + 3])
-            for parameter, here in zip(blocks[index].parameters, found, strict=True):
-                if here is not None and id(parameter) in wanted:
+            for parameter, here in zip(blocks[index].parameters, present, strict=True):
+                if here is not None and id(parameter) in parameter_ids:
                     norms[id(parameter)] = _norm(here[0], norm_type, foreach)
     for parameter in parameters:
         if parameter.grad is not None and id(parameter) not in norms:
@@ -53,7 +53,7 @@ def clip(
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     for index in order:
         for number, parameter in enumerate(blocks[index].parameters):
-            if type(parameter.grad) is OffloadedTensor and id(parameter) in wanted:
+            if type(parameter.grad) is OffloadedTensor and id(parameter) in parameter_ids:
                 gradients.scale(index, number, factor.to("cpu"))
     return total
 

@@ -121,16 +121,16 @@ class Gradients:
         try:
             if self.records.tier == DISK:
                 self.records.secure(index)  # what is changed here is forgotten, and read again
-            found: list[_Here | None] = []
+            gradients: list[_Here | None] = []
             for number, parameter in enumerate(block.parameters):
                 if not away_[number]:
-                    found.append(None if parameter.grad is None else (parameter.grad, False))
+                    gradients.append(None if parameter.grad is None else (parameter.grad, False))
                     continue
                 view = self._fields[index][number].view(flat)
                 added = None if type(parameter.grad) is OffloadedTensor else parameter.grad
                 changed |= self._total(index, number, view, added, settle=self.records.tier != DISK)
-                found.append((view, True))
-            yield found
+                gradients.append((view, True))
+            yield gradients
         finally:
             self.records.leave(index, changed=False)
             if changed and self.records.tier == DISK:
@@ -202,9 +202,9 @@ class Gradients:
         """A gradient that is away, in memory of its own."""
         assert self.records is not None
         field, gradient = self._fields[index][number], self._blocks[index].parameters[number].grad
-        made = field.view_alone(self.records.get(index, field.offset, field.bytes))
-        self._total(index, number, made, gradient if (index, number) in self._adding else None, settle=False)
-        return made
+        gradient_copy = field.view_alone(self.records.get(index, field.offset, field.bytes))
+        self._total(index, number, gradient_copy, gradient if (index, number) in self._adding else None, settle=False)
+        return gradient_copy
 
     def replace(self, index: int, number: int, value: torch.Tensor) -> None:
         """Have other values in the place of those of a gradient that is away."""
@@ -228,8 +228,8 @@ class Gradients:
         for index, block in self._blocks.items():
             if not any(type(p.grad) is OffloadedTensor for p in block.parameters):
                 continue
-            with self.present(index) as found:
-                values = [None if here is None else here[0].clone() for here in found]
+            with self.present(index) as present:
+                values = [None if here is None else here[0].clone() for here in present]
             for parameter, value in zip(block.parameters, values, strict=True):
                 if type(parameter.grad) is OffloadedTensor and value is not None:
                     parameter.grad = value.to(parameter.device)
@@ -256,14 +256,14 @@ class _Keeper:
 
     @property
     def _gradients(self) -> Gradients:
-        found = self._reference()
-        if found is None or found.generation(self._index, self._number) != self._generation:
+        gradients = self._reference()
+        if gradients is None or gradients.generation(self._index, self._number) != self._generation:
             raise UnsupportedError(
-                f"{self._what} was to be used.",
-                "It was away, and is gone since: another took its place, or it was used and let go.",
-                "Clone gradients that are to outlive zero_grad() and the step.",
+                f"Cannot use {self._what}.",
+                "It was offloaded, and is gone: a newer gradient has replaced it, or it was used and freed.",
+                "Clone gradients that you need after zero_grad() or the step.",
             )
-        return found
+        return gradients
 
     def zero(self) -> None:
         self._gradients.zero(self._index, self._number)
@@ -329,9 +329,9 @@ def _weakly(method: Callable[..., None], *args: int) -> Callable[..., None]:
     reference = weakref.WeakMethod(method)
 
     def call(*more: torch.Tensor) -> None:
-        found = reference()
-        if found is not None:
-            found(*args, *more)
+        bound_method = reference()
+        if bound_method is not None:
+            bound_method(*args, *more)
 
     return call
 

@@ -37,7 +37,7 @@ class Part:
             return parameter
         if not parameter.is_contiguous():
             raise UnsupportedError(
-                f"{name} was to be updated.",
+                f"Cannot update {name}.",
                 f"It has become a tensor with strides {list(parameter.stride())}; it was contiguous when fitted.",
                 "Keep the layout of parameters, or call .brim.remove() first and fit the model again.",
             )
@@ -48,7 +48,7 @@ class Part:
         if self.whole:
             return tuple(kept)
         shape = (self.end - self.begin,)
-        return tuple(Kept(key=one.key, dtype=one.dtype, shape=shape, stride=(1,)) for one in kept)
+        return tuple(Kept(key=tensor.key, dtype=tensor.dtype, shape=shape, stride=(1,)) for tensor in kept)
 
 
 Unit = tuple[Part, ...]  # what is updated at once
@@ -67,7 +67,7 @@ def cut(
     ``is_elementwise`` says of a parameter, by its number, whether it may be.
     """
     units: list[list[Part]] = []
-    held = 0
+    unit_bytes = 0
     for number, parameter in enumerate(parameters):
         size, count = parameter.numel() * parameter.element_size(), parameter.numel()
         if size > bound_bytes and _is_contiguous(parameter) and is_elementwise(number):
@@ -79,13 +79,13 @@ def cut(
                 [Part(parameter=number, begin=begin, end=end, whole=len(ends) == 1)]
                 for begin, end in zip(begins, ends, strict=True)
             ]
-            held = bound_bytes  # nothing joins the last one
+            unit_bytes = bound_bytes  # nothing joins the last one
             continue
-        if not units or held + size > bound_bytes:
+        if not units or unit_bytes + size > bound_bytes:
             units.append([])
-            held = 0
+            unit_bytes = 0
         units[-1].append(Part(parameter=number, begin=0, end=count, whole=True))
-        held += size
+        unit_bytes += size
     return tuple(tuple(unit) for unit in units)
 
 

@@ -56,18 +56,20 @@ def check(optimizer: Optimizer, **choices: str) -> None:
     """Raise UsageError for what is unknown or fitted already, UnsupportedError for a step that is not PyTorch's."""
     if HANDLE_ATTRIBUTE in vars(optimizer):
         raise UsageError(
-            f"{type(optimizer).__name__} was to be fitted.",
+            f"Cannot fit {type(optimizer).__name__}.",
             "It is fitted already.",
             "Call .brim.remove() on it first.",
         )
     for what, choice in choices.items():
         if choice not in CHOICES:
-            raise UsageError(f"{what}={choice!r} was asked of optimizer_offload.", f"Known are {', '.join(CHOICES)}.")
+            raise UsageError(
+                f"Unknown option {what}={choice!r} of optimizer_offload.", f"Known: {', '.join(CHOICES)}."
+            )
     if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise UnsupportedError(
-            f"{type(optimizer).__name__} was to be fitted.",
-            "Its step was replaced by a function of somebody else's.",
-            "Fit the optimizer first, and wrap its step then.",
+            f"Cannot fit {type(optimizer).__name__}.",
+            "Another library has replaced its step.",
+            "Fit the optimizer first and wrap its step afterwards.",
         )
 
 
@@ -131,10 +133,12 @@ class Places:
             return
         parts = states.parts(index, number)
         owners = [block.parameters[part.parameter] for part in parts]
-        given = [_part_of(part, gradients[part.parameter]) for part in parts]
-        with states.present(index, number, stepping=[gradient is not None for gradient in given]) as stand_ins:
+        part_gradients = [_part_of(part, gradients[part.parameter]) for part in parts]
+        with states.present(
+            index, number, stepping=[gradient is not None for gradient in part_gradients]
+        ) as stand_ins:
             states.expect([index, *soon], number + 1)
-            with in_ram(stand_ins, given, block.name), narrowed(optimizer, owners, stand_ins):
+            with in_ram(stand_ins, part_gradients, block.name), narrowed(optimizer, owners, stand_ins):
                 yield
 
     @property

@@ -47,7 +47,7 @@ class WideSteps:
         if closure is not None:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step was called with a closure.",
-                "Its parameters are widened a few at a time, so the loss cannot be computed again within a step.",
+                "Its parameters are cast to float32 a few at a time: the loss cannot be computed again meanwhile.",
                 "Use precision bf16-mixed.",
             )
         groups, result = optimizer.param_groups, None
@@ -123,10 +123,10 @@ class WideSteps:
             return None  # nothing random is drawn
         device = tensor.device
         if device not in self._generators:
-            made = torch.Generator(device).manual_seed(self._seed)
+            generator = torch.Generator(device).manual_seed(self._seed)
             if f"rounding.{device}" in self._pending:
-                made.set_state(self._pending.pop(f"rounding.{device}"))
-            self._generators[device] = made
+                generator.set_state(self._pending.pop(f"rounding.{device}"))
+            self._generators[device] = generator
         return self._generators[device]
 
     def take(self, value: Callable[[str], torch.Tensor]) -> None:
@@ -136,23 +136,23 @@ class WideSteps:
 
     def state(self) -> dict[str, torch.Tensor]:
         """What a later run needs to go on bit for bit: ``rounding.DEVICE`` generators, ``master.NAME`` values."""
-        made = dict(self._pending)
-        made |= {f"rounding.{device}": generator.get_state() for device, generator in self._generators.items()}
-        return made | {f"master.{name}": value for name, value in (self.masters or {}).items()}
+        state = dict(self._pending)
+        state |= {f"rounding.{device}": generator.get_state() for device, generator in self._generators.items()}
+        return state | {f"master.{name}": value for name, value in (self.masters or {}).items()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raise UsageError where ``state`` is not of this kind of precision and these parameters."""
         masters = {name: value for name, value in state.items() if name.startswith("master.")}
-        wanted = {f"master.{name}": value for name, value in (self.masters or {}).items()}
+        own_masters = {f"master.{name}": value for name, value in (self.masters or {}).items()}
         others = [name for name in state if name not in masters and not name.startswith("rounding.")]
-        if masters.keys() != wanted.keys() or others:
+        if masters.keys() != own_masters.keys() or others:
             raise UsageError(
-                "A precision's state was to be loaded.",
-                f"It has {len(masters)} float32 masters where this model has {len(wanted)}.",
+                "Cannot load the state of a precision.",
+                f"It has {len(masters)} float32 masters where this model has {len(own_masters)}.",
                 "Load the state that the same model and precision wrote.",
             )
         for name, value in masters.items():
-            wanted[name].copy_(value)
+            own_masters[name].copy_(value)
         self._generators = {}
         self._pending = {name: value.cpu() for name, value in state.items() if name not in masters}
 

@@ -76,15 +76,15 @@ def lay_out(kept: Sequence[Sequence[Kept]]) -> tuple[list[Field], int]:
     """Places for what is kept for each parameter, aligned as kernels like it, and the bytes of it all."""
     fields, end = [], 0
     for index, tensors in enumerate(kept):
-        for one in tensors:
+        for tensor in tensors:
             begin = round_up(end, PACKED_ALIGNMENT_BYTES)
             fields.append(
                 Field(
                     parameter=index,
-                    key=one.key,
-                    dtype=one.dtype,
-                    shape=one.shape,
-                    stride=one.stride,
+                    key=tensor.key,
+                    dtype=tensor.dtype,
+                    shape=tensor.shape,
+                    stride=tensor.stride,
                     offset=begin,
                 )
             )
@@ -110,11 +110,11 @@ def state_blocks(
     groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     names = _names(model, optimizer)
     rows = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
-    made = []
+    blocks = []
     for name, parameters in _together(names, given, block_bytes):
         kept = tuple(tuple(trial.kept(groups[id(p)], p)) for p in parameters)
         units = cut(parameters, block_bytes, _may_be_cut(parameters, kept, groups, trial, rows))
-        made.append(
+        blocks.append(
             StateBlock(
                 name=name,
                 names=tuple(names[p] for p in parameters),
@@ -125,16 +125,16 @@ def state_blocks(
                 units=units,
             )
         )
-    return made
+    return blocks
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, str]:
     """The optimizer's parameters, each with its name: in the model's order, and after them what the model has not."""
-    known = {p: name for name, p in model.named_parameters()}
+    names = {p: name for name, p in model.named_parameters()}
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     mine = set(updated)
-    ordered = dict.fromkeys([*(p for p in known if p in mine), *updated])
-    return {p: known.get(p, f"parameter {number}") for number, p in enumerate(ordered)}
+    ordered = dict.fromkeys([*(p for p in names if p in mine), *updated])
+    return {p: names.get(p, f"parameter {number}") for number, p in enumerate(ordered)}
 
 
 def _together(
@@ -160,7 +160,9 @@ def _may_be_cut(
 
     def answer(number: int) -> bool:
         parameter = parameters[number]
-        alike = all(one.shape == parameter.shape and one.stride == dense_stride(parameter) for one in kept[number])
+        alike = all(
+            tensor.shape == parameter.shape and tensor.stride == dense_stride(parameter) for tensor in kept[number]
+        )
         return alike and id(parameter) not in rows and trial.is_elementwise(groups[id(parameter)], parameter)
 
     return answer
@@ -169,12 +171,12 @@ def _may_be_cut(
 def _within(parameters: Sequence[nn.Parameter], block_bytes: int) -> list[list[nn.Parameter]]:
     """Neighbours together, up to a bound."""
     groups: list[list[nn.Parameter]] = []
-    held = 0
+    group_bytes = 0
     for parameter in parameters:
         size = parameter.numel() * parameter.element_size()
-        if not groups or held + size > block_bytes:
+        if not groups or group_bytes + size > block_bytes:
             groups.append([])
-            held = 0
+            group_bytes = 0
         groups[-1].append(parameter)
-        held += size
+        group_bytes += size
     return groups

@@ -55,8 +55,8 @@ def find_blocks(
     model: nn.Module, optimizer: Optimizer, *, block_bytes: int = BLOCK_BYTES, streaming: Streaming | None = None
 ) -> list[StateBlock]:
     """The blocks that ``apply`` makes with these arguments."""
-    given = () if streaming is None else streaming.blocks
-    return state_blocks(model, optimizer, block_bytes=block_bytes, given=given)
+    streamed_blocks = () if streaming is None else streaming.blocks
+    return state_blocks(model, optimizer, block_bytes=block_bytes, given=streamed_blocks)
 
 
 def apply(
@@ -81,11 +81,11 @@ def apply(
     optimizer that needs all its parameters at once, BudgetError and TransferError; then nothing has changed.
     """
     check(optimizer, states=states, gradients=gradients)
-    given, trial = () if streaming is None else streaming.blocks, Trial(optimizer)
-    blocks = state_blocks(model, optimizer, block_bytes=block_bytes, given=given, trial=trial)
+    streamed_blocks, trial = () if streaming is None else streaming.blocks, Trial(optimizer)
+    blocks = state_blocks(model, optimizer, block_bytes=block_bytes, given=streamed_blocks, trial=trial)
     unknown = set(keep) - {block.name for block in blocks}
     if unknown:
-        raise UsageError(f"keep={sorted(unknown)} was asked of {NAME}.", "There are no such blocks.")
+        raise UsageError(f"Unknown blocks keep={sorted(unknown)} of {NAME}.", "The model has no such blocks.")
     choices = Choices(
         states=states, gradients=gradients, keep=frozenset(keep), buffer_bytes=buffer_bytes, brief=brief
     )
@@ -108,7 +108,9 @@ class OptimizerOffload:
         self.model, self.optimizer, self.memory = model, optimizer, memory
         self.blocks = dict(enumerate(blocks))
         self._streaming = streaming
-        self._streamed = {id(p) for _, held in (streaming.blocks if streaming else ()) for p in held}
+        self._streamed = {
+            id(p) for _, parameters_of_block in (streaming.blocks if streaming else ()) for p in parameters_of_block
+        }
         self._done: set[int] = set()  # blocks of the step under way that are updated
         self._begun: dict[int, int] = {}  # and of how many units that is true, of those that are under way too
         self._order: list[int] = list(reversed(self.blocks))  # in which backward completes them, learned
@@ -135,13 +137,15 @@ class OptimizerOffload:
         """Around the last backward pass before ``step``: each block is updated as soon as its gradients are there.
 
         Its gradients are gone then; ``step`` does what is left. One backward pass only, and no clipping: raises
-        UsageError. Not with a gradient scaler either: gradients are used before it sees them. A block of which a
-        part is computed by a backward pass within the backward pass (reentrant checkpointing) waits for the end, as
+        UsageError. Not with a gradient scaler either: gradients are used before it sees them. A block that is
+        computed in part by a backward pass within the backward pass (reentrant checkpointing) waits for the end, as
         it may be computed again with the old weights.
         """
         if self._in_final or self._after_final or self._clipped:
-            found = "Gradients were clipped" if self._clipped else "The last final() was not followed by step()"
-            raise UsageError("final() was entered.", f"{found}.", "Call optimizer.step(), or reset() to go on anew.")
+            reason = "Gradients were clipped" if self._clipped else "The last final() was not followed by step()"
+            raise UsageError(
+                "Cannot enter final().", f"{reason}.", "Call optimizer.step(), or reset() to start again."
+            )
         self._in_final, self._root, self._seen = True, root_task(), []
         try:
             yield
@@ -171,7 +175,7 @@ class OptimizerOffload:
         if index in self._done or index in self._begun:
             if self._in_final or self._after_final:
                 raise UsageError(
-                    f"A gradient came for block {self.blocks[index].name}, which is updated already.",
+                    f"Cannot take a gradient for block {self.blocks[index].name}, which is updated already.",
                     "final() is for one backward pass, the last one before optimizer.step().",
                     "Enter it for the last backward pass only, and call step() before the next.",
                 )
@@ -200,7 +204,7 @@ class OptimizerOffload:
         if any(value is not None for value in (*args[:1], kwargs.get("closure"))):
             raise UnsupportedError(
                 f"{type(self.optimizer).__name__}.step was called with a closure.",
-                "A closure computes gradients anew for all parameters, and they are updated block by block.",
+                "A closure computes the gradients of all parameters again, but brim updates them block by block.",
                 "Call backward() before step(), and step() without it.",
             )
         todo = [i for i, b in self.blocks.items() if i not in self._done and _has_gradient(b)]
@@ -220,8 +224,8 @@ class OptimizerOffload:
 
     def _step_rest(self) -> None:
         """What is in no block: parameters that came later, or were frozen when the blocks were made."""
-        held = {id(p) for block in self.blocks.values() for p in block.parameters}
-        rest = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in held]
+        in_blocks = {id(p) for block in self.blocks.values() for p in block.parameters}
+        rest = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in in_blocks]
         if any(p.grad is not None for p in rest):
             with narrowed(self.optimizer, rest):
                 raw_step(self.optimizer)(self.optimizer)
@@ -312,12 +316,12 @@ class OptimizerOffload:
         """
         if self._in_final or self._after_final:
             raise UsageError(
-                "Gradients were to be clipped.",
-                "final() updates weights while the norm is not known yet.",
+                "Cannot clip gradients.",
+                "final() updates weights before the norm is known.",
                 "Leave out final() in steps that clip.",
             )
-        found = list(self.model.parameters() if parameters is None else parameters)
-        norm = clip(found, self.blocks, self._places.gradients, max_norm, norm_type, error_if_nonfinite, foreach)
+        clipped = list(self.model.parameters() if parameters is None else parameters)
+        norm = clip(clipped, self.blocks, self._places.gradients, max_norm, norm_type, error_if_nonfinite, foreach)
         self._clipped = True
         return norm
 

@@ -76,7 +76,7 @@ class Trial:
             whole, parts = (self._run_in_parts(options, shape, dtype, length) for length in (None, _PART))
         except Exception:  # whatever its step says to a parameter of one dimension
             return False
-        return all(_same(one, other) for one, other in zip(whole, parts, strict=True))
+        return all(_same(left, right) for left, right in zip(whole, parts, strict=True))
 
     def _run_in_parts(
         self, options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, length: int | None
@@ -85,7 +85,7 @@ class Trial:
         count = torch.Size(shape).numel()
         at = torch.arange(count, dtype=torch.float64)
         data = torch.sin(at * 1.7).to(dtype)
-        made = _copy(self._optimizer, [{**options, "params": []}])
+        copied = _copy(self._optimizer, [{**options, "params": []}])
         runs = [slice(begin, begin + (length or count)) for begin in range(0, count, length or count)]
         states: list[dict[str, Any]] = [{} for _ in runs]
         used: list[torch.Tensor] = []  # kept, so that none is taken for another that was there before
@@ -96,14 +96,14 @@ class Trial:
                 part = data[run].view(-1) if length else used[0] if used else data.view(shape)
                 used.append(part)
                 part.grad = slope[run].view(part.shape)
-                made.param_groups[0]["params"] = [part]
+                copied.param_groups[0]["params"] = [part]
                 if states[number]:
-                    made.state[part] = states[number]
-                raw_step(made)(made)
-                states[number] = dict(made.state.pop(part, {}))
-        made.param_groups[0]["params"] = []
-        rest = {key: value for key, value in vars(made).items() if key not in ("state", "param_groups")}
-        return [data, _joined(states), made.param_groups, rest]
+                    copied.state[part] = states[number]
+                raw_step(copied)(copied)
+                states[number] = dict(copied.state.pop(part, {}))
+        copied.param_groups[0]["params"] = []
+        rest = {key: value for key, value in vars(copied).items() if key not in ("state", "param_groups")}
+        return [data, _joined(states), copied.param_groups, rest]
 
     def kept(self, group: int, parameter: torch.Tensor) -> list[Kept]:
         """The tensors that will be kept for ``parameter``; single numbers are not among them."""
@@ -115,30 +115,30 @@ class Trial:
             state = self._state_of(meta, torch.empty_strided(shape, stride, dtype=parameter.dtype, device="meta"))
             if state.keys() != sample.keys():  # its step looks at values before the state is complete
                 state = self._state_of(options, torch.empty_strided(shape, stride, dtype=parameter.dtype).zero_())
-        found = [(key, v) for key, v in state.items() if isinstance(v, torch.Tensor) and v.dim() and v.numel()]
-        for key, value in found:
+        tensors = [(key, v) for key, v in state.items() if isinstance(v, torch.Tensor) and v.dim() and v.numel()]
+        for key, value in tensors:
             if type(value) is not torch.Tensor:
                 raise UnsupportedError(
-                    f"{type(self._optimizer).__name__} was to keep its states elsewhere.",
+                    f"Cannot offload the states of {type(self._optimizer).__name__}.",
                     f"{key!r} is a {type(value).__name__}, which brim cannot move as plain bytes.",
                     'Leave its states where they are (states="keep").',
                 )
-        return [Kept(key=key, dtype=v.dtype, shape=tuple(v.shape), stride=dense_stride(v)) for key, v in found]
+        return [Kept(key=key, dtype=v.dtype, shape=tuple(v.shape), stride=dense_stride(v)) for key, v in tensors]
 
     def _state_of(self, options: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-        """The state after a first step, or what there is of it when that fails."""
+        """The state after a first step, or as much as was created when the step fails."""
         parameter.grad = torch.zeros_like(parameter)
-        made = _copy(self._optimizer, [{**options, "params": [parameter]}])
+        copied = _copy(self._optimizer, [{**options, "params": [parameter]}])
         with contextlib.suppress(Exception):  # a kernel that needs values; the caller sees that something is missing
-            raw_step(made)(made)
-        return dict(made.state.get(parameter, {}))
+            raw_step(copied)(copied)
+        return dict(copied.state.get(parameter, {}))
 
     def _try(self, options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         try:
             together, alone = (self._run(options, shape, dtype, split) for split in (False, True))
         except Exception as error:
             raise self._refusal(f"A step of its own, without a closure, raised {error!r}.") from error
-        if not all(_same(one, other) for one, other in zip(together, alone, strict=True)):
+        if not all(_same(left, right) for left, right in zip(together, alone, strict=True)):
             raise self._refusal("Stepping its parameters one by one is not the same as stepping them together.")
         sample: dict[str, Any] = alone[1][0]
         return sample
@@ -147,22 +147,22 @@ class Trial:
         """Some steps of two parameters. Returns all that there is afterwards: values, states, options, the rest."""
         count = max(1, torch.Size(shape).numel())
         pair = [(torch.linspace(low, 1, count, dtype=torch.float64)).view(shape).to(dtype) for low in (-1, 0.5)]
-        made = _copy(self._optimizer, [{**options, "params": pair}])
-        step = raw_step(made)
+        copied = _copy(self._optimizer, [{**options, "params": pair}])
+        step = raw_step(copied)
         for turn in range(_STEPS):
             for sign, parameter in zip((1, -1), pair, strict=True):
                 slope = torch.linspace(0.1, sign * (0.5 + turn), count, dtype=torch.float64)
                 parameter.grad = slope.view(shape).to(dtype)
             for params in [pair[:1], pair[1:]] if split else [pair]:
-                made.param_groups[0]["params"] = params
-                step(made)
-        made.param_groups[0]["params"] = []
-        rest = {key: value for key, value in vars(made).items() if key not in ("state", "param_groups")}
-        return [pair, [dict(made.state.get(p, {})) for p in pair], made.param_groups, rest]
+                copied.param_groups[0]["params"] = params
+                step(copied)
+        copied.param_groups[0]["params"] = []
+        rest = {key: value for key, value in vars(copied).items() if key not in ("state", "param_groups")}
+        return [pair, [dict(copied.state.get(p, {})) for p in pair], copied.param_groups, rest]
 
     def _refusal(self, found: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{type(self._optimizer).__name__} was to be run block by block.",
+            f"Cannot run {type(self._optimizer).__name__} block by block.",
             found,
             "Use an optimizer that updates each parameter on its own, such as AdamW, or leave its states in memory.",
         )
@@ -180,11 +180,11 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _copy(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
     """The same optimizer with other parameters and no states; what it is not told to change stays shared."""
-    made: Optimizer = object.__new__(type(optimizer))
-    vars(made).update(vars(optimizer))
-    vars(made).pop("step", None)  # a learning rate scheduler's wrapper, or ours
-    made.state, made.param_groups = defaultdict(dict), list(groups)
-    return made
+    copied: Optimizer = object.__new__(type(optimizer))
+    vars(copied).update(vars(optimizer))
+    vars(copied).pop("step", None)  # a learning rate scheduler's wrapper, or ours
+    copied.state, copied.param_groups = defaultdict(dict), list(groups)
+    return copied
 
 
 @contextlib.contextmanager
@@ -201,14 +201,14 @@ def _apart() -> Iterator[None]:
 
 def _joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The state of a parameter from those of its parts: numbers are the same in all, or there is none."""
-    made: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for key, first in states[0].items():
         values = [state.get(key) for state in states]
         if isinstance(first, torch.Tensor) and first.dim():
-            made[key] = torch.cat([value.reshape(-1) for value in values if isinstance(value, torch.Tensor)])
+            joined[key] = torch.cat([value.reshape(-1) for value in values if isinstance(value, torch.Tensor)])
         else:
-            made[key] = first if all(_same(first, value) for value in values) else object()
-    return made
+            joined[key] = first if all(_same(first, value) for value in values) else object()
+    return joined
 
 
 def _same(one: Any, other: Any) -> bool:

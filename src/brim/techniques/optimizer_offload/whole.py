@@ -57,8 +57,8 @@ class WholeState:
             sample = self._trial.sample(group, parameter)
         if index is None or key not in sample:
             raise UsageError(
-                f"The optimizer state {name!r} was to be loaded.",
-                f"{type(self._optimizer).__name__} keeps no such thing.",
+                f"Cannot load the optimizer state {name!r}.",
+                f"{type(self._optimizer).__name__} has no such state.",
                 "Load what was saved for this model with this kind of optimizer.",
             )
         if index in self._leaving:
@@ -79,9 +79,9 @@ class WholeState:
             for number, parameter in enumerate(block.parameters):
                 away = self._states.away_keys(index, number)
                 if away:
-                    held = state["state"][numbers[id(parameter)]]
+                    values_there = state["state"][numbers[id(parameter)]]
                     values = {key: self._states.value(index, number, key) for key in away}
-                    state["state"][numbers[id(parameter)]] = {**held, **values}
+                    state["state"][numbers[id(parameter)]] = {**values_there, **values}
 
     def _loaded(self, optimizer: Optimizer) -> None:
         self._states.take_all()

@@ -45,19 +45,19 @@ class OnCpu:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        made: tuple[torch.Tensor, torch.Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu(
+        outputs: tuple[torch.Tensor, torch.Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, scale=scale
         )
-        return made
+        return outputs
 
     def backward(
         self, gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         output: torch.Tensor, sums: torch.Tensor, causal: bool, scale: float | None,
     ) -> Three:  # fmt: skip
-        made: Three = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients: Three = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, value, output, sums, 0.0, causal, scale=scale
         )
-        return made
+        return gradients
 
 
 class Flash:
@@ -68,19 +68,19 @@ class Flash:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        made = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
-        return made[0], made[1]
+        outputs = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+        return outputs[0], outputs[1]
 
     def backward(
         self, gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         output: torch.Tensor, sums: torch.Tensor, causal: bool, scale: float | None,
     ) -> Three:  # fmt: skip
         state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
-        made: Three = _aten._scaled_dot_product_flash_attention_backward(
+        gradients: Three = _aten._scaled_dot_product_flash_attention_backward(
             gradient, query, key, value, output, sums.contiguous(), None, None, query.shape[2], key.shape[2], 0.0,
             causal, state, state, scale=scale,
         )  # fmt: skip
-        return made
+        return gradients
 
 
 class Efficient:
@@ -91,8 +91,10 @@ class Efficient:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        made = _aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, causal, scale=scale)
-        return made[0], made[1][..., : query.shape[2]]
+        outputs = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, causal, scale=scale
+        )
+        return outputs[0], outputs[1][..., : query.shape[2]]
 
     def backward(
         self, gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -100,11 +102,11 @@ class Efficient:
     ) -> Three:  # fmt: skip
         state = torch.zeros((), dtype=torch.int64, device=query.device)
         aligned = F.pad(sums, (0, -sums.shape[-1] % _ALIGNED), value=torch.inf).contiguous()
-        made = _aten._scaled_dot_product_efficient_attention_backward(
+        gradients = _aten._scaled_dot_product_efficient_attention_backward(
             gradient, query, key, value, None, output, aligned, state, state, 0.0, (True, True, True, False), causal,
             scale=scale,
         )  # fmt: skip
-        return made[0], made[1], made[2]
+        return gradients[0], gradients[1], gradients[2]
 
 
 def chosen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernel | None:

@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Rows (the first dimension) of all ranks, one rank's after the other's."""
-    made: torch.Tensor = _Gather.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return made
+    result: torch.Tensor = _Gather.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 def scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over ranks of this rank's part of the rows."""
-    made: torch.Tensor = _Scatter.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return made
+    result: torch.Tensor = _Scatter.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Gather(torch.autograd.Function):
@@ -49,13 +49,13 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Rows of all ranks; autograd does not look."""
     ops = torch.ops._c10d_functional
     sent = ops.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name)
-    made: torch.Tensor = ops.wait_tensor(sent)
-    return made
+    received: torch.Tensor = ops.wait_tensor(sent)
+    return received
 
 
 def reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's part of the sum of all ranks' rows; autograd does not look."""
     ops = torch.ops._c10d_functional
     sent = ops.reduce_scatter_tensor(tensor.contiguous(), "sum", group.size(), group.group_name)
-    made: torch.Tensor = ops.wait_tensor(sent)
-    return made
+    received: torch.Tensor = ops.wait_tensor(sent)
+    return received

@@ -43,8 +43,8 @@ def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: Ring, kernel: Kernel, scale: float | None
 ) -> torch.Tensor:
     """Of this rank's (batch, heads, tokens, width): (batch, tokens, heads, width)."""
-    made: torch.Tensor = _Attention.apply(query, key, value, ring, kernel, scale)  # type: ignore[no-untyped-call]
-    return made
+    output: torch.Tensor = _Attention.apply(query, key, value, ring, kernel, scale)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _Attention(torch.autograd.Function):
@@ -55,18 +55,18 @@ class _Attention(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         parts = _gathered(key, value, ring)
         length = query.shape[2] // 2
-        found = []
+        merged_chunks = []
         for chunk in (0, 1):
             own = query.narrow(2, chunk * length, length)
             merged: tuple[torch.Tensor, torch.Tensor] | None = None
             for piece in _pieces(ring, chunk, length):
-                made = kernel.forward(own, *_of(parts, piece, query, kernel), piece.causal, scale)
-                merged = made if merged is None else _merged(merged, made)
-                del made
+                partial = kernel.forward(own, *_of(parts, piece, query, kernel), piece.causal, scale)
+                merged = partial if merged is None else _merged(merged, partial)
+                del partial
             assert merged is not None
-            found.append((merged[0].to(query.dtype), merged[1]))
-        output = torch.cat([of_chunk.transpose(1, 2) for of_chunk, _ in found], 1)
-        ctx.save_for_backward(query, key, value, output, *(sums for _, sums in found))
+            merged_chunks.append((merged[0].to(query.dtype), merged[1]))
+        output = torch.cat([of_chunk.transpose(1, 2) for of_chunk, _ in merged_chunks], 1)
+        ctx.save_for_backward(query, key, value, output, *(sums for _, sums in merged_chunks))
         ctx.ring, ctx.kernel, ctx.scale = ring, kernel, scale
         return output
 
@@ -87,13 +87,13 @@ class _Attention(torch.autograd.Function):
             total: torch.Tensor | None = None
             for piece in _pieces(ring, chunk, length, most=2 * length):
                 keys, values = _of(parts, piece, query, kernel)
-                made: Three = kernel.backward(
+                partial: Three = kernel.backward(
                     own[0].transpose(1, 2), own[1], keys, values, own[2].transpose(1, 2), sums[chunk], piece.causal,
                     ctx.scale,
                 )  # fmt: skip
-                total = made[0].to(sums[chunk].dtype) if total is None else total.add_(made[0])
-                _add(totals[piece.part], piece, made[1:], key.shape[1])
-                del made, keys, values
+                total = partial[0].to(sums[chunk].dtype) if total is None else total.add_(partial[0])
+                _add(totals[piece.part], piece, partial[1:], key.shape[1])
+                del partial, keys, values
             assert total is not None
             of_query.append(total.to(query.dtype))
         del parts

@@ -39,10 +39,10 @@ def mesh_of(ranks: int, device: str, tensor_parallel: int = 1) -> DeviceMesh | N
 
 def narrow(config: Any) -> str | None:
     """What in transformers' configuration says that attention does not look at all that went before, if any does."""
-    found = next((name for name in _SLIDING if getattr(config, name, None)), None)
-    if found is None and any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+    setting = next((name for name in _SLIDING if getattr(config, name, None)), None)
+    if setting is None and any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         return "layer_types"
-    return found
+    return setting
 
 
 def growing(config: Any) -> str | None:
@@ -63,23 +63,25 @@ def apply(model: Any, mesh: DeviceMesh, place: int | None = None) -> Context:
     context = Context(mesh, place)
     AttentionInterface.register(_ATTENTION, _attention)
     model.set_attn_implementation(_ATTENTION)
-    found = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
-    if not found or model.config._attn_implementation != _ATTENTION:
+    attentions = [
+        module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
+    ]
+    if not attentions or model.config._attn_implementation != _ATTENTION:
         raise UnsupportedError(
-            f"--cp {mesh.size()} was asked for {type(model).__name__}.",
-            "Its attention is not one that transformers can exchange.", "Leave out --cp.",
+            f"Cannot use --cp {mesh.size()} for {type(model).__name__}.",
+            "transformers cannot replace its attention.", "Leave out --cp.",
         )  # fmt: skip
-    for module in found:
+    for module in attentions:
         vars(module)["context"] = context
     return context
 
 
 def _check(model: Any, ranks: int) -> None:
     windowed, turned = narrow(model.config), growing(model.config)
-    why = f"Its attention does not look at all that went before ({windowed})." if windowed else ""
-    why = why or f"Its rotary positions hang on a sequence's length ({turned}), of which a rank has a part."
+    why = f"Its attention does not attend to all earlier tokens ({windowed})." if windowed else ""
+    why = why or f"Its rotary positions depend on the length of the sequence ({turned}), and a rank has a part of it."
     if windowed or turned:
-        raise UnsupportedError(f"--cp {ranks} was asked for {type(model).__name__}.", why, "Leave out --cp.")
+        raise UnsupportedError(f"Cannot use --cp {ranks} for {type(model).__name__}.", why, "Leave out --cp.")
 
 
 class Context:

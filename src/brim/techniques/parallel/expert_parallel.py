@@ -35,13 +35,13 @@ def apply(block: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) 
     for layer in find_experts(block):
         if layer.modules:
             raise UnsupportedError(
-                f"The experts {layer.path} were to be spread over {mesh.size()} ranks.",
+                f"Cannot spread the experts {layer.path} over {mesh.size()} ranks.",
                 "They are a list of modules, not tensors of all experts.", "Leave out --ep.",
             )  # fmt: skip
         if layer.count % mesh.size():
             raise UsageError(
-                f"The {layer.count} experts of {layer.path} were to be spread over {mesh.size()} ranks.",
-                "They do not divide.",
+                f"Cannot spread the {layer.count} experts of {layer.path} over {mesh.size()} ranks.",
+                "The number of experts is not a multiple of the ranks.",
             )
         experts.append(_Experts(block.get_submodule(layer.path), mesh, dtype))
     return Spread(experts, mesh.size())
@@ -99,8 +99,8 @@ class _Experts:
             own = (index[token, slot] - self._first)[:, None]
         rows, shares = hidden[token], weights[token, slot][:, None]
         # No rows: nothing to compute, but what is backwards of them sends as it does on all other ranks.
-        made = self._computed(rows, own, shares) if len(token) else rows * shares
-        return scattered(torch.zeros_like(hidden).index_add(0, token, made), self._group)
+        computed = self._computed(rows, own, shares) if len(token) else rows * shares
+        return scattered(torch.zeros_like(hidden).index_add(0, token, computed), self._group)
 
     def _computed(self, *given: torch.Tensor) -> torch.Tensor:
         """transformers' forward on this rank's shares as plain tensors."""
@@ -111,8 +111,8 @@ class _Experts:
                 if isinstance(parameter, DTensor):
                     share: Any = parameter.to_local()
                     parameters[name] = share if self._dtype is None else share.to(self._dtype)
-            made: torch.Tensor = self._forward(*given)
-            return made
+            output: torch.Tensor = self._forward(*given)
+            return output
         finally:
             parameters.update(whole)
 

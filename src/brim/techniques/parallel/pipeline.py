@@ -56,8 +56,8 @@ def cut(model: Any, part: Part, kept: Sequence[int] | None = None) -> Stage:
     stack, path = stack_of(model)
     if part.of != len(stack) or part.layers < 1 or part.first < 0 or part.first + part.layers > part.of:
         raise UsageError(
-            f"Layers {part.first} to {part.first + part.layers - 1} of {part.of} were asked for.",
-            f"{type(model).__name__} has {len(stack)}.",
+            f"Cannot take layers {part.first} to {part.first + part.layers - 1} of {part.of}.",
+            f"{type(model).__name__} has {len(stack)} layers.",
         )
     inner = model.get_submodule(path.rpartition(".")[0])
     _keep(stack, inner, [part.first + place for place in (range(part.layers) if kept is None else kept)])
@@ -106,13 +106,15 @@ class Stage(nn.Module):
         if came_in is None:  # tokens, or somebody else calls, who sends by other ways
             return None
         alike = [
-            one for one in (*args, *named.values()) if isinstance(one, torch.Tensor) and one.shape == came_in.shape
+            tensor
+            for tensor in (*args, *named.values())
+            if isinstance(tensor, torch.Tensor) and tensor.shape == came_in.shape
         ]
-        given = args[0] if args else named.get("hidden_states")
-        if len(alike) != 1 or alike[0] is not given:
+        hidden = args[0] if args else named.get("hidden_states")
+        if len(alike) != 1 or alike[0] is not hidden:
             raise UnsupportedError(
-                f"{type(self.model).__name__} was to be cut into stages.",
-                "Its layers take something else than hidden states, or more.",
+                f"Cannot cut {type(self.model).__name__} into stages.",
+                "Its layers take other inputs than hidden states.",
             )
         if args:
             return (came_in, *args[1:]), named
@@ -181,8 +183,8 @@ def check_halves(checkpointing: str | None) -> None:
     """Raise UnsupportedError for what would be computed again for each half, and each weight, of a backward pass."""
     if checkpointing not in (None, "none"):
         raise UnsupportedError(
-            f"--zero-bubble was asked for with --checkpointing {checkpointing}.",
-            "Its two backward passes would each compute the forward pass again.",
+            f"Cannot use --zero-bubble with --checkpointing {checkpointing}.",
+            "Each of its two backward passes would run the forward pass again.",
             "Leave one of them out.",
         )
 
@@ -194,7 +196,7 @@ def tied_table(model: Any) -> nn.Parameter | None:
 
 
 class TiedWeight:
-    """A weight of which the first stage has a copy as its embedding and the last one as its output layer.
+    """A weight that the first stage has as its embedding and the last one as its output layer.
 
     Both copies get the sum of both gradients, as Megatron-LM does it (core/distributed/finalize_model_grads.py), so
     that they stay one. ``exchange`` sends this rank's gradient to the other's rank and fills the second tensor with
@@ -223,12 +225,12 @@ def stack_of(model: nn.Module) -> tuple[nn.ModuleList, str]:
     """A model's list of layers and the path of its first; raises UnsupportedError where there is no one list."""
     parents = {path.rpartition(".")[0] for path in blocks(model)}
     lists = [(model.get_submodule(path), path) for path in parents]
-    found = [(module, path) for module, path in lists if isinstance(module, nn.ModuleList)]
-    if len(found) != 1 or len(lists) != 1:
+    stacks = [(module, path) for module, path in lists if isinstance(module, nn.ModuleList)]
+    if len(stacks) != 1 or len(lists) != 1:
         raise UnsupportedError(
-            f"{type(model).__name__} was to be cut into stages.", f"It has {len(found)} lists of layers, not one."
+            f"Cannot cut {type(model).__name__} into stages.", f"It has {len(stacks)} lists of layers, not one."
         )
-    return found[0]
+    return stacks[0]
 
 
 def _keep(stack: nn.ModuleList, inner: Any, kept: Sequence[int]) -> None:
@@ -310,12 +312,16 @@ class _Left(nn.Module):
     def forward(self, *args: Any, **named: Any) -> torch.Tensor:
         if self._progress.place != self._place:
             raise UnsupportedError(
-                "A model was to be cut into stages.",
-                f"A part of its decoder that is taken for one {self._place} its layers runs at another time.",
+                "Cannot cut a model into stages.",
+                f"A part of its decoder seems to be {self._place} its layers, but runs at another time.",
                 "Use --zero or --tp.",
             )
-        given = (one for one in (*args, *named.values()) if isinstance(one, torch.Tensor) and one.is_floating_point())
-        return next(given)
+        tensors = (
+            tensor
+            for tensor in (*args, *named.values())
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+        )
+        return next(tensors)
 
 
 class _Nothing(nn.Module):
@@ -327,8 +333,8 @@ class _Nothing(nn.Module):
 
 def parts(layers: Sequence[int]) -> list[Part]:
     """Consecutive parts of so many layers each."""
-    found, first = [], 0
+    stages, first = [], 0
     for count in layers:
-        found.append(Part(first=first, layers=count, of=sum(layers)))
+        stages.append(Part(first=first, layers=count, of=sum(layers)))
         first += count
-    return found
+    return stages

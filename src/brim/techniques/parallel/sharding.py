@@ -65,8 +65,8 @@ def mesh_of(shards: int, tensor_parallel: int, device: str) -> DeviceMesh:
     ranks = dist.get_world_size()
     if shards * tensor_parallel != ranks:
         raise UsageError(
-            f"A mesh of {shards} x {tensor_parallel} ranks was asked for.",
-            f"There are {ranks}.",
+            f"Cannot make a mesh of {shards} x {tensor_parallel} ranks.",
+            f"There are {ranks} ranks.",
             f"Start {shards * tensor_parallel}, or change the split.",
         )
     return init_device_mesh(device, (shards, tensor_parallel), mesh_dim_names=AXES)
@@ -176,8 +176,8 @@ class Sharded:
 
     def remove(self) -> None:
         raise UnsupportedError(
-            "A sharded model was to be put together again.",
-            "FSDP2 does not undo itself.",
+            "Cannot undo the sharding of a model.",
+            "FSDP2 cannot be undone.",
             "Save it and load it anew.",
         )
 
@@ -226,18 +226,22 @@ def _shard(
 def _of_other_dtypes(unit: nn.Module, ignored: Collection[nn.Parameter]) -> list[nn.Module]:
     """The modules in ``unit`` whose own parameters are of another dtype than most of it, as of routers in float32.
     FSDP2 gathers one dtype at a time (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py)."""
-    held: dict[nn.Module, torch.dtype] = {}
+    dtypes: dict[nn.Module, torch.dtype] = {}
     counts: Counter[torch.dtype] = Counter()
     waiting = [unit]
     while waiting:
         module = waiting.pop()
-        own = [one for one in module.parameters(recurse=False) if one.requires_grad and one not in ignored]
-        counts.update({one.dtype: one.numel() for one in own})
+        own = [
+            parameter
+            for parameter in module.parameters(recurse=False)
+            if parameter.requires_grad and parameter not in ignored
+        ]
+        counts.update({parameter.dtype: parameter.numel() for parameter in own})
         if own and module is not unit:
-            held[module] = own[0].dtype
+            dtypes[module] = own[0].dtype
         waiting += [child for child in module.children() if not isinstance(child, FSDPModule)]
     most = max(counts, key=counts.__getitem__, default=None)
-    return [module for module, dtype in held.items() if dtype != most]
+    return [module for module, dtype in dtypes.items() if dtype != most]
 
 
 @contextmanager
@@ -251,7 +255,7 @@ def alone(ranks: int, rank: int = 0) -> Iterator[None]:
 
     if dist.is_initialized():
         raise UsageError(
-            "Ranks that are not there were to be traced.", "This process is in a group of real ones.",
+            "Cannot trace simulated ranks.", "This process is in a group of real ranks.",
             "Estimate in a process of its own.",
         )  # fmt: skip
     hook = sys.excepthook

@@ -85,17 +85,17 @@ def _block_plan(
     ranks = mesh.size()
     if not parts.writes:
         raise UnsupportedError(
-            f"{path} was to be split over {ranks} ranks.",
-            f"It has no products of the names {', '.join((*READS, *WRITES))}.",
-            "Split its model over pipeline stages or by ZeRO.",
+            f"Cannot split {path} over {ranks} ranks.",
+            f"It has no linear layers of the names {', '.join((*READS, *WRITES))}.",
+            "Split the model over pipeline stages or by ZeRO.",
         )
     plan: dict[str, ParallelStyle] = {}
     for name in parts.reads:
         _check(f"{path}.{name}", cast(nn.Linear, block.get_submodule(name)).out_features, ranks)
-        given = (
+        layouts = (
             _TOKENS if sequence_parallel and "." not in name else Replicate()
         )  # what is in a part: gathered for it
-        plan[name] = ColwiseParallel(input_layouts=given)
+        plan[name] = ColwiseParallel(input_layouts=layouts)
     for name in parts.writes:
         _check(f"{path}.{name}", cast(nn.Linear, block.get_submodule(name)).in_features, ranks)
         apart = sequence_parallel and not parts.in_whole(name)
@@ -191,7 +191,9 @@ def _takes_tokens(table: nn.Embedding) -> bool:
 
 def _check(name: str, size: int, ranks: int) -> None:
     if size % ranks:
-        raise UsageError(f"{name} was to be split over {ranks} ranks.", f"Its size of {size:,} does not divide.")
+        raise UsageError(
+            f"Cannot split {name} over {ranks} ranks.", f"Its size of {size:,} is not a multiple of the ranks."
+        )
 
 
 def _linearize(block: nn.Module, ranks: int) -> None:
@@ -230,12 +232,12 @@ def _narrow_heads(block: nn.Module, parts: TensorParts, ranks: int) -> None:
 def tied_weights(model: nn.Module) -> list[tuple[str, str]]:
     """Pairs of modules that have one weight."""
     first: dict[int, str] = {}
-    found = []
+    pairs = []
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
         if weight is None:
             continue
         if id(weight) in first:
-            found.append((first[id(weight)], name))
+            pairs.append((first[id(weight)], name))
         first.setdefault(id(weight), name)
-    return found
+    return pairs

@@ -74,7 +74,7 @@ def why_whole(block: nn.Module) -> str | None:
         elif parent and unknown:
             weights = [f"{path}.{name}" for path in unknown for name in block.get_submodule(path)._parameters]
             others.append(
-                f"{', '.join(weights)} lies between products that are split, and of which parts is not known."
+                f"{', '.join(weights)} lies between split linear layers, and which parts it takes is unknown."
             )
     if fused:
         return f"{', '.join(fused)} is one product each of what a rank needs its own part of."
@@ -101,7 +101,7 @@ def check_parts(blocks: Iterable[nn.Module], ranks: int, model: str) -> None:
     why = next((why for block in blocks if (why := why_whole(block))), None)
     if ranks > 1 and why:
         raise UnsupportedError(
-            f"--tp {ranks} was asked for {model}.", f"Of its layers {why}", "Split it by --zero or --pp."
+            f"Cannot use --tp {ranks} for {model}.", f"Of its layers {why}", "Split it by --zero or --pp."
         )
 
 

@@ -62,9 +62,9 @@ class Quantization:
 
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
-            raise UsageError(f"quantization={self.scheme!r} was asked for.", f"Known are {', '.join(SCHEMES)}.")
+            raise UsageError(f"Unknown quantization {self.scheme!r}.", f"Known: {', '.join(SCHEMES)}.")
         if self.group not in GROUPS:
-            raise UsageError(f"Groups of {self.group} weights were asked for.", f"Known are {GROUPS}.")
+            raise UsageError(f"Cannot quantize in groups of {self.group} weights.", f"Known: {GROUPS}.")
 
     @classmethod
     def of(cls, asked: str | Quantization) -> Quantization:
@@ -115,9 +115,9 @@ def quantize_rows(
     asked: Quantization, out: int, inside: int, rows: Rows, device: torch.device = _CPU
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, of a weight that comes some rows at a time on ``device``. ValueError: it is not finite."""
-    made = form(asked, out, inside)
-    assert made is not None, "only what has a form is quantized"
-    codes, scale = (torch.empty(shape, dtype=dtype, device=device) for dtype, shape in made)
+    forms = form(asked, out, inside)
+    assert forms is not None, "only layers with a quantized form are quantized"
+    codes, scale = (torch.empty(shape, dtype=dtype, device=device) for dtype, shape in forms)
     step = max(64, _PIECE_BYTES // (4 * inside) // 64 * 64)
     pieces = [(start, min(start + step, out)) for start in range(0, out, step)]
     if asked.scheme == "fp8":
@@ -138,7 +138,7 @@ def quantize_rows(
 def _largest(weight: torch.Tensor) -> torch.Tensor:
     largest = weight.abs().amax(1, keepdim=True).float()
     if not bool(largest.isfinite().all()):
-        raise ValueError("it has values that are not finite")
+        raise ValueError("It has values that are not finite")
     return largest
 
 
@@ -273,9 +273,9 @@ def _by_tiles(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scra
         part = codes[start : start + step]
         tiles = scratch[: 2 * part.numel()].view(len(part), inside, block)
         _widen_int4(part, scale, start * block, tiles)
-        found = torch.matmul(rows, tiles)  # (tiles, rows, B)
+        products = torch.matmul(rows, tiles)  # (tiles, rows, B)
         product[:, start * block : start * block + len(part) * block].view(-1, len(part), block).copy_(
-            found.transpose(0, 1)
+            products.transpose(0, 1)
         )
     return product
 

@@ -59,15 +59,15 @@ def chosen(model: nn.Module, asked: str | Quantization) -> dict[str, nn.Module]:
     """
     asked = Quantization.of(asked)
     linears = {path: module for path, module in model.named_modules() if _is_linear(module)}
-    wanted = _wanted(model, asked)
-    found = {path: m for path, m in linears.items() if wanted(path) and form(asked, *sides(m)) is not None}
-    if not found:
+    is_wanted = _wanted(model, asked)
+    layers = {path: m for path, m in linears.items() if is_wanted(path) and form(asked, *sides(m)) is not None}
+    if not layers:
         raise UnsupportedError(
-            f"quantization={asked} was asked for {type(model).__name__}.",
-            f"{len(linears)} linear layers were found in it, and none that can be quantized.",
+            f"Cannot use quantization={asked} for {type(model).__name__}.",
+            f"None of its {len(linears)} linear layers can be quantized.",
             "Use bf16.",
         )
-    return found
+    return layers
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -112,10 +112,10 @@ def quantize_meta(model: nn.Module, asked: str | Quantization) -> Quantized:
     layers = chosen(model, asked)
     report = _report(model, layers, asked)
     for module in layers.values():
-        made = form(asked, *sides(module))
-        assert made is not None
+        forms = form(asked, *sides(module))
+        assert forms is not None
         device = module.weight.device
-        become(module, *(torch.empty(shape, dtype=dtype, device=device) for dtype, shape in made))  # type: ignore[arg-type]
+        become(module, *(torch.empty(shape, dtype=dtype, device=device) for dtype, shape in forms))  # type: ignore[arg-type]
     return report
 
 
@@ -129,7 +129,7 @@ def apply(model: nn.Module, asked: str | Quantization) -> QuantizationHandle:
     refuse_second(model)
     if _MARK in vars(model):
         raise UsageError(
-            f"{type(model).__name__} was to be quantized.",
+            f"Cannot quantize {type(model).__name__}.",
             f"It is already ({vars(model)[_MARK]}).",
             "Call .remove() on that handle first.",
         )
@@ -164,7 +164,7 @@ def _quantized(path: str, module: Any, asked: Quantization) -> tuple[torch.Tenso
     try:
         return quantize(asked, weight.t() if is_transposed(module) else weight)
     except ValueError as error:
-        raise ModelError(f"{path}.weight was to be quantized.", f"But {error}.", "Check the weights.") from error
+        raise ModelError(f"Cannot quantize {path}.weight.", f"{error}.", "Check the weights.") from error
 
 
 def _report(model: nn.Module, layers: dict[str, nn.Module], asked: Quantization) -> Quantized:
@@ -180,6 +180,6 @@ def _report(model: nn.Module, layers: dict[str, nn.Module], asked: Quantization)
 
 def stored_bytes(asked: Quantization, out: int, inside: int) -> int:
     """Codes and scales of a weight (out, in) that the scheme can hold."""
-    made = form(asked, out, inside)
-    assert made is not None
-    return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in made)
+    forms = form(asked, out, inside)
+    assert forms is not None
+    return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in forms)

@@ -96,13 +96,13 @@ class BackwardStreaming:
 
     def _hold(self, streamed: Streamed, start: int, now: int) -> None:
         task, is_held = self._task(torch._C._current_graph_task_id()), False
-        for held in list(task.held):
-            if held.streamed is streamed:
-                held.start = min(held.start, start)
+        for entry in list(task.held):
+            if entry.streamed is streamed:
+                entry.start = min(entry.start, start)
                 is_held = True
-            elif held.start > now:
-                task.held.remove(held)
-                self.streamed_blocks.leave(held.streamed)
+            elif entry.start > now:
+                task.held.remove(entry)
+                self.streamed_blocks.leave(entry.streamed)
         if not is_held:
             self.streamed_blocks.enter(streamed)
             task.held.append(_Held(streamed, start))
@@ -159,8 +159,8 @@ class _Reference:
         parameter = self._streamed.parameters[self._index]
         if parameter._version != self._version:
             raise UsageError(
-                f"Gradients through {self._streamed.block.tensors[self._index]} were to be computed.",
-                "It was changed in place after the forward pass that needs them.",
+                f"Cannot compute gradients through {self._streamed.block.tensors[self._index]}.",
+                "The weight was changed in place after the forward pass.",
                 "Call backward() before optimizer.step() or any other change of the weights.",
             )
         if self._backward.streamed_blocks.removed:  # the graph outlived the handle: the module has the values again

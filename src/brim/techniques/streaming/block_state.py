@@ -108,8 +108,8 @@ class Streamed:
     def values(self) -> list[torch.Tensor]:
         """The block's tensors as they are now, at rest, in memory of their own."""
         kept = self.untouched()
-        held = self.store.values() if any(kept) else self.parameters
-        pairs = zip(kept, held, self.parameters, strict=True)
+        stored = self.store.values() if any(kept) else self.parameters
+        pairs = zip(kept, stored, self.parameters, strict=True)
         return [value if same else p.data.clone() for same, value, p in pairs]
 
     def adopt_changes(self) -> bool:
@@ -147,8 +147,8 @@ class _Resting:
         streamed = self._reference()
         if streamed is None:
             raise UnsupportedError(
-                "A weight of a module that brim had fitted was to be used.",
-                "The module is gone, and with it the place where the weight rested.",
+                "Cannot use a weight of a module that was fitted by brim.",
+                "The module is gone, and with it the memory that held the weight.",
                 "Keep the module, or call .brim.remove() before it goes.",
             )
         return streamed
@@ -160,10 +160,10 @@ class _Resting:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         streamed = self._streamed
         streamed.store.settle()  # what was saved may be on its way there
-        table, wanted = streamed.store.rest()[self._index], ids.to("cpu")
+        table, row_ids = streamed.store.rest()[self._index], ids.to("cpu")
         if table is None:
             table = streamed.store.value(self._index)
-        return nn.functional.embedding(wanted, table).to(streamed.device)
+        return nn.functional.embedding(row_ids, table).to(streamed.device)
 
     def replace(self, value: torch.Tensor) -> None:
         streamed = self._streamed

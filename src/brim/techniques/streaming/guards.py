@@ -41,9 +41,9 @@ class Guards:
 
     def _watch_states(self, streamed_blocks: StreamedBlocks, units: Sequence[nn.Module]) -> None:
         """``state_dict`` and ``load_state_dict``, of the whole and of any part."""
-        held = {id(p): (s, i) for s in streamed_blocks for i, p in enumerate(s.parameters)}
+        streamed_of = {id(p): (s, i) for s in streamed_blocks for i, p in enumerate(s.parameters)}
         for module in self._model.modules():
-            owned = {name: held[id(p)] for name, p in module._parameters.items() if id(p) in held}
+            owned = {name: streamed_of[id(p)] for name, p in module._parameters.items() if id(p) in streamed_of}
             if owned:
                 state = _OwnState(owned)
                 self._hooks.append(module.register_state_dict_post_hook(lambda *args, s=state: s.fill(*args)))
@@ -132,7 +132,7 @@ class _OwnState:
 def _refusal(what: str) -> Callable[..., NoReturn]:
     def refuse(*args: object) -> NoReturn:
         raise UnsupportedError(
-            f"A module fitted by brim was to {what}.",
+            f"A module fitted by brim cannot {what}.",
             "Its weights are not all in memory.",
             "Call .brim.remove() first, or save module.state_dict().",
         )
@@ -149,8 +149,8 @@ def _guarded_apply(module: nn.Module) -> Callable[..., nn.Module]:
             changed = function(sample)
             if (changed.dtype, changed.device) != (sample.dtype, sample.device):
                 raise UnsupportedError(
-                    f"A module fitted by brim was to be moved or cast to {changed.device}, {changed.dtype}.",
-                    "brim decides where its weights are, in the dtype that they have.",
+                    f"Cannot move or cast a module fitted by brim to {changed.device}, {changed.dtype}.",
+                    "brim decides where its weights are, and keeps their dtype.",
                     "Cast before brim.fit, or call .brim.remove() first.",
                 )
         return module
@@ -163,5 +163,5 @@ def _refuse_assign(module: nn.Module, state: object, prefix: str, metadata: dict
         raise UnsupportedError(
             "load_state_dict(assign=True) was called on a module fitted by brim.",
             "It would replace the parameters that brim moves.",
-            "Leave assign out: the values are copied to where they belong.",
+            "Leave out assign: the values are copied to where brim keeps them.",
         )

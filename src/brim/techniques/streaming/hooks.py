@@ -28,7 +28,7 @@ class _Call:
 
     start: int
     saving: Saving | None = None
-    keeps_casts: bool | None = None  # whether autocast was to keep what it makes of weights
+    keeps_casts: bool | None = None  # whether autocast was asked to keep its casts of weights
 
 
 class BlockHooks:
@@ -125,8 +125,8 @@ class Turns:
         if os.getpid() != self._process:
             raise UnsupportedError(
                 f"{self._name}, fitted by brim in process {self._process}, was used in process {os.getpid()}, a fork "
-                "of it.",
-                "The threads that bring its weights do not exist there.",
+                "of that one.",
+                "The threads that load its weights do not exist there.",
                 "Fit or load it in the process that uses it, or start processes by 'spawn'.",
             )
 
@@ -134,7 +134,7 @@ class Turns:
         if accelerator.is_capturing():
             raise UnsupportedError(
                 f"{self._name}, fitted by brim, was called while a CUDA graph is captured.",
-                "A replay would not bring the weights that are streamed.",
+                "A replay would not load the streamed weights.",
                 "Capture graphs without it, or give a budget that holds all of it.",
             )
 
@@ -153,7 +153,7 @@ class Turns:
 
 
 def without_casts(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call`` of a model of which nothing is streamed, with no copies in 16 bits kept of its weights (autocast)."""
+    """``call`` of a model without streamed weights; autocast keeps no 16-bit copies of its weights."""
 
     def _call_impl(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -165,7 +165,7 @@ def without_casts(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Recover:
-    """The first pre-hook of the whole model: what an interrupted step left is let go."""
+    """The first pre-hook of the whole model: it releases what an interrupted step left."""
 
     def __init__(self, begin_step: Callable[[], None]) -> None:
         self._begin_step = begin_step
@@ -221,7 +221,7 @@ def _refuse_gradients(
     tensors = [*args, *kwargs.values(), *module.parameters()]
     if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
         raise UnsupportedError(
-            f"Gradients were to be computed through {held[0].block.name}, whose weights are streamed.",
+            f"Cannot compute gradients through {held[0].block.name}, whose weights are streamed.",
             "This handle streams for inference only.",
             "Run the model under torch.no_grad(), fit it for training, or give a budget that holds it whole.",
         )

@@ -58,13 +58,13 @@ class Carried:
     def stepping(self) -> Iterator[None]:
         """Within, the parameters are in RAM with their gradients; then they go back, and are there."""
         self.arrive()
-        held, before = [p.data for p in self._parameters], [p.grad for p in self._parameters]
+        data, before = [p.data for p in self._parameters], [p.grad for p in self._parameters]
         try:
             _swap(self._parameters, self._places, self._gradients)
             yield
         finally:
-            _swap(self._parameters, held, before)
-            self._host_copy.up(self._places, held, self._mark, self._label)
+            _swap(self._parameters, data, before)
+            self._host_copy.up(self._places, data, self._mark, self._label)
 
 
 class HostDeviceCopy:

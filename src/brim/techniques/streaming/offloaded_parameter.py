@@ -164,8 +164,8 @@ def _read(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata in copies:
             parameter = copies[tensor.untyped_storage()._cdata]
             raise UnsupportedError(
-                f"A view of {_what(parameter)} was to be made by {getattr(function, '__name__', function)}.",
-                "What is written to the view would not reach the weight.",
+                f"{getattr(function, '__name__', function)} cannot make a view of {_what(parameter)}.",
+                "Writes to the view would not reach the weight.",
                 _TODO,
             )
     return result

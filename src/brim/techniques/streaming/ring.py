@@ -41,11 +41,11 @@ class Ring:
 
     def prefetch(self) -> None:
         """Fill every free slot with the blocks that come next."""
-        known = {slot.holds for slot in self._slots if slot.users}
+        in_use = {slot.holds for slot in self._slots if slot.users}
         expected = list(self._order.upcoming(len(self._slots)))
         self._ahead = [slot for slot in self._ahead if slot.holds in expected]  # the others will not come after all
         for block in expected:
-            if block in known or any(slot.holds == block for slot in self._ahead):
+            if block in in_use or any(slot.holds == block for slot in self._ahead):
                 continue
             slot = self._free_slot(block)
             if slot is None:
@@ -132,7 +132,7 @@ class Ring:
             raise UnsupportedError(
                 f"{self._names[block]} was called while {used} were running.",
                 f"The ring has {len(self._slots)} slots, so no more blocks than that can be in use at once.",
-                "Give a budget that holds one of them.",
+                "Give a budget that holds one of them resident.",
             )
         self._slots.load(chosen, block)
         return chosen

@@ -27,12 +27,12 @@ def narrowed(
     ``stand_ins``: what it has in their places.
     """
     pairs = zip(parameters, parameters if stand_ins is None else stand_ins, strict=True)
-    wanted = {id(parameter): stand_in for parameter, stand_in in pairs}
+    stand_in_of = {id(parameter): stand_in for parameter, stand_in in pairs}
     groups = optimizer.param_groups
     whole = [group["params"] for group in groups]
     try:
         for group in groups:
-            group["params"] = [wanted[id(p)] for p in group["params"] if id(p) in wanted]
+            group["params"] = [stand_in_of[id(p)] for p in group["params"] if id(p) in stand_in_of]
         optimizer.param_groups = [group for group in groups if group["params"]]
         place_counters(optimizer)
         yield
@@ -125,7 +125,7 @@ class Recomputation:
 def _refuse(name: str, module: nn.Module, args: object) -> None:
     if torch._C._current_graph_task_id() != -1:
         raise UnsupportedError(
-            f"{type(module).__name__} was to be run again during backward, after {name} was updated.",
-            "It would compute with new weights what was computed with the old ones.",
+            f"Cannot run {type(module).__name__} again during backward, after {name} was updated.",
+            "It would compute with the new weights, not with those of the forward pass.",
             "Leave out final() for this model: step() alone is safe.",
         )

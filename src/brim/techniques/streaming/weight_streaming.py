@@ -198,7 +198,7 @@ class WeightStreaming:
         return self._stored(streamed) if self.memory.fake else streamed.values()
 
     def _stored(self, streamed: Streamed) -> list[torch.Tensor]:
-        """The block's tensors as the module had them, those apart that a trace has let go of."""
+        """The block's tensors as the module had them, except those that a trace has freed."""
         pairs = zip(streamed.block.tensors, streamed.parameters, strict=True)
         return [self._originals.get(name, p.data) for name, p in pairs]
 
@@ -305,10 +305,10 @@ class WeightStreaming:
                 by_trigger.setdefault(trigger, []).append(streamed)
             for trigger in streamed.block.lookups:
                 self._watch_lookup(self.model.get_submodule(trigger), streamed)
-        for trigger, held in by_trigger.items():
+        for trigger, blocks in by_trigger.items():
             module = self.model.get_submodule(trigger)
             begin_step = self._begin_step if module is self.model else None
-            hooks = BlockHooks(self._streamed_blocks, held, module, self.turns, self._backward, begin_step)
+            hooks = BlockHooks(self._streamed_blocks, blocks, module, self.turns, self._backward, begin_step)
             self._hooks.append(hooks)
             if self._backward is not None:
                 self._guards.replace(module, "_call_impl", hooks.guarded_call())
@@ -372,14 +372,12 @@ class WeightStreaming:
         if isinstance(what, str):
             named = dict(self.blocks)
             if what not in named:
-                raise UsageError(f"The block {what!r} was to be updated.", f"Known: {', '.join(named)}.")
+                raise UsageError(f"Cannot update the block {what!r}.", f"Known: {', '.join(named)}.")
             return named[what]
         parameters = list(what)
         strange = {id(p) for p in parameters} - {id(p) for p in self._parameters.values()}
         if strange:
-            raise UsageError(
-                f"{len(parameters)} parameters were to be updated.", f"{len(strange)} are not the model's."
-            )
+            raise UsageError(f"Cannot update {len(parameters)} parameters.", f"{len(strange)} are not the model's.")
         return parameters
 
     def is_updated_by(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
@@ -395,8 +393,8 @@ class WeightStreaming:
         if parameter is None:  # a tied one by another of its names
             parameter = dict(self.model.named_parameters(remove_duplicate=False)).get(name)
         for streamed in self._streamed_blocks:
-            for index, held in enumerate(streamed.parameters):
-                if held is parameter and not self.memory.fake:
+            for index, held_parameter in enumerate(streamed.parameters):
+                if held_parameter is parameter and not self.memory.fake:
                     return streamed.value(index)
         tensor = parameter if parameter is not None else dict(self.model.named_buffers())[name]
         return tensor.detach().to("cpu", copy=True)

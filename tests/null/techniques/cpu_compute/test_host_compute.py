@@ -227,7 +227,7 @@ def _interrupt(*_: Any) -> None:
 def test_it_is_refused_what_it_cannot_do() -> None:
     net = make_net()
     handle = fit(net)
-    with torch.enable_grad(), pytest.raises(UnsupportedError, match="Gradients were to be computed through"):
+    with torch.enable_grad(), pytest.raises(UnsupportedError, match="Cannot compute gradients through"):
         net(X)
     with pytest.raises(UnsupportedError, match="copied"):
         copy.deepcopy(net)
@@ -285,7 +285,7 @@ def test_a_plan_that_computes_a_block_apart_from_its_parameters_is_refused() -> 
     handle.remove()
     if name != "2":
         plan = with_block_in_ram(plan, "2")
-    with pytest.raises(UnsupportedError, match="2 was to be computed by the CPU"):
+    with pytest.raises(UnsupportedError, match=r"Cannot compute .*2 on the CPU"):
         put_in_force(net, partition, plan, machine("emulated"), Weights(), "emulated")
     assert torch.equal(net(X), make_net()(X))
 

@@ -177,7 +177,7 @@ def test_a_handle_that_could_not_be_removed_still_steps(tmp_path: Path, monkeypa
         train(model, optimizer, steps=range(1), final=handle.final)
 
         def refusing() -> None:
-            raise TransferError("States were to come back.", "The disk is gone.")
+            raise TransferError("Cannot read the states.", "The disk is gone.")
 
         monkeypatch.setattr(handle._places, "restore", refusing)
         with pytest.raises(TransferError):

@@ -120,12 +120,12 @@ def test_layers_that_get_the_embedding_too_are_refused() -> None:
     stage.inner.layers[0].register_forward_pre_hook(
         lambda module, args, named: (args, {**named, "original": args[0]}), with_kwargs=True, prepend=True
     )
-    with pytest.raises(UnsupportedError, match="something else than hidden states, or more"):
+    with pytest.raises(UnsupportedError, match="other inputs than hidden states"):
         stage(torch.zeros(2, 16, 64), torch.zeros(2, 16, dtype=torch.long))
 
 
 def test_a_decoder_whose_layers_take_something_else_is_refused() -> None:
     stage = pipeline.cut(make("granite"), pipeline.Part(first=3, layers=3, of=6))
     stage.inner.layers[0].register_forward_pre_hook(lambda module, args: (args[0][:, :4],), prepend=True)
-    with pytest.raises(UnsupportedError, match="something else than hidden states"):
+    with pytest.raises(UnsupportedError, match="other inputs than hidden states"):
         stage(torch.zeros(2, 16, 64), torch.zeros(2, 16, dtype=torch.long))

@@ -97,7 +97,7 @@ def test_sizes_that_do_not_divide_and_meshes_of_other_sizes_are_errors():
         sharding.apply(llama(), sharding.mesh_of(1, 3, "cpu"), sharding.Sharding())
     with sharding.alone(4), pytest.raises(UsageError, match="There are 4"):
         sharding.mesh_of(3, 1, "cpu")
-    with sharding.alone(2), pytest.raises(UsageError, match="group of real ones"), sharding.alone(2):
+    with sharding.alone(2), pytest.raises(UsageError, match="group of real ranks"), sharding.alone(2):
         pass
 
 
@@ -111,7 +111,7 @@ def test_a_block_of_unknown_names_is_refused():
 def test_a_sharded_model_is_not_put_together_again():
     with sharding.alone(2):
         handle = sharding.apply(llama(), sharding.mesh_of(2, 1, "cpu"), sharding.Sharding())
-    with pytest.raises(UnsupportedError, match="put together"):
+    with pytest.raises(UnsupportedError, match="undo the sharding"):
         handle.remove()
 
 

@@ -166,9 +166,9 @@ def test_experts_in_one_tensor_are_left_and_the_rest_is_not() -> None:
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="0 linear layers were found"):
+    with pytest.raises(UnsupportedError, match="0 linear layers can be quantized"):
         apply(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), "int8")
-    with pytest.raises(UnsupportedError, match="1 linear layers were found in it, and none that can"):
+    with pytest.raises(UnsupportedError, match="None of its 1 linear layers can"):
         quantize_meta(nn.Sequential(nn.Linear(5, 7)), "int4")
 
 
@@ -190,7 +190,7 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_changes(scheme: str
     model = llama()
     weight = model.get_submodule("model.layers.1.mlp.up_proj").weight
     weight.data[3, 5] = float("nan")
-    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight was to be quantized"):
+    with pytest.raises(ModelError, match=r"Cannot quantize model\.layers\.1\.mlp\.up_proj\.weight"):
         apply(model, scheme)
     assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
     weight.data[3, 5] = 0
@@ -200,5 +200,5 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_changes(scheme: str
 def test_unknown_schemes_and_groups_are_refused() -> None:
     with pytest.raises(UsageError, match="Known are int8, int4, fp8"):
         apply(nn.Linear(64, 64), "int5")
-    with pytest.raises(UsageError, match="Groups of 48 weights"):
+    with pytest.raises(UsageError, match="groups of 48 weights"):
         Quantization(scheme="int4", group=48)
