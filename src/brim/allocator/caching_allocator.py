@@ -47,12 +47,12 @@ class CachingAllocator:
     ) -> None:
         self.config = config = AllocatorConfig() if config is None else config
         if config.backend != "native":
-            raise UnsupportedError(f"backend:{config.backend} was to be simulated.", todo="Use backend:native.")
+            raise UnsupportedError(f"Cannot simulate backend:{config.backend}.", todo="Use backend:native.")
         self.device: DeviceMemory = SimulatedDevice(capacity_bytes) if device is None else device
         total = self.device.total_bytes
         if config.memory_fraction < 1 and total is None:
             raise UsageError(
-                f"A memory fraction of {config.memory_fraction:g} was given.", "The device's size is not known."
+                f"Cannot apply a memory fraction of {config.memory_fraction:g}.", "The size of the device is unknown."
             )
         self.stats = Stats()
         self.live: dict[int, Block] = {}
@@ -77,7 +77,7 @@ class CachingAllocator:
         Raises OutOfMemory as PyTorch would; like there, cached memory was given back to the device before.
         """
         if nbytes <= 0:
-            raise UsageError(f"{nbytes} bytes were requested.", todo="Request at least one byte.")
+            raise UsageError(f"Cannot allocate {nbytes} bytes.", todo="Request at least one byte.")
         if self._events.pending and not self._captures:
             for freed in self._events.finished():
                 self.complete_free(freed)
@@ -119,7 +119,7 @@ class CachingAllocator:
     def request_free(self, block: Block) -> None:
         """The first half of ``free``: the tensor is gone, the memory is not yet reusable."""
         if self.live.pop(block.address, None) is not block:
-            raise UsageError(f"The block at {block.address:#x} was to be freed.", "It is not in use.")
+            raise UsageError(f"Cannot free the block at {block.address:#x}.", "It is not in use.")
         block.allocated = False
         self.stats.allocations -= 1
         self.stats.allocated_bytes -= block.size
@@ -165,7 +165,7 @@ class CachingAllocator:
     def begin_allocate_to_pool(self, pool: PoolId, streams: Collection[int] | None = None) -> None:
         """Send requests on ``streams`` (None: all) to a private pool, as a CUDA graph capture does."""
         if pool in self._captures:
-            raise UsageError(f"A capture into pool {pool} was to begin.", "One is already under way.")
+            raise UsageError(f"Cannot begin a capture into pool {pool}.", "A capture into it is already under way.")
         if pool in self.private_pools:
             self.private_pools[pool].use_count += 1
         else:
@@ -174,14 +174,14 @@ class CachingAllocator:
 
     def end_allocate_to_pool(self, pool: PoolId) -> None:
         if pool not in self._captures:
-            raise UsageError(f"A capture into pool {pool} was to end.", "None is under way.")
+            raise UsageError(f"Cannot end a capture into pool {pool}.", "No capture into it is under way.")
         del self._captures[pool]
 
     def release_pool(self, pool: PoolId) -> None:
         """One user less; with none left, the pool's free segments may be given back like any other."""
         found = self.private_pools.get(pool)
         if found is None or found.use_count == 0:
-            raise UsageError(f"Pool {pool} was to be released.", "It is not in use.")
+            raise UsageError(f"Cannot release pool {pool}.", "It is not in use.")
         found.use_count -= 1
 
     def block_pool(self, pool: PoolId, small: bool) -> BlockPool:

@@ -46,7 +46,7 @@ _Value = str | list[tuple[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorConfig:
-    """What the allocator is told. Sizes in bytes; ``max_split_bytes`` None: every block may be split.
+    """The allocator's settings. Sizes in bytes; ``max_split_bytes`` None: every block may be split.
 
     ``roundup_power2_divisions`` has one entry per power of two from 1 MiB to 32 GiB (0: round to 512 bytes).
     ``memory_fraction`` is ``per_process_memory_fraction`` or ``set_per_process_memory_fraction``; 1: no limit.
@@ -95,7 +95,7 @@ class AllocatorConfig:
         try:
             config = cls.parse(str(text))
         except UsageError as error:
-            raise FormatError("A snapshot's allocator settings were to be read.", str(error)) from error
+            raise FormatError("Cannot read a snapshot's allocator settings.", str(error)) from error
         changes: dict[str, Any] = {}
         if isinstance(limit := settings.get("max_split_size"), int):
             changes["max_split_bytes"] = limit if 0 < limit < 1 << 62 else None  # -1: unlimited
@@ -106,7 +106,7 @@ class AllocatorConfig:
         if isinstance(divisions := settings.get("roundup_power2_divisions"), Mapping):
             values = tuple(divisions.values())
             if len(values) != POWER2_INTERVALS or not all(_is_division(value) for value in values):
-                raise FormatError("A snapshot's roundup_power2_divisions were to be read.", f"Found {values[:20]}.")
+                raise FormatError("Cannot read a snapshot's roundup_power2_divisions.", f"Found {values[:20]}.")
             changes["roundup_power2_divisions"] = values
         return replace(config, **changes)
 
@@ -157,7 +157,7 @@ def _pairs(text: str) -> Iterator[tuple[str, _Value]]:
         match = pattern.match(compact, at)
         if match is None:
             raise UsageError(
-                f"Allocator settings {text!r} were given.",
+                f"Cannot read the allocator settings {text!r}.",
                 f"{compact[at:]!r} is not of the form key:value.",
                 "Write key:value pairs with commas between, as in expandable_segments:True,max_split_size_mb:256.",
             )
@@ -181,7 +181,7 @@ def _apply(config: AllocatorConfig, key: str, value: _Value, version: tuple[int,
     if key not in _SCALARS:
         nearest = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.0)[0]
         raise UsageError(
-            f"The allocator setting {key!r} was given.",
+            f"Unknown allocator setting {key!r}.",
             "PyTorch's CUDA allocator has no setting of this name.",
             f"The nearest is {nearest!r}.",
         )
@@ -196,7 +196,7 @@ def known_keys() -> tuple[str, ...]:
 
 
 def _bad(key: str, found: str, wanted: str) -> UsageError:
-    return UsageError(f"The allocator setting {key} was given.", f"Its value is {found!r}.", f"It must be {wanted}.")
+    return UsageError(f"Cannot use the allocator setting {key}.", f"Its value is {found!r}.", f"It must be {wanted}.")
 
 
 def _megabytes(key: str, value: str, least: int) -> int:
@@ -238,11 +238,11 @@ def _set_expandable(config: AllocatorConfig, key: str, value: str) -> AllocatorC
 
 
 def _set_reserve(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
-    wanted = "a fraction of the device like 0.5, or a size like 40G"
+    allowed_form = "a fraction of the device like 0.5, or a size like 40G"
     absolute = value[-1] in "gG"
-    amount = _number(key, value[:-1] if absolute else value, wanted)
+    amount = _number(key, value[:-1] if absolute else value, allowed_form)
     if amount <= 0:
-        raise _bad(key, value, wanted)
+        raise _bad(key, value, allowed_form)
     return replace(config, reserve=int(amount * GIB) if absolute else amount)
 
 
@@ -316,5 +316,5 @@ def _version(text: str | None) -> tuple[int, ...]:
         return (99,)
     match = re.match(r"(\d+)\.(\d+)", text)
     if match is None:
-        raise UsageError(f"torch_version {text!r} was given.", todo="Write it as in 2.8.0.")
+        raise UsageError(f"Cannot read torch_version {text!r}.", todo="Write it as in 2.8.0.")
     return int(match[1]), int(match[2])

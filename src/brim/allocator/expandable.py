@@ -25,7 +25,7 @@ OnSegment = Callable[[str, int, int, int], None]
 
 
 class ExpandableSegments:
-    """The mapping side of the allocator. ``on_segment`` is told ``segment_map`` and ``segment_unmap``."""
+    """The mapping side of the allocator. ``on_segment`` is called for ``segment_map`` and ``segment_unmap``."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class ExpandableSegments:
         """Reserve the address space of one more segment: 9/8 of the device unless the settings say less."""
         page = self.page_bytes(pool.small)
         total = self._device.total_bytes
-        wanted = UNBOUNDED_BYTES if total is None else total + total // 8
+        reserved_bytes = UNBOUNDED_BYTES if total is None else total + total // 8
         reserve = self._config.reserve
         if isinstance(reserve, float) and total is not None:
-            wanted = min(wanted, int(reserve * total))
+            reserved_bytes = min(reserved_bytes, int(reserve * total))
         elif isinstance(reserve, int):
-            wanted = min(wanted, reserve)
-        size = -(-wanted // page) * page
+            reserved_bytes = min(reserved_bytes, reserve)
+        size = -(-reserved_bytes // page) * page
         return self.adopt(pool, stream, AddressRange(self._device.reserve(size), size, page))
 
     def adopt(self, pool: BlockPool, stream: int, segment: AddressRange) -> Block:

@@ -13,7 +13,7 @@ from brim.allocator.blocks import Block
 
 
 class StreamEvents:
-    """One queue of events per stream; a stream passes the front of its queue when it is told to."""
+    """One queue of events per stream; a stream passes the front of its queue on request."""
 
     def __init__(self) -> None:
         self.pending = False  # whether any block waits, kept up to date because every request asks

@@ -58,17 +58,17 @@ _OF_THE_START = {
 
 def phases_of(stacks: Iterable[Sequence[str]]) -> list[Phase]:
     """The phase that each stack tells. Every frame is looked at once, however many stacks share it."""
-    known: dict[str, int] = {}
-    made = []
+    pattern_of_frame: dict[str, int] = {}
+    phases = []
     for frames in stacks:
         for frame in frames:
-            if frame not in known:
-                known[frame] = next(
+            if frame not in pattern_of_frame:
+                pattern_of_frame[frame] = next(
                     (i for i, (_, found) in enumerate(_PATTERNS) if found.search(frame)), len(_PATTERNS)
                 )
-        first = min((known[frame] for frame in frames), default=len(_PATTERNS))
-        made.append(_PATTERNS[first][0] if first < len(_PATTERNS) else Phase.UNKNOWN)
-    return made
+        first = min((pattern_of_frame[frame] for frame in frames), default=len(_PATTERNS))
+        phases.append(_PATTERNS[first][0] if first < len(_PATTERNS) else Phase.UNKNOWN)
+    return phases
 
 
 def of_the_start(phase: Phase) -> str:
@@ -84,13 +84,13 @@ def infer(columns: Columns, phases: Sequence[Phase]) -> NDArray[np.int8]:
 
     ``phases`` are those of the stacks that the events' stacks number.
     """
-    found = np.zeros(len(columns.actions), np.int8)
+    categories = np.zeros(len(columns.actions), np.int8)
     events = np.flatnonzero((columns.actions == ALLOC) | (columns.actions == FREE_COMPLETED))
     if not len(events):
-        return found
+        return categories
     stacks = columns.stacks[events]
-    known = (stacks >= 0) & (stacks < len(phases))
-    phase = np.append(np.array(phases, np.int8), Phase.UNKNOWN)[np.where(known, stacks, -1)]
+    has_stack = (stacks >= 0) & (stacks < len(phases))
+    phase = np.append(np.array(phases, np.int8), Phase.UNKNOWN)[np.where(has_stack, stacks, -1)]
     steps = np.flatnonzero(np.isin(phase, _STEPS))
     last_step = np.searchsorted(steps, np.arange(len(events)), side="right")  # 0: none yet
     step = np.append(np.int8(Phase.UNKNOWN), phase[steps])
@@ -100,13 +100,13 @@ def infer(columns: Columns, phases: Sequence[Phase]) -> NDArray[np.int8]:
     addresses, frees = columns.addresses[events][order], (columns.actions[events] == FREE_COMPLETED)[order]
     last = np.append(addresses[1:] != addresses[:-1], True)  # of its address
     freed = np.flatnonzero(~frees & ~last & np.append(frees[1:], False))
-    made, gone = order[freed], order[np.minimum(freed + 1, len(order) - 1)]
+    allocations, gone = order[freed], order[np.minimum(freed + 1, len(order) - 1)]
     table = [[[_freed(was, then, same=same) for same in (False, True)] for then in Phase] for was in Phase]
-    same = (part[made] == part[gone]).astype(np.int8)
-    found[events[made]] = _numbers(table)[phase[made], now[gone], same]
+    same = (part[allocations] == part[gone]).astype(np.int8)
+    categories[events[allocations]] = _numbers(table)[phase[allocations], now[gone], same]
     kept = order[~frees & last]
-    found[events[kept]] = _numbers([_kept(was, Phase(int(now[-1]))) for was in Phase])[phase[kept]]
-    return found
+    categories[events[kept]] = _numbers([_kept(was, Phase(int(now[-1]))) for was in Phase])[phase[kept]]
+    return categories
 
 
 def _numbers(names: Any) -> NDArray[np.int8]:

@@ -153,7 +153,7 @@ def contradictions(history: History) -> Iterator[None]:
         yield
     except (AssertionError, KeyError, IndexError) as error:
         raise FormatError(
-            f"The {len(history.actions)} events of device {history.device} were to be replayed.",
-            "They contradict each other: no caching allocator can have written them.",
+            f"Cannot replay the {len(history.actions)} events of device {history.device}.",
+            "They contradict each other: no caching allocator writes such events.",
             "Dump the snapshot again.",
         ) from error

@@ -33,8 +33,8 @@ class Interned(Sequence[T]):
 
     def extend(self, numbers: ArrayLike, values: Sequence[T]) -> None:
         """Append many: ``numbers`` say which of ``values`` each is. Where it raises, as ``append``, it adds none."""
-        known = self._known | {value: -1 for value in values if value not in self._known}
-        if len(known) > 1 << 8 * self._numbers.itemsize:
+        numbers_of_values = self._known | {value: -1 for value in values if value not in self._known}
+        if len(numbers_of_values) > 1 << 8 * self._numbers.itemsize:
             raise OverflowError("too many different values")
         for value in values:
             if value not in self._known:
@@ -60,9 +60,9 @@ class Interned(Sequence[T]):
     def __getitem__(self, index: int | slice) -> T | Interned[T]:
         if isinstance(index, int):
             return self._values[self._numbers[index]]
-        made: Interned[T] = Interned(self._numbers.typecode)
-        made._numbers, made._values, made._known = self._numbers[index], self._values, self._known
-        return made
+        part: Interned[T] = Interned(self._numbers.typecode)
+        part._numbers, part._values, part._known = self._numbers[index], self._values, self._known
+        return part
 
     def __eq__(self, other: object) -> bool:
         """As any sequence of the same values."""

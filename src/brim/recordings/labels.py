@@ -1,4 +1,4 @@
-"""What is told of a recorded stack: the frames that say something, and the one that names it."""
+"""What is shown of a recorded stack: the informative frames, and the one that names it."""
 
 from __future__ import annotations
 

@@ -96,14 +96,14 @@ def moment(
 ) -> Moment:
     """Describe ``allocator``. ``used``: blocks that are in use or wait for a stream; ``stack_of`` tells who asked."""
     free = [block for pool in _pools(allocator) for block in pool]
-    found = Segments()
+    segments = Segments()
     for blocks in _segments([*used, *free]):
-        found.add(_use(blocks, stack_of), [block.size for block in blocks if block.is_free])
-    return found.moment(what=what, event=event, time_s=time_s, requested_bytes=requested_bytes)
+        segments.add(_use(blocks, stack_of), [block.size for block in blocks if block.is_free])
+    return segments.moment(what=what, event=event, time_s=time_s, requested_bytes=requested_bytes)
 
 
 class Segments:
-    """All segments of a moment, of which only those that pin most are kept."""
+    """All segments of a moment. Only those that pin most are kept."""
 
     def __init__(self) -> None:
         self._allocated_bytes = self._reserved_bytes = self._pinned_bytes = self._cached_bytes = 0
@@ -156,7 +156,7 @@ class Segments:
 
 def _pools(allocator: CachingAllocator) -> Iterator[list[Block]]:
     private = allocator.private_pools.values()
-    for pool in [allocator.small, allocator.large, *(one for p in private for one in (p.small, p.large))]:
+    for pool in [allocator.small, allocator.large, *(size_pool for p in private for size_pool in (p.small, p.large))]:
         yield [block for block in pool.blocks.values() if block.mapped]
 
 
@@ -164,12 +164,12 @@ def _segments(blocks: list[Block]) -> Iterator[list[Block]]:
     """Blocks that share a segment, in order; ranges of an expandable segment that are mapped apart are apart."""
     starts = [block for block in blocks if block.prev is None or not block.prev.mapped]
     for start in starts:
-        made: list[Block] = []
+        segment: list[Block] = []
         block: Block | None = start
         while block is not None and block.mapped:
-            made.append(block)
+            segment.append(block)
             block = block.next
-        yield made
+        yield segment
 
 
 def _use(blocks: list[Block], stack_of: Callable[[Block], int]) -> SegmentUse:

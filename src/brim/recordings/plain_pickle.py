@@ -28,7 +28,7 @@ MAX_STACK = 200_000  # values that wait for their container; CPython writes batc
 BYTES_PER_OBJECT = 24  # a file may keep one object for so many bytes, ...
 SPARE_OBJECTS = 20_000  # ... and these
 BYTES_PER_MEMO = 8  # a file may remember one value for so many bytes, and the spare objects
-MOST_SHARED = 3  # numbers in a tuple of which one is kept for all that are equal
+MOST_SHARED = 3  # numbers in a tuple at most, for equal tuples to be kept once
 _GETS = re.compile(rb"(?:j.{4}){1,64}|(?:h.)+", re.DOTALL)  # references into the memo
 _REFERENCES = re.compile(rb"\]\x94\(((?:j.{4}|h.){1,1000})e", re.DOTALL)  # a remembered list, one batch, of them
 CHECK_EVERY = 5_000  # instructions between two looks at the limits
@@ -67,7 +67,7 @@ def load(source: bytes | BinaryIO, size: int, name: str, reduce: Reduce | None =
         return reader.run()
     except (IndexError, struct.error, UnicodeDecodeError, TypeError) as error:
         raise FormatError(
-            f"{name} was to be read as a pickle of plain data.",
+            f"Cannot read {name} as a pickle of plain data.",
             f"It is damaged or cut off at byte {reader.position()} of {size} ({type(error).__name__}).",
             "Dump it again.",
         ) from error
@@ -106,7 +106,7 @@ class _Unframed:
         return b"".join(pieces)
 
     def position(self, given: int) -> int:
-        """Where in the file a byte is, of which the number in what was given is known."""
+        """The position in the file of a byte, by its number in the data at hand."""
         return given + HEADER_BYTES * bisect_left(self._cut, given + 1)
 
 
@@ -198,8 +198,8 @@ class _Reader:
                 self.kept += 1
                 at = start + length
             elif code == 93 and (match := _REFERENCES.match(data, at)):  # a list of what is known already
-                push(found := self.references(*match.span(1)))
-                remember(found)
+                push(references := self.references(*match.span(1)))
+                remember(references)
                 at = match.end()
             else:
                 self.at = at
@@ -225,15 +225,15 @@ class _Reader:
         if type(holder) is not list:
             return False
         end = min(self.at + self.rows_bytes, len(self.data))
-        found = pickled_rows.read(self.data, self.at, end, self.row, self.memo, self.known)
-        if found is None or found.table.count < FEW_ROWS or self.reduce.many(found.table) is not self.row:
+        rows_read = pickled_rows.read(self.data, self.at, end, self.row, self.memo, self.known)
+        if rows_read is None or rows_read.table.count < FEW_ROWS or self.reduce.many(rows_read.table) is not self.row:
             self.singles = self.single = min(max(2 * self.singles, FEW_ROWS), MOST_SINGLE)
             self.rows_bytes = LEAST_ROWS_BYTES
             return False
         self.singles = 0
-        used = found.end - self.at
+        used = rows_read.end - self.at
         self.rows_bytes = min(max(2 * used, LEAST_ROWS_BYTES), MOST_ROWS_BYTES)
-        self.take(found, holder)
+        self.take(rows_read, holder)
         return True
 
     def take(self, found: Rows, holder: list[Any]) -> None:
@@ -262,28 +262,28 @@ class _Reader:
         Lists of the same references are one list. (Longer ones are written in batches: what follows may differ.)
         """
         raw = self.data[start:end]
-        found = self.lists.get(raw)
-        if found is None or len(found) >= BATCH:
-            found = self.lists[raw] = self.resolved(raw)
-            self.kept += 2 + (len(found) >> 3)  # a slot is an eighth of a small object
-        return found
+        referred = self.lists.get(raw)
+        if referred is None or len(referred) >= BATCH:
+            referred = self.lists[raw] = self.resolved(raw)
+            self.kept += 2 + (len(referred) >> 3)  # a slot is an eighth of a small object
+        return referred
 
     def resolved(self, raw: bytes) -> list[Any]:
-        found: list[Any] = []
+        objects: list[Any] = []
         start = 0
         while start < len(raw):
             match = _GETS.match(raw, start)
             assert match is not None, "the outer pattern consists of the inner one"
             stop = match.end()
             if raw[start] == 106:
-                found += map(self.memo.__getitem__, _get_run((stop - start) // 5).unpack_from(raw, start))
+                objects += map(self.memo.__getitem__, _get_run((stop - start) // 5).unpack_from(raw, start))
             else:
-                found += map(self.memo.__getitem__, raw[start + 1 : stop : 2])
+                objects += map(self.memo.__getitem__, raw[start + 1 : stop : 2])
             start = stop
-        return found
+        return objects
 
     def refuse(self, why: str) -> NoReturn:
-        raise FormatError(f"{self.name} was to be read as a pickle of plain data.", f"Refused: {why}.")
+        raise FormatError(f"Cannot read {self.name} as a pickle of plain data.", f"Refused: {why}.")
 
     def unknown(self) -> NoReturn:
         code = self.data[self.at]
@@ -307,10 +307,10 @@ class _Reader:
         self.at += length
 
     def count(self, start: int, width: int) -> int:
-        found = self.data[start : start + width]
-        if len(found) != width:
+        raw = self.data[start : start + width]
+        if len(raw) != width:
             raise IndexError
-        return int.from_bytes(found, "little")
+        return int.from_bytes(raw, "little")
 
     def get(self, width: int) -> None:
         self.push(self.memo[self.count(self.at + 1, width)], 1 + width)
@@ -332,12 +332,12 @@ class _Reader:
         raw = self.data[start : start + length]
         if len(raw) != length:
             self.refuse(f"at byte {self.position()} it claims a text of {length} bytes that it does not have")
-        found = self.texts.get(raw)
-        if found is None:
-            self.texts[raw] = found = str(raw, "utf-8", "surrogatepass")
-            self.keep(found, 1 + width + length)
+        text = self.texts.get(raw)
+        if text is None:
+            self.texts[raw] = text = str(raw, "utf-8", "surrogatepass")
+            self.keep(text, 1 + width + length)
         else:
-            self.push(found, 1 + width + length)
+            self.push(text, 1 + width + length)
 
     def integer(self, start: int, width: int, *, signed: bool) -> None:
         raw = self.data[start : start + width]
@@ -369,14 +369,15 @@ class _Reader:
         if count > len(self.stack):
             raise IndexError
         start = len(self.stack) - count
-        made = tuple(self.stack[start:])
+        parts = tuple(self.stack[start:])
         del self.stack[start:]
-        plain = count <= MOST_SHARED and all(type(part) is int for part in made)
-        known = self.tuples.setdefault(made, made) if plain else made  # ids of pools: of many events, few different
-        if known is made:
-            self.keep(made, 1)
+        plain = count <= MOST_SHARED and all(type(part) is int for part in parts)
+        # Ids of pools: many events share a few.
+        shared = self.tuples.setdefault(parts, parts) if plain else parts
+        if shared is parts:
+            self.keep(parts, 1)
         else:
-            self.push(known, 1)
+            self.push(shared, 1)
 
     def marked_tuple(self) -> None:
         start, _, _ = self.marks.pop()
@@ -386,7 +387,7 @@ class _Reader:
         value = self.stack.pop()
         holder = self.stack[-1]
         if type(holder) is not list:
-            self.refuse(f"at byte {self.position()} it appends to something else than a list")
+            self.refuse(f"at byte {self.position()} it appends to something other than a list")
         holder.append(value)
         self.at += 1
 
@@ -394,7 +395,7 @@ class _Reader:
         start, _, _ = self.marks.pop()
         holder = self.stack[start - 1]
         if type(holder) is not list or start < 1:
-            self.refuse(f"at byte {self.position()} it appends to something else than a list")
+            self.refuse(f"at byte {self.position()} it appends to something other than a list")
         holder += self.stack[start:]
         self.kept += (len(self.stack) - start) >> 3  # a slot is an eighth of a small object
         del self.stack[start:]
@@ -414,17 +415,17 @@ class _Reader:
         """Fill the last dictionary, which is at ``place`` in the memo (-1: nowhere, or it is not known)."""
         holder = self.stack[-1]
         if type(holder) is not dict or len(values) % 2:
-            self.refuse(f"at byte {self.position()} it sets items of something else than a dictionary")
+            self.refuse(f"at byte {self.position()} it sets items of something other than a dictionary")
         holder.update(zip(values[::2], values[1::2], strict=True))
         self.kept += len(values) >> 2
         self.at += 1
         if self.reduce is not None:
-            made = self.reduce.one(holder)
-            if made is not holder:
-                self.stack[-1] = self.row = made
+            reduced = self.reduce.one(holder)
+            if reduced is not holder:
+                self.stack[-1] = self.row = reduced
                 self.kept = kept  # what was counted for the dictionary stands for what took its place
                 if place >= 0:
-                    self.memo[place] = made  # the memo would keep the dictionary as long as the file is read
+                    self.memo[place] = reduced  # the memo would keep the dictionary as long as the file is read
 
     def frame(self) -> None:
         self.count(self.at + 1, 8)

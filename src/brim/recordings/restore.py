@@ -19,12 +19,12 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
     addresses = sorted(state.live)
     by_group: dict[Group, list[Range]] = {}
     for address in sorted(state.ranges):
-        found = state.ranges[address]
-        if found.expandable:
-            by_group.setdefault(found.group, []).append(found)
+        span = state.ranges[address]
+        if span.expandable:
+            by_group.setdefault(span.group, []).append(span)
         else:
             allocator.stats.segments += 1
-            _chain(allocator, pieces(found, state, addresses), found.group, None, handles)
+            _chain(allocator, pieces(span, state, addresses), span.group, None, handles)
     bases = sorted(state.lowest.values())
     for group, ranges in by_group.items():
         _restore_expandable(allocator, group, ranges, bases, state, addresses, handles)
@@ -37,17 +37,17 @@ Piece = tuple[int, int, Live | None, bool]  # address, bytes, who uses it, wheth
 
 def pieces(found: Range, state: State, addresses: list[int]) -> list[Piece]:
     """The live blocks of a range and the free blocks between them."""
-    made: list[Piece] = []
+    pieces_of_range: list[Piece] = []
     at, end = found.address, found.address + found.size
     for index in range(bisect_left(addresses, at), bisect_left(addresses, end)):
         live = state.live[addresses[index]]
         if live.address > at:
-            made.append((at, live.address - at, None, True))
-        made.append((live.address, live.size, live, True))
+            pieces_of_range.append((at, live.address - at, None, True))
+        pieces_of_range.append((live.address, live.size, live, True))
         at = live.address + live.size
     if at < end:
-        made.append((at, end - at, None, True))
-    return made
+        pieces_of_range.append((at, end - at, None, True))
+    return pieces_of_range
 
 
 def _restore_expandable(
@@ -64,16 +64,16 @@ def _restore_expandable(
     after = bisect_left(bases, ranges[-1].address + 1)
     end = bases[after] if after < len(bases) else base + UNBOUNDED_BYTES
     segment = AddressRange(base, end - base, allocator.expandable.page_bytes(group[1]))
-    made: list[Piece] = []
+    pieces_of_group: list[Piece] = []
     at = base
-    for found in ranges:
-        if found.address > at:
-            made.append((at, found.address - at, None, False))
-        made += pieces(found, state, addresses)
-        at = found.address + found.size
+    for span in ranges:
+        if span.address > at:
+            pieces_of_group.append((at, span.address - at, None, False))
+        pieces_of_group += pieces(span, state, addresses)
+        at = span.address + span.size
     if at < end:
-        made.append((at, end - at, None, False))
-    _chain(allocator, made, group, segment, handles)
+        pieces_of_group.append((at, end - at, None, False))
+    _chain(allocator, pieces_of_group, group, segment, handles)
 
 
 def _chain(

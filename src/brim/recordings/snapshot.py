@@ -95,7 +95,7 @@ def read(path: str | Path) -> Snapshot:
         with regular(path).open("rb", buffering=0) as file:
             return _read(file, os.fstat(file.fileno()).st_size, str(path))
     except OSError as error:
-        raise FormatError(f"{path} was to be read as a memory snapshot.", f"{error}.") from error
+        raise FormatError(f"Cannot read {path} as a memory snapshot.", f"{error}.") from error
 
 
 def parse(data: bytes, name: str = "the snapshot") -> Snapshot:
@@ -105,7 +105,7 @@ def parse(data: bytes, name: str = "the snapshot") -> Snapshot:
 
 def _read(source: BinaryIO, size: int, name: str) -> Snapshot:
     if not size:
-        raise FormatError(f"{name} was to be read as a memory snapshot.", "It is empty.")
+        raise FormatError(f"Cannot read {name} as a memory snapshot.", "It is empty.")
     reader = _Reader(name, size)
     document = plain_pickle.load(source, size, name, reader)
     return reader.snapshot(document)
@@ -205,7 +205,7 @@ class _Reader:
         self.stacks: dict[bytes, int] = {}
 
     def refuse(self, found: str) -> FormatError:
-        return FormatError(f"{self.name} was to be read as a memory snapshot of PyTorch.", found)
+        return FormatError(f"Cannot read {self.name} as a memory snapshot of PyTorch.", found)
 
     def one(self, item: dict[Any, Any]) -> Any:
         if "action" in item:

@@ -68,12 +68,12 @@ class State:
         """Give the block at ``address`` more of the free memory behind it."""
         live = self.live[address]
         del self.guessed[live.address + live.size]
-        self.live[address] = made = replace(live, size=live.size + by)
-        self.guessed[made.address + made.size] = address
+        self.live[address] = enlarged = replace(live, size=live.size + by)
+        self.guessed[enlarged.address + enlarged.size] = address
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(found.size for found in self.ranges.values())
+        return sum(span.size for span in self.ranges.values())
 
 
 def final_state(history: History) -> State:
@@ -116,11 +116,11 @@ class _Undo:
         self._history, self._columns = history, columns
         self._groups = _Groups(history, config, columns)
         self._state = final_state(history)
-        self._native = {at: found for at, found in self._state.ranges.items() if not found.expandable}
+        self._native = {at: span for at, span in self._state.ranges.items() if not span.expandable}
         self._mapped = _Mapped()
-        for found in self._state.ranges.values():
-            if found.expandable:
-                self._mapped.add(found.address, found.size)
+        for span in self._state.ranges.values():
+            if span.expandable:
+                self._mapped.add(span.address, span.size)
 
     def segment(self, index: int, action: int) -> None:
         """Undo an event that took memory from the device or gave it back."""
@@ -200,12 +200,12 @@ class _Undo:
         state = self._state
         end = 0
         for address in sorted(state.ranges):
-            found = state.ranges[address]
-            if found.size <= 0 or address < end:
+            span = state.ranges[address]
+            if span.size <= 0 or address < end:
                 del state.ranges[address]
                 state.inconsistent += 1
             else:
-                end = address + found.size
+                end = address + span.size
 
 
 class _Mapped:
@@ -237,11 +237,11 @@ class _Mapped:
 
     def ranges(self, groups: _Groups) -> list[tuple[int, int]]:
         """Address and size of each range; where two address spaces touch, they are kept apart."""
-        made = []
+        ranges = []
         for start, end in zip(self._starts, self._ends, strict=True):
             cuts = [start, *groups.borders(start, end), end]
-            made += [(cut, after - cut) for cut, after in pairwise(cuts)]
-        return made
+            ranges += [(cut, after - cut) for cut, after in pairwise(cuts)]
+        return ranges
 
 
 class _Groups:
@@ -253,31 +253,31 @@ class _Groups:
 
     def __init__(self, history: History, config: AllocatorConfig, columns: Columns) -> None:
         self._history, self._config, self._columns = history, config, columns
-        known: dict[int, Group] = {}
+        group_of_address: dict[int, Group] = {}
         mapping = (columns.actions == SEGMENT_MAP) | (columns.actions == SEGMENT_UNMAP)
         self._changes = changes = np.flatnonzero(mapping).tolist()
         if changes:
             self._evidence = self._uses()
             self._used = sorted(self._evidence)
-            known = {history.addresses[index]: self._recognised(index) for index in changes}
+            group_of_address = {history.addresses[index]: self._recognised(index) for index in changes}
         for segment in history.segments:
             if segment.expandable:
-                known[segment.address] = (segment.stream, segment.small, segment.pool)
-        self._addresses = sorted(known)
-        self._groups = [known[address] for address in self._addresses]
+                group_of_address[segment.address] = (segment.stream, segment.small, segment.pool)
+        self._addresses = sorted(group_of_address)
+        self._groups = [group_of_address[address] for address in self._addresses]
 
     def _uses(self) -> dict[int, Group]:
         """The group of every address that was allocated or freed."""
         history, config = self._history, self._config
         groups: dict[Group, Group] = {}  # few, for very many addresses
-        found = {}
+        groups_of_addresses = {}
         events = np.flatnonzero(self._columns.actions <= FREE_COMPLETED)[::-1]
         addresses, latest = np.unique(self._columns.addresses[events], return_index=True)
         for address, index in zip(addresses.tolist(), events[latest].tolist(), strict=True):
             small = config.round_size(history.sizes[index]) <= SMALL_BYTES
             group = (history.streams[index], small, self._pool(index))
-            found[address] = groups.setdefault(group, group)
-        return found
+            groups_of_addresses[address] = groups.setdefault(group, group)
+        return groups_of_addresses
 
     def _recognised(self, index: int) -> Group:
         """The group of a range that event ``index`` mapped or unmapped."""
@@ -313,21 +313,21 @@ class _Groups:
 
         What is mapped later counts, until all of it was given back: then there is new address space.
         """
-        found: dict[Group, int] = {}
+        lowest: dict[Group, int] = {}
         mapped: dict[Group, int] = {}
         for at in ranges.values():
             if at.expandable:
-                found[at.group] = min(found.get(at.group, at.address), at.address)
+                lowest[at.group] = min(lowest.get(at.group, at.address), at.address)
                 mapped[at.group] = mapped.get(at.group, 0) + at.size
         for index in self._changes:
             address, size = self._history.addresses[index], self._history.sizes[index]
             group = self.expandable(address)
             if self._columns.actions[index] == SEGMENT_MAP and mapped.get(group):
                 mapped[group] += size
-                found[group] = min(found[group], address)
+                lowest[group] = min(lowest[group], address)
             elif mapped.get(group):
                 mapped[group] -= size
-        return found
+        return lowest
 
 
 class _Allocations:
@@ -359,14 +359,14 @@ def _settle(state: State, columns: Columns, config: AllocatorConfig) -> None:
     for address, after in pairwise([*addresses, 1 << 64]):
         live = state.live[address]
         where = bisect_right(starts, address) - 1
-        found = state.ranges[starts[where]] if where >= 0 else None
-        end = min(after, found.address + found.size) if found is not None else address
+        span = state.ranges[starts[where]] if where >= 0 else None
+        end = min(after, span.address + span.size) if span is not None else address
         size = live.size or config.round_size(live.requested)
-        if found is None or address + size > end:
+        if span is None or address + size > end:
             del state.live[address]
             state.inconsistent += 1
             continue
-        if not live.size and not found.expandable and not found.group[1] and address + size < end:
+        if not live.size and not span.expandable and not span.group[1] and address + size < end:
             size = _unsplit_size(live, size, end, allocations, config)
             if address + size < end:
                 state.guessed[address + size] = address
@@ -375,7 +375,7 @@ def _settle(state: State, columns: Columns, config: AllocatorConfig) -> None:
 
 
 def _unsplit_size(live: Live, size: int, end: int, allocations: _Allocations, config: AllocatorConfig) -> int:
-    """The size of a large block of which only the request is known.
+    """The size of a large block, when only the request is known.
 
     The rest of a free block is split off when it is over 1 MiB, so a gap of up to 1 MiB belongs to the block. The
     gap ends at the next live block, at the segment's end, or where something was allocated while the block lived.

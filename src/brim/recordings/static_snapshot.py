@@ -43,7 +43,7 @@ def write(history: History, timeline: Timeline, stacks: Sequence[Sequence[str]])
         for block in segment.blocks:
             storage += block.state != "inactive"
             if block.state == "active_allocated":
-                known = 0 <= block.stack < len(labels)
+                has_stack = 0 <= block.stack < len(labels)
                 timeline.add(
                     EventKind.ALLOC,
                     VRAM,
@@ -51,24 +51,26 @@ def write(history: History, timeline: Timeline, stacks: Sequence[Sequence[str]])
                     address=block.address,
                     stream=segment.stream,
                     storage=storage,
-                    label=labels[block.stack] if known else "",
-                    stack=texts[block.stack] if known else "",
-                    category=of_stack[block.stack] if known else "",
+                    label=labels[block.stack] if has_stack else "",
+                    stack=texts[block.stack] if has_stack else "",
+                    category=of_stack[block.stack] if has_stack else "",
                 )
 
 
 def moment(history: History, what: str) -> Moment:
     """The one moment, called ``what``."""
-    found = Segments()
+    segments = Segments()
     for segment in history.segments:
-        found.add(_use(segment), [piece.bytes for piece in _pieces(segment) if piece.used is None])
-    return found.moment(what=what, event=0)
+        segments.add(_use(segment), [piece.bytes for piece in _pieces(segment) if piece.used is None])
+    return segments.moment(what=what, event=0)
 
 
 def result(history: History) -> Replay:
     """That nothing was replayed, and nothing differs."""
     reserved = sum(segment.size for segment in history.segments)
-    used = sum(block.size for one in history.segments for block in one.blocks if block.state == "active_allocated")
+    used = sum(
+        block.size for record in history.segments for block in record.blocks if block.state == "active_allocated"
+    )
     blocks = sum(1 for segment in history.segments for _ in _pieces(segment))
     return Replay(
         device=history.device,

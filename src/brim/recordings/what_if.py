@@ -26,7 +26,7 @@ from brim.recordings.restore import restore
 from brim.recordings.starting_state import State, starting_state
 from brim.units import MIB
 
-# What people are told to try. `best` replays each, then what the run's own sizes and the best of these suggest.
+# What people are advised to try. `best` replays each, then what the run's own sizes and the best of these suggest.
 CANDIDATES = (
     "",
     "expandable_segments:True",
@@ -121,22 +121,22 @@ def best(
     long as ``limit_s`` (None: ``SEARCH_S``) after the candidates allow one more, if it takes as long as the last.
     """
     recorded = recorded_config(history) if recorded is None else recorded
-    found: dict[str, WhatIf] = {}
+    results: dict[str, WhatIf] = {}
     untried: list[str] = []
     took_s = 0.0
     for text in candidates:
         began_s = time.monotonic()
-        found[text] = what_if(history, AllocatorConfig.parse(text), recorded=recorded)
+        results[text] = what_if(history, AllocatorConfig.parse(text), recorded=recorded)
         took_s = time.monotonic() - began_s
     end_s = time.monotonic() + (SEARCH_S if limit_s is None else limit_s)
-    for text in _suggested(history, found):
+    for text in _suggested(history, results):
         began_s = time.monotonic()
         if len(history.actions) > MOST_SEARCHED_EVENTS and began_s + took_s > end_s:
             untried.append(text)
             continue
-        found[text] = what_if(history, AllocatorConfig.parse(text), recorded=recorded)
+        results[text] = what_if(history, AllocatorConfig.parse(text), recorded=recorded)
         took_s = time.monotonic() - began_s
-    return Search(found=tuple(sorted(found.values(), key=_rank)), untried=tuple(untried))
+    return Search(found=tuple(sorted(results.values(), key=_rank)), untried=tuple(untried))
 
 
 def _suggested(history: History, found: dict[str, WhatIf]) -> Iterator[str]:

@@ -322,7 +322,7 @@ def test_other_backends_are_not_simulated():
 
 
 def test_a_fraction_needs_the_size_of_the_device():
-    with pytest.raises(UsageError, match="size is not known"):
+    with pytest.raises(UsageError, match="size of the device is unknown"):
         allocator("per_process_memory_fraction:0.5")
 
 

@@ -313,7 +313,7 @@ def test_a_row_is_read_only_where_one_begins():
     data = bytearray(pickle.dumps({"segments": [], "device_traces": [events]}, protocol=4))
     second = data.index(b"}\x94(", data.index(b"action"))  # the first behind which rows are looked for
     data[second + 1 : second + 2] = b"s"  # instead of remembering it, sets an item of what is no dictionary
-    with pytest.raises(FormatError, match="sets items of something else than a dictionary"):
+    with pytest.raises(FormatError, match="sets items of something other than a dictionary"):
         snapshot.parse(bytes(data))
 
 

@@ -71,7 +71,7 @@ def test_people_get_lines(snapshot_path, capsys):
     ("arguments", "told"),
     [
         (["--what-if", "expandable_segment:True"], "expandable_segments"),
-        (["--what-if", "per_process_memory_fraction:0.5"], "size is not known"),
+        (["--what-if", "per_process_memory_fraction:0.5"], "size of the device is unknown"),
     ],
 )
 def test_wrong_settings_are_named(snapshot_path, arguments, told, capsys):
