@@ -93,7 +93,7 @@ def flops_per_s(hardware: Hardware, dtype: str) -> float:
             return rates[candidate]
     if not rates.get("float32"):
         raise UsageError(
-            f"The rate of {hardware.name} for {dtype} was asked for.",
+            f"The rate of {hardware.name} for {dtype} is unknown.",
             f"It has rates for {sorted(rates) or 'nothing'}.",
             "Probe the machine, or name a GPU of the catalog.",
         )
@@ -146,19 +146,17 @@ def step_cost(
 
 def _ops_of_step(trace: Trace, step: int | None) -> list[Op]:
     steps = {op.step for op in trace.ops if op.step >= 0}
-    wanted = max(steps, default=0) if step is None else step
-    if wanted not in steps:
-        raise UsageError(f"Step {wanted} of the trace of {trace.model} was asked for.", f"It has {sorted(steps)}.")
-    return [op for op in trace.ops if op.step == wanted]
+    chosen_step = max(steps, default=0) if step is None else step
+    if chosen_step not in steps:
+        raise UsageError(f"The trace of {trace.model} has no step {chosen_step}.", f"It has {sorted(steps)}.")
+    return [op for op in trace.ops if op.step == chosen_step]
 
 
 def _op_limits(op: Op, hardware: Hardware, tf32_matmul: bool, tf32_conv: bool) -> tuple[float, float]:
     """(seconds of arithmetic, seconds of memory)."""
     bandwidth = hardware.tier(hardware.compute).bytes_per_s
     if bandwidth <= 0:
-        raise UsageError(
-            f"The memory rate of {hardware.name} was asked for.", "It is not known.", "Probe the machine."
-        )
+        raise UsageError(f"The memory rate of {hardware.name} is unknown.", todo="Probe the machine.")
     memory = (op.read_bytes + op.written_bytes) / bandwidth
     if not op.flops:
         return 0.0, memory

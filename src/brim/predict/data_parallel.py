@@ -167,8 +167,8 @@ def _broadcast_coalesced(group: object, tensors: Sequence[torch.Tensor], buffer_
     under_way: deque[tuple[torch.Tensor, list[torch.Tensor]]] = deque()
     indices, _ = _assigned(list(tensors), [buffer_size])
     with torch.no_grad():
-        for one in indices:
-            together = [tensors[index] for index in one]
+        for bucket in indices:
+            together = [tensors[index] for index in bucket]
             under_way.append((torch._utils._flatten_dense_tensors(together), together))
             if len(under_way) > _IN_FLIGHT:
                 _arrive(*under_way.popleft())

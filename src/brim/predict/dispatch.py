@@ -1,8 +1,8 @@
 """Sees every operation below autograd and writes down what it allocates.
 
-Storages are told apart by their C++ identity, so views and in-place operations share one. A weak reference to the
-storage's Python object fires when the last owner, in Python or in autograd, lets go: PyTorch keeps that object alive
-as long as the C++ storage.
+Storages are distinguished by their C++ identity, so views and in-place operations share one. A weak reference to the
+storage's Python object fires when the last owner, in Python or in autograd, releases it: PyTorch keeps that object
+alive as long as the C++ storage.
 """
 
 from __future__ import annotations
@@ -163,9 +163,9 @@ class RecordingMode(TorchDispatchMode):
         if self.pretends and func in _COMPARED:
             with self:  # what CUDA compares with; the answer is the trace's own
                 _COMPARED[func](*args, **kwargs)
-        known = self.values.read(func, args, kwargs)
-        if known is not None:
-            return known.item
+        known_item = self.values.read(func, args, kwargs)
+        if known_item is not None:
+            return known_item.item
         was_inside, self.inside = self.inside, True
         try:
             return self._run(func, args, kwargs)
@@ -187,7 +187,7 @@ class RecordingMode(TorchDispatchMode):
     def _of_operators(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator of operators: a product that is asked for wider results is made of what it stands for."""
         if func is not out_dtype:
-            raise failures.not_traced(f"torch.ops.higher_order.{func.name()}", "Call what it is given by itself.")
+            raise failures.not_traced(f"torch.ops.higher_order.{func.name()}", "Call the wrapped function directly.")
         with self:
             return out_dtype_dense(*args)
 
@@ -219,8 +219,10 @@ class RecordingMode(TorchDispatchMode):
         if result is None:
             adds_bias = self._in_linear and func is _add and args[1].dim() == 1
             fake = inplace.add_bias if adds_bias else FAKES.get(func)
-            found = (fake(*args, **kwargs), None) if fake is not None else self._remembered(func, args, kwargs)
-            result, answer = found
+            result_and_answer = (
+                (fake(*args, **kwargs), None) if fake is not None else self._remembered(func, args, kwargs)
+            )
+            result, answer = result_and_answer
             self.values.carry(func, args, kwargs, result)
         outputs = list(_tensors(result))
         if outputs and all(_has_no_memory(tensor) for tensor in outputs):
@@ -347,12 +349,12 @@ class RecordingMode(TorchDispatchMode):
 
     def _fresh(self, outputs: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
         """Outputs whose storages were not seen before, with their sizes; each storage once."""
-        found: dict[int, tuple[torch.Tensor, int]] = {}
+        fresh: dict[int, tuple[torch.Tensor, int]] = {}
         for tensor in outputs:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._live and storage._cdata not in found:
-                found[storage._cdata] = (tensor, storage.nbytes())
-        return list(found.values())
+            if storage._cdata not in self._live and storage._cdata not in fresh:
+                fresh[storage._cdata] = (tensor, storage.nbytes())
+        return list(fresh.values())
 
     def _resized(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -360,12 +362,12 @@ class RecordingMode(TorchDispatchMode):
         """Storages that an ``out=`` or ``resize_`` operation made larger or smaller."""
         if not func._schema.is_mutable:
             return []
-        found = []
+        resized = []
         for tensor in (*_tensors(args), *_tensors(list(kwargs.values()))):
             life = self.life_of(tensor)
             if life is not None and life.bytes != (now := tensor.untyped_storage().nbytes()):
-                found.append((life, now))
-        return found
+                resized.append((life, now))
+        return resized
 
     def resized_storage(self, storage: torch.UntypedStorage) -> None:
         """A storage was resized by itself, not by an operation: FSDP2 lets whole weights go and makes room for
@@ -393,11 +395,11 @@ class RecordingMode(TorchDispatchMode):
         self, kernel: Kernel, fresh: list[tuple[torch.Tensor, int]], phase: Phase, module: int, on_device: bool
     ) -> None:
         kernel.emit()
-        recorder, held = self.recorder, {}
+        recorder, lives = self.recorder, {}
         factory = not any(True for _ in _tensors(kernel.args))
         for what, handle, bytes in kernel.script:
             if what == "alloc":
-                held[handle] = recorder.alloc(
+                lives[handle] = recorder.alloc(
                     bytes, phase=phase, module=module, on_device=on_device, category=Category.TEMPORARY,
                     reduction=kernel.reductions.get(handle),
                 )  # fmt: skip
@@ -405,20 +407,20 @@ class RecordingMode(TorchDispatchMode):
                 category, library = Category.WORKSPACE, kernel.library
                 recorder.alloc(bytes, phase=phase, module=-1, on_device=on_device, category=category, library=library)
             elif what == "free":
-                if handle in held:
-                    recorder.free(held.pop(handle), phase)
+                if handle in lives:
+                    recorder.free(lives.pop(handle), phase)
             else:
                 tensor, size = fresh[handle]
                 if life := self._output(tensor, size if bytes < 0 else bytes, phase, module, on_device):
                     life.from_factory = factory
-        for life in held.values():
+        for life in lives.values():
             recorder.free(life, phase)
 
     def _output(self, tensor: torch.Tensor, bytes: int, phase: Phase, module: int, on_device: bool) -> Life | None:
         if bytes == 0:  # memory that no allocator of PyTorch gave
-            taken = tensor.untyped_storage().nbytes()
+            storage_bytes = tensor.untyped_storage().nbytes()
             # A tensor without elements takes nothing, and what is made of it lies where it lies.
-            self._watch(tensor, self.recorder.unrecorded(taken, on_device=on_device and not taken))
+            self._watch(tensor, self.recorder.unrecorded(storage_bytes, on_device=on_device and not storage_bytes))
             return None
         life = self.recorder.alloc(bytes, phase=phase, module=module, dtype=_dtype(tensor), on_device=on_device)
         self._watch(tensor, life)

@@ -15,8 +15,8 @@ from brim.errors import OperationError, UnsupportedError
 
 # What sees the program's calls of PyTorch, and its backward passes.
 _HANDLERS = ("__torch_function__", "__torch_dispatch__", "_run_backward")
-_NO_DATA = "its data is not allocated yet"  # as C++ says that it was to read a fake tensor
-# As C++ says that it has no memory to read, no object of that kind, or no CUDA.
+_NO_DATA = "its data is not allocated yet"  # PyTorch's C++ code, when it reads a fake tensor
+# PyTorch's C++ code, when it has no memory to read, no object of that kind, or no CUDA.
 _FAKE = (
     _NO_DATA,
     "python object of type FakeTensor",
@@ -47,7 +47,7 @@ def no_numpy() -> UnsupportedError:
     return UnsupportedError(
         "numpy() needs the values of a tensor, and a trace has none.",
         f"Asked at {_place()}.",
-        "Leave what is computed with NumPy out of the step (metrics take no GPU memory).",
+        "Leave NumPy computations out of the step (metrics take no GPU memory).",
     )
 
 
@@ -58,7 +58,7 @@ def not_traced(what: str, instead: str) -> UnsupportedError:
 
 def no_fake_kernel(func: torch._ops.OpOverload) -> UnsupportedError:
     return UnsupportedError(
-        f"{func} has no fake kernel, so what it returns cannot be told without running it.",
+        f"{func} has no fake kernel, so its result is unknown without running it.",
         f"Called at {_place()}.",
         f"Register one with torch.library.register_fake({func.name()!r}).",
     )
@@ -68,7 +68,7 @@ def no_cuda_kernel(func: torch._ops.OpOverload) -> UnsupportedError:
     return UnsupportedError(
         f"{func} runs on the CPU only: PyTorch has no CUDA kernel of it.",
         f"Called at {_place()}.",
-        "Move what it is given to the CPU, or write it with other operations.",
+        "Move its inputs to the CPU, or use other operations.",
     )
 
 
@@ -88,7 +88,7 @@ def of_operation(error: Exception) -> OperationError | None:
     return OperationError(
         f"An operation failed in a trace: {what}",
         f"Called at {_shown(list(frames[:asked]))}.",
-        "Correct the line if it fails on a GPU as well; if it does not, a trace cannot stand for it.",
+        "Correct the line if it fails on a GPU as well. If it does not, brim cannot trace it.",
     )
 
 

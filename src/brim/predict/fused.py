@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-# Defined by hand: ``custom_op`` adds autograd and checks to every call, of which a trace makes thousands.
+# Defined by hand: ``custom_op`` adds autograd and checks to every call, and a trace makes thousands of calls.
 _LIBRARY = torch.library.Library("brim", "FRAGMENT")
 _LIBRARY.define("fused(Tensor[] inputs, str layouts) -> Tensor[]")
 _LIBRARY.define("fused_(Tensor[] inputs, Tensor(a!)[] over, str layouts) -> Tensor[]")
@@ -34,12 +34,12 @@ def fused(
     The rest of what it gives lies ``over`` what it reads besides: without new tensors it still runs, and is recorded.
     """
     layouts = "|".join(map(_layout, results))
-    made: list[torch.Tensor] = (
+    outputs: list[torch.Tensor] = (
         torch.ops.brim.fused_(list(inputs), list(over), layouts)
         if over
         else torch.ops.brim.fused(list(inputs), layouts)
     )
-    return made
+    return outputs
 
 
 def _layout(tensor: torch.Tensor) -> str:

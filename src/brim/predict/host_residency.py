@@ -44,8 +44,8 @@ class Resting:
         """Whether the result of an operation on these rests in RAM. ``inputs``: of each tensor, whether it does."""
         if self._crossing is not None:
             return self._crossing == TO_RAM
-        known = list(inputs)
-        return all(known) if known else self._makes
+        rests = list(inputs)
+        return all(rests) if rests else self._makes
 
     def named(self, operation: str) -> str:
         return self._crossing or operation

@@ -65,8 +65,8 @@ def _loaded(load: Callable[..., Any]) -> Callable[..., Any]:
         if effects is not None and (kept := effects.saved.get(_identity(effects, file))) is not None:
             return _restored(kept, map_location)
         on_gpu = isinstance(map_location, (str, torch.device)) and torch.device(map_location).type == "cuda"
-        found = load(file, "cpu" if on_gpu else map_location, *args, **kwargs)
-        return tree_map_only(torch.Tensor, torch.Tensor.cuda, found) if on_gpu else found
+        loaded = load(file, "cpu" if on_gpu else map_location, *args, **kwargs)
+        return tree_map_only(torch.Tensor, torch.Tensor.cuda, loaded) if on_gpu else loaded
 
     return call
 
@@ -113,10 +113,10 @@ def _identity(effects: side_effects.SideEffects, file: Any) -> Any:
     if not isinstance(file, (str, os.PathLike)):
         return file
     try:
-        found = os.stat(effects.to_read(file))  # noqa: PTH116
+        status = os.stat(effects.to_read(file))  # noqa: PTH116
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 @contextmanager
@@ -128,9 +128,9 @@ def models_save_nothing() -> Iterator[None]:
             ("peft", "PeftModel"),
             ("diffusers", "ModelMixin"),
         ):
-            found = getattr(sys.modules.get(library), kind, None)
-            if found is not None:
-                stack.enter_context(mock.patch.object(found, "save_pretrained", _saved_folder))
+            model_class = getattr(sys.modules.get(library), kind, None)
+            if model_class is not None:
+                stack.enter_context(mock.patch.object(model_class, "save_pretrained", _saved_folder))
         yield
 
 

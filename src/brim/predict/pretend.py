@@ -89,8 +89,8 @@ class PretendCuda(ValueMode):
         return life is not None and life.on_device
 
     def _device(self, tensor: torch.Tensor) -> torch.device:
-        found: torch.device = _device.__get__(tensor)
-        return _CUDA if found.type == "cpu" and wraps(type(tensor)) and self.on_device(tensor) else found
+        device: torch.device = _device.__get__(tensor)
+        return _CUDA if device.type == "cpu" and wraps(type(tensor)) and self.on_device(tensor) else device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -340,18 +340,18 @@ def _groups_end() -> Iterator[None]:
 
 def _group_of_one(*args: Any, **kwargs: Any) -> Any:
     """A group of the one rank that is traced. What CUDA's collectives are to it, gloo's are: nothing is sent."""
-    given = inspect.signature(_init_process_group).bind(*args, **kwargs).arguments
-    backend, ranks = given.pop("backend", None), given.get("world_size", -1)
+    arguments = inspect.signature(_init_process_group).bind(*args, **kwargs).arguments
+    backend, ranks = arguments.pop("backend", None), arguments.get("world_size", -1)
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks < 0 else ranks
     if backend == "fake" or not (backend is None or "nccl" in backend):
-        return _init_process_group(backend, **given)
+        return _init_process_group(backend, **arguments)
     if ranks > 1:
         raise failures.not_traced(
             f"A process group of {ranks} ranks", "Trace one rank alone, with a group of one (WORLD_SIZE=1)."
         )
-    given.pop("device_id", None)
-    given.pop("pg_options", None)
-    return _init_process_group("gloo", **given)
+    arguments.pop("device_id", None)
+    arguments.pop("pg_options", None)
+    return _init_process_group("gloo", **arguments)
 
 
 def _compiled_kernel(*args: Any, **kwargs: Any) -> Any:

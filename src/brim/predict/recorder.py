@@ -90,10 +90,10 @@ class Recorder:
         """Let all that was recorded be of one step: of a program whose steps nothing told apart."""
         self.step, self.step_starts = 0, [0]
         recorded: list[Run | Life] = [*self.runs, *self.lives]
-        for one in recorded:
-            one.step = 0
-            if one.phase is Phase.BUILD:
-                one.phase = Phase.FORWARD
+        for entry in recorded:
+            entry.step = 0
+            if entry.phase is Phase.BUILD:
+                entry.phase = Phase.FORWARD
 
     def begin_op(self, name: str, phase: Phase, module: int) -> int:
         """Open an operation and give its index, for ``describe_op`` once its outputs are known."""
@@ -139,7 +139,7 @@ class Recorder:
         return life
 
     def unrecorded(self, bytes: int, *, on_device: bool = False) -> Life:
-        """A life that is told apart from others and is not part of the trace."""
+        """A life that is tracked and is not part of the trace."""
         return Life(
             id=-1, bytes=bytes, module=-1, phase=self.phase, step=self.step, dtype="", born=self._tick,
             on_device=on_device, from_factory=False,

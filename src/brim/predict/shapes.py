@@ -60,12 +60,12 @@ def result_of(
     key = None if mode is None else _key(func, args, kwargs, mode)
     if key is None or mode is None:
         return func(*args, **kwargs), None
-    known = _KNOWN.get(key, _UNHEARD)
-    if known is None:
+    remembered = _KNOWN.get(key, _UNHEARD)
+    if remembered is None:
         return func(*args, **kwargs), None
-    if known.made:
-        made = [_rebuilt(one, args[0], mode) for one in known.made]
-        return made[0] if len(made) == 1 else tuple(made), known
+    if remembered.made:
+        outputs = [_rebuilt(description, args[0], mode) for description in remembered.made]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs), remembered
     result = func(*args, **kwargs)
     if len(_KNOWN) >= _MOST_KNOWN:
         _KNOWN.clear()
@@ -131,27 +131,31 @@ def _described(
     if type(result) is tuple and len(result) < 2:
         return None
     results = result if type(result) is tuple else (result,)
-    if any(type(one) is not FakeTensor or one.layout is not torch.strided for one in results):
+    if any(type(output) is not FakeTensor or output.layout is not torch.strided for output in results):
         return None
     first = args[0]
-    homes = {one.untyped_storage()._cdata for one in pytree.arg_tree_leaves(*args) if isinstance(one, torch.Tensor)}
+    homes = {
+        leaf.untyped_storage()._cdata for leaf in pytree.arg_tree_leaves(*args) if isinstance(leaf, torch.Tensor)
+    }
     views = func.is_view or func is _aten._unsafe_view.default
     home = first.untyped_storage()._cdata if views else None
-    made = tuple(
+    descriptions = tuple(
         _Made(
-            shape=tuple(one.shape),
-            stride=tuple(one.stride()),
-            offset=one.storage_offset(),
-            dtype=one.dtype,
-            device=one.fake_device,
-            viewed=views and one.untyped_storage()._cdata == home,
+            shape=tuple(output.shape),
+            stride=tuple(output.stride()),
+            offset=output.storage_offset(),
+            dtype=output.dtype,
+            device=output.fake_device,
+            viewed=views and output.untyped_storage()._cdata == home,
         )
-        for one in results
+        for output in results
     )
-    again = [_rebuilt(one, first, mode) for one in made]
-    same = all(_facts(one) == _facts(other) for one, other in zip(results, again, strict=True))
-    own = [one.untyped_storage()._cdata for one, what in zip(results, made, strict=True) if not what.viewed]
-    return made if same and len(set(own)) == len(own) and homes.isdisjoint(own) else None
+    again = [_rebuilt(description, first, mode) for description in descriptions]
+    same = all(_facts(output) == _facts(rebuilt) for output, rebuilt in zip(results, again, strict=True))
+    own = [
+        output.untyped_storage()._cdata for output, what in zip(results, descriptions, strict=True) if not what.viewed
+    ]
+    return descriptions if same and len(set(own)) == len(own) and homes.isdisjoint(own) else None
 
 
 def _facts(tensor: FakeTensor) -> tuple[Any, ...]:
@@ -164,10 +168,10 @@ def _facts(tensor: FakeTensor) -> tuple[Any, ...]:
 
 def _rebuilt(what: _Made, first: Any, mode: FakeTensorMode) -> FakeTensor:
     with torch._C._DisableTorchDispatch():
-        made = torch.empty_strided(what.shape, what.stride, dtype=what.dtype, device="meta")
+        tensor = torch.empty_strided(what.shape, what.stride, dtype=what.dtype, device="meta")
         if what.viewed:
-            made.set_(first.untyped_storage(), what.offset, what.shape, what.stride)
-    return _faked(made, what.device, mode)
+            tensor.set_(first.untyped_storage(), what.offset, what.shape, what.stride)
+    return _faked(tensor, what.device, mode)
 
 
 def _faked(made: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> FakeTensor:

@@ -24,7 +24,7 @@ from unittest import mock
 
 from brim.errors import UnsupportedError
 
-_TODO = "Leave it out of the step, or run the program itself: brim only looks at it."
+_TODO = "Leave it out of the step, or run the program itself: brim only traces it."
 _MAKES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _PROCESSES = {
     "subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.spawn", "os.fork", "os.forkpty", "os.startfile",
@@ -48,8 +48,10 @@ _LISTING = ("listdir", "scandir")
 
 
 class SideEffectError(UnsupportedError, OSError):
-    """Something outside of the trace was to be changed or asked. An ``OSError``, as libraries that go on without a
-    network or a tool expect it."""
+    """A traced program tried to change or reach something outside of the trace.
+
+    It is an ``OSError``, because libraries that can do without a network or a tool expect one.
+    """
 
     def __init__(self, asked: str, found: str, todo: str = "") -> None:
         super().__init__(asked, found, todo)
@@ -99,17 +101,17 @@ class SideEffects:
 
     def to_change(self, path: Any) -> Any:
         """Where something that is there is to be changed, renamed or removed."""
-        found = self.to_read(path)
-        if found is not path or self.is_free(_full(path)):
-            return found
+        real_path = self.to_read(path)
+        if real_path is not path or self.is_free(_full(path)):
+            return real_path
         if not _is_there(path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
         raise self.refusal(path)
 
     def refusal(self, path: Any) -> SideEffectError:
         return SideEffectError(
-            f"{os.fsdecode(path)} was to be changed or removed by a program that is only looked at.",
-            "It was there before.",
+            f"A traced program cannot change or remove {os.fsdecode(path)}.",
+            "It existed before the trace.",
             _TODO,
         )
 
@@ -142,9 +144,9 @@ class SideEffects:
         return real(path, flags, *args, **kwargs)
 
     def _opened(self, path: Any, writes: bool, anew: bool, exclusive: bool) -> Any:
-        found = self.to_read(path)
-        if not writes or found is not path or self.is_free(_full(path)):
-            return found
+        real_path = self.to_read(path)
+        if not writes or real_path is not path or self.is_free(_full(path)):
+            return real_path
         there = _is_there(path)
         if there and exclusive:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path))
@@ -179,12 +181,12 @@ class SideEffects:
 
     def names_in(self, real: Callable[..., Any], path: Any = ".") -> Any:
         """Names, or entries, of both folders; those beside first."""
-        found = self.to_read(path)
-        if found is path or path is None or not _is_there(path):
-            return real(found)
+        real_path = self.to_read(path)
+        if real_path is path or path is None or not _is_there(path):
+            return real(real_path)
         if real is _REAL["listdir"]:
-            return list(dict.fromkeys([*real(found), *real(path)]))
-        with real(found) as written, real(path) as before:
+            return list(dict.fromkeys([*real(real_path), *real(path)]))
+        with real(real_path) as written, real(path) as before:
             return _Entries({entry.name: entry for entry in (*before, *written)})
 
 
@@ -283,16 +285,16 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
     elif event in _PROCESSES:
         said = " ".join([event, *map(_brief, args[:1])])
         raise SideEffectError(
-            f"A process was to be started by a program that is only looked at ({said}).",
-            "It would do what it does for real.",
+            f"A traced program cannot start a process ({said}).",
+            "The process would run outside of the trace.",
             _TODO,
         )
     elif event in _CONNECTIONS and not _is_local(args):
         asked = _brief(args[-1 if event in _WITH_ADDRESS else 0])
         raise SideEffectError(
-            f"{asked} was to be asked by a program that is only looked at.",
-            "Nothing is sent, and nothing is fetched.",
-            "Download before what it needs, or leave it out of the step.",
+            f"A traced program cannot connect to {asked}.",
+            "Nothing is sent or fetched during a trace.",
+            "Download what it needs first, or leave the connection out of the step.",
         )
 
 

@@ -59,7 +59,7 @@ def makes(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
 
 def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a sparse tensor is among the arguments."""
-    return any(is_sparse(one) for one in flat_leaves(args, kwargs))
+    return any(is_sparse(leaf) for leaf in flat_leaves(args, kwargs))
 
 
 def sized(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -77,16 +77,16 @@ def sized(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def parts_of(tensor: torch.Tensor) -> Parts:
-    found: Parts | None = getattr(tensor, "_brim_parts", None)
-    if found is None:  # made outside of the trace
+    parts: Parts | None = getattr(tensor, "_brim_parts", None)
+    if parts is None:  # made outside of the trace
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             if tensor.layout is torch.sparse_coo:
                 members = (tensor._indices(), tensor._values())
-                found = Parts(members, tensor.is_coalesced(), tensor.sparse_dim())
+                parts = Parts(members, tensor.is_coalesced(), tensor.sparse_dim())
             else:
-                found = Parts((*_compressed(tensor), tensor.values()))
-        tensor._brim_parts = found  # type: ignore[attr-defined]
-    return found
+                parts = Parts((*_compressed(tensor), tensor.values()))
+        tensor._brim_parts = parts  # type: ignore[attr-defined]
+    return parts
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,9 +126,9 @@ class SparseOperations:
                 )
             else:
                 meta = torch.empty(shape, dtype=dtype, layout=layout, device="meta")
-        made = FakeTensor(self._fakes, meta, _CPU)
-        made._brim_parts = parts  # type: ignore[attr-defined]
-        return made
+        sparse = FakeTensor(self._fakes, meta, _CPU)
+        sparse._brim_parts = parts  # type: ignore[attr-defined]
+        return sparse
 
     def _coo(
         self, dims: int, dense: int, size: Sequence[int], indices: Any, values: Any, coalesced: Any = None, **_: Any
@@ -166,9 +166,9 @@ class SparseOperations:
     def _to_copy(self, tensor: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
         parts = parts_of(tensor)
         *places, values = parts.members
-        order = [(one, one.dtype) for one in places]
+        order = [(member, member.dtype) for member in places]
         order.insert(len(order) if tensor.layout is torch.sparse_coo else 0, (values, dtype or values.dtype))
-        copies = [_aten._to_copy.default(one, dtype=wanted) for one, wanted in order]
+        copies = [_aten._to_copy.default(member, dtype=member_dtype) for member, member_dtype in order]
         if tensor.layout is not torch.sparse_coo:
             copies = [*copies[1:], copies[0]]
         return self._made(tensor, Parts(tuple(copies), parts.coalesced, parts.sparse_dim))
@@ -178,27 +178,27 @@ class SparseOperations:
         if not is_sparse(tensor) or any(isinstance(number, torch.Tensor) for number in numbers):
             return NotImplemented  # type: ignore[no-any-return]
         parts = parts_of(tensor)
-        places = tuple(torch.clone(one) for one in parts.members[:-1])
+        places = tuple(torch.clone(member) for member in parts.members[:-1])
         return self._made(tensor, Parts((*places, func(parts.values, *numbers)), parts.coalesced, parts.sparse_dim))
 
     def _transpose(self, tensor: torch.Tensor, *dims: int) -> torch.Tensor:
         """SparseTensorMath.cpp, ``_sparse_transpose``: both rows of a copy's indices change places."""
-        one, other = dims or (0, 1)
+        first, second = dims or (0, 1)
         shape = list(tensor.shape)
-        one, other = one % len(shape), other % len(shape)
-        shape[one], shape[other] = shape[other], shape[one]
+        first, second = first % len(shape), second % len(shape)
+        shape[first], shape[second] = shape[second], shape[first]
         if tensor.layout is not torch.sparse_coo:
             layout = {torch.sparse_csr: torch.sparse_csc, torch.sparse_csc: torch.sparse_csr}.get(tensor.layout)
             if layout is None or len(shape) != 2:
                 return NotImplemented  # type: ignore[no-any-return]
             return self._new(layout, tuple(shape), parts_of(tensor))
         parts = parts_of(tensor)
-        if max(one, other) >= parts.sparse_dim:
+        if max(first, second) >= parts.sparse_dim:
             return NotImplemented  # type: ignore[no-any-return]
         values, indices = torch.clone(parts.values), torch.clone(parts.indices)
-        row = torch.clone(indices[one])
-        indices[one].copy_(indices[other])
-        indices[other].copy_(row)
+        row = torch.clone(indices[first])
+        indices[first].copy_(indices[second])
+        indices[second].copy_(row)
         return self._made(tensor, Parts((indices, values), False, parts.sparse_dim), shape)
 
     # -- joining equal indices ----------------------------------------------------------------------------------
@@ -334,11 +334,11 @@ class SparseOperations:
         parts = parts_of(mask)
         if is_sparse(tensor) or mask.layout is not torch.sparse_coo or not parts.coalesced:
             return NotImplemented  # type: ignore[no-any-return]
-        one = parts.values.new_ones(1)
-        taken = torch.empty_like(parts.values)
+        ones = parts.values.new_ones(1)
+        gathered = torch.empty_like(parts.values)
         indices = torch.clone(parts.indices)
         product = torch.empty_like(parts.values)
-        del taken, one
+        del gathered, ones
         return self._made(mask, Parts((indices, product), True, parts.sparse_dim))
 
     def _to_dense(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -353,10 +353,10 @@ class SparseOperations:
     def _add(self, first: torch.Tensor, second: torch.Tensor, *, alpha: float = 1) -> torch.Tensor:
         """SparseCUDATensorMath.cu: values that are added are appended; to dense ones they are added in place."""
         if is_sparse(first) and is_sparse(second) and first.layout is torch.sparse_coo is second.layout:
-            one, other = parts_of(first), parts_of(second)
-            indices = torch.cat((one.indices, other.indices), 1)
-            values = torch.cat((one.values, other.values), 0)
-            return self._made(first, Parts((indices, values), False, one.sparse_dim))
+            first_parts, second_parts = parts_of(first), parts_of(second)
+            indices = torch.cat((first_parts.indices, second_parts.indices), 1)
+            values = torch.cat((first_parts.values, second_parts.values), 0)
+            return self._made(first, Parts((indices, values), False, first_parts.sparse_dim))
         if not is_sparse(first):
             return torch.clone(first)
         return NotImplemented  # type: ignore[no-any-return]
@@ -414,19 +414,21 @@ class SparseOperations:
 
     def _on_the_cpu(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``func`` gives there, its results made again for the trace."""
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        dense = [one for tensor in tensors for one in (parts_of(tensor).members if is_sparse(tensor) else (tensor,))]
-        complete = all(known(one) is not None for one in dense)
-        if not complete and (self._values.strict or not all(fits(one) for one in dense)):
+        tensors = [member for member in tree_leaves((args, kwargs)) if isinstance(member, torch.Tensor)]
+        dense = [
+            member for tensor in tensors for member in (parts_of(tensor).members if is_sparse(tensor) else (tensor,))
+        ]
+        complete = all(known(member) is not None for member in dense)
+        if not complete and (self._values.strict or not all(fits(member) for member in dense)):
             raise failures.no_fake_kernel(func)
         replaced: dict[int, torch.Tensor] = {}
 
         def real(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            made = _filled_sparse(value) if is_sparse(value) else filled(value)
-            replaced[id(made)] = value
-            return made
+            filled_tensor = _filled_sparse(value) if is_sparse(value) else filled(value)
+            replaced[id(filled_tensor)] = value
+            return filled_tensor
 
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             real_args, real_kwargs = tree_map(real, args), tree_map(real, kwargs)
@@ -444,7 +446,9 @@ class SparseOperations:
             if not is_sparse(value):
                 return _again(value, like, complete)
             parts = parts_of(value)
-            members = tuple(_again(one, like, complete or not one.is_floating_point()) for one in parts.members)
+            members = tuple(
+                _again(member, like, complete or not member.is_floating_point()) for member in parts.members
+            )
             return self._new(value.layout, tuple(value.shape), Parts(members, parts.coalesced, parts.sparse_dim))
 
         if not complete:
@@ -456,7 +460,7 @@ class SparseOperations:
         if is_sparse(tensor):
             before, after = parts_of(tensor), parts_of(real)
             if before.values.shape != after.values.shape:
-                members = tuple(_again(one, before.values, False) for one in after.members)
+                members = tuple(_again(member, before.values, False) for member in after.members)
                 tensor._brim_parts = Parts(members, after.coalesced, after.sparse_dim)  # type: ignore[attr-defined]
         return tensor
 
@@ -475,10 +479,10 @@ def _is_dense(matrix: torch.Tensor) -> bool:
 
 def _real(tensor: torch.Tensor) -> torch.Tensor | None:
     """The sparse tensor itself, where all its parts are known."""
-    members = [known(one) for one in parts_of(tensor).members]
-    if any(one is None for one in members):
+    members = [known(member) for member in parts_of(tensor).members]
+    if any(member is None for member in members):
         return None
-    return _assembled(tensor, [one.value for one in members if one is not None])
+    return _assembled(tensor, [member.value for member in members if member is not None])
 
 
 def _filled_sparse(tensor: torch.Tensor) -> torch.Tensor:
@@ -487,7 +491,7 @@ def _filled_sparse(tensor: torch.Tensor) -> torch.Tensor:
     if real is not None:
         return real
     parts = parts_of(tensor)
-    members = [filled(one) for one in parts.members]
+    members = [filled(member) for member in parts.members]
     if tensor.layout is torch.sparse_coo and known(parts.indices) is None:
         shape, count = tuple(tensor.shape[: parts.sparse_dim]), parts.indices.size(1)
         flat = torch.arange(count) % max(math.prod(shape), 1)
@@ -496,7 +500,7 @@ def _filled_sparse(tensor: torch.Tensor) -> torch.Tensor:
             rows.insert(0, flat % size)
             flat = flat // size
         members[0] = torch.stack(rows)
-    elif tensor.layout is not torch.sparse_coo and any(known(one) is None for one in parts.members[:2]):
+    elif tensor.layout is not torch.sparse_coo and any(known(member) is None for member in parts.members[:2]):
         raise failures.not_traced(
             "An operation on a compressed sparse tensor whose indices are not known", "Make it of indices that are."
         )
@@ -515,11 +519,11 @@ def _assembled(tensor: torch.Tensor, members: Sequence[torch.Tensor]) -> torch.T
 
 def _again(real: torch.Tensor, like: torch.Tensor, keeps: bool) -> torch.Tensor:
     """A tensor of the trace of that shape, where ``like`` lies; with its values where they are known."""
-    made = like.new_empty(tuple(real.shape), dtype=real.dtype)
+    copied = like.new_empty(tuple(real.shape), dtype=real.dtype)
     if keeps:
         with _disable_current_modes():
-            give(made, real.detach())
-    return made
+            give(copied, real.detach())
+    return copied
 
 
 def _member(number: int) -> Callable[..., torch.Tensor]:

@@ -90,7 +90,7 @@ def torch_cuda(recording: RecordingMode, capability: tuple[int, int]) -> dict[st
 
 
 def streams() -> dict[str, Any]:
-    """Streams, events and the current device, of which there is one and which do nothing."""
+    """Streams, events and the current device: there is one device, and they do nothing."""
     return {
         "Stream": Stream,
         "Event": Event,
@@ -201,8 +201,8 @@ def _typed(legacy: Any) -> type:
     """``torch.cuda.FloatTensor`` and its like: types whose calls make tensors."""
 
     def make(kind: type, *args: Any) -> torch.Tensor:
-        made: torch.Tensor = legacy(*args)
-        return made.cuda()
+        tensor: torch.Tensor = legacy(*args)
+        return tensor.cuda()
 
     return type(legacy.__name__, (), {"__new__": make})
 
@@ -228,9 +228,9 @@ class Generator(_Generator, metaclass=_Generators):
     """A generator of the GPU draws as one of the CPU."""
 
     def __new__(cls, device: Any = "cpu") -> Generator:
-        made: Generator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
-        made._asked = torch.device(device)
-        return made
+        generator: Generator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
+        generator._asked = torch.device(device)
+        return generator
 
     _asked: torch.device
 

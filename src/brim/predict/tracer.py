@@ -157,9 +157,9 @@ class _ProgramSteps:
         recorder = self._mode.recorder
         if not recorder.lives:
             raise ModelError(
-                "The program was run to its end.",
-                "It made no tensor.",
-                "If it needs arguments to begin, give them after --.",
+                "Cannot estimate a program that creates no tensor.",
+                "The program ended without one.",
+                "If it needs arguments, give them after --.",
             )
         if not recorder.step_starts:
             recorder.make_one_step()
@@ -222,13 +222,13 @@ def _recording(target: str, capability: tuple[int, int], values: Values) -> Reco
 
 def _check(steps: int, target: str, routing: str, assume: float) -> None:
     if target not in TARGETS:
-        raise UsageError(f"target={target!r} was asked of trace().", f"Known targets are {', '.join(TARGETS)}.")
+        raise UsageError(f"Unknown trace target {target!r}.", f"Known: {', '.join(TARGETS)}.")
     if steps < 1:
-        raise UsageError(f"steps={steps} was asked of trace().", "A trace has at least one step.")
+        raise UsageError(f"Cannot trace with steps={steps}.", "A trace has at least one step.")
     if routing not in ROUTINGS:
-        raise UsageError(f"routing={routing!r} was asked of trace().", f"Known are {', '.join(ROUTINGS)}.")
+        raise UsageError(f"Unknown routing {routing!r}.", f"Known: {', '.join(ROUTINGS)}.")
     if not 0 < assume <= 1:
-        raise UsageError(f"assume={assume} was asked of trace().", "It is a share above 0 and at most 1.")
+        raise UsageError(f"Cannot trace with assume={assume}.", "It must be above 0 and at most 1.")
 
 
 @contextmanager
@@ -276,7 +276,7 @@ def _run(mode: RecordingMode, build: Callable[[], Callable[[], Any]], steps: int
     """Build and step; what was built lives as long as the step that is returned."""
     step = build()
     if not callable(step):
-        raise UsageError("build() was to return the step to trace.", f"It returned {type(step).__name__}.")
+        raise UsageError("build() must return the step to trace, a function.", f"It returned {type(step).__name__}.")
     _categorize(mode)
     for _ in range(steps):
         mode.recorder.begin_step()

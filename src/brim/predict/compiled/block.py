@@ -46,8 +46,8 @@ class CompiledBlock:
         """Raises NotOneGraph before anything ran."""
         own = _tensors_of(self._module)
         leaves, tree = tree_flatten((args, kwargs))
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        tensors = [*own.values(), *given]
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = [*own.values(), *inputs]
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return self._forward(*args, **kwargs)
         layouts = tuple(map(Layout.of, tensors))
@@ -55,10 +55,10 @@ class CompiledBlock:
         key = (_likeness(self._module), str(tree), plain, tuple(map(_key, layouts)), tuple(own))
         if key not in self._known:
             self._known[key] = self._compiled(own, leaves, tree, layouts)
-        found = self._known[key]
-        outputs = _Run.apply(found, *tensors)  # type: ignore[no-untyped-call]
-        values = [outputs[place] if type(place) is _Place else place for place in found.places]
-        return tree_unflatten(values, found.results)
+        compiled = self._known[key]
+        outputs = _Run.apply(compiled, *tensors)  # type: ignore[no-untyped-call]
+        values = [outputs[place] if type(place) is _Place else place for place in compiled.places]
+        return tree_unflatten(values, compiled.results)
 
     def _compiled(
         self, own: dict[str, torch.Tensor], leaves: Sequence[Any], tree: Any, layouts: Sequence[Layout]
@@ -66,15 +66,18 @@ class CompiledBlock:
         shape: list[Any] = []
 
         def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            held = iter(tensors[len(own) :])
-            values = [next(held) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            inputs = iter(tensors[len(own) :])
+            values = [next(inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(values, tree)
             with _holding(self._module, dict(zip(own, tensors, strict=False))):
-                made, results = tree_flatten(self._forward(*args, **kwargs))
-            found = [value for value in made if isinstance(value, torch.Tensor)]
-            numbers = iter(range(len(found)))
-            shape[:] = [results, tuple(_Place(next(numbers)) if isinstance(v, torch.Tensor) else v for v in made)]
-            return found
+                result_leaves, results = tree_flatten(self._forward(*args, **kwargs))
+            outputs = [value for value in result_leaves if isinstance(value, torch.Tensor)]
+            numbers = iter(range(len(outputs)))
+            shape[:] = [
+                results,
+                tuple(_Place(next(numbers)) if isinstance(v, torch.Tensor) else v for v in result_leaves),
+            ]
+            return outputs
 
         try:
             with silenced("torch._functorch"):
@@ -99,13 +102,13 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, compiled: _Compiled, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        made = compiled.forward.play([local(tensor) for tensor in tensors])
+        results = compiled.forward.play([local(tensor) for tensor in tensors])
         many = len(compiled.graphs.outputs)
-        kept: Any = made[many:]
+        kept: Any = results[many:]
         ctx.compiled, ctx.spreads = compiled, [_share(tensor) for tensor in tensors]
         ctx.save_for_backward(*kept)
         layouts = compiled.graphs.outputs
-        outputs = tuple(_whole(value, layout.share) for value, layout in zip(made[:many], layouts, strict=True))
+        outputs = tuple(_whole(value, layout.share) for value, layout in zip(results[:many], layouts, strict=True))
         plain = [out for out, layout in zip(outputs, layouts, strict=True) if not layout.requires_grad]
         ctx.mark_non_differentiable(*plain)
         return outputs
@@ -114,12 +117,14 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         compiled: _Compiled = ctx.compiled
         layouts = compiled.graphs.outputs
-        wanted = [_like(given, lay) for given, lay in zip(gradients, layouts, strict=True) if lay.requires_grad]
-        inputs = [*ctx.saved_tensors, *wanted]
+        output_gradients = [
+            _like(given, lay) for given, lay in zip(gradients, layouts, strict=True) if lay.requires_grad
+        ]
+        inputs = [*ctx.saved_tensors, *output_gradients]
         ctx.maybe_clear_saved_tensors()
-        del wanted, gradients
-        made = compiled.backward.play(inputs)
-        return (None, *(_whole(value, share) for value, share in zip(made, ctx.spreads, strict=True)))
+        del output_gradients, gradients
+        input_gradients = compiled.backward.play(inputs)
+        return (None, *(_whole(value, share) for value, share in zip(input_gradients, ctx.spreads, strict=True)))
 
 
 def _share(tensor: torch.Tensor) -> Any:
@@ -199,8 +204,8 @@ def _likeness(module: nn.Module) -> Any:
 
 
 def _settings(part: nn.Module) -> Any:
-    found = [(name, value) for name, value in vars(part).items() if isinstance(value, _PLAIN)]
-    plain = tuple(pair for pair in found if pair[0] not in _OF_ITS_PLACE)
+    plain_values = [(name, value) for name, value in vars(part).items() if isinstance(value, _PLAIN)]
+    plain = tuple(pair for pair in plain_values if pair[0] not in _OF_ITS_PLACE)
     hooks = (len(part._forward_pre_hooks), len(part._forward_hooks))
     instead = vars(part).get("forward")
     return plain, hooks, type(instead), getattr(instead, "choice", None)

@@ -73,12 +73,12 @@ def captured(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[L
     from torch._functorch.aot_autograd import aot_export_joint_simple
     from torch._inductor.decomposition import select_decomp_table
 
-    made: list[Layout] = []
+    outputs: list[Layout] = []
 
     def flat(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         whole = [_spread(tensor, layout) for tensor, layout in zip(given, inputs, strict=True)]
         results = function(*whole)
-        made[:] = [Layout.of(result) for result in results]
+        outputs[:] = [Layout.of(result) for result in results]
         return tuple(result.to_local() if isinstance(result, DTensor) else result for result in results)
 
     with capturing(), _disable_current_modes(), FakeTensorMode(), torch.enable_grad(), _checkpoints_as_tags():
@@ -87,9 +87,9 @@ def captured(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[L
         )
         with mock.patch.object(partitioners, "has_recomputable_rng_ops", lambda graph: False):  # states of few bytes
             forward, backward = partitioners.min_cut_rematerialization_partition(
-                joint, None, num_fwd_outputs=len(made), static_lifetime_input_indices=list(range(weights))
+                joint, None, num_fwd_outputs=len(outputs), static_lifetime_input_indices=list(range(weights))
             )
-    return Graphs(forward=forward, backward=backward, outputs=tuple(made))
+    return Graphs(forward=forward, backward=backward, outputs=tuple(outputs))
 
 
 def _spread(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A graph as the kernels that Inductor makes of it: what is written to memory, and when it is let go.
+"""A graph as the kernels that Inductor makes of it: what is written to memory, and when it is freed.
 
 Chains of pointwise operations and reductions are one kernel each, and what lies between them is in no memory.
 Written are what products, attention and collectives read or give, the graph's results, and sums. A kernel writes one
@@ -55,7 +55,7 @@ class Program:
         self.kernels = self._with_ends(self._in_order())
 
     def play(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Run the kernels on fake tensors; ``inputs`` is emptied, so that each is let go after its last use."""
+        """Run the kernels on fake tensors; ``inputs`` is emptied, so that each is freed after its last use."""
         env: dict[fx.Node, Any] = dict(zip(self.inputs, inputs, strict=True))
         inputs.clear()
         for node in [node for node in self.inputs if node not in self._read | self._kept]:
@@ -77,17 +77,17 @@ class Program:
     def _reads(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """What lies in memory of all that a kernel's result is worked out from."""
         if node not in self._known_reads:
-            found: dict[fx.Node, None] = {}
+            read_nodes: dict[fx.Node, None] = {}
             seen: set[fx.Node] = set()
             todo = list(node.all_input_nodes)
             while todo:
-                one = todo.pop()
-                if one not in seen and self._is_real(one):
-                    found[_base(one)] = None
-                elif one not in seen:
-                    todo.extend(one.all_input_nodes)
-                seen.add(one)
-            self._known_reads[node] = tuple(found)
+                candidate = todo.pop()
+                if candidate not in seen and self._is_real(candidate):
+                    read_nodes[_base(candidate)] = None
+                elif candidate not in seen:
+                    todo.extend(candidate.all_input_nodes)
+                seen.add(candidate)
+            self._known_reads[node] = tuple(read_nodes)
         return self._known_reads[node]
 
     def _in_order(self) -> list[Kernel]:
@@ -142,12 +142,12 @@ class Program:
     def _shared_bytes(self, unit: Sequence[fx.Node], node: fx.Node) -> int:
         if not _is_fusible(unit[0]) or _elements(unit[0]) != _elements(node):
             return 0
-        there = {read for one in unit for read in self._reads(one)} | set(unit)
+        there = {read for member in unit for read in self._reads(member)} | set(unit)
         return sum(read.meta["val"].nbytes for read in self._reads(node) if read in there)
 
     def _closes_circle(self, units: Sequence[list[fx.Node]], unit: list[fx.Node], node: fx.Node) -> bool:
         """Whether the node reads what was made of the unit's results by another kernel."""
-        number = {one: index for index, other in enumerate(units) for one in other}
+        number = {member: index for index, other in enumerate(units) for member in other}
         own = number[unit[0]]
         todo = [number[read] for read in self._reads(node) if read in number and number[read] != own]
         seen = set(todo)
@@ -179,12 +179,12 @@ class Program:
     def _ended(self, kernel: Kernel, ends: Iterable[fx.Node]) -> Kernel:
         over: dict[fx.Node, fx.Node] = {}
         for node in ends:
-            readers = [made for made in kernel.nodes if node in self._reads(made)]
+            readers = [reader for reader in kernel.nodes if node in self._reads(reader)]
             if len(readers) != 1 or node in self._lasting or _is_shared(node):
                 continue
-            made = readers[0]
-            if made not in over and _same_size(node, made):
-                over[made] = node
+            reader = readers[0]
+            if reader not in over and _same_size(node, reader):
+                over[reader] = node
         return Kernel(nodes=kernel.nodes, call=kernel.call, reads=kernel.reads, frees=tuple(ends), over=over)
 
 
@@ -196,8 +196,8 @@ def _run(kernel: Kernel, env: dict[fx.Node, Any]) -> None:
         fresh = [node for node in kernel.nodes if node not in kernel.over]
         places = list(kernel.over.values())
         reads = [env[node] for node in kernel.reads if node not in places]
-        made = fused(reads, [node.meta["val"] for node in fresh], [env[node] for node in places])
-        env.update(zip(fresh, made, strict=True))
+        results = fused(reads, [node.meta["val"] for node in fresh], [env[node] for node in places])
+        env.update(zip(fresh, results, strict=True))
         for node, place in kernel.over.items():
             value = node.meta["val"]
             env[node] = env[place].as_strided(value.shape, value.stride())
@@ -237,8 +237,12 @@ def _is_view(node: fx.Node) -> bool:
     """Whether it is other sizes and strides of what is there."""
     if not isinstance(node.target, torch._ops.OpOverload) or not is_view(node.target):
         return False
-    value, given = node.meta["val"], node.all_input_nodes[0].meta["val"]
-    return isinstance(value, torch.Tensor) and value.dtype == given.dtype and value.is_conj() == given.is_conj()
+    value, input_value = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype == input_value.dtype
+        and value.is_conj() == input_value.is_conj()
+    )
 
 
 def _is_fusible(node: fx.Node) -> bool:
@@ -248,7 +252,7 @@ def _is_fusible(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.is_complex():
         return False
-    reads = (one.meta.get("val") for one in node.all_input_nodes)
+    reads = (input_node.meta.get("val") for input_node in node.all_input_nodes)
     if any(isinstance(read, torch.Tensor) and read.is_complex() for read in reads):
         return False
     return _packet(node) in _op_lists().fusible_ops
@@ -256,16 +260,16 @@ def _is_fusible(node: fx.Node) -> bool:
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
     """What kernels give to memory."""
-    found = set()
+    written = set()
     for node in graph.nodes:
         if _is_fusible(node) and (_is_sum(node) or any(_is_read_elsewhere(user, node) for user in node.users)):
-            found.add(node)
-    return found
+            written.add(node)
+    return written
 
 
 def _is_sum(node: fx.Node) -> bool:
     return getattr(_packet(node), "__name__", "") in _REDUCTIONS and bool(node.all_input_nodes) and (
-        node.meta["val"].numel() < max(one.meta["val"].numel() for one in node.all_input_nodes)
+        node.meta["val"].numel() < max(input_node.meta["val"].numel() for input_node in node.all_input_nodes)
     )  # fmt: skip
 
 
@@ -280,7 +284,7 @@ def _elements(node: fx.Node) -> tuple[int, int]:
     """How many elements a kernel goes through; and how many sums it gives, where those are not one for each row."""
     if not _is_sum(node):
         return node.meta["val"].numel(), 0
-    most = max((one.meta["val"] for one in node.all_input_nodes), key=torch.Tensor.numel)
+    most = max((input_node.meta["val"] for input_node in node.all_input_nodes), key=torch.Tensor.numel)
     last = _last_dimensions(node, most.dim())
     if last and math.prod(most.shape[:-last]) == node.meta["val"].numel():
         return most.numel(), 0
@@ -289,10 +293,10 @@ def _elements(node: fx.Node) -> tuple[int, int]:
 
 def _last_dimensions(node: fx.Node, dimensions: int) -> int:
     """How many are summed over, where these are the last ones; else 0."""
-    given = node.args[1] if len(node.args) > 1 else None
-    if not isinstance(given, (list, tuple)):
+    dims = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(dims, (list, tuple)):
         return 0
-    summed = sorted(int(one) % dimensions for one in given)
+    summed = sorted(int(dim) % dimensions for dim in dims)
     return len(summed) if summed == list(range(dimensions - len(summed), dimensions)) else 0
 
 

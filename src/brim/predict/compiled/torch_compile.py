@@ -55,7 +55,7 @@ def note_not_compiled(module: nn.Module, why: str) -> None:
 
 @contextmanager
 def as_written(recorder: Recorder) -> Iterator[None]:
-    """Nothing is compiled, whether it was to be before the trace or within it, for the duration of one trace."""
+    """Compile nothing during one trace, neither what was wrapped before it nor what is wrapped within it."""
 
     def eagerly(callback: Any) -> None:
         if callback not in (None, False):

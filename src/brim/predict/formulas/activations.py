@@ -92,6 +92,6 @@ def activations_first_stage(
 
 def _check(recompute: str, tensor_parallel: int, sequence_parallel: bool) -> None:
     if recompute not in RECOMPUTE:
-        raise UsageError(f"recompute = {recompute!r} was given.", f"It is one of {', '.join(RECOMPUTE)}.")
+        raise UsageError(f"Unknown recompute {recompute!r}.", f"Known: {', '.join(RECOMPUTE)}.")
     if sequence_parallel and tensor_parallel == 1:
         raise UsageError("sequence_parallel was given with tensor_parallel = 1.", "It splits over the same GPUs.")

@@ -26,7 +26,10 @@ def kv_cache(
     """
     at_least_one(layers=layers, kv_heads=kv_heads, head_dim=head_dim, tokens=tokens, batch=batch)
     if windowed_layers and (window is None or not 0 < windowed_layers <= layers or window < 1):
-        raise UsageError(f"{windowed_layers} of {layers} layers were given a window of {window}.", "It cannot be.")
+        raise UsageError(
+            f"Cannot give {windowed_layers} of {layers} layers a window of {window}.",
+            "The numbers contradict each other.",
+        )
     kept = min(tokens, window) if window is not None else tokens
     full = layers - windowed_layers
     positions = full * tokens + windowed_layers * kept
@@ -111,4 +114,4 @@ def _read(config: Mapping[str, Any], *names: str) -> int:
     for name in names:
         if isinstance(config.get(name), int):
             return int(config[name])
-    raise ModelError("The key-value cache of a configuration was asked for.", f"It has none of {', '.join(names)}.")
+    raise ModelError("Cannot size the key-value cache of this configuration.", f"It has none of {', '.join(names)}.")

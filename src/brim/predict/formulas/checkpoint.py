@@ -20,11 +20,11 @@ _LARGEST_HEADER_BYTES = 100_000_000  # the format's own limit
 def weights(parameters: int, dtype: str = "float32") -> Result:
     """Bytes of that many parameters, in decimal and binary gigabytes too, since papers mix the two."""
     at_least_one(parameters=parameters)
-    made = result(parameters * item_bytes(dtype), "B", f"{parameters:,} x {written_bytes(dtype)}")
-    if made.value < 1e7:
-        return made
-    gigabytes = f"{made.arithmetic} = {made.value / 1e9:,.2f} GB = {made.value / 2**30:,.2f} GiB"
-    return Result(value=made.value, unit="B", arithmetic=gigabytes)
+    size = result(parameters * item_bytes(dtype), "B", f"{parameters:,} x {written_bytes(dtype)}")
+    if size.value < 1e7:
+        return size
+    gigabytes = f"{size.arithmetic} = {size.value / 1e9:,.2f} GB = {size.value / 2**30:,.2f} GiB"
+    return Result(value=size.value, unit="B", arithmetic=gigabytes)
 
 
 def parameters_from_size(file_bytes: int, dtype: str) -> Result:
@@ -42,7 +42,7 @@ def checkpoint_weights(path: str | Path) -> Result:
     where = Path(path)
     files = sorted(where.glob("*.safetensors")) if where.is_dir() else [where]
     if not files:
-        raise ModelError(f"The weights in {where} were asked for.", "It has no .safetensors file.")
+        raise ModelError(f"Cannot find the weights in {where}.", "It has no .safetensors file.")
     tensors: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for file in files:
@@ -68,5 +68,5 @@ def _header(file: Path) -> Mapping[str, Any]:
             if not (type(first) is type(last) is int and 0 <= first <= last and isinstance(entry["dtype"], str)):
                 raise ValueError(f"tensor {name!r} lies at {entry['data_offsets']}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        raise ModelError(f"The safetensors header of {file} was to be read.", f"{error}.") from error
+        raise ModelError(f"Cannot read the safetensors header of {file}.", f"{error}.") from error
     return dict(header)

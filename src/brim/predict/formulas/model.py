@@ -29,12 +29,14 @@ def parameters_by_type(model: nn.Module) -> dict[str, Result]:
     counts: dict[tuple[str, Shapes], int] = defaultdict(int)
     for kind, shapes in _owners(model):
         counts[kind, shapes] += 1
-    found = {}
+    formulas = {}
     for (kind, shapes), count in counts.items():
-        one = " + ".join(" x ".join(f"{n:,}" for n in shape) or "1" for shape in shapes)
+        shape_text = " + ".join(" x ".join(f"{n:,}" for n in shape) or "1" for shape in shapes)
         elements = sum(map(math.prod, shapes))
-        found[f"{kind} {list(map(list, shapes))}"] = result(count * elements, "parameters", f"{count} x ({one})")
-    return found
+        formulas[f"{kind} {list(map(list, shapes))}"] = result(
+            count * elements, "parameters", f"{count} x ({shape_text})"
+        )
+    return formulas
 
 
 def explain_training(
@@ -54,7 +56,7 @@ def explain_training(
     """
     shapes = [tuple(parameter.shape) for parameter in model.parameters()]
     count = sum(map(math.prod, shapes))
-    found = {
+    formulas = {
         "parameters": weights(count, dtype),
         "gradients": weights(count, dtype),
         "optimizer_state": optimizer_state(optimizer, shapes, dtype=dtype),
@@ -62,27 +64,27 @@ def explain_training(
     sizes = _transformer_sizes(config)
     if sizes is not None:
         layers, hidden, heads = sizes
-        one = activations_per_layer(
+        per_layer = activations_per_layer(
             sequence=sequence, micro_batch=batch, hidden=hidden, heads=heads, recompute=recompute
         )
-        one = replace(one, source=f"of a GPT layer in 16 bits: {one.source}")
-        found["activations_per_layer"] = one
-        text = f"{layers} layers x {one.value:,} B"
-        found["activations"] = result(layers * one.value, "B", text, source=one.source)
-    return found
+        per_layer = replace(per_layer, source=f"of a GPT layer in 16 bits: {per_layer.source}")
+        formulas["activations_per_layer"] = per_layer
+        text = f"{layers} layers x {per_layer.value:,} B"
+        formulas["activations"] = result(layers * per_layer.value, "B", text, source=per_layer.source)
+    return formulas
 
 
 def explain_generation(
     model: nn.Module, config: Mapping[str, Any], *, batch: int, tokens: int, dtype: str
 ) -> dict[str, Result]:
     """What generating holds: the weights, and the key-value cache of ``tokens`` tokens where there is one."""
-    found = {"parameters": weights(sum(math.prod(p.shape) for p in model.parameters()), dtype)}
+    formulas = {"parameters": weights(sum(math.prod(p.shape) for p in model.parameters()), dtype)}
     try:
-        found["kv_cache_per_token"] = kv_cache_of_config(config, dtype=dtype)
-        found["kv_cache"] = kv_cache_of_config(config, tokens=tokens, batch=batch, dtype=dtype)
+        formulas["kv_cache_per_token"] = kv_cache_of_config(config, dtype=dtype)
+        formulas["kv_cache"] = kv_cache_of_config(config, tokens=tokens, batch=batch, dtype=dtype)
     except ModelError:
-        return found  # no attention, no cache: a state-space or convolutional model
-    return found
+        return formulas  # no attention, no cache: a state-space or convolutional model
+    return formulas
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, Shapes]]:

@@ -73,10 +73,10 @@ def optimizer_state(
     Raises UsageError naming the nearest optimizers.
     """
     kind = _kind(optimizer)
-    given = {"amsgrad": amsgrad, "momentum": momentum, "centered": centered}
-    wrong = [name for name in given if given[name] and name not in _OPTIONS.get(optimizer, ())]
+    options = {"amsgrad": amsgrad, "momentum": momentum, "centered": centered}
+    wrong = [name for name in options if options[name] and name not in _OPTIONS.get(optimizer, ())]
     if wrong:
-        raise UsageError(f"{' and '.join(wrong)} was given for {optimizer}.", "It has no such state.")
+        raise UsageError(f"Cannot use {' and '.join(wrong)} with {optimizer}.", "It has no such state.")
     if optimizer == "adamw8bit":
         return _torchao(shapes, dtype, kind)
     if optimizer == "adamw8bit-bitsandbytes":
@@ -94,9 +94,7 @@ def optimizer_state(
 def _kind(optimizer: str) -> _Kind:
     if optimizer not in OPTIMIZERS:
         near = difflib.get_close_matches(optimizer, OPTIMIZERS, n=3, cutoff=0.0)
-        raise UsageError(
-            f"The state of optimizer {optimizer!r} was asked for.", "It is not known.", f"Nearest: {', '.join(near)}."
-        )
+        raise UsageError(f"Unknown optimizer {optimizer!r}.", todo=f"Nearest: {', '.join(near)}.")
     return OPTIMIZERS[optimizer]
 
 

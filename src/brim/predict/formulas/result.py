@@ -56,7 +56,7 @@ def bits(dtype: str) -> int:
     name = _SHORT.get(name, name)
     if name not in _BITS:
         near = difflib.get_close_matches(name, [*_BITS, *_SHORT], n=3, cutoff=0.0)
-        raise UsageError(f"The size of dtype {dtype!r} was asked for.", "It is not known.", f"Nearest: {near}.")
+        raise UsageError(f"Unknown dtype {dtype!r}.", todo=f"Nearest: {near}.")
     return _BITS[name]
 
 
@@ -82,5 +82,5 @@ def divides(divisor_name: str, divisor: int, **sizes: int) -> None:
     for name, value in sizes.items():
         if value % divisor:
             raise UsageError(
-                f"{name} = {value} was to be split over {divisor_name} = {divisor}.", "It does not divide evenly."
+                f"Cannot divide {name} = {value} by {divisor_name} = {divisor}.", "It does not divide evenly."
             )

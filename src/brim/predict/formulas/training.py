@@ -27,7 +27,7 @@ def zero_states(
     """
     at_least_one(parameters=parameters, gpus=gpus)
     if stage not in range(4):
-        raise UsageError(f"ZeRO stage {stage} was given.", "It is 0, 1, 2 or 3.")
+        raise UsageError(f"Unknown ZeRO stage {stage}.", "Known: 0, 1, 2 and 3.")
     parts = ((parameter_bytes, stage >= 3), (gradient_bytes, stage >= 2), (optimizer_bytes, stage >= 1))
     each = sum((Fraction(size, gpus if split else 1) for size, split in parts), Fraction(0))
     text = " + ".join(f"{size} / {gpus}" if split and gpus > 1 else f"{size}" for size, split in parts)

@@ -30,8 +30,8 @@ def rules_for(target: str, capability: tuple[int, int]) -> Callable[[torch._ops.
     """The rules of ``target``'s kernels for one trace, looked up by operation."""
     if target == "cpu":
         return _cpu_rule
-    found = cuda_kernels.rules(capability)
-    return lambda func: found.get(func) or (_collective if func.namespace in _COLLECTIVES else None)
+    rules = cuda_kernels.rules(capability)
+    return lambda func: rules.get(func) or (_collective if func.namespace in _COLLECTIVES else None)
 
 
 def _collective(kernel: Kernel) -> None:
@@ -39,7 +39,7 @@ def _collective(kernel: Kernel) -> None:
 
 
 def _cpu_rule(func: torch._ops.OpOverload) -> Rule | None:
-    found = _CPU.get(func)
-    if found is None and torch.Tag.pointwise in func.tags:
+    rule = _CPU.get(func)
+    if rule is None and torch.Tag.pointwise in func.tags:
         return cpu_kernels.promote
-    return found
+    return rule

@@ -56,8 +56,8 @@ def _layer_norm_backward(
     """layer_norm.cpp and layer_norm_kernel.cu make contiguous gradients whatever the input's strides."""
     likes = (input, weight, bias)
     return tuple(
-        torch.empty(like.shape, dtype=like.dtype) if wanted and like is not None else None
-        for like, wanted in zip(likes, output_mask, strict=True)
+        torch.empty(like.shape, dtype=like.dtype) if is_needed and like is not None else None
+        for like, is_needed in zip(likes, output_mask, strict=True)
     )
 
 
@@ -126,15 +126,15 @@ def _as_strided(
     """Resize.h, ``checkInBoundsForStorage``: fake storages are not checked."""
     offset = tensor.storage_offset() if storage_offset is None else storage_offset
     last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-    wanted, given = (last + 1) * tensor.element_size(), tensor.untyped_storage().nbytes()
-    if 0 not in size and wanted > given:
+    needed_bytes, storage_bytes = (last + 1) * tensor.element_size(), tensor.untyped_storage().nbytes()
+    if 0 not in size and needed_bytes > storage_bytes:
         raise RuntimeError(
             f"setStorage: sizes {[*size]}, strides {[*stride]}, storage offset {offset}, and itemsize "
-            f"{tensor.element_size()} requiring a storage size of {wanted} are out of bounds for storage of size "
-            f"{given}"
+            f"{tensor.element_size()} requiring a storage size of {needed_bytes} are out of bounds for storage of "
+            f"size {storage_bytes}"
         )
-    made: torch.Tensor = _aten.as_strided.default(tensor, size, stride, storage_offset)
-    return made
+    view: torch.Tensor = _aten.as_strided.default(tensor, size, stride, storage_offset)
+    return view
 
 
 def _arrived(tensor: torch.Tensor) -> torch.Tensor:

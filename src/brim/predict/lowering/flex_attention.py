@@ -26,18 +26,19 @@ class _Flex(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
         rows = query.shape[:-1]
-        made = query.new_empty((*rows, value.size(-1)))
+        output = query.new_empty((*rows, value.size(-1)))
         sums = query.new_empty(rows, dtype=torch.float32)
-        context.save_for_backward(query, key, value, made, sums)
+        context.save_for_backward(query, key, value, output, sums)
         nothing = query.new_empty((0,), dtype=torch.float32)
         context.mark_non_differentiable(nothing)
         context.set_materialize_grads(False)
-        return made, sums, nothing
+        return output, sums, nothing
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor, *others: Any) -> Any:
-        query, key, value, made, _ = context.saved_tensors
-        held = made.new_empty(made.shape[:-1], dtype=torch.float32)  # the sum of result times gradient in each row
-        found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        del held
-        return found
+        query, key, value, output, _ = context.saved_tensors
+        # The sum of output times gradient in each row.
+        row_sums = output.new_empty(output.shape[:-1], dtype=torch.float32)
+        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del row_sums
+        return gradients

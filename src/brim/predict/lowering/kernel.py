@@ -1,7 +1,7 @@
 """What one kernel allocates while it runs: the script that a rule writes and the recorder plays.
 
 A rule is a function of a :class:`Kernel`. It says which temporaries the real kernel takes, in which order with the
-outputs, and which are let go before the end; what is still held when the rule returns is freed there, in order.
+outputs, and which are freed before the end; what is still held when the rule returns is freed there, in order.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Kernel:
 
     def emit(self, index: int | None = None, bytes: int = -1) -> None:
         """Allocate output ``index`` (all that are left: None) here; ``bytes`` where the real storage differs."""
-        wanted = range(len(self.outputs)) if index is None else (index,)
-        for one in wanted:
-            if one < len(self.outputs) and one not in self._emitted:
-                self._emitted.add(one)
-                self.script.append(("out", one, bytes))
+        indices = range(len(self.outputs)) if index is None else (index,)
+        for output_index in indices:
+            if output_index < len(self.outputs) and output_index not in self._emitted:
+                self._emitted.add(output_index)
+                self.script.append(("out", output_index, bytes))
 
     def drop(self, tensor: torch.Tensor | None) -> None:
         """The real kernel makes no storage for this output."""

@@ -121,30 +121,30 @@ def _drawn(func: Callable[..., Any], args: Any, kwargs: Any, seed: int) -> Any:
 
 def known(tensor: object) -> Known | None:
     """The values of ``tensor``, computed where they waited; None where they are not known."""
-    found = peek(tensor)
-    if found is None or found.made is not None:
-        return found
+    value = peek(tensor)
+    if value is None or value.made is not None:
+        return value
     try:
-        real = found.value
+        real = value.value
     except (RuntimeError, IndexError, ValueError):  # the CPU has no such kernel, or the values do not fit it
-        found.state.valid = False
+        value.state.valid = False
         return None
-    if tuple(real.shape) != found.shape:
-        found.state.valid = False
+    if tuple(real.shape) != value.shape:
+        value.state.valid = False
         return None
-    return found
+    return value
 
 
 def peek(tensor: object) -> Known | None:
     """As ``known``, but computes nothing."""
-    found: Known | None = getattr(tensor, "_brim_known", None)
-    if found is None:
+    value: Known | None = getattr(tensor, "_brim_known", None)
+    if value is None:
         return _from_outside(tensor)
-    if not found.state.valid:
+    if not value.state.valid:
         return None
     if tensor.requires_grad and tensor.numel() > _MOST_WEIGHTS:  # type: ignore[attr-defined]
         return None
-    return found
+    return value
 
 
 def _from_outside(tensor: object) -> Known | None:
@@ -158,9 +158,9 @@ def _from_outside(tensor: object) -> Known | None:
     if tensor.requires_grad and tensor.numel() > _MOST_WEIGHTS:
         return None
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        made = Known(tensor.detach(), State(outside=True), shape=tuple(tensor.shape))
-    tensor._brim_known = made  # type: ignore[attr-defined]
-    return made
+        outside = Known(tensor.detach(), State(outside=True), shape=tuple(tensor.shape))
+    tensor._brim_known = outside  # type: ignore[attr-defined]
+    return outside
 
 
 def give(tensor: torch.Tensor, value: torch.Tensor, origin: int = 0) -> None:
@@ -175,11 +175,11 @@ def give_later(tensor: torch.Tensor, make: Callable[[], torch.Tensor], origin: i
 
 
 def forget(tensor: object) -> None:
-    found: Known | None = getattr(tensor, "_brim_known", None)
-    if found is None and isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
-        found = _from_outside(tensor)
-    if found is not None:
-        found.state.valid = False
+    value: Known | None = getattr(tensor, "_brim_known", None)
+    if value is None and isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+        value = _from_outside(tensor)
+    if value is not None:
+        value.state.valid = False
 
 
 class KnownValues:
@@ -215,18 +215,18 @@ class KnownValues:
             origin |= source.state.origin
             waits |= source.made is None
             depth = max(depth, source.depth)
-        made = [result] if isinstance(result, torch.Tensor) else list(leaves(result))
-        if not made or not all(fits(tensor) for tensor in made):
+        results = [result] if isinstance(result, torch.Tensor) else list(leaves(result))
+        if not results or not all(fits(tensor) for tensor in results):
             return False
         if not tensors and (
             func.namespace != "aten" or _views_first(func)
         ):  # a view of a number: C++ made a tensor of it
             return False
-        seed = self._seed(func, kwargs, made)
+        seed = self._seed(func, kwargs, results)
         call = _Call(_really(func), _known_parts(args), _known_parts(kwargs), depth + 1, seed)
-        self._attach(func, call, tensors, made, isinstance(result, torch.Tensor), origin)
-        if depth >= _DEEPEST or (not waits and seed is None and all(t.numel() <= _AT_ONCE for t in made)):
-            return all(known(tensor) is not None for tensor in made)
+        self._attach(func, call, tensors, results, isinstance(result, torch.Tensor), origin)
+        if depth >= _DEEPEST or (not waits and seed is None and all(t.numel() <= _AT_ONCE for t in results)):
+            return all(known(tensor) is not None for tensor in results)
         return True
 
     def _attach(
@@ -273,8 +273,8 @@ class KnownValues:
                 continue
             source = peek(tensor)
             if source is None:
-                for one in written:
-                    forget(one)
+                for overwritten in written:
+                    forget(overwritten)
                 return False
             sources.append(source)
         if len(written) == 1 and (overwrites or self._is_better_anew(written[0])) and _is_whole(written[0]):
@@ -288,8 +288,8 @@ class KnownValues:
             for t in written
             if (s := peek(t)) is not None
         ) or any(s.state.outside for t in written if (s := peek(t)) is not None):
-            for one in written:
-                forget(one)
+            for overwritten in written:
+                forget(overwritten)
             return False
         return self._write_in_place(func, args, kwargs, written, result)
 
@@ -313,11 +313,11 @@ class KnownValues:
         shape, stride, dtype = tuple(target.shape), tuple(target.stride()), target.dtype
 
         def write(first: torch.Tensor | None, *rest: Any, **options: Any) -> torch.Tensor:
-            made = torch.empty_strided(shape, stride, dtype=dtype)
+            output = torch.empty_strided(shape, stride, dtype=dtype)
             if first is not None:
-                made.copy_(first)
-            func(made, *rest, **options)
-            return made
+                output.copy_(first)
+            func(output, *rest, **options)
+            return output
 
         depth = max((source.depth for source in sources), default=0)
         seed = self._seed(func, kwargs, [target])
@@ -349,8 +349,8 @@ class KnownValues:
                     _run_or_leave(call)
         everything = flat_leaves(args, kwargs)
         if any(known(tensor) is None for tensor in everything):
-            for one in written:
-                forget(one)
+            for overwritten in written:
+                forget(overwritten)
             return False
         real = _Call(func, _known_parts(args), _known_parts(kwargs), 0).run()
         origin = 0
@@ -391,10 +391,10 @@ def _written_positions(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ..
 
 
 def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    written: list[torch.Tensor] = []
     for position, name in _written_positions(func):
-        found += leaves(args[position] if position < len(args) else kwargs.get(name))
-    return found
+        written += leaves(args[position] if position < len(args) else kwargs.get(name))
+    return written
 
 
 @cache
@@ -439,14 +439,14 @@ def _stand_in(value: Any, func: torch._ops.OpOverload) -> Any:
 
 
 def flat_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """``leaves`` of arguments, of which nearly all are tensors and numbers: every operation asks."""
-    found = []
+    """``leaves`` of arguments, nearly all of them tensors and numbers. Every operation calls this."""
+    leaves_found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            leaves_found.append(value)
         elif isinstance(value, (tuple, list, dict)):
-            found += leaves(value)
-    return found
+            leaves_found += leaves(value)
+    return leaves_found
 
 
 def leaves(value: Any) -> Iterable[torch.Tensor]:

@@ -64,8 +64,8 @@ class _Pack(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        made, row = gradient.new_zeros(context.shape), 0
+        padded, row = gradient.new_zeros(context.shape), 0
         for at, size in enumerate(context.sizes):
-            made[at, :size].copy_(gradient[row : row + size])
+            padded[at, :size].copy_(gradient[row : row + size])
             row += size
-        return made, None
+        return padded, None

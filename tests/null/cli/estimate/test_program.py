@@ -139,14 +139,14 @@ def test_a_program_that_calls_no_module_is_one_step(run: Run) -> None:
 @pytest.mark.parametrize(
     ("text", "words", "told"),
     [
-        ("print('usage')", [], "It made no tensor.\nIf it needs arguments to begin, give them after --."),
+        ("print('usage')", [], "The program ended without one.\nIf it needs arguments, give them after --."),
         (LOOP, ["--lr", "3"], "Options of the program go after --."),
         (LOOP, ["--batch", "3"], "--batch was given for its place/train.py."),
         (LOOP, ["--explain-formula"], "--explain-formula was given"),
         (LOOP, ["--gpus", "2"], "--gpus was given"),
         ("sys.exit(3)", [], "SystemExit: 3"),
         ("1 / 0", [], "train.py:9: ZeroDivisionError"),
-        ("import os; os.system('true')", [], "A process was to be started"),
+        ("import os; os.system('true')", [], "cannot start a process"),
     ],
 )
 def test_what_is_wrong_is_said_in_words(run: Run, text: str, words: list[str], told: str) -> None:
@@ -166,7 +166,7 @@ def test_what_a_program_goes_by_is_said_and_can_be_chosen(run: Run) -> None:
     for words, told in (
         ([], "By trace: No GPU of the catalog is named"),
         (["--gpu", "RTX 4090"], "By trace: There is no CUDA build of PyTorch"),
-        (["--gpu", "MI300X"], "By trace: The device stands in for CUDA"),
+        (["--gpu", "MI300X"], "By trace: The rehearsal device simulates CUDA"),
         (["--gpu", "RTX 4090", "--by", "trace"], "By trace: --by trace was given"),
     ):
         code, out, err = run(short, *words)

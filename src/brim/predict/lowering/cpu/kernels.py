@@ -208,12 +208,12 @@ def _roll(kernel: Kernel) -> None:
     """TensorTransformations.cpp: one dimension after the other, each a concatenation."""
     dims = len(kernel.arg("dims")) or 1
     source = kernel.args[0]
-    held = 0
+    previous = 0
     for index in range(dims - 1):
         now = kernel.temp(nbytes(source))
         if index:
-            kernel.free(held)
-        held = now
+            kernel.free(previous)
+        previous = now
     kernel.emit()
 
 

@@ -50,8 +50,8 @@ def _measured(kernel: Kernel) -> None:
 
 
 def _tensors(kernel: Kernel) -> list[torch.Tensor]:
-    found = pytree.tree_leaves((kernel.args, kernel.kwargs, kernel.result))
-    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+    leaves = pytree.tree_leaves((kernel.args, kernel.kwargs, kernel.result))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _is_affordable(kernel: Kernel) -> bool:
@@ -61,8 +61,8 @@ def _is_affordable(kernel: Kernel) -> bool:
 
 
 def _script_of(kernel: Kernel) -> _Script | None:
-    given = pytree.tree_map(_described, (tuple(kernel.args), dict(kernel.kwargs)))
-    key = (kernel.func, repr(given), torch.is_grad_enabled(), torch.get_num_threads())
+    described = pytree.tree_map(_described, (tuple(kernel.args), dict(kernel.kwargs)))
+    key = (kernel.func, repr(described), torch.is_grad_enabled(), torch.get_num_threads())
     if key not in _scripts:
         try:
             _scripts[key] = _run(kernel)
@@ -103,17 +103,17 @@ def _as_script(sizes: list[int], results: list[Any]) -> _Script:
     Which of two allocations of one size a free means, and which of two is a result, makes no difference.
     """
     script: list[tuple[str, int, int]] = []
-    held: dict[int, list[int]] = {}  # bytes -> places in the script
+    places_by_size: dict[int, list[int]] = {}  # bytes -> places in the script
     for size in sizes:
         if size > 0:
-            held.setdefault(size, []).append(len(script))
+            places_by_size.setdefault(size, []).append(len(script))
             script.append(("alloc", len(script), size))
-        elif held.get(-size):
-            script.append(("free", held[-size].pop(), 0))
+        elif places_by_size.get(-size):
+            script.append(("free", places_by_size[-size].pop(), 0))
     for position, result in enumerate(results):
         if isinstance(result, torch.Tensor):
             size = result.untyped_storage().nbytes()
-            places = held.get(size)
+            places = places_by_size.get(size)
             if size and places:
                 script[places.pop(0)] = ("result", position, size)
             elif not size:

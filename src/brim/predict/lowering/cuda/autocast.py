@@ -65,8 +65,8 @@ def _install(library: torch.library.Library, cache: _Cache) -> None:
 
 def _overload(name: str) -> torch._ops.OpOverload:
     packet, _, overload = name.partition(".")
-    found: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    return found
+    operator: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return operator
 
 
 def _fall_through(library: torch.library.Library) -> None:
@@ -122,9 +122,9 @@ class _Cache:
         )
         if not cached:
             return tensor.to(dtype)
-        found = self._copies.get(id(tensor))
-        if found is not None and found[0]() is tensor:
-            return found[1]
+        copy_there = self._copies.get(id(tensor))
+        if copy_there is not None and copy_there[0]() is tensor:
+            return copy_there[1]
         copy = tensor.to(dtype)
         self._copies[id(tensor)] = (weakref.ref(tensor), copy)
         return copy

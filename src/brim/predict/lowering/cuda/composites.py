@@ -14,13 +14,13 @@ def _isin(
     elements: torch.Tensor, wanted: torch.Tensor, *, assume_unique: bool = False, invert: bool = False
 ) -> torch.Tensor:
     """TensorCompare.cpp: few are compared one by one (cuda/TensorCompare.cpp), many are sorted together."""
-    found = elements.new_empty(elements.shape, dtype=torch.bool)
+    result = elements.new_empty(elements.shape, dtype=torch.bool)
     if not elements.numel():
-        return found
+        return result
     if wanted.numel() < int(10 * elements.numel() ** 0.145):
-        found.fill_(invert)
+        result.fill_(invert)
         each, others = elements.unsqueeze(-1), wanted.view((1,) * elements.dim() + (-1,))
-        return found.copy_(each.ne(others).all(-1) if invert else each.eq(others).any(-1))
+        return result.copy_(each.ne(others).all(-1) if invert else each.eq(others).any(-1))
     if assume_unique:
         first, second = elements.ravel(), wanted.ravel()
     else:
@@ -31,7 +31,7 @@ def _isin(
     repeated[:-1].copy_(values[1:].ne(values[:-1]) if invert else values[1:].eq(values[:-1]))
     repeated[-1].fill_(invert)
     mask = torch.empty_like(repeated).index_copy_(0, places, repeated)
-    return found.copy_(mask[: elements.numel()].view(elements.shape) if assume_unique else mask[order])
+    return result.copy_(mask[: elements.numel()].view(elements.shape) if assume_unique else mask[order])
 
 
 COMPOSITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {_aten.isin.Tensor_Tensor: _isin}

@@ -28,10 +28,10 @@ def sort_bytes(count: int, key_bytes: int, value_bytes: int, bits: int) -> int:
         return 1
     passes = ceil(bits / 8)
     tiles = ceil(count / _sorted_per_tile(key_bytes, value_bytes))
-    found = _aligned(passes * _DIGITS * 8) + _aligned(tiles * _DIGITS * 4) + _aligned(passes * 4)
+    total_bytes = _aligned(passes * _DIGITS * 8) + _aligned(tiles * _DIGITS * 4) + _aligned(passes * 4)
     if passes > 1:
-        found += _aligned(count * key_bytes) + _aligned(count * value_bytes)
-    return found + _SLACK
+        total_bytes += _aligned(count * key_bytes) + _aligned(count * value_bytes)
+    return total_bytes + _SLACK
 
 
 def merge_sort_bytes(count: int, key_bytes: int, value_bytes: int) -> int:

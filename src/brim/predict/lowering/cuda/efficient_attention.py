@@ -33,7 +33,7 @@ class _Backward:
 
     @classmethod
     def of(cls, size: int, half: bool, capability: tuple[int, int]) -> _Backward:
-        largest = next(one for one in _LARGEST_HEADS if size <= one)
+        largest = next(head_size for head_size in _LARGEST_HEADS if size <= head_size)
         queries = 128 if largest > 64 and capability not in _SMALL_SHARED_MEMORY else 64
         in_registers = half and largest <= queries
         return cls(queries, 128 if in_registers and largest > 64 and capability >= (8, 0) else 64, in_registers)
@@ -55,23 +55,23 @@ def fake_backward(
     *args: object, shared_storage_dqdkdv: bool = False, **named: object,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """attention_backward.cu: gradients are dense, or lie in one storage; a bias's rows are of a multiple of 16."""
-    made: list[torch.Tensor | None]
+    gradients: list[torch.Tensor | None]
     if shared_storage_dqdkdv:
         *outer, heads, size = query.shape
-        made = list(torch.empty(*outer, 3, heads, size, dtype=query.dtype).unbind(-3))
+        gradients = list(torch.empty(*outer, 3, heads, size, dtype=query.dtype).unbind(-3))
     else:
-        made = [torch.empty(one.shape, dtype=one.dtype) for one in (query, key, value)]
+        gradients = [torch.empty(input.shape, dtype=input.dtype) for input in (query, key, value)]
     if bias is None:
-        return (*made, None)
+        return (*gradients, None)
     padded = ceil(bias.size(-1) / _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
-    return (*made, torch.empty(*bias.shape[:-1], padded, dtype=bias.dtype)[..., : bias.size(-1)])
+    return (*gradients, torch.empty(*bias.shape[:-1], padded, dtype=bias.dtype)[..., : bias.size(-1)])
 
 
 def _backward_of(capability: tuple[int, int]) -> Rule:
     def rule(kernel: Kernel) -> None:
         gradient, query, key, value = (kernel.arg(name) for name in ("grad_out_", "query", "key", "value"))
         if kernel.func is _aten._efficient_attention_backward.default:  # its heads come after the rows
-            gradient, query, key, value = (one.transpose(1, 2) for one in (gradient, query, key, value))
+            gradient, query, key, value = (tensor.transpose(1, 2) for tensor in (gradient, query, key, value))
         batch, heads, rows, _ = query.shape
         half = query.dtype in _HALF
         dense = None if gradient.transpose(1, 2).is_contiguous() else kernel.temp(nbytes(gradient))
@@ -117,7 +117,7 @@ def _workspace_bytes(
         splits = max(min(splits, _MOST_PARTS // (batch * heads)), 1)
         if torch.are_deterministic_algorithms_enabled():
             splits = 1
-        wide = sum(ceil(one / block.queries) * block.queries for one in (size, value_size))
+        wide = sum(ceil(width / block.queries) * block.queries for width in (size, value_size))
         floats += splits * block.keys * wide
     return batch * heads * ceil(floats / 4) * 4 * 4
 

@@ -2,7 +2,7 @@
 
 Of a tensor subclass, which a traced tensor is to it, C++ does not ask whether a factor is zero and takes a way that
 is right for both, and much longer. The formulas here are those of torch/csrc/autograd/FunctionsManual.cpp for factors
-of which none is zero.
+none of them zero.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ def _take(kernel: Kernel, bytes: int, handles: list[int]) -> Callable[[], None]:
 
 
 def _only_mask(indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    found = [index for index in indices if index is not None]
-    return found[0] if len(found) == 1 and found[0].dtype in _MASKS else None
+    given_indices = [index for index in indices if index is not None]
+    return given_indices[0] if len(given_indices) == 1 and given_indices[0].dtype in _MASKS else None
 
 
 def _broadcast_indices(kernel: Kernel) -> None:
@@ -164,13 +164,13 @@ def _put(kernel: Kernel, indices: Sequence[torch.Tensor]) -> None:
     before = prod(target.shape[: dims[0]]) if _adjacent(dims) else 1
     slices = prod(size for dim, size in enumerate(target.shape) if dim not in dims) // before
     wide = values.element_size() * count * before * slices
-    held = [] if values.is_contiguous() and nbytes(values) == wide else [kernel.temp(wide)]
+    temporaries = [] if values.is_contiguous() and nbytes(values) == wide else [kernel.temp(wide)]
     if not _adjacent(dims) or not target.is_contiguous():
-        held.append(kernel.temp(nbytes(target)))
+        temporaries.append(kernel.temp(nbytes(target)))
     ordered = [kernel.temp(count * _INDEX_BYTES) for _ in range(3)]  # sorted, where each was, and a range
     bits = cuda_cub.bits_of(prod(target.size(dim) for dim in dims))
     kernel.free(kernel.temp(cuda_cub.sort_bytes(count, _INDEX_BYTES, _INDEX_BYTES, bits)))
-    for handle in (*reversed(ordered), *reversed(held), linear):
+    for handle in (*reversed(ordered), *reversed(temporaries), linear):
         kernel.free(handle)
 
 
@@ -192,16 +192,16 @@ def _checked(kernel: Kernel, item_bytes: int) -> None:
 
 def _linear(kernel: Kernel, indices: int, count: int) -> int:
     """Positions in the target's memory: each index is wrapped, and multiplied by what a step of it is."""
-    found = -1
+    combined = -1
     for number in range(indices):
         wrapped = kernel.temp(count * _INDEX_BYTES)
-        one = kernel.temp(count * _INDEX_BYTES)
+        scaled = kernel.temp(count * _INDEX_BYTES)
         kernel.free(wrapped)
         if number:
-            kernel.free(one)
+            kernel.free(scaled)
         else:
-            found = one
-    return found
+            combined = scaled
+    return combined
 
 
 def _dims(indices: Sequence[torch.Tensor | None], count: int) -> list[int]:
@@ -270,10 +270,10 @@ def _sorted_embedding_backward(
     total, most = kernel.temp(8), count // _ROWS_PER_PART + segments
     # Where a row is read often, parts are added to it directly, by where each belongs; in float32.
     often = added_directly and most > _OFTEN * rows
-    held = [kernel.temp(most * bytes), kernel.temp(most * (bytes if often else width * 4))]
+    temporaries = [kernel.temp(most * bytes), kernel.temp(most * (bytes if often else width * 4))]
     if often and gradient.element_size() < 4:
-        held.append(kernel.temp(rows * width * 4))
-    for handle in (*reversed(held), total, firsts, parts, number, begins, places, sorted_indices):
+        temporaries.append(kernel.temp(rows * width * 4))
+    for handle in (*reversed(temporaries), total, firsts, parts, number, begins, places, sorted_indices):
         kernel.free(handle)
     if times is not None:
         kernel.free(times)

@@ -183,11 +183,11 @@ def _copy_from_host(kernel: Kernel) -> None:
     """cuda/Copy.cu: what comes from the host is laid out otherwise once it is there. It is converted before it comes,
     or where nobody waits for it, after."""
     kernel.emit()
-    source, made = kernel.args[0], kernel.result
-    other_layout = not made.is_contiguous() and source.stride() != made.stride()
+    source, target = kernel.args[0], kernel.result
+    other_layout = not target.is_contiguous() and source.stride() != target.stride()
     late = bool(kernel.arg("non_blocking"))
-    if kernel.from_host and (other_layout or (late and source.dtype is not made.dtype)):
-        kernel.temp(nbytes(source if late else made))
+    if kernel.from_host and (other_layout or (late and source.dtype is not target.dtype)):
+        kernel.temp(nbytes(source if late else target))
 
 
 def _group_norm(kernel: Kernel) -> None:
@@ -324,12 +324,12 @@ def _isinf(kernel: Kernel) -> None:
 def _roll(kernel: Kernel) -> None:
     """TensorTransformations.cpp: one dimension after the other; cuda/TensorTransformations.cu reads dense ones."""
     source = kernel.arg("self")
-    held = [] if source.is_contiguous() else [kernel.temp(nbytes(source))]
+    temporaries = [] if source.is_contiguous() else [kernel.temp(nbytes(source))]
     for number in range(len(kernel.arg("dims")) - 1):
         rolled = kernel.temp(nbytes(source))
-        if held and not number:
-            kernel.free(held[0])
-        held.append(rolled)
+        if temporaries and not number:
+            kernel.free(temporaries[0])
+        temporaries.append(rolled)
     kernel.emit()
 
 
@@ -357,7 +357,7 @@ def _fourier_batches(kernel: Kernel, stride: Sequence[int]) -> None:
     source = kernel.arg("self")
     transformed = {dim % source.dim() for dim in kernel.arg("dim")}
     batches = [(stride[dim], source.size(dim)) for dim in range(source.dim()) if dim not in transformed]
-    batches = sorted((one for one in batches if one[1] > 1), reverse=True)
+    batches = sorted((batch for batch in batches if batch[1] > 1), reverse=True)
     if any(outer != size * inner for (outer, _), (inner, size) in pairwise(batches)):
         kernel.free(kernel.temp(nbytes(source)))
 

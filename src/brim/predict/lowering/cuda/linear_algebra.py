@@ -144,12 +144,15 @@ class LinearAlgebra:
         kernel.emit()
         of = _Matrices.of(kernel.arg("A"))
         factors = kernel.temp(of.bytes)
-        held = [kernel.temp(of.count * min(of.rows, of.columns) * _PIVOT_BYTES), kernel.temp(of.count * _INFO_BYTES)]
+        temporaries = [
+            kernel.temp(of.count * min(of.rows, of.columns) * _PIVOT_BYTES),
+            kernel.temp(of.count * _INFO_BYTES),
+        ]
         self._lu_factor(kernel, of)
         kernel.free(factors)
         if kernel.arg("pivot"):
             kernel.free(_permutation(kernel, of.count, of.rows))
-        for handle in reversed(held):
+        for handle in reversed(temporaries):
             kernel.free(handle)
 
     def _lu_solve(self, kernel: Kernel) -> None:
@@ -169,7 +172,7 @@ class LinearAlgebra:
         sides = nbytes(solved) // (size * solved.element_size())  # of all systems
         systems = prod(solved.shape[:-2]) if solved.dim() >= factors.dim() else prod(solved.shape[:-1])
         each = sides // max(systems, 1)
-        held = [kernel.temp(nbytes(solved))] if copied else []
+        temporaries = [kernel.temp(nbytes(solved))] if copied else []
         way = _way_to_solve(systems, size, each, transposed=transposed)
         if way == "one by one":
             _by_cusolver(kernel)
@@ -177,21 +180,21 @@ class LinearAlgebra:
             self._by_pointers(kernel, systems)
         else:
             self._by_triangles(kernel, _Matrices(systems, size, size, 0), nbytes(solved), transposed=transposed)
-        for handle in held:
+        for handle in temporaries:
             kernel.free(handle)
 
     def _by_triangles(self, kernel: Kernel, of: _Matrices, bytes: int, *, transposed: bool) -> None:
         """``lu_solve_triangular``: the rows are permuted before the two triangular systems, or after."""
-        held = [_permutation(kernel, of.count, of.rows)]
+        temporaries = [_permutation(kernel, of.count, of.rows)]
         if not transposed:  # the inverse permutation, of a range
-            held.append(kernel.temp(of.rows * _INDEX_BYTES))
-            held.append(kernel.temp(of.count * of.rows * _INDEX_BYTES))
-            held.append(kernel.temp(bytes))
+            temporaries.append(kernel.temp(of.rows * _INDEX_BYTES))
+            temporaries.append(kernel.temp(of.count * of.rows * _INDEX_BYTES))
+            temporaries.append(kernel.temp(bytes))
         for _ in range(2):
             self._triangular(kernel, of)
         if transposed:
-            held.append(kernel.temp(bytes))
-        for handle in reversed(held):
+            temporaries.append(kernel.temp(bytes))
+        for handle in reversed(temporaries):
             kernel.free(handle)
 
     def _solve(self, kernel: Kernel) -> None:
@@ -303,11 +306,11 @@ def _way_to_solve(systems: int, size: int, sides: int, *, transposed: bool) -> s
 
 def _permutation(kernel: Kernel, count: int, rows: int) -> int:
     """A range, written out for every matrix where there are several."""
-    one = kernel.temp(rows * _INDEX_BYTES)
+    indices = kernel.temp(rows * _INDEX_BYTES)
     if count == 1:
-        return one
+        return indices
     every = kernel.temp(count * rows * _INDEX_BYTES)
-    kernel.free(one)
+    kernel.free(indices)
     return every
 
 
@@ -322,11 +325,11 @@ def _sign(kernel: Kernel, of: _Matrices) -> int:
     """``lu_det_P``: how many pivots differ from a range, summed as 64-bit numbers."""
     numbers = kernel.temp(of.rows * _PIVOT_BYTES)
     differ = kernel.temp(of.count * of.rows)
-    found = kernel.temp(of.count * _INDEX_BYTES)
+    sign = kernel.temp(of.count * _INDEX_BYTES)
     kernel.free(kernel.temp(of.count * of.rows * _INDEX_BYTES))
     kernel.free(differ)
     kernel.free(numbers)
-    return found
+    return sign
 
 
 def _product_of_reflections(kernel: Kernel) -> None:

@@ -33,8 +33,8 @@ def rms_norm(
 def _fused(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel itself: autograd would take the CPU's parts in its place."""
     with torch._C._AutoDispatchBelowAutograd():
-        made: tuple[torch.Tensor, torch.Tensor] = _aten._fused_rms_norm(*args)
-        return made
+        outputs: tuple[torch.Tensor, torch.Tensor] = _aten._fused_rms_norm(*args)
+        return outputs
 
 
 class _Fused(torch.autograd.Function):
@@ -52,8 +52,8 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
         input, root, weight = context.saved_tensors
-        wanted = list(context.needs_input_grad[:2])
-        first, second = _aten._fused_rms_norm_backward(gradient, input, context.shape, root, weight, wanted)
+        output_mask = list(context.needs_input_grad[:2])
+        first, second = _aten._fused_rms_norm_backward(gradient, input, context.shape, root, weight, output_mask)
         return first, second, None, None
 
 

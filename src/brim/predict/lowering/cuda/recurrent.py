@@ -63,13 +63,13 @@ def backward(
     source: torch.Tensor, weights: list[torch.Tensor], *args: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, list[torch.Tensor]]:
     """The shapes of ``_cudnn_rnn_backward``, which has no fake kernel; the weights' gradients are one buffer."""
-    state, cell, wanted = args[2], args[3], args[-1]
-    flat = torch.zeros(sum(weight.numel() for weight in weights), dtype=weights[0].dtype) if wanted[3] else None
+    state, cell, output_mask = args[2], args[3], args[-1]
+    flat = torch.zeros(sum(weight.numel() for weight in weights), dtype=weights[0].dtype) if output_mask[3] else None
     parts = [] if flat is None else flat.split([weight.numel() for weight in weights])
     return (
-        torch.empty_like(source) if wanted[0] else None,
-        torch.empty_like(state) if wanted[1] else None,
-        torch.empty_like(cell) if wanted[2] and cell is not None else None,
+        torch.empty_like(source) if output_mask[0] else None,
+        torch.empty_like(state) if output_mask[1] else None,
+        torch.empty_like(cell) if output_mask[2] and cell is not None else None,
         [part.view(weight.shape) for part, weight in zip(parts, weights, strict=False)],
     )
 
@@ -101,19 +101,19 @@ class _Layers:
             if kernel.arg(name) is None and kernel.arg(like) is not None:
                 kernel.temp(nbytes(kernel.arg(like)))
         dense = _contiguous(kernel, "input", "grad_output")
-        wanted, made = kernel.arg("output_mask"), 0
-        for want, like in zip(wanted, ("input", "hx", "cx"), strict=False):
+        output_mask, output_number = kernel.arg("output_mask"), 0
+        for want, like in zip(output_mask, ("input", "hx", "cx"), strict=False):
             if kernel.arg(like) is None:
                 continue
             if want:
-                kernel.emit(made)
-                made += 1
+                kernel.emit(output_number)
+                output_number += 1
             else:
                 kernel.temp(nbytes(kernel.arg(like)))
         workspace_bytes = _bytes(kernel, _GATES)
         for handle in (kernel.temp(workspace_bytes), *reversed(dense)):
             kernel.free(handle)
-        if wanted[3]:
+        if output_mask[3]:
             dense = _contiguous(kernel, "input")
             kernel.emit()
             for handle in (kernel.temp(workspace_bytes), *dense):
@@ -130,7 +130,7 @@ def _bytes(kernel: Kernel, numbers: Mapping[int, int]) -> int:
 
 def _contiguous(kernel: Kernel, *names: str) -> list[int]:
     tensors = [kernel.arg(name) for name in names]
-    return [kernel.temp(nbytes(one)) for one in tensors if one is not None and not one.is_contiguous()]
+    return [kernel.temp(nbytes(tensor)) for tensor in tensors if tensor is not None and not tensor.is_contiguous()]
 
 
 def _note(kernel: Kernel) -> None:
@@ -145,8 +145,8 @@ def lstm_cell(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``torch.lstm_cell`` of a tensor on the device: one kernel behind two products."""
     first, cell = state
-    made = _cell(_LstmCell, source, first, cell, input_weight, hidden_weight, input_bias, hidden_bias)
-    return made[0], made[1]
+    outputs = _cell(_LstmCell, source, first, cell, input_weight, hidden_weight, input_bias, hidden_bias)
+    return outputs[0], outputs[1]
 
 
 def gru_cell(
@@ -154,8 +154,8 @@ def gru_cell(
     input_bias: torch.Tensor | None = None, hidden_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``torch.gru_cell`` of a tensor on the device."""
-    made: torch.Tensor = _cell(_GruCell, source, state, state, input_weight, hidden_weight, input_bias, hidden_bias)
-    return made
+    output: torch.Tensor = _cell(_GruCell, source, state, state, input_weight, hidden_weight, input_bias, hidden_bias)
+    return output
 
 
 def _cell(
@@ -170,7 +170,7 @@ def _cell(
     assert hidden_weight is not None
     products = source.matmul(input_weight.t()), hidden.matmul(hidden_weight.t())
     inputs = (*products, state, *biases)
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs):
+    if torch.is_grad_enabled() and any(input is not None and input.requires_grad for input in inputs):
         return kind.apply(*inputs)
     return kind.run(*inputs)[0]
 
@@ -198,8 +198,8 @@ class _LstmCell(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, first: torch.Tensor | None, second: torch.Tensor | None) -> Any:
         cell, bias, new_cell, gates = (context.saved_tensors[place] for place in (2, 3, 5, 6))
-        made = _aten._thnn_fused_lstm_cell_backward_impl(first, second, cell, new_cell, gates, bias is not None)
-        gradient, of_cell, of_bias = made
+        gradients = _aten._thnn_fused_lstm_cell_backward_impl(first, second, cell, new_cell, gates, bias is not None)
+        gradient, of_cell, of_bias = gradients
         return gradient, gradient, of_cell, *((None, None) if bias is None else (of_bias, of_bias))
 
 
@@ -235,8 +235,8 @@ def fake_lstm_cell_backward(
     first: torch.Tensor | None, second: torch.Tensor | None, cell: torch.Tensor, new_cell: torch.Tensor,
     gates: torch.Tensor, has_bias: bool,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    made = torch.empty(gates.shape, dtype=gates.dtype), torch.empty(cell.shape, dtype=cell.dtype)
-    return (*made, torch.empty(gates.size(1), dtype=gates.dtype) if has_bias else None)
+    gradients = torch.empty(gates.shape, dtype=gates.dtype), torch.empty(cell.shape, dtype=cell.dtype)
+    return (*gradients, torch.empty(gates.size(1), dtype=gates.dtype) if has_bias else None)
 
 
 def fake_gru_cell(
@@ -274,12 +274,16 @@ def rules() -> dict[torch._ops.OpOverload, Rule]:
 
 def flatten(layer: torch.nn.RNNBase, on_device: Callable[[torch.Tensor], bool]) -> None:
     """``RNNBase.flatten_parameters``: weights on the device are moved into one buffer."""
-    weights = [one for one in layer._flat_weights if isinstance(one, torch.nn.Parameter) and on_device(one)]
-    homes = {one.untyped_storage()._cdata for one in weights}
-    if not weights or len(homes) < len(layer._flat_weights) or len({one.dtype for one in weights}) > 1:
+    weights = [
+        parameter
+        for parameter in layer._flat_weights
+        if isinstance(parameter, torch.nn.Parameter) and on_device(parameter)
+    ]
+    homes = {parameter.untyped_storage()._cdata for parameter in weights}
+    if not weights or len(homes) < len(layer._flat_weights) or len({parameter.dtype for parameter in weights}) > 1:
         return
     with torch.no_grad():
-        buffer = weights[0].new_zeros(sum(one.numel() for one in weights))
-        parts = buffer.split([one.numel() for one in weights])
+        buffer = weights[0].new_zeros(sum(parameter.numel() for parameter in weights))
+        parts = buffer.split([parameter.numel() for parameter in weights])
         for weight, part in zip(weights, parts, strict=True):
             weight.data = part.view(weight.shape)

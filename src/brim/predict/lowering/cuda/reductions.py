@@ -69,13 +69,13 @@ def workspace_bytes(one: Reduction) -> int:
 
 def _joined(shape: tuple[int, ...], stride: tuple[int, ...], dims: list[int]) -> tuple[tuple[int, int], ...]:
     """As TensorIterator has them: from the smallest stride up, and joined where they lie side by side."""
-    found: list[tuple[int, int]] = []
+    dimensions: list[tuple[int, int]] = []
     for size, step in sorted(((shape[d], stride[d]) for d in dims if shape[d] != 1), key=lambda one: one[1]):
-        if found and found[-1][0] * found[-1][1] == step:
-            found[-1] = (found[-1][0] * size, found[-1][1])
+        if dimensions and dimensions[-1][0] * dimensions[-1][1] == step:
+            dimensions[-1] = (dimensions[-1][0] * size, dimensions[-1][1])
         else:
-            found.append((size, step))
-    return tuple(found)
+            dimensions.append((size, step))
+    return tuple(dimensions)
 
 
 def _output_vector(kept: tuple[tuple[int, int], ...], reduced: tuple[tuple[int, int], ...]) -> int:
@@ -120,10 +120,10 @@ def rule_of(capability: tuple[int, int]) -> Rule:
         if packet in _TRUTHS and source.numel() == 1 and source.dtype is not torch.bool:
             kernel.temp(1)  # ReduceOps.cpp: there is nothing to reduce, it is converted
         dims = _dimensions(kernel, source.dim())
-        wanted = torch.int64 if packet in _COUNTS else kernel.kwargs.get("dtype")
-        dtype = wanted or source.dtype
+        asked_dtype = torch.int64 if packet in _COUNTS else kernel.kwargs.get("dtype")
+        dtype = asked_dtype or source.dtype
         if packet in (_aten.sum, _aten.prod) and not source.dtype.is_floating_point:
-            dtype = wanted or torch.int64
+            dtype = asked_dtype or torch.int64
         converts = packet in _CONVERTS and dtype != source.dtype and not source.dtype.is_floating_point
         if converts or packet in _COUNTS:
             copy = kernel.temp(source.numel() * dtype.itemsize)
@@ -135,9 +135,9 @@ def rule_of(capability: tuple[int, int]) -> Rule:
         )  # fmt: skip
         if parts.reduced:
             counters = replace(parts, counters=True)
-            held = kernel.workspace(workspace_bytes(parts), parts)
+            workspace = kernel.workspace(workspace_bytes(parts), parts)
             kernel.free(kernel.workspace(workspace_bytes(counters), counters))
-            kernel.free(held)
+            kernel.free(workspace)
         if copy is not None:
             kernel.free(copy)
 

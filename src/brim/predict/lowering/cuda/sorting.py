@@ -63,9 +63,9 @@ def _randperm(kernel: Kernel) -> None:
     bits = min(64, ceil(log2(count - (6 * count**2 + 1) / (12 * log(0.9)))))
     key_bytes = 4 if bits <= 32 else 8
     kernel.free(kernel.temp(_INDEX_BYTES))
-    held = [kernel.temp(bytes) for bytes in (count * _INDEX_BYTES, count * key_bytes, count * key_bytes)]
+    temporaries = [kernel.temp(bytes) for bytes in (count * _INDEX_BYTES, count * key_bytes, count * key_bytes)]
     kernel.free(kernel.temp(cuda_cub.sort_bytes(count, key_bytes, _INDEX_BYTES, bits)))
-    for handle in held:
+    for handle in temporaries:
         kernel.free(handle)
 
 
