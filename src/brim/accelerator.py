@@ -251,7 +251,7 @@ def page_lock(address: int, bytes: int) -> int:
 
 
 def page_unlock(address: int) -> None:
-    """Undo ``page_lock``. Whoever copies from there or to it must have ended."""
+    """Undo ``page_lock``. Code that copies from there or to it must have ended."""
     import torch
 
     torch.cuda.cudart().cudaHostUnregister(address)

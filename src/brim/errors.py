@@ -60,7 +60,7 @@ _MEMORY_RAN_OUT = (
     "out of memory", "not enough memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc",
     "_ALLOC_FAILED",
 )  # fmt: skip
-# What cuBLAS and cuDNN say when their handle could not be made: for want of memory, or of a device that works.
+# What cuBLAS and cuDNN say when their handle could not be made: for lack of memory, or of a device that works.
 _NOT_INITIALIZED = "_STATUS_NOT_INITIALIZED"
 _HANDLE_BYTES = (
     64 << 20

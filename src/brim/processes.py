@@ -55,7 +55,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
         return
 
     def locked(folder: Path, how: int) -> int | None:
-        """A descriptor with the folder's lock; None where another has it, or where it is no folder of this user."""
+        """A descriptor with the folder's lock; None if another process has it, or the folder is not this user's."""
         try:
             file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:

@@ -59,7 +59,7 @@ class JsonStream:
         return FormatError(self._asked, found)
 
     def peek(self) -> str:
-        """The next character that is no space; "" at the end."""
+        """The next character that is not a space; "" at the end."""
         while True:
             self._at = _space(self._text, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._text):
@@ -141,7 +141,7 @@ class JsonStream:
                 return
 
     def numbers(self) -> Iterator[list[Any]]:
-        """The values of the array of numbers that begins here, some at a time. What is no number is given as well."""
+        """The values of the array of numbers that begins here, some at a time. Other values are given as well."""
         self.take("[")
         whole = True  # whether nothing has to follow
         while True:

@@ -22,7 +22,7 @@ VERSION = 2
 CONTEXT_BYTES = "context_bytes"  # the fact that PeakBytes.process adds: held outside of the allocator
 
 
-LONGEST_S = 1e15  # thirty million years: what is beyond is no time, and sums of fewer are finite
+LONGEST_S = 1e15  # thirty million years: larger values are not times, and sums of smaller ones are finite
 
 
 class EventKind(IntEnum):

@@ -83,7 +83,7 @@ def context_margin(place: Place) -> Margin:
 
 
 def _convolutions(trace: Trace, timeline: Timeline, place: Place, alloc_conf: str) -> Margin:
-    """What the most demanding engine adds; one that there is no room for gives way to the next (Conv_v8.cpp)."""
+    """What the most demanding engine adds. cuDNN tries the next engine when one has no room (Conv_v8.cpp)."""
     if not any(base_name(op.name) in CONVOLUTIONS for op in trace.ops):
         return Margin(name="convolution workspaces", bytes=0, why="")
     reserved = timeline.peak_bytes.reserved

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from brim.core import Category, EventKind, Timeline, Trace
 
-# How the report names what is at the peak. Buffers are part of the model's weights to whoever reads it.
+# How the report names what is at the peak. Buffers are part of the model's weights to a reader.
 NAMES: Mapping[Category, str] = {
     Category.PARAMETER: "parameters",
     Category.BUFFER: "parameters",

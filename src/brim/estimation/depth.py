@@ -19,7 +19,7 @@ from brim.estimation.layer_extrapolation import Template, deepened
 from brim.estimation.models import Source, class_of, transformers_config
 from brim.estimation.steps import Job
 
-_FEWEST_LAYERS = 10  # with fewer, three traces of a few layers are no less work than one of all
+_FEWEST_LAYERS = 10  # with fewer, three traces of a few layers are as much work as one of all
 _REGULAR = 2  # layers of the first trace that are like all that follow: one first, one last
 # Settings by which a model does something at every n-th layer.
 _EVERY_NTH = re.compile(r"every|interval|freq|period|pattern|sparse_step")
@@ -159,7 +159,7 @@ def settings_of(layer: nn.Module) -> dict[str, Any]:
 
 
 def same_settings(one: Mapping[str, Any], other: Mapping[str, Any], first: int, second: int) -> bool:
-    """Equal but for numbers that say which layer it is."""
+    """Equal except for numbers that say which layer it is."""
     if one.keys() != other.keys():
         return False
     return all(

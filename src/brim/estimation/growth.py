@@ -42,7 +42,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """``largest_batch``: the last that fits (0: not even one; None: no GPU was named, or there is no end to it)."""
+    """``largest_batch``: the last that fits (0: not even one; None: no GPU was named, or there is no limit)."""
 
     batches: tuple[Point, ...]
     lengths: tuple[Point, ...]
@@ -127,7 +127,7 @@ class _Solver:
         """Where a step does other things at another batch, or at another length, that is left out."""
         other = self._other_length()
         both = None
-        if other and self.workload.task == "train":  # a cache of the prompt and the new tokens is no pure power
+        if other and self.workload.task == "train":  # a cache of prompt and new tokens is not a pure power
             both = self._powers(self.batch * _MORE, other)
         lengths = self.lengths(both)
         by_batch: Sizes | None = both or self.by_batch()

@@ -77,7 +77,7 @@ def training_inputs(model: nn.Module, workload: Workload) -> Inputs:
 
 
 def takes_tokens(model: nn.Module, *, generates: bool) -> bool:
-    """Whether the sequence length means something to the model; what it generates is no part of it."""
+    """Whether the sequence length matters to the model. It does not include generated tokens."""
     kind = getattr(model, "main_input_name", "")
     if "return_loss" in inspect.signature(model.forward).parameters:
         return True

@@ -7,7 +7,7 @@ bitsandbytes 0.50, bitsandbytes/autograd/_functions.py and bitsandbytes/backends
 (torchao 0.18) with one scale per tensor: torchao/float8/float8_linear.py to train, where weights and saved inputs
 stay in bfloat16, and Float8DynamicActivationFloat8WeightConfig to generate, where weights take one byte.
 
-Only memory and work are those of the libraries. There are no values: nothing here is to compute with.
+Only memory and work are those of the libraries. There are no values: these layers cannot compute.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def file_rates(path: Path) -> tuple[float, float] | None:
     """Bytes per second of reading a file that is there, as runs read large blocks, and as they read those that are
     too small for two requests in flight.
 
-    None for one that is too small to tell, or cannot be opened: whoever needs what is in it will say so.
+    None for one that is too small to tell, or cannot be opened: code that needs it will raise an error.
 
     What was written just now may come faster, out of the cache of a drive or of a host, than what has rested for
     long, and a file may lie on another drive than the one that is known. Takes a quarter of a second or so. Raises

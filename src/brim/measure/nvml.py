@@ -24,7 +24,7 @@ _ROOM = 1024  # processes on one device
 
 
 def driver_version() -> str:
-    """The NVIDIA driver's version, or "" where there is no driver."""
+    """The version of the NVIDIA driver, or "" without a driver."""
     library = _nvml()
     text = ctypes.create_string_buffer(96)
     if library is None or library.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text))):

@@ -222,7 +222,7 @@ def drive_folder() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.scandir(folder).close()
-    except OSError:  # whoever wants to keep something there will tell
+    except OSError:  # code that writes there will report it
         return _libraries()
     return folder
 

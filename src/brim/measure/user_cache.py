@@ -43,7 +43,7 @@ def cache_folder() -> Path:
 def kept(path: Path) -> tuple[str, float] | None:
     """The text that was kept at ``path`` and its age in seconds; None where nothing is, or nothing can be read.
 
-    Raises UnicodeDecodeError for what is no text.
+    Raises UnicodeDecodeError for a file that is not text.
     """
     if path in _unkept:
         text, made_s = _unkept[path]
@@ -159,7 +159,7 @@ def _alone(path: Path) -> Iterator[None]:
     while True:
         with open(path, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            # Whoever held it before has removed the file that was waited for: then it is another's by now, or none's.
+            # The process that held the lock before has removed the file: then another process has a new one, or none.
             try:
                 same = os.path.samestat(path.stat(), os.fstat(file.fileno()))
             except FileNotFoundError:

@@ -48,7 +48,7 @@ class watch:
 
     With CUDA the file is a memory snapshot as ``torch.cuda.memory._dump_snapshot`` writes it. A recording of
     PyTorch's that is on already is used with its own settings, and left on. Without CUDA the file holds the process's
-    resident memory over time; it is written when a MemoryError, or PyTorch's RuntimeError for want of RAM, leaves the
+    resident memory over time; it is written when a MemoryError, or PyTorch's RuntimeError for lack of RAM, leaves the
     block.
 
     Args:

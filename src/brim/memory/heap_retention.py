@@ -85,7 +85,7 @@ class KeptHeap:
     def close(self) -> None:
         """Give everything back, and no longer watch. A second call does nothing.
 
-        What the heap has grown to by then stays its own: glibc looks there before it makes a mapping. So whoever
+        What the heap has grown to by then stays its own: glibc looks there before it makes a mapping. So code that
         goes on in this process does well to have it watched again.
         """
         if self._stopped.is_set():

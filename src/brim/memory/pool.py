@@ -133,7 +133,7 @@ class Buffer:
             self.pool._take_back(self, tensor)
 
     def hand_over(self) -> torch.Tensor:
-        """Give the tensor to whoever keeps it: the bytes come back to the pool when its storage dies.
+        """Give the tensor away for good: the bytes come back to the pool when its storage dies.
 
         Only for sources whose ``release`` does nothing, each tensor with a storage of its own.
         """

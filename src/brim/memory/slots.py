@@ -1,6 +1,6 @@
 """Slots of the compute tier that things from another tier pass through: what each holds, and when it may be written.
 
-Which slot is given up for what comes next is the policy of whoever has the slots.
+Which slot is given up for what comes next is the policy of the owner of the slots.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def choices(block: BlockProfile, compute: str, limits: Limits) -> Iterator[tuple
             if kept == OFFLOAD and not block.offload_bytes:
                 continue
             if kept in (SELECTIVE, FULL) and kept not in block.kept_bytes:
-                if KEEP not in limits.activations:  # it was ordered, but there is no such thing for this block
+                if KEEP not in limits.activations:  # the user chose it, but this block does not have it
                     yield weights, KEEP
                 continue
             yield weights, kept

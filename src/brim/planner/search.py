@@ -17,9 +17,9 @@ of it alone. So, with what shares leave (s of the part, r of the link) and the p
     T >= (P - s B) + (L - r B) + B                  alone, alone, and both
     r B <= L,  s B <= P, and block by block of the part r B <= what the slots of the pool take
 
-Every step has such a B, so what is less for all B is no step's. How lanes wait for each other beyond that is left to
-the simulation of the schedule. Solved by HiGHS (Huangfu and Hall, "Parallelizing the dual revised simplex method",
-Mathematical Programming Computation 2018).
+Every step has such a B, so no step is faster than the minimum over all B. How lanes wait for each other apart from
+that is left to the simulation of the schedule. Solved by HiGHS (Huangfu and Hall, "Parallelizing the dual revised
+simplex method", Mathematical Programming Computation 2018).
 """
 
 from __future__ import annotations

@@ -358,7 +358,7 @@ def _least_s(job: Job, hardware: Hardware, placement: _Placement) -> float:
     lanes = _lanes(job, hardware, placement)
     least = max(job.fixed_compute_s + chain, *lanes.values())
     ways = set(map(tuple, placement.ways(job, hardware.compute).values()))
-    if len(ways - {()}) <= 1 and all(len(way) <= 1 for way in ways):  # the quicker reckoning is exact but for sharing
+    if len(ways - {()}) <= 1 and all(len(way) <= 1 for way in ways):  # the quicker estimate is exact
         least = max(least, _quick_s(job, hardware, placement))
     return least
 

@@ -24,9 +24,9 @@ class Weighed:
 
 
 def quietest(found: Sequence[T], weighed: Callable[[T], Weighed], *, most_s: float = float("inf")) -> T:
-    """The fastest of ``found``, or one that is as fast but for ``AS_FAST`` and moves less, or as much and holds less.
+    """The fastest of ``found``, or one as fast within ``AS_FAST`` that moves less, or moves as much and holds less.
 
-    One that is slower than ``most_s`` (what somebody has without a planner) takes nobody's place. Of equals, the
+    One that is slower than ``most_s`` (the time without a planner) never replaces another. Of equals, the
     first.
     """
     with_weights = [(candidate, weighed(candidate)) for candidate in found]
@@ -40,5 +40,5 @@ def quietest(found: Sequence[T], weighed: Callable[[T], Weighed], *, most_s: flo
 
 
 def as_fast_s(least_s: float) -> float:
-    """The most seconds that are no slower than ``least_s`` as far as anybody can tell."""
+    """The most seconds that cannot be distinguished from ``least_s``."""
     return (1 + AS_FAST) * least_s

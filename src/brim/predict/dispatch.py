@@ -446,7 +446,7 @@ class RecordingMode(TorchDispatchMode):
 
 
 def mark(name: str) -> None:
-    """Write an operation of that name, which is no kernel, into the trace that is being made; without one,
+    """Write an operation of that name, which is not a kernel, into the trace that is being made; without one,
     nothing."""
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, RecordingMode):

@@ -91,7 +91,7 @@ def _in_node(*names: str) -> bool:
 
 
 def add_bias(output: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """``linear`` of an input that is not contiguous adds its bias in place (Linear.cpp), but for subclasses."""
+    """``linear`` of an input that is not contiguous adds its bias in place (Linear.cpp), except for subclasses."""
     output.add_(bias)
     return output.detach()
 

@@ -1,4 +1,4 @@
-"""Where a program meets what is no tensor of the trace: data loaders, files, NumPy."""
+"""The boundary between a program and what is outside of its trace: data loaders, files, NumPy."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def _transformers_sees_plain_tensors() -> Iterator[None]:
 
 
 def _set_data(first: torch.Tensor, second: torch.Tensor) -> None:
-    """``nn.Module.to`` swaps fake tensors where it sets ``.data`` of plain ones, but for those on meta: they take
+    """``nn.Module.to`` swaps fake tensors where it sets ``.data`` of plain ones, except for those on meta: they take
     one another's place."""
     if (first.device.type == "meta") != (second.device.type == "meta"):
         torch._C._swap_tensor_impl(first, second)

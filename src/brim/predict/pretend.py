@@ -164,7 +164,7 @@ class PretendCuda(ValueMode):
             device, args = _CUDA if self.on_device(args[0]) else torch.device("cpu"), (args[0].dtype, *args[1:])
         elif args and (args[0] is None or (isinstance(args[0], (str, torch.device, int)) and not _is_dtype(args[0]))):
             device, args = args[0], args[1:]
-            if args and args[0] is None:  # nn.Module.to says so of what is no floating-point tensor
+            if args and args[0] is None:  # nn.Module.to passes it for tensors that are not floating-point
                 args = (tensor.dtype, *args[1:])
         if device is None:
             return torch.Tensor.to(tensor, *args, **kwargs) if args or kwargs else tensor

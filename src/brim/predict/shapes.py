@@ -50,7 +50,7 @@ class Answer:
 _KNOWN: dict[tuple[Any, ...], Answer | None] = {}  # None: it is asked every time
 _UNHEARD = Answer(made=())
 _KINDS: dict[torch._ops.OpOverload, bool] = {}
-_STATES: dict[torch.device, dict[str, Any]] = {}  # what a fake tensor there says of itself, but for its mode
+_STATES: dict[torch.device, dict[str, Any]] = {}  # what a fake tensor there says of itself, except for its mode
 
 
 def result_of(

@@ -81,7 +81,7 @@ class Columns:
         self.appends: tuple[Callable[[Any], None], ...] = tuple(c.append for c in self._arrays.values())
 
     def add(self, *values: Any) -> None:
-        """One row. Raises TypeError or OverflowError for what is no number of the column's kind."""
+        """One row. Raises TypeError or OverflowError for a value that does not fit the type of its column."""
         for append, value in zip(self.appends, values, strict=True):
             append(value)
 

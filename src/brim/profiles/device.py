@@ -40,7 +40,7 @@ from brim.profiles.timeline import device_table, host_timeline
 
 HOST = -1  # in place of a device
 MOST_DEVICES = 1024
-LONGEST_S = 1e9  # thirty years: what is beyond is no time
+LONGEST_S = 1e9  # thirty years: larger values are not times
 MOST_BYTES = 1 << 50
 GAPS, KERNELS = 20, 20
 MIGRATION_CAUSES = {1: "prefetch", 2: "page fault", 3: "speculative", 4: "eviction", 5: "access counters"}

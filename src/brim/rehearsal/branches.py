@@ -1,4 +1,4 @@
-"""Which branches of a program hang on a number that one of its lines reads: by its source, without running it.
+"""Which branches of a program depend on a number that one of its lines reads: by its source, without running it.
 
 A number may be stored and compared later (``loss = total.item()``, and lines below ``if loss < best``). It is
 followed through what is assigned in the same function, what it is appended to, what the function returns to its
@@ -38,7 +38,7 @@ class Branch:
 
 
 def branches_of(frame: FrameType | None) -> tuple[Branch, ...]:
-    """The branches that hang on what the statement reads that ``frame`` is at. In no frame: none."""
+    """The branches that depend on what the statement reads that ``frame`` is at. In no frame: none."""
     places: list[tuple[CodeType, int]] = []
     while frame is not None:
         places.append((frame.f_code, frame.f_lineno))
@@ -219,7 +219,7 @@ def _taker(call: ast.Call) -> str:
 
 
 def _dotted(node: ast.expr) -> str:
-    """``a.b`` as text; "" for what is no such name."""
+    """``a.b`` as text; "" for any other expression."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (base := _dotted(node.value)):

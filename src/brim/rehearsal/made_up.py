@@ -93,7 +93,7 @@ def _compared(base: str, inputs: Sequence[torch.Tensor], number: float | None) -
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """A made-up number that a program looked at, or (``decides``) the branch that hangs on it, or the size.
+    """A made-up number that a program looked at, or (``decides``) the branch that depends on it, or the size.
 
     ``line`` and ``file`` are the program's own where its stack has such, "" where not (in a backward pass). ``what``
     says which number; of a branch in another line, where it was read.

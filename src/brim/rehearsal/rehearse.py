@@ -82,7 +82,7 @@ class Rehearsal:
     """How one process of a rehearsal went.
 
     Attributes:
-        rank: Its rank; None for a program that is no rank.
+        rank: Its rank; None for a program without ranks.
         ended: ``"finished"`` by itself, ``"enough"`` (ended after the steps that were wanted), ``"out of memory"``,
             or ``"failed"`` for another reason.
         message: The program's own error, if there was one.
@@ -96,7 +96,7 @@ class Rehearsal:
         attention: What ``scaled_dot_product_attention`` chose, and how often.
         kernels: Attention's kernels by name, and how often they were launched.
         reads: Where the program read numbers that were made up.
-        not_computed: Operators that were not computed, for want of a CPU kernel.
+        not_computed: Operators that were not computed, for lack of a CPU kernel.
         left_bytes: Of weights that the program made on the CPU and that were left zero, so that they take no RAM.
         uses_cudnn: Whether cuDNN was used, whose workspaces are not counted.
         other_processes: How many processes that the program started used CUDA too, each on a device of its own of

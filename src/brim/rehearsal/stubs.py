@@ -110,7 +110,7 @@ def extensions(packages: Iterable[Path], libraries: Iterable[Path]) -> list[Path
 
 
 def _needed(path: Path) -> list[str]:
-    """The libraries of CUDA's that this one is linked to; none of a file that is no library for this machine."""
+    """The CUDA libraries that this one is linked to; none for a file that is not a library for this machine."""
     try:
         with ElfFile(path) as library:
             return [name for name in library.needed() if _LIBRARY.match(name)]

@@ -99,7 +99,7 @@ def times_ns(timeline: Timeline) -> Numbers | None:
 
 
 def durations_ns(timeline: Timeline) -> Numbers:
-    """How long each event took; 0 for what is no length of time."""
+    """How long each event took; 0 for values that are not durations."""
     seconds = np.asarray(timeline.column("duration_s"))
     return _nanoseconds(np.where(np.isfinite(seconds), seconds, 0.0))
 

@@ -155,7 +155,7 @@ def _is_fused(module: nn.Module) -> bool:
         nn.TransformerEncoder,
         nn.TransformerDecoder,
     )
-    # A bare nn.Module only holds others together, and whoever holds it calls them.
+    # A bare nn.Module only holds others together, and code that holds it calls them.
     bare = type(module) is nn.Module
     return type(module).__module__.startswith("torch.nn.") and not bare and not isinstance(module, opened)
 

@@ -23,7 +23,7 @@ def apply(model: nn.Module, names: Iterable[str] | None = None, *, backend: str 
     """Compile the modules of these paths, each by itself; without names every block.
 
     In a trace, what was placed in them before, such as checkpointing, is compiled with them; hooks on them stay
-    outside. A module that is no one graph runs as it is written there, and the trace says so.
+    outside. A module that is not a single graph runs as it is written there, and the trace says so.
 
     Raises UsageError for an unknown path, a block inside another one, or one that is compiled already.
     """

@@ -82,7 +82,7 @@ def largest(predict: Callable[[int], int], budget_bytes: int, upper: int) -> int
     turn = 0
     while fails - fits > 1:
         guess = fits + int((budget_bytes - least) / (most - least) * (fails - fits))
-        if turn % 2 and turn > 1:  # where bytes are no line, halving bounds the calls
+        if turn % 2 and turn > 1:  # where bytes do not grow linearly, halving bounds the calls
             guess = (fits + fails) // 2
         guess, turn = min(max(guess, fits + 1), fails - 1), turn + 1
         needed_bytes = predict(guess)

@@ -1,7 +1,7 @@
 """A tensor whose values are elsewhere: it has the shape, the dtype and the device.
 
 ``p.grad`` and ``optimizer.state[p][...]`` of what was offloaded are such tensors, so that code which looks whether
-there is a gradient sees one, and code which would silently compute without values gets an error. Whoever keeps
+there is a gradient sees one, and code which would silently compute without values gets an error. Code that keeps
 the values may let them be read and changed (``Keeper``): then an operation gets them one tensor at a time.
 """
 

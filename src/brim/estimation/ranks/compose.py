@@ -1,6 +1,6 @@
 """A pipeline rank's step from one that took a few turns: any number of micro-batches, in any order.
 
-What a turn does hangs on where it stands among those of its model chunk: gradients are born in the first backward
+What a turn does depends on where it stands among those of its model chunk: gradients are born in the first backward
 pass, what ZeRO puts off is done in the last, and weights that FSDP2 gathers for a forward pass are there for the next
 one if no backward pass has let them go in between. ``traced_order`` has one turn of every kind; each turn of the
 whole step is written again as the one that stands like it.
@@ -58,7 +58,7 @@ class _Stretch:
 def traced_order(order: Sequence[Turn]) -> list[Turn]:
     """The turns to trace for a step that takes ``order``: all of a chunk where they are few, else one of each kind.
 
-    The chunks come one after the other: what one does is no matter of another's.
+    The chunks come one after the other: they are independent of one another.
     """
     traced = []
     for chunk in sorted({turn.chunk for turn in order}):

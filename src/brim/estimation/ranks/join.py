@@ -1,6 +1,6 @@
 """A pipeline rank's model chunks from a trace of each kind of them: most chunks of interleaved stages are alike.
 
-What a chunk does in its turns is no matter of another's, so these follow one another. The optimizer alone goes
+The turns of one chunk are independent of those of another, so they follow one another. The optimizer alone goes
 through all of them at once: by foreach operations, each of which works on every chunk's weights before the next.
 """
 

@@ -56,7 +56,7 @@ class Layers:
 
     def shallower(self) -> tuple[list[Layers], int] | None:
         """Three stages, each two layers deeper than the one before, and how many layers the first one lacks. None
-        where that is no less work than to trace all."""
+        where that is as much work as to trace all."""
         begin, end = _stretch(self.kinds)
         least = UNIT + (end - begin) % UNIT
         lengths = [least + more * UNIT for more in range(3)]

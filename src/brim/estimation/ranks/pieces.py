@@ -27,7 +27,7 @@ _RANKS = 2  # that weights are split over: as few as split them
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """One micro-batch of a model of few layers whose weights are split. ``ops`` are its kernels but for ``copies``,
+    """One micro-batch of a model of few layers whose weights are split. ``ops`` are its kernels without ``copies``,
     by which FSDP2 makes whole weights of shards, and shards of gradients; ``sent`` is what is sent beside those.
     ``kept_bytes``: of activations, where the backward pass begins."""
 

@@ -157,7 +157,7 @@ def _run(job: ParallelJob, chunks: Sequence[Layers], order: Sequence[Turn]) -> T
     split = job.split
     try:
         with quiet(), sharding.alone(split.shards * split.tp):
-            program.mesh = sharding.mesh_of(split.shards, split.tp, "cpu")  # its numbers are no part of the program
+            program.mesh = sharding.mesh_of(split.shards, split.tp, "cpu")  # its numbers are not part of the program
             program.context = context_parallel.mesh_of(split.cp, "cpu", split.tp)
             traced = trace(
                 program.build, steps=_STEPS, target=job.target, model=job.source.name, capability=job.capability

@@ -214,7 +214,7 @@ def _splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: i
             )  # fmt: skip
             check_sizes(split, shape.sizes(sequence))
         except UsageError:
-            continue  # what does not divide is no candidate
+            continue  # it does not divide
         divides = True
         yield split
     if not divides:

@@ -345,7 +345,7 @@ class Pieces:
 
 
 def _key(split: Split, recompute: str) -> _Key:
-    """What pieces of one micro-batch hang on."""
+    """What pieces of one micro-batch depend on."""
     return split.tp, split.cp, split.ep, split.micro_batch, recompute
 
 

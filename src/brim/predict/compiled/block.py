@@ -23,7 +23,7 @@ _OF_ITS_PLACE = ("layer_idx",)  # tells a layer from the next, which work alike 
 
 
 class NotOneGraph(Exception):
-    """The forward of a module is no single graph of tensors."""
+    """The forward of a module is not a single graph of tensors."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ _SCRIPTS = (
 _STYLES = ("theme.css", "page.css")
 MOST_ROWS = 1_000  # of a table: what the page shows of one (tables.js)
 _LARGE_EVENTS = 1_000_000  # a run as long as this fills most of a page
-_LEAST_EVENTS = 1_000  # less detail than that around a peak is no use
+_LEAST_EVENTS = 1_000  # with less detail around a peak the page is useless
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,7 @@ def _table_data(table: Table, most: int) -> dict[str, Any]:
 
 
 def _cell(cell: Cell) -> Cell:
-    """JSON has no infinities: those, and what is no plain value, are shown as text."""
+    """JSON has no infinities: those, and other special values, are shown as text."""
     if cell is None or isinstance(cell, bool | int):
         return cell
     if isinstance(cell, float):

@@ -155,7 +155,7 @@ def _by_limits(numbers: Mapping[str, int], tried: int, total: int, free: int | N
 def _by_holders(numbers: Mapping[str, int], tried: int, total: int, free: int) -> tuple[Cause, str] | None:
     """Causes found by adding up who holds what. Of two that would each explain it, the larger."""
     own = reserved_bytes(numbers)
-    if tried and free >= tried and (own < total // 2 or free >= 2 * tried):  # else: full but for a little
+    if tried and free >= tried and (own < total // 2 or free >= 2 * tried):  # else: full except for a little
         return Cause.MISLEADING_FREE, (
             f"{format_bytes(free)} are said to be free and {format_bytes(tried)} were asked for. The driver refused: "
             "its free memory includes what others may claim (Windows, WSL), or one allocation has a limit of its own."

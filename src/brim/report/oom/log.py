@@ -199,7 +199,7 @@ def _closed(rank: _Rank, name: str) -> Window:
 def _blocks(stream: BinaryIO) -> Iterator[str]:
     """The log in pieces of whole lines. UTF-16 is recognised by its mark, or by its zero bytes.
 
-    Zero bytes are no text: a log that was emptied while a program wrote to it begins with as many as it had bytes.
+    Zero bytes are not text: a log that was emptied while a program wrote to it begins with as many as it had bytes.
     """
     decoder: codecs.IncrementalDecoder | None = None
     rest = ""

@@ -128,7 +128,7 @@ class _Visit:
 class _Mapping:
     """Copies nested containers with other tensors in them. One that has no other tensors is itself.
 
-    A container that was met before is what it became then. What is no plain container (a cache) stays as it is.
+    A container that occurs again is replaced by the same copy. Special containers (a cache) stay as they are.
     """
 
     def __init__(self, new: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -35,7 +35,7 @@ def rest_in(device: torch.device, arguments: Any, layers: Collection[int]) -> No
 
 def _caches(arguments: Any) -> Iterator[Any]:
     """Objects with a list of layers, also where an encoder's and a decoder's are one object."""
-    # A cache itself is no container here, even where somebody registered it as one.
+    # A cache itself does not count as a container here, even where it is registered as one.
     for leaf in pytree.tree_leaves(arguments, is_leaf=lambda value: not isinstance(value, (list, tuple, dict))):
         both = [getattr(leaf, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
         yield from (cache for cache in (leaf, *both) if isinstance(getattr(cache, "layers", None), list))

@@ -139,7 +139,7 @@ def _true_device(tensor: torch.Tensor) -> torch.device:
 
 
 class _Defer(torch.autograd.Function):
-    """Ties lazy logits to the graph, for whoever differentiates through them without our noticing."""
+    """Ties lazy logits to the graph, for code that differentiates through them without our noticing."""
 
     @staticmethod
     def forward(ctx: Any, view: View, rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ class BackgroundUpdates:
         begin, end = self._room(sum(2 * tensor_bytes(parameter) for parameter, _ in tensors))
         carried = self._host_copy.carry([(p, gradient, False) for p, gradient in tensors], begin, label)
         carried.arrive()
-        # From here on the values may change at any time, which whoever saved them must be told.
+        # From here on the values may change at any time, so code that saved them must be notified.
         torch.autograd.graph.increment_version([p for p, _ in tensors])
         self._under_way.append(_Update(begin, end, self._thread.submit(update, carried)))
 

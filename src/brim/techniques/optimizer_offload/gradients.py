@@ -166,12 +166,12 @@ class Gradients:
             self._end_generation(index, number)
 
     def _end_generation(self, index: int, number: int) -> None:
-        """What was in the record is gone, for whoever holds the tensor that stood for it as well."""
+        """What was in the record is gone, for code that holds the tensor that stood for it as well."""
         self._forget_changes(index, number)
         self._generations[index, number] = self.generation(index, number) + 1
 
     def device(self, index: int, number: int) -> torch.device:
-        """Where a gradient is for whoever uses it: with its parameter."""
+        """Where a gradient is for code that uses it: with its parameter."""
         return self._blocks[index].parameters[number].device
 
     def generation(self, index: int, number: int) -> int:

@@ -213,7 +213,7 @@ class OptimizerOffload:
                 self._update(index, todo[position + 1 :], dropping=False)
             self._background.join()
         finally:
-            self._background.give_up()  # after an error it would go on under whoever handles that
+            self._background.give_up()  # after an error it would go on while the caller handles that
         self._step_rest()
         self._settle()
         order = self._order if self._after_final else list(self.blocks)  # as far as one can tell
@@ -295,7 +295,7 @@ class OptimizerOffload:
         return self._streaming.updating(streamed)
 
     def _settle(self) -> None:
-        """Streamed weights are new where they rest: from here on whoever reads or writes them does so there."""
+        """Streamed weights are new where they rest: from here on code that reads or writes them does so there."""
         if self._streaming is not None:
             self._streaming.settle()
 

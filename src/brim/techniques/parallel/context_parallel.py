@@ -55,7 +55,7 @@ def apply(model: Any, mesh: DeviceMesh, place: int | None = None) -> Context:
     """Let transformers' causal language model ``model`` work on this rank's tokens, over ``mesh`` (one axis).
     ``place``: as if it were that one of these ranks, which are not there.
 
-    Raises UnsupportedError for layers that are no attention over all that went before.
+    Raises UnsupportedError for layers that do not attend to all earlier tokens.
     """
     from transformers import AttentionInterface
 

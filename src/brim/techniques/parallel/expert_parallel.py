@@ -2,7 +2,7 @@
 
 Lepikhin et al., arXiv 2006.16668. Tokens go to where their experts are by an all-gather of hidden states, and what
 experts make of them comes back by a reduce-scatter, as Megatron-LM's ``allgather`` token dispatcher does it
-(megatron/core/transformer/moe/token_dispatcher.py). So no token is dropped and no size hangs on what others have
+(megatron/core/transformer/moe/token_dispatcher.py). So no token is dropped and no size depends on what others have
 chosen. Between the two, transformers' own forward computes a rank's experts, on the rows that are theirs only.
 
 An expert's gradient is the sum over all ranks' tokens, where FSDP2 gives others the mean over ranks: ``settle``

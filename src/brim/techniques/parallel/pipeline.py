@@ -222,7 +222,7 @@ class TiedWeight:
 
 
 def stack_of(model: nn.Module) -> tuple[nn.ModuleList, str]:
-    """A model's list of layers and the path of its first; raises UnsupportedError where there is no one list."""
+    """A model's list of layers and the path of its first. UnsupportedError: it has none or several."""
     parents = {path.rpartition(".")[0] for path in blocks(model)}
     lists = [(model.get_submodule(path), path) for path in parents]
     stacks = [(module, path) for module, path in lists if isinstance(module, nn.ModuleList)]

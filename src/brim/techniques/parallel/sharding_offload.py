@@ -6,7 +6,7 @@ gathered and a reduced gradient back (torch/distributed/fsdp/_fully_shard/_fsdp_
 _fsdp_collectives.py, ``foreach_reduce``).
 
 Where the device is the CPU too, as over gloo and in a trace, FSDP2 copies nothing. ``rehearsing`` makes these copies
-all the same, and tells each to whoever counts memory (``Tiers``): so a rank without a GPU takes in each tier what one
+all the same, and reports each to the count of memory (``Tiers``): so a rank without a GPU takes in each tier what one
 with a GPU takes, through the same code of PyTorch.
 """
 
@@ -46,7 +46,7 @@ def policy(device: str) -> CPUOffloadPolicy:
 
 
 def rest_in_ram(parameters: Iterable[nn.Parameter]) -> None:
-    """Tell whoever counts that these parameters' shards are in RAM."""
+    """Report to the count of memory that these parameters' shards are in RAM."""
     for parameter in parameters:
         local = parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
         for mode in _counting():

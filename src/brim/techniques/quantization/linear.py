@@ -221,7 +221,7 @@ def _outputs(codes: torch.Tensor, scale: torch.Tensor) -> int:
 
 @torch.library.custom_op("brim::quantized_mm", mutates_args=("scratch",))
 def quantized_mm(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """(rows, out): the product of ``rows`` (rows, in) and the weight, but for the scales of whole rows.
+    """(rows, out): the product of ``rows`` (rows, in) and the weight, except for the scales of whole rows.
 
     The weight is made wide in ``scratch``, a part at a time, in the type of ``rows``; PyTorch's own kernels for the
     CPU do it in registers, where ``scratch`` is empty.
@@ -286,7 +286,7 @@ def _by_tiles(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scra
 class QuantizedLinear(nn.Linear):
     """``codes`` and ``scale`` are parameters, so that they are streamed as they are stored; they do not train.
 
-    ``weight`` is what they say, made wide at every look: whoever reads it instead of calling the layer is slow, not
+    ``weight`` is what they say, made wide at every look: code that reads it instead of calling the layer is slow, not
     wrong. Gradients flow to the input (through the wide weight), not to the codes.
     """
 

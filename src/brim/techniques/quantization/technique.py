@@ -54,7 +54,7 @@ def chosen(model: nn.Module, asked: str | Quantization) -> dict[str, nn.Module]:
     """The linear layers that will be quantized, by path.
 
     Left as they are: weights that are shared, what transformers leaves (the output embeddings unless ``head``, the
-    last module), sides that the scheme cannot hold, and all that is no linear layer (experts in one tensor, say).
+    last module), sides that the scheme cannot hold, and layers that are not linear (experts in one tensor, say).
     Raises UnsupportedError where nothing is left to be quantized.
     """
     asked = Quantization.of(asked)

@@ -149,7 +149,7 @@ class _Resting:
             raise UnsupportedError(
                 "Cannot use a weight of a module that was fitted by brim.",
                 "The module is gone, and with it the memory that held the weight.",
-                "Keep the module, or call .brim.remove() before it goes.",
+                "Keep the module, or call .brim.remove() before deleting it.",
             )
         return streamed
 

@@ -1,4 +1,4 @@
-"""Blocks of a fitted module held in place for whoever changes their values."""
+"""Blocks of a fitted module held in place for code that changes their values."""
 
 from __future__ import annotations
 

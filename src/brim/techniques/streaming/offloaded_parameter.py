@@ -1,4 +1,4 @@
-"""A parameter whose values rest elsewhere: the right shape, dtype and device, and its values to whoever asks.
+"""A parameter whose values rest elsewhere: the right shape, dtype and device, and its values to code that asks.
 
 While a block is not in the compute tier, somebody may still use its weights: an average of weights, an L2 term over
 ``parameters()``, an ``nn.Embedding`` that picks rows, a look at one of them. Reads get the true values, one tensor
@@ -90,7 +90,7 @@ class OffloadedParameter(nn.Parameter):
 
 
 def hollow(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The right shape and device, no memory; NaN to whoever reads it all the same."""
+    """The right shape and device, no memory; NaN to a reader all the same."""
     with torch.inference_mode(False):
         filler = float("nan") if parameter.dtype.is_floating_point else 0
         return torch.full((), filler, dtype=parameter.dtype, device=device).expand(parameter.shape)

@@ -112,7 +112,7 @@ class StreamedBlocks:
             if changed:
                 saved = False
                 self._save(streamed)
-                if settle:  # whoever reads or writes the parameters next does so where they rest
+                if settle:  # code that reads or writes the parameters next does so where they rest
                     streamed.store.settle()
                 saved = True
         finally:  # a full scratch disk loses the change, not the slot

@@ -294,7 +294,7 @@ def _number(kernel: Kernel, tensor: torch.Tensor) -> int:
 
 
 def _embedding_bag_backward(kernel: Kernel) -> None:
-    """cuda/EmbeddingBag.cu: but for the largest, indices are sorted however few there are."""
+    """cuda/EmbeddingBag.cu: except for the largest, indices are sorted however few there are."""
     gradient, indices = kernel.arg("grad"), kernel.arg("indices")
     dense = kernel.temp(0 if gradient.is_contiguous() else nbytes(gradient))
     if kernel.arg("mode") == _LARGEST or not indices.numel():

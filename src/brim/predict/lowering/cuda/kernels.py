@@ -108,7 +108,7 @@ def _batch_norm(kernel: Kernel) -> None:
 
 
 def _batch_norm_backward(kernel: Kernel) -> None:
-    """cuda/Normalization.cu, ``batch_norm_backward_cuda``: one kernel does all, but for what lies by channels."""
+    """cuda/Normalization.cu, ``batch_norm_backward_cuda``: one kernel does all, except for what lies by channels."""
     gradient, source, trains = kernel.arg("grad_out"), kernel.arg("input"), _trains(kernel)
     wants_source, *wants_others = kernel.arg("output_mask")
     by_cudnn = _by_cudnn(kernel, trains=trains)

@@ -21,7 +21,7 @@ _CONVERTS = (
     _aten.sum,
     _aten.prod,
     _aten.mean,
-)  # ReduceOpsUtils.h, make_reduction: what is no float is converted first
+)  # ReduceOpsUtils.h, make_reduction: other types than floats are converted first
 _COUNTS, _TRUTHS = (_aten.count_nonzero,), (_aten.any, _aten.all)
 _LEAST_VALUES, _MOST_VALUES = 16, 256  # per thread
 # Multiprocessors of the largest common card of each capability, and threads that one of them holds.
