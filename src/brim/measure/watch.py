@@ -79,7 +79,7 @@ class watch:
         stacks: str = "python",
         interval_s: float = 0.05,
     ) -> None:
-        asked = f"brim.watch({str(path)!r}) was asked for."
+        asked = f"brim.watch({str(path)!r}) failed."
         if max_entries < 1 or interval_s <= 0:
             raise UsageError(
                 asked, f"max_entries is {max_entries}, interval_s {interval_s}.", "Both must be above 0."

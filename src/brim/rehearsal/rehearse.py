@@ -48,7 +48,7 @@ class Request:
     alloc_conf: str = ""
 
     def __post_init__(self) -> None:
-        asked = f"A rehearsal of {self.target} was asked for."
+        asked = f"Cannot rehearse {self.target}."
         if self.gpus < 1:
             raise UsageError(asked, f"gpus is {self.gpus}.", "At least one GPU is needed.")
         if self.steps is not None and self.steps < 1:

@@ -87,7 +87,7 @@ def offloaded_tensor(
 
 def _refusal(func: Any, found: OffloadedTensor) -> UnsupportedError:
     return UnsupportedError(
-        f"{func} cannot use {found.what}.",
+        f"{found.what} cannot be used by {func}.",
         "Its values are not in memory: brim offloads them between their uses.",
         found.todo,
     )

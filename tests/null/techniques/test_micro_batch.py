@@ -109,7 +109,7 @@ def test_fake_batches_are_split_by_rows() -> None:
 
 def test_misuse() -> None:
     for wrong in (0, -2, 1.0, True):
-        with pytest.raises(UsageError, match="Micro-batches"):
+        with pytest.raises(UsageError, match="micro-batches"):
             micro_batch.split(torch.ones(3), wrong)
     with pytest.raises(UsageError, match="no tensor"):
         micro_batch.split({"text": "words"}, 1)

@@ -110,7 +110,7 @@ def _check(job: ParallelJob) -> None:
         pipeline.check_halves(workload.checkpointing)
     if workload.precision not in (None, *_TYPES):
         raise UnsupportedError(
-            f"--precision {workload.precision} was asked for on several GPUs.", f"Known are {', '.join(_TYPES)}."
+            f"Cannot use --precision {workload.precision} on several GPUs.", f"Known: {', '.join(_TYPES)}."
         )
     if job.source.library != "transformers":
         raise UnsupportedError(

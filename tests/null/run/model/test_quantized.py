@@ -186,6 +186,6 @@ def test_what_cannot_be_quantized_is_refused_and_leaves_nothing(tmp_path: Path, 
     folder = saved(lambda: ResNetForImageClassification(config), tmp_path / "resnet")
     with pytest.raises(UnsupportedError, match="linear layers can be quantized"):
         open_quantized(folder, "int4")
-    with pytest.raises(UsageError, match="Known are int8, int4, fp8"):
+    with pytest.raises(UsageError, match="Known: int8, int4, fp8"):
         brim.load(folder, quantization="int3")
     assert cached(home) == []

@@ -264,7 +264,7 @@ def test_closures_unknown_choices_and_foreign_steps_are_refused(memory: Memory) 
     model = make()
     optimizer = torch.optim.SGD(model.parameters())
     for options_ in ({"states": "vram"}, {"states": "disk", "gradients": "attic"}):
-        with pytest.raises(UsageError, match="Known are"):
+        with pytest.raises(UsageError, match="Known: "):
             apply(model, optimizer, memory, **options_)
     with offloaded(model, optimizer, memory, states="disk"), pytest.raises(UnsupportedError, match="closure"):
         optimizer.step(lambda: 0.0)

@@ -65,7 +65,7 @@ def test_experts_are_whole_and_what_is_beside_them_is_split() -> None:
 )
 def test_what_a_rank_would_need_its_own_part_of_is_refused(family: str, settings: dict[str, Any], named: str) -> None:
     block = layer(family, **settings)
-    with pytest.raises(UnsupportedError, match="--tp 2 was asked for it") as raised:
+    with pytest.raises(UnsupportedError, match="--tp 2 for it") as raised:
         check_parts([block], 2, "it")
     assert named in str(raised.value)
     check_parts([block], 1, "it")

@@ -198,7 +198,7 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_changes(scheme: str
 
 
 def test_unknown_schemes_and_groups_are_refused() -> None:
-    with pytest.raises(UsageError, match="Known are int8, int4, fp8"):
+    with pytest.raises(UsageError, match="Known: int8, int4, fp8"):
         apply(nn.Linear(64, 64), "int5")
     with pytest.raises(UsageError, match="groups of 48 weights"):
         Quantization(scheme="int4", group=48)
