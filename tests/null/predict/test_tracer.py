@@ -256,7 +256,7 @@ def test_an_operation_without_a_fake_kernel_is_named():
         on_cpu(lambda: opaque(torch.ones(4)))
 
 
-@pytest.mark.parametrize(("wrong", "say"), [({"target": "tpu"}, "target='tpu'"), ({"steps": 0}, "steps=0")])
+@pytest.mark.parametrize(("wrong", "say"), [({"target": "tpu"}, "target 'tpu'"), ({"steps": 0}, "steps=0")])
 def test_a_wrong_call_is_refused(wrong, say):
     with pytest.raises(UsageError, match=say):
         trace(training, **wrong)

@@ -118,7 +118,7 @@ def test_without_a_gpu_memory_has_no_end_and_time_is_not_told(model, capsys):
         (["--gpus", "0"], "--gpus 0"),
         (["--gpus", "8", "--engine", "megatro"], "megatron"),
         (["--gpus", "8", "--explain-formula"], "one GPU"),
-        (["--gpus", "8", "--task", "generate"], "Training"),
+        (["--gpus", "8", "--task", "generate"], "Only training"),
         (["--gpus", "8", "--method", "lora"], "--method"),
     ],
 )
