@@ -4,11 +4,11 @@
     python bench/ordinary_programs.py --python VENV/bin/python     # against PyTorch on the rehearsal device
     python bench/ordinary_programs.py --python VENV/bin/python --output measurements/ordinary_programs.json
 
-Where a GPU is there, ``--real`` takes it in the place of the rehearsal device. That device computes whole numbers
-(for which it needs a C++ compiler) where sizes or branches depend on values; programs whose GPU joins equal
-indices of sparse tensors are left out there. Workspaces of convolutions are cuDNN's
-own: on that device nothing, in a trace a copy where an engine is known to transpose its operands. Those of recurrent
-layers are known to neither; both take what the layers cannot do without.
+Where a GPU is there, ``--real`` takes it in the place of the rehearsal device. That device computes every number, for
+which it needs a C++ compiler, or with ``--values whole`` whole numbers only, and those where sizes or branches depend
+on values. Programs whose GPU joins equal indices of sparse tensors are left out there. Workspaces of convolutions are
+cuDNN's own: on that device nothing, in a trace a copy where an engine is known to transpose its operands. Those of
+recurrent layers are known to neither; both take what the layers cannot do without.
 """
 
 from __future__ import annotations
@@ -102,12 +102,16 @@ def on_device(
                 yield json.loads(line)
 
 
-def compared(rows: list[Row], environment: Environment | None) -> list[Row]:
-    """The rows with what the programs took ``on_device``."""
+def compared(rows: list[Row], environment: Environment | None, values: str = "all") -> list[Row]:
+    """The rows with what the programs took ``on_device``.
+
+    ``values``: ``all`` computes every number of all programs, ``whole`` whole numbers of those that ask for them.
+    """
     found = {row.program.name: row for row in rows}
     traced = [row.program for row in rows if row.allocated is not None and not (environment and row.program.merges)]
-    plain = on_device([one for one in traced if not one.asks], environment)
-    for answer in (*plain, *on_device([one for one in traced if one.asks], environment, values="whole")):
+    plain = [one for one in traced if values != "all" and not one.asks]
+    computing = [one for one in traced if one not in plain]
+    for answer in (*on_device(plain, environment), *on_device(computing, environment, values=values)):
         row = found[answer["name"]]
         if "error" in answer:
             said = f"on the device: {answer['error'].strip().splitlines()[-1]}"
@@ -153,6 +157,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="programs or kinds (default: all)")
     parser.add_argument("--python", type=Path, help="a Python that `brim rehearse` runs with; compares")
+    parser.add_argument(
+        "--values", choices=force.MODES, default="all", help="what the rehearsal device computes (default: all)"
+    )
     parser.add_argument("--real", action="store_true", help="compare with the GPU of this machine")
     parser.add_argument("--output", type=Path, help="a JSON file for the table")
     options = parser.parse_args()
@@ -162,7 +169,7 @@ def main() -> None:
         environment = None if options.real else find(options.python)
         if environment is None and not options.real:
             raise SystemExit("There is no CUDA build of PyTorch: see `brim rehearse --help`.")
-        rows = compared(rows, environment)
+        rows = compared(rows, environment, options.values)
     for line in told(rows):
         print(line)
     if options.output:
