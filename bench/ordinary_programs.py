@@ -4,11 +4,11 @@
     python bench/ordinary_programs.py --python VENV/bin/python     # against PyTorch on the rehearsal device
     python bench/ordinary_programs.py --python VENV/bin/python --output measurements/ordinary_programs.json
 
-Where a GPU is there, ``--real`` takes it in the place of the rehearsal device. That device computes whole numbers
-(for which it needs a C++ compiler) where sizes or branches depend on values; programs whose GPU joins equal
-indices of sparse tensors are left out there. Workspaces of convolutions are cuDNN's
-own: on that device nothing, in a trace a copy where an engine is known to transpose its operands. Those of recurrent
-layers are known to neither; both take what the layers cannot do without.
+Where a GPU is there, ``--real`` takes it in the place of the rehearsal device. That device computes every number, for
+which it needs a C++ compiler, or with ``--values whole`` whole numbers only, and those where sizes or branches depend
+on values. Programs whose GPU joins equal indices of sparse tensors are left out there. Workspaces of convolutions are
+cuDNN's own: on that device nothing, in a trace a copy where an engine is known to transpose its operands. Those of
+recurrent layers are known to neither; both take what the layers cannot do without.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from brim.rehearsal import force
 from brim.rehearsal.environment import find
 from support.ordinary import programs
 from support.ordinary.comparison import CARD, Row, compared, traced
@@ -63,6 +64,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="programs or kinds (default: all)")
     parser.add_argument("--python", type=Path, help="a Python that `brim rehearse` runs with; compares")
+    parser.add_argument(
+        "--values", choices=force.MODES, default="all", help="what the rehearsal device computes (default: all)"
+    )
     parser.add_argument("--real", action="store_true", help="compare with the GPU of this machine")
     parser.add_argument("--output", type=Path, help="a JSON file for the table")
     options = parser.parse_args()
@@ -72,7 +76,7 @@ def main() -> None:
         environment = None if options.real else find(options.python)
         if environment is None and not options.real:
             raise SystemExit("There is no CUDA build of PyTorch: see `brim rehearse --help`.")
-        rows = compared(rows, environment)
+        rows = compared(rows, environment, options.values)
     for line in told(rows):
         print(line)
     if options.output:

@@ -24,6 +24,7 @@ _FAKE = (
     "Cannot access data pointer",
     "unknown parameter type",
 )
+_OPTIMIZERS = str(Path(torch.__file__).parent / "optim") + os.sep
 _OWN = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 
 
@@ -110,6 +111,17 @@ def line() -> str:
             library = library or here
         frame = frame.f_back
     return library or "a line inside PyTorch"
+
+
+def asking_module() -> str:
+    """The name of the module whose code is running, outside of brim and of PyTorch but for its optimizers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_OPTIMIZERS) or not file.startswith((*_OWN, "<frozen")):
+            return str(frame.f_globals.get("__name__", ""))
+        frame = frame.f_back
+    return ""
 
 
 def _place() -> str:

@@ -16,6 +16,7 @@ from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optim_hooks
 
 from brim.model_cache import cache_of
+from brim.predict import failures
 
 
 class ModuleTracker:
@@ -29,7 +30,7 @@ class ModuleTracker:
         self._classes: list[str] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self.on_cache: Callable[[Any], None] = lambda cache: None  # told of every KV cache that a module returns
-        self.in_optimizer = False
+        self._stepping: list[torch.optim.Optimizer] = []
         self._index: dict[int, int] = {}
         self._stack: list[int] = []
         self._by_sequence: dict[int, int] = {}
@@ -49,6 +50,18 @@ class ModuleTracker:
     def running(self) -> Iterator[nn.Module]:
         """The modules that are being called, from the outside in."""
         return (module for index in self._stack if (module := self._modules[index]()) is not None)
+
+    @property
+    def in_optimizer(self) -> bool:
+        """Whether an optimizer is stepping."""
+        return bool(self._stepping)
+
+    def optimizer_asks(self) -> bool:
+        """Whether the code that is running is that of an optimizer that is stepping, not of the closure that it was
+        given."""
+        return bool(self._stepping) and failures.asking_module() in {
+            kind.__module__ for kind in type(self._stepping[-1]).__mro__
+        }
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -118,9 +131,10 @@ class ModuleTracker:
             self.on_cache(cache)
 
     def _optimizer_starts(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.in_optimizer = True
+        self._stepping.append(optimizer)
         if all(optimizer is not other for other in self.optimizers()):
             self._optimizers.append(weakref.ref(optimizer))
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.in_optimizer = False
+        if optimizer in self._stepping:
+            del self._stepping[self._stepping.index(optimizer) :]  # with those whose steps failed

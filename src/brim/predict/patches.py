@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -114,8 +115,24 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
          mock.patch.object(torch, "set_rng_state", _set_rng_state), \
          mock.patch.object(torch.random, "set_rng_state", _set_rng_state), \
          unknown_numbers(mode.recording.values), outside_world(), as_written(mode.recording.recorder), \
-         _transformers_sees_plain_tensors(), models_save_nothing(), lazy_parameters(), mode:  # fmt: skip
+         _zero_tensors_are_viewed(), _transformers_sees_plain_tensors(), \
+         models_save_nothing(), lazy_parameters(), mode:  # fmt: skip
         yield
+
+
+@contextmanager
+def _zero_tensors_are_viewed() -> Iterator[None]:
+    """Tensors that are known to be zeros (of forward-mode gradients) have views by kernels that come before Python's:
+    of fake tensors they would make plain ones. Those after Python's are the same (native_functions.yaml)."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels are overridden is the purpose
+            for name in ("as_strided", "view", "_reshape_alias"):
+                library.impl(name, torch.library.fallthrough_kernel, "ZeroTensor", allow_override=True)
+        yield
+    finally:
+        library._destroy()
 
 
 @contextmanager

@@ -214,6 +214,7 @@ class _Streams:
 def _recording(target: str, capability: tuple[int, int], values: Values) -> RecordingMode:
     recorder, modules = Recorder(), ModuleTracker()
     recorder.stream = _Streams()
+    values.optimizer_asks = modules.optimizer_asks
     mode = RecordingMode(recorder, modules, values, rules_for(target, capability))
     modules.on_cache = lambda cache: _mark_cache(mode, cache)
     mode.after_backward = lambda: _mark_gradients(mode)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from brim.core import Category, Trace
@@ -166,6 +167,53 @@ def test_a_decision_on_a_loss_is_made_and_the_trace_says_where():
     assert made.notes["decided"].count("test_programs.py:") == 2
     with pytest.raises(UnsupportedError, match="item"):
         on_cuda(build, strict=True)
+
+
+@pytest.mark.parametrize(("search", "tolerance"), [(None, 1e-3), ("strong_wolfe", 1e-9)])
+def test_an_optimizer_that_tests_for_convergence_goes_on_as_long_as_it_may(search, tolerance):
+    """L-BFGS keeps a history of what each of its iterations changed."""
+    seen = []
+
+    def build() -> Step:
+        layer, source = model(), torch.randn(8, 16).cuda()
+        optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=12, tolerance_grad=tolerance,
+                                      tolerance_change=tolerance, history_size=16, line_search_fn=search)  # fmt: skip
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = layer(source).square().mean()
+            loss.backward()
+            return loss
+
+        def step() -> None:
+            optimizer.step(closure)
+            state = optimizer.state_dict()["state"][0]
+            seen.append((state["n_iter"], len(state["old_dirs"]), state["func_evals"]))
+
+        return step
+
+    on_cuda(build, steps=2)
+    evaluations = 12 if search is None else 13
+    assert seen == [(12, 11, evaluations), (24, 16, 2 * evaluations)]
+
+
+def test_the_closure_of_an_optimizer_is_the_program_s_own():
+    seen = []
+
+    def build() -> Step:
+        layer, source = model(), torch.randn(8, 16).cuda()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+        def closure() -> torch.Tensor:
+            loss = layer(source).square().mean()
+            seen.append((bool(loss > -1e-6), loss.item() > -1e-6))
+            loss.backward()
+            return loss
+
+        return lambda: optimizer.step(closure)
+
+    on_cuda(build)
+    assert set(seen) == {(True, True)}
 
 
 @pytest.mark.parametrize(("assume", "kept"), [(1.0, 32), (0.25, 8)])
@@ -766,3 +814,25 @@ def test_an_operator_of_another_library_that_chooses_keeps_all():
     made = on_cuda(build)
     assert "test_programs.py" in made.notes["assumed"]
     assert [s.bytes for s in made.storages if s.born >= made.step_starts[0]][:2] == [20 * 8, 20 * 16]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_zeros_of_forward_gradients_are_viewed_without_memory():
+    """A Hessian under vmap, in whose backward pass tensors are added that are known to be zeros."""
+
+    def build() -> Step:
+        layer = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).cuda()
+        points = torch.rand(16, 2).cuda()
+
+        def step() -> None:
+            torch.func.vmap(torch.func.hessian(lambda point: layer(point).squeeze(-1)))(points).sum().backward()
+            assert all(p.grad.device.type == "cuda" for p in layer.parameters() if p.grad is not None)
+
+        return step
+
+    assert parameter_bytes(on_cuda(build)) == (2 * 8 + 8 + 8 + 1) * 4
+    zeros = torch._efficientzerotensor((4, 2))
+    assert zeros.view(2, 4)._is_zerotensor()
+    seen = []
+    on_cuda(lambda: lambda: seen.append(torch._efficientzerotensor((4, 2), device="cuda").view(8)))
+    assert all(type(zeros) is FakeTensor for zeros in seen)

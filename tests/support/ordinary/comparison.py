@@ -89,12 +89,16 @@ def on_device(
                 yield json.loads(line)
 
 
-def compared(rows: list[Row], environment: Environment | None) -> list[Row]:
-    """The rows with what the programs took ``on_device``."""
+def compared(rows: list[Row], environment: Environment | None, values: str = "all") -> list[Row]:
+    """The rows with what the programs took ``on_device``.
+
+    ``values``: ``all`` computes every number of all programs, ``whole`` whole numbers of those that ask for them.
+    """
     found = {row.program.name: row for row in rows}
     traced = [row.program for row in rows if row.allocated is not None and not (environment and row.program.merges)]
-    plain = on_device([one for one in traced if not one.asks], environment)
-    for answer in (*plain, *on_device([one for one in traced if one.asks], environment, values="whole")):
+    plain = [one for one in traced if values != "all" and not one.asks]
+    computing = [one for one in traced if one not in plain]
+    for answer in (*on_device(plain, environment), *on_device(computing, environment, values=values)):
         row = found[answer["name"]]
         if "error" in answer:
             said = f"on the device: {answer['error'].strip().splitlines()[-1]}"

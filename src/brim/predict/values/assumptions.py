@@ -9,11 +9,14 @@ is noted with the line that asked, and with ``strict`` it is refused.
   k*t, k*t + 1, ...; or, with crowded routing, every token goes to the first k.
 * Other whole numbers are 1, so that nothing is empty; elements whose number is asked for are distinct and not zero.
 * Whether any element is negative is a check, and none is.
+* In the code of an optimizer nothing has converged, so that its step goes on as long as it may: a number lies beyond
+  a tolerance that it is compared with, and of two numbers the left one, which is the newer, is the smaller.
 * Values are finite where the program asks, and its checks hold: only a run that is well can be planned.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,6 +44,7 @@ from brim.predict.values.known import (
 
 _aten = torch.ops.aten
 _MOST_EXPERTS = 1024
+_TOLERANCE = 0.01  # what an optimizer compares with and is not larger is a tolerance
 _SHRINKS = 0.9  # numbers that a line reads again and again come closer to zero, so that loops on them end
 _ORDERED: dict[Any, Callable[[float, float], bool]] = {
     _aten.gt: float.__gt__, _aten.ge: float.__ge__, _aten.lt: float.__lt__, _aten.le: float.__le__,
@@ -78,6 +82,7 @@ class Values:
         self.known = KnownValues()
         self.asked = Asked()
         self._reads: Counter[str] = Counter()
+        self.optimizer_asks: Callable[[], bool] = lambda: False  # whether an optimizer's own code is running
 
     # -- questions of the program ----------------------------------------------------------------------------------
 
@@ -142,6 +147,30 @@ class Values:
         line = failures.line()
         self._reads[line] += 1
         return float(max(_SHRINKS ** (self._reads[line] - 1), 1e-30))
+
+    def is_made_up(self, tensor: torch.Tensor) -> bool:
+        """Whether a number that is read from ``tensor``, of one element, is made up."""
+        if tensor.numel() != 1 or not tensor.dtype.is_floating_point or self.strict:
+            return False
+        source = known(tensor)
+        return source is None or bool(source.state.origin & MADE_UP)
+
+    def answer(self, result: torch.Tensor, answer: bool) -> None:
+        """Let ``result`` be what numbers that were made up decide."""
+        with _disable_current_modes():
+            give(result, torch.full(tuple(result.shape), answer), MADE_UP)
+
+    def as_compared(self, first: float, second: float, made_up: tuple[bool, bool]) -> tuple[float, float]:
+        """The numbers by which the program sees two compare, of which some are made up."""
+        if not any(made_up) or not self.optimizer_asks():
+            return first, second
+        if all(made_up):
+            return 0.0, 1.0
+        limit = second if made_up[0] else first
+        if not 0 < abs(limit) <= _TOLERANCE:
+            return first, second
+        beyond = math.copysign(1.0, limit)
+        return (beyond, second) if made_up[0] else (first, beyond)
 
     def array(self, tensor: torch.Tensor) -> torch.Tensor:
         """The values of ``tensor``, for NumPy and lists; raises UnsupportedError where there are none."""
@@ -292,22 +321,23 @@ class Values:
 
     def _compare(self, packet: Any, args: tuple[Any, ...], result: torch.Tensor) -> bool:
         """Of single numbers, as their made-up values compare."""
-        numbers = []
+        numbers, made_up = [], []
         for arg in args[:2]:
             if not isinstance(arg, torch.Tensor):
                 if not isinstance(arg, (int, float)):
                     return False
                 numbers.append(float(arg))
+                made_up.append(False)
             elif (source := known(arg)) is not None:
                 with _disable_current_modes():
                     numbers.append(float(source.value.item()))
+                made_up.append(bool(source.state.origin & MADE_UP))
             elif arg.dtype.is_floating_point and arg.numel() == 1:
                 numbers.append(self.plausible(arg))
+                made_up.append(True)
             else:
                 return False
-        answer = _ORDERED[packet](*numbers)
-        with _disable_current_modes():
-            give(result, torch.full(tuple(result.shape), answer), MADE_UP)
+        self.answer(result, _ORDERED[packet](*self.as_compared(numbers[0], numbers[1], (made_up[0], made_up[1]))))
         return True
 
     def _choose(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -85,10 +86,29 @@ def _deciding(name: str) -> Callable[..., Any]:
     return decide
 
 
+def _ordering(name: str, mirrored: str) -> Callable[..., Any]:
+    plain = getattr(float, name)
+
+    def decide(self: UnknownNumber, other: Any) -> Any:
+        if isinstance(other, torch.Tensor) and self._values.is_made_up(other) and self._values.optimizer_asks():
+            # PyTorch is asked the other way round, and would not know which of the two is the newer.
+            result = getattr(other, mirrored)(float.__float__(self))
+            self._values.answer(result, plain(*self._values.as_compared(1.0, 1.0, (True, True))))
+            return result
+        if not isinstance(other, (int, float)):
+            return NotImplemented
+        self._values.decide()
+        return plain(*self._values.as_compared(float.__float__(self), other, (True, type(other) is UnknownNumber)))
+
+    return decide
+
+
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "pos", "abs",
               "mod", "rmod", "floordiv", "rfloordiv"):  # fmt: skip
     setattr(UnknownNumber, f"__{_name}__", _computing(f"__{_name}__"))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "trunc", "floor", "ceil"):
+for _name, _mirrored in (("lt", "gt"), ("le", "ge"), ("gt", "lt"), ("ge", "le")):
+    setattr(UnknownNumber, f"__{_name}__", _ordering(f"__{_name}__", _mirrored))
+for _name in ("eq", "ne", "bool", "int", "trunc", "floor", "ceil"):
     setattr(UnknownNumber, f"__{_name}__", _deciding(f"__{_name}__"))
 
 _FINITE = {"isnan": False, "isinf": False, "isfinite": True}
@@ -104,7 +124,14 @@ def unknown_numbers(values: Values) -> Iterator[None]:
             stack.enter_context(mock.patch.object(math, name, _finite(getattr(math, name), answer, values)))
         for name in ("max", "min"):
             stack.enter_context(mock.patch.object(builtins, name, _of_unknown(getattr(builtins, name))))
+        # L-BFGS reads its losses by float(), which can only give a plain number: nobody would know it again.
+        stack.enter_context(mock.patch.object(sys.modules[torch.optim.LBFGS.__module__], "float", _read, create=True))
         yield
+
+
+def _read(number: Any) -> float:
+    read: float = number.item() if isinstance(number, torch.Tensor) else float(number)
+    return read
 
 
 def _unknown_result(function: Callable[..., Any], values: Values) -> Callable[..., Any]:
