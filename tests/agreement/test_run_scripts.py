@@ -9,9 +9,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from brim.run.script.run import run
 from brim.run.script.script import Program
@@ -60,14 +63,14 @@ def keeps_to(ended: Ended, budget_bytes: int, *, together: bool) -> None:
         assert one["untouched_bytes"]["ram"] > one["budget_bytes"]["ram"]
 
 
-def compared(what: Program, share: float, folder: Path) -> None:
+def compared(what: Program, share: float, folder: Path, **settings: Any) -> None:
     plain = plainly(what, folder, measure=False)
-    free = budgeted(what, folder)
+    free = budgeted(what, folder, **settings)
     assert (free.code, free.out) == (plain.code, plain.out)
     assert "fitted" not in free.err
     assert {one["choice"] for one in free.found["models"]} == {"untouched"}
     budget_bytes = int(share * sum(one["untouched_bytes"]["ram"] for one in free.found["models"]))
-    ended = budgeted(what, folder, ram=budget_bytes)
+    ended = budgeted(what, folder, ram=budget_bytes, **settings)
     assert (ended.code, ended.out) == (plain.code, plain.out), ended.err
     keeps_to(ended, budget_bytes, together="checkpoints" not in what.target)
 
@@ -76,6 +79,16 @@ def compared(what: Program, share: float, folder: Path) -> None:
 @pytest.mark.parametrize(("name", "arguments", "share"), QUICK, ids=[one[0] for one in QUICK])
 def test_a_script_under_a_budget(name: str, arguments: tuple[str, ...], share: float, tmp_path: Path) -> None:
     compared(program(name, *arguments), share, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
+@pytest.mark.parametrize("name", ["with_trainer", "with_lightning"])
+def test_cuda_programs_run_on_the_cpu(name: str, tmp_path: Path) -> None:
+    """Loops of libraries that choose the GPU where there is one, and are told of one: plain, they run on the CPU."""
+    if name == "with_lightning" and find_spec("lightning") is None:
+        pytest.skip("lightning is not installed")
+    compared(program(name), 0.5, tmp_path, device="cpu")
 
 
 @pytest.mark.slow

@@ -1,22 +1,29 @@
-"""Disks that fail while a model trains through streamed weights: one typed error, and nothing hangs."""
+"""Disks that fail while a model trains, and two trainings at once: one typed error, no hang."""
 
 from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from brim.cli import main
 from brim.core.hardware import RAM, VRAM
 from brim.errors import TransferError
 from brim.run.fit.machine import Need, machine, make_plan, put_in_force
+from brim.run.fit.step import Fitted
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 from support.failing import Calls
+from support.forked import forked, was_killed
 from support.streamed import MIB, X, make_net
 from support.tiny_model import held
+from support.trainings import BATCH, SEQ, course, weights
 
 
 @pytest.fixture(autouse=True)
@@ -95,3 +102,40 @@ def test_a_full_disk_is_told_and_nothing_hangs(
         del handle, net
         assert held()["threads"] == before["threads"]
         monkeypatch.undo()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another training is a copy of this process")
+def test_a_second_training_is_refused_while_the_first_is_in_its_first_step(
+    tiny: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "output"
+    command = ["train", str(tiny), "--data", str(text), "--output", str(output), "--ram", "1GiB", "--device", "cpu"]
+    command += ["--steps", "2", "--seq", str(SEQ), "--batch", str(BATCH)]
+    (begun, tells), (waits, goes_on) = os.pipe(), os.pipe()
+
+    def first() -> None:
+        step = Fitted.step
+
+        def waiting(self: Fitted, *arguments: Any, **options: Any) -> Any:
+            Fitted.step = step  # type: ignore[method-assign]
+            os.write(tells, b".")
+            os.read(waits, 1)
+            return step(self, *arguments, **options)
+
+        Fitted.step = waiting  # type: ignore[method-assign]
+        sys.stdout = sys.stderr = (tmp_path / "told").open("w")
+        assert main(command) == 0
+
+    pid = forked(first)
+    os.close(tells)
+    assert os.read(begun, 1) == b".", (tmp_path / "told").read_text()
+    for more in ([], ["--resume"], ["--overwrite"]):
+        assert main([*command, *more]) == 2
+        told = capfd.readouterr()
+        assert told.out == "" and told.err.count("Error: ") == 1 and "Traceback" not in told.err
+        assert f"Another training writes to it: process {pid} on " in told.err
+    os.write(goes_on, b".")
+    assert not was_killed(pid)
+    assert [step for step, _ in course(output)] == [1, 2] and weights(output)
+    for end in (begun, waits, goes_on):
+        os.close(end)

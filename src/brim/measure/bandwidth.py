@@ -88,11 +88,17 @@ def cpu_matrix_rates() -> dict[str, float]:
     for dtype in _CPU_DTYPES:
 
         def product(size: int, dtype: torch.dtype = dtype) -> Callable[[], object]:
-            left, right = torch.rand(size, size).to(dtype), torch.rand(size, size).to(dtype)
+            left, right = factors(size, dtype)
             return lambda: F.linear(left, right)
 
         rates[dtype_name(dtype)] = matrix_rate(product, target_s=0.15, largest=4096)
     return rates
+
+
+def factors(size: int, dtype: torch.dtype, device: torch.device | None = None) -> list[torch.Tensor]:
+    """Two ``size`` x ``size`` matrices, of a multiple of 64, of random numbers that are none of the program's own."""
+    few = torch.rand(2, 64, 64, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(device)
+    return [one.repeat(size // 64, size // 64).to(dtype) for one in few]
 
 
 def matrix_rate(

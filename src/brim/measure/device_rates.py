@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from brim.accelerator import CUDA, Accelerator, page_lock, page_unlock
 from brim.core.hardware import RAM, VRAM, Link
-from brim.measure.bandwidth import dtype_name, matrix_rate, median_s
+from brim.measure.bandwidth import dtype_name, factors, matrix_rate, median_s
 from brim.measure.capacity import device_free_bytes
 from brim.units import KIB, MIB
 
@@ -200,14 +200,14 @@ def _float32_precision(precision: str) -> Iterator[None]:
 
 def _product(on: Accelerator, dtype: torch.dtype) -> Callable[[int], Callable[[], object]]:
     def of_size(size: int) -> Callable[[], object]:
-        left, right = (torch.rand(size, size, device=on.device).to(dtype) for _ in range(2))
+        left, right = factors(size, dtype, on.device)
         return lambda: F.linear(left, right)
 
     return of_size
 
 
 def _float8_product(size: int) -> Callable[[], object]:
-    left, right = (torch.rand(size, size, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    left, right = factors(size, torch.float8_e4m3fn, torch.device("cuda"))
     scale, whole = torch.ones((), device="cuda"), F.ScalingType.TensorWise
     return lambda: F.scaled_mm(left, right.t(), scale, whole, scale, whole)
 

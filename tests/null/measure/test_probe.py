@@ -22,11 +22,12 @@ from brim.run.timing.measurement_cache import Remembered
 def measured(tmp_path_factory):
     """(cache base, what was measured into it)"""
     base = tmp_path_factory.mktemp("cache")
-    threads = torch.get_num_threads()
+    threads, random_state = torch.get_num_threads(), torch.get_rng_state()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(base))
         hardware = probe(device="cpu")
     assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), random_state), "a program's random numbers are its own"
     return base, hardware
 
 

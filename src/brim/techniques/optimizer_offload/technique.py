@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -200,13 +200,8 @@ class OptimizerOffload:
             if index not in self._done or not self._after_final:
                 self._places.gradients.store(index)
 
-    def _step_all(self, *args: Any, **kwargs: Any) -> None:
-        if any(value is not None for value in (*args[:1], kwargs.get("closure"))):
-            raise UnsupportedError(
-                f"{type(self.optimizer).__name__}.step was called with a closure.",
-                "A closure computes the gradients of all parameters again, but brim updates them block by block.",
-                "Call backward() before step(), and step() without it.",
-            )
+    def _step_all(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else self._closed(closure)
         todo = [i for i, b in self.blocks.items() if i not in self._done and _has_gradient(b)]
         try:
             for position, index in enumerate(todo):
@@ -221,6 +216,18 @@ class OptimizerOffload:
         self.reset()
         before, self._written_before = self._written_before, self._places.written_bytes
         self._written = self._written_before - before
+        return loss
+
+    def _closed(self, closure: Callable[[], Any]) -> Any:
+        """What it returns. PyTorch's optimizers that can be updated block by block call it once, before all else."""
+        if raw_step(self.optimizer).__module__.partition(".")[0] != "torch":
+            raise UnsupportedError(
+                f"{type(self.optimizer).__name__}.step was called with a closure.",
+                "It may call the closure more than once, for new gradients, but brim updates block by block.",
+                "Call backward() before step(), and step() without it.",
+            )
+        with torch.enable_grad():
+            return closure()
 
     def _step_rest(self) -> None:
         """What is in no block: parameters that came later, or were frozen when the blocks were made."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from brim.cli import main
-from brim.core import Plan
+from brim.core import Hardware, Plan
+from brim.measure import probe as probing
 from brim.run.generate.request import Request, generate
+from brim.run.generate.sampling import Sampling
 from brim.run.model.opening import prepare
+from support.launching import Told, in_child
 from support.onlooker import watched
 from support.tiny_model import save_llama
 
@@ -74,6 +79,67 @@ def test_pieces_of_text_make_up_the_whole(saved_llama: Path, cache: Path) -> Non
     result = generate(request, on_text=pieces.append, on_stage=stages.append)
     assert "".join(pieces) == result.text
     assert stages[-1] == "generating"
+
+
+def test_what_is_drawn_and_stopped_on_the_command_line_is_what_a_request_gives(
+    saved_llama: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", str(saved_llama), "--prompt", "hi", "--max-new-tokens", "24", "--json"]
+    arguments += ["--temperature", "1.3", "--top-p", "0.9", "--top-k", "40", "--seed", "7"]
+    drawn = Sampling(temperature=1.3, top_p=0.9, top_k=40, seed=7)
+    whole = generate(Request(model=saved_llama, prompt="hi", max_new_tokens=24, sampling=drawn))
+    stop = whole.text[9:11]
+    for options, stops in (([], []), (["--stop", stop, "--stop", "never said"], [stop, "never said"])):
+        assert main([*arguments, *options]) == 0
+        document = json.loads(capsys.readouterr().out)
+        made = generate(Request(model=saved_llama, prompt="hi", max_new_tokens=24, sampling=drawn, stop=stops))
+        assert (document["text"], document["token_ids"]) == (made.text, made.token_ids)
+        assert document["seed"] == made.seed == 7
+    assert made.text == whole.text[: whole.text.index(stop)]
+
+
+def _read_only(folder: Path) -> None:
+    """In a child: also for root, whom no permission stops."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    private, read_only = 0x4000 | 0x40000, 1
+    if os.geteuid():
+        folder.chmod(0o555)
+    elif libc.unshare(0x20000) or libc.mount(None, b"/", None, private, None):
+        os._exit(99)  # a container that may not
+    elif libc.mount(b"tmpfs", bytes(folder), b"tmpfs", read_only, None):
+        os._exit(99)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="a mount of its own makes a folder read-only for root")
+@pytest.mark.parametrize("place", ["HOME=/dev/null", "a file", "a read-only folder"])
+def test_without_a_cache_there_is_one_warning_and_the_same_answer(
+    place: str, saved_llama: Path, known_machine: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine's figures and the int8 weights are what would have been kept."""
+    monkeypatch.setattr(probing, "_measured", lambda *_: known_machine)
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    command = ["generate", str(saved_llama), "--prompt", "hi", "--max-new-tokens", "4", "--precision", "int8"]
+    wanted = in_child(lambda _: main(command), tmp_path)
+    assert wanted.code == 0 and "Warning" not in wanted.err, wanted.err
+
+    def work(_: Told) -> int:
+        if place == "a file":
+            os.environ["XDG_CACHE_HOME"] = str(saved_llama / "config.json")
+        elif place == "HOME=/dev/null":
+            os.environ |= {"XDG_CACHE_HOME": "", "HOME": os.devnull}
+        else:
+            (tmp_path / "empty").mkdir()
+            os.environ["XDG_CACHE_HOME"] = str(tmp_path / "empty")
+            _read_only(tmp_path / "empty")
+        return main(command)
+
+    ended = in_child(work, tmp_path)
+    if ended.code == 99:
+        pytest.skip("no mount is allowed here")
+    assert (ended.code, ended.out) == (0, wanted.out), ended.err
+    assert ended.err.count("could not be kept") == ended.err.count("Warning: ") == 1, ended.err
 
 
 # -- a real model

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import brim
-from brim.errors import BrimError, UnsupportedError
+from brim.errors import BrimError
 from brim.run.fit.step import Fitted
 
 KIB, WIDTH, STEPS = 1 << 10, 256, 4
@@ -197,7 +197,6 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "states in RAM": {"device": "emulated", "vram": 5600 * KIB, "ram": 32768 * KIB},
     "weights from RAM": {"device": "emulated", "vram": 1700 * KIB, "ram": 32768 * KIB},
 }
-REFUSED = {("closing", name): "closure" for name in BUDGETS if name != "all fits"}
 AWAY = ("gradients on disk", "weights from disk", "weights from RAM")
 
 
@@ -225,11 +224,6 @@ def test_every_loop_has_the_numbers_of_plain_pytorch(name: str) -> None:
         wanted = loop(twin, plain)
         model, optimizer, handle = fitted(name)
         torch.manual_seed(1)
-        if (kind, name) in REFUSED:
-            with pytest.raises(UnsupportedError, match=REFUSED[kind, name]):
-                loop(model, optimizer)
-            handle.remove()
-            continue
         try:
             found = loop(model, optimizer)
         except BrimError as error:

@@ -249,6 +249,13 @@ class Normed(torch.optim.Optimizer):
                     p.add_(p.grad / norm, alpha=-group["lr"])
 
 
+class Halving(torch.optim.SGD):
+    """Nobody knows how often it calls a closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, Counting, Normed])
 def test_an_optimizer_that_needs_all_parameters_at_once_is_refused(kind: Any, memory: Memory) -> None:
     model = make()
@@ -266,8 +273,11 @@ def test_closures_unknown_choices_and_foreign_steps_are_refused(memory: Memory) 
     for options_ in ({"states": "vram"}, {"states": "disk", "gradients": "attic"}):
         with pytest.raises(UsageError, match="Known: "):
             apply(model, optimizer, memory, **options_)
-    with offloaded(model, optimizer, memory, states="disk"), pytest.raises(UnsupportedError, match="closure"):
-        optimizer.step(lambda: 0.0)
+    with offloaded(model, optimizer, memory, states="disk"):
+        assert optimizer.step(lambda: 7.0) == optimizer.step(closure=lambda: 7.0) == 7.0
+    foreign = Halving(model.parameters())
+    with offloaded(model, foreign, memory, states="disk"), pytest.raises(UnsupportedError, match="closure"):
+        foreign.step(lambda: 7.0)
     optimizer.step = lambda: None  # type: ignore[method-assign]
     with pytest.raises(UnsupportedError, match="replaced"):
         apply(model, optimizer, memory, states="disk")
