@@ -142,10 +142,12 @@ class _Writing(Run):
                     category=categories.of_the_start(self.phases[stack]) if known else "",
                 )
 
-    def _alloc(self, index: int, address: int, size: int, stream: int) -> None:
-        super()._alloc(index, address, size, stream)
-        if index == self.peak:
-            self.keep_moment("peak", index)
+    def all_events(self) -> None:
+        if self.peak >= 0:
+            self.events(0, self.peak + 1)
+            self.keep_moment("peak", self.peak)
+        self.events(self.peak + 1, len(self.history.actions))
+        self.pending = self._give_back(self.pending)
 
     def _oom(self, index: int, size: int, stream: int, pending: list[tuple[str, int, int]]) -> None:
         super()._oom(index, size, stream, pending)
