@@ -281,6 +281,11 @@ class CachingAllocator:
             self.stats.add_inactive_split(0 if was_split else 1, -size if was_split else rest.size)
         return block
 
+    def have_taken(self, segments: int) -> None:
+        """Go on as one that took so many segments before: those that are taken from now on are younger."""
+        for _ in range(segments):
+            next(self._ages)
+
     # Giving memory back
 
     def empty_cache(self, pool: PoolId | None = None) -> None:

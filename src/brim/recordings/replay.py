@@ -163,20 +163,23 @@ class Run:
         self.history, self.start, self.config = history, start, config
         self.columns = Columns(history)
         self.changed_bytes = array("q", [0]) * len(history.actions)
+        self.pools = _PoolOf(history)
+        # A range of addresses is larger than what is there.
+        self.most_bytes = measured_peak_bytes(self.columns, start)
+        self.stops = stop_at_wrong_guess
+        self.wrong_guess: tuple[int, int] | None = None  # a block at the start, and by how much it is larger
+        self.begin(start)
+        self.inconsistent = start.inconsistent
+
+    def begin(self, start: State) -> None:
+        """Have an allocator in the state ``start``, and nothing counted."""
         self.device = RecordedDevice()
-        self.allocator = _Replaying(config, device=self.device)
+        self.allocator = _Replaying(self.config, device=self.device)
         self.handles = restore(self.allocator, start)  # by recorded address
         self.device.held.update(start.ranges, start.lowest.values())
-        self.pools = _PoolOf(history)
-        self.released_pools: set[PoolId] = set()  # of the releases that are pending
-        self.allocations = self.matched = self.segments = self.ooms = self.ooms_matched = 0
-        self.inconsistent = start.inconsistent
-        self.most_bytes = measured_peak_bytes(
-            self.columns, start
-        )  # a range of addresses is larger than what is there
-        self.stops = stop_at_wrong_guess
         self.pending: list[SegmentEvent] = []  # what was taken from the device or given back since the last request
-        self.wrong_guess: tuple[int, int] | None = None  # a block at the start, and by how much it is larger
+        self.released_pools: set[PoolId] = set()  # of the releases that are pending
+        self.allocations = self.matched = self.segments = self.ooms = self.ooms_matched = self.inconsistent = 0
 
     def all_events(self) -> None:
         self.events(0, len(self.history.actions))
