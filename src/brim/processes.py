@@ -9,11 +9,13 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_LENGTH_BYTES = 8  # of an answer, before it
 _THEN_RUN = "import os, sys; from brim.processes import end_with_parent; end_with_parent(int(sys.argv[1])); " + (
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
@@ -38,6 +40,52 @@ def bound(command: Sequence[str]) -> list[str]:
     source = str(Path(__file__).parents[1])
     code = f"import sys; sys.path.insert(0, {source!r}); {_THEN_RUN}"
     return [sys.executable, "-S", "-c", code, str(os.getpid()), *command]
+
+
+@contextmanager
+def copied(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes | None]]:
+    """Call ``work`` in a copy of this process while the block runs in this one.
+
+    What is given waits for the copy and tells what ``work`` returned; None: it raised, its process was killed, or
+    none can be started here. The copy ends with the block at the latest. Other threads are not in it, so there
+    should be none that hold a lock.
+    """
+    parent, child, read, write = os.getpid(), 0, -1, -1
+    with contextlib.suppress(OSError):
+        read, write = os.pipe()
+
+    def answer() -> bytes | None:
+        if not child:
+            return None
+        with open(read, "rb", closefd=False) as pipe:
+            told = pipe.read()
+        length = int.from_bytes(told[:_LENGTH_BYTES], "little")
+        return told[_LENGTH_BYTES:] if len(told) == _LENGTH_BYTES + length else None
+
+    try:
+        if write >= 0 and hasattr(os, "fork"):
+            with contextlib.suppress(OSError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # NumPy's threads wait for work, of which a copy has none
+                child = os.fork()
+        if child == 0 and os.getpid() != parent:
+            os.close(read)
+            end_with_parent(parent)
+            made = work()
+            with open(write, "wb") as pipe:
+                pipe.write(len(made).to_bytes(_LENGTH_BYTES, "little") + made)
+            os._exit(0)
+        if write >= 0:
+            os.close(write)
+        yield answer
+    finally:
+        if os.getpid() != parent:
+            os._exit(1)
+        if read >= 0:
+            os.close(read)
+        if child:
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ class Block:
         "event",
         "event_count",
         "gc_base",
+        "key",
         "mapped",
         "next",
         "pool",
@@ -32,6 +33,8 @@ class Block:
         "stream",
         "stream_uses",
     )
+    key: int  # of a free block: its number in its pool, ...
+    gc_base: int  # ... and the pool's clock when it came there
 
     def __init__(
         self,
@@ -52,7 +55,6 @@ class Block:
         self.stream_uses: set[int] | None = None  # other streams that touched it
         self.event = -1  # of a recorded run: what allocated it
         self.event_count = 0  # streams whose events it still waits for
-        self.gc_base = 0
 
     @property
     def is_free(self) -> bool:
@@ -111,17 +113,18 @@ class BlockPool:
         self.get_free_calls = 0  # the clock of garbage collection
 
     def insert(self, block: Block) -> None:
+        address = block.address
         block.gc_base = self.get_free_calls
+        block.key = key = block.size << SIZE_SHIFT | block.age << ADDRESS_BITS | address
         keys = self.free.get(block.stream)
         if keys is None:
             keys = self.free[block.stream] = []
-        insort(keys, block.size << SIZE_SHIFT | block.age << ADDRESS_BITS | block.address)
-        self.blocks[block.address] = block
+        insort(keys, key)
+        self.blocks[address] = block
 
     def remove(self, block: Block) -> None:
         keys = self.free[block.stream]
-        del keys[bisect_left(keys, block.size << SIZE_SHIFT | block.age << ADDRESS_BITS | block.address)]
-        del self.blocks[block.address]
+        del keys[bisect_left(keys, block.key)], self.blocks[block.address]
 
     def insert_hole(self, block: Block) -> None:
         insort(self.unmapped.setdefault(block.stream, []), block.address)

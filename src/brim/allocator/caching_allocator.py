@@ -65,6 +65,7 @@ class CachingAllocator:
         self._collects = self._allowed is not None and config.garbage_collection_threshold > 0
         self._plain_rounding = not any(config.roundup_power2_divisions)
         self._unsplittable = config.max_split_bytes or 1 << 62
+        self.passes_over = False  # the free blocks: a replay whose record shows that a request found none there
         self._captures: dict[PoolId, Collection[int] | None] = {}
         self._events = StreamEvents()
 
@@ -83,10 +84,13 @@ class CachingAllocator:
                 self.complete_free(freed)
         size = (nbytes + 511) & -512 if self._plain_rounding else self.config.round_size(nbytes)
         blocks = self._pool_for(size, stream, pool)
-        block = self._find_free(blocks, size, stream) or self._find_new(blocks, size, stream, nbytes)
-        if self._should_split(block, size):
+        block = None if self.passes_over else self._find_free(blocks, size, stream)
+        if block is None:
+            block = self._find_new(blocks, size, stream, nbytes)
+        rest = block.size - size
+        if rest and self._should_split(blocks, size, rest):
             block = self._split(block, size)
-        elif (block.prev is not None or block.next is not None) and block.segment is None:
+        elif block.segment is None and (block.prev is not None or block.next is not None):
             self.stats.add_inactive_split(-1, -block.size)
         self.mark_live(block, nbytes)
         return block
@@ -135,13 +139,12 @@ class CachingAllocator:
             pool.insert(block)
             return
         blocks = size = 0
-        for neighbour in (before, after):
-            if neighbour is None or neighbour.allocated:
-                continue
-            taken = pool.merge(block, neighbour)
-            if taken:
-                blocks -= 1
-                size -= taken
+        if before is not None and not before.allocated and (taken := pool.merge(block, before)):
+            blocks -= 1
+            size -= taken
+        if after is not None and not after.allocated and (taken := pool.merge(block, after)):
+            blocks -= 1
+            size -= taken
         pool.insert(block)
         if block.segment is None:
             if block.prev is not None or block.next is not None:
@@ -194,29 +197,24 @@ class CachingAllocator:
         return private.small if small else private.large
 
     def _pool_for(self, size: int, stream: int, pool: PoolId | None) -> BlockPool:
-        if pool is not None:
-            return self.block_pool(pool, size <= SMALL_BYTES)
-        for name in reversed(self._captures):
-            streams = self._captures[name]
-            if streams is None or stream in streams:
-                return self.block_pool(name, size <= SMALL_BYTES)
-        return self.small if size <= SMALL_BYTES else self.large
+        if pool is None and self._captures:
+            for name in reversed(self._captures):
+                streams = self._captures[name]
+                if streams is None or stream in streams:
+                    return self.block_pool(name, size <= SMALL_BYTES)
+        if pool is None or pool == DEFAULT_POOL:
+            return self.small if size <= SMALL_BYTES else self.large
+        return self.block_pool(pool, size <= SMALL_BYTES)
 
     # Finding a block
 
     def _find_free(self, pool: BlockPool, size: int, stream: int) -> Block | None:
+        """The block that PyTorch would choose, out of ``pool``: one candidate only, taken or refused."""
         if self._collects:
             pool.get_free_calls += 1
         keys = pool.free.get(stream)
         if not keys:
             return None
-        index = self._best_fit(pool, keys, size)
-        if index is None:
-            return None
-        return pool.blocks.pop(keys.pop(index) & ADDRESS_MASK)
-
-    def _best_fit(self, pool: BlockPool, keys: list[int], size: int) -> int | None:
-        """Where among ``keys`` the block is that PyTorch would choose: one candidate only, taken or refused."""
         index = bisect_left(keys, size << SIZE_SHIFT)
         if index == len(keys):
             return None
@@ -224,11 +222,12 @@ class CachingAllocator:
             index = expandable_choice(pool, keys, index, wanted=self.config.expandable_segments)
             if index == len(keys):
                 return None
-        found = keys[index] >> SIZE_SHIFT
         limit = self._unsplittable
-        if (size < limit <= found) or (size >= limit and found >= size + self.config.max_non_split_rounding_bytes):
+        block = pool.blocks[keys[index] & ADDRESS_MASK]
+        if block.size >= limit if size < limit else block.size >= size + self.config.max_non_split_rounding_bytes:
             return None
-        return index
+        del keys[index], pool.blocks[block.address]
+        return block
 
     def _find_new(self, pool: BlockPool, size: int, stream: int, nbytes: int) -> Block:
         """A block from the device, releasing cached memory if it must. Raises OutOfMemory."""
@@ -261,23 +260,31 @@ class CachingAllocator:
             self._on_segment("segment_alloc", address, wanted, stream)
         return Block(address, wanted, stream, pool, age=next(self._ages))
 
-    def _should_split(self, block: Block, size: int) -> bool:
-        rest = block.size - size
-        if block.pool.small or self.config.expandable_segments:
+    def _should_split(self, pool: BlockPool, size: int, rest: int) -> bool:
+        if pool.small or self.config.expandable_segments:
             return rest >= MIN_BLOCK_BYTES
         return size < self._unsplittable and rest > SMALL_BYTES
 
     def _split(self, rest: Block, size: int) -> Block:
         """The first ``size`` bytes of a free block; the rest goes back to the pool."""
-        was_split = rest.prev is not None or rest.next is not None
-        block = Block(rest.address, size, rest.stream, rest.pool, rest.segment, rest.age)
-        block.splice(rest.prev, rest)
+        before, pool, segment = rest.prev, rest.pool, rest.segment
+        block = Block(rest.address, size, rest.stream, pool, segment, rest.age)
+        block.prev, block.next = before, rest
+        was_split = before is not None or rest.next is not None
+        if before is not None:
+            before.next = block
+        rest.prev = block
         rest.address += size
         rest.size -= size
-        rest.pool.insert(rest)
-        if rest.segment is None:
+        pool.insert(rest)
+        if segment is None:
             self.stats.add_inactive_split(0 if was_split else 1, -size if was_split else rest.size)
         return block
+
+    def have_taken(self, segments: int) -> None:
+        """Go on as one that took so many segments before: those that are taken from now on are younger."""
+        for _ in range(segments):
+            next(self._ages)
 
     # Giving memory back
 

@@ -30,12 +30,12 @@ class RecordedDevice:
         self.reserved_next: int | None = (
             None  # where address space lies that a failing request reserves and maps later
         )
-        self._next_invented = 1 << 63  # no device has addresses so high
+        self.next_invented = 1 << 63  # no device has addresses so high
 
     def _invent(self, size: int) -> int:
         self.unexpected += 1
-        self._next_invented += size
-        return self._next_invented - size
+        self.next_invented += size
+        return self.next_invented - size
 
     def _releases_first(self) -> bool:
         return bool(self.expected) and self.expected[0][0] in RELEASES

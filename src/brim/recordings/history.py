@@ -28,6 +28,7 @@ ACTIONS = (
     "oom",
 )
 ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_MAP, SEGMENT_FREE, SEGMENT_UNMAP, OOM = range(8)
+FREE = 8  # both halves of a free, one behind the other
 OTHER = 255  # an action that is passed over
 
 
@@ -106,6 +107,21 @@ class Columns:
     def actions(self) -> NDArray[np.uint8]:
         numbers, names = _interned(self.history.actions)
         return np.array([ACTIONS.index(name) if name in ACTIONS else OTHER for name in names], np.uint8)[numbers]
+
+    @cached_property
+    def completions(self) -> NDArray[np.bool_]:
+        """Whether an event is the ``free_completed`` of the ``free_requested`` right before it."""
+        found = np.zeros(len(self.actions), bool)
+        found[1:] = (self.actions[1:] == FREE_COMPLETED) & (self.actions[:-1] == FREE_REQUESTED)
+        found[1:] &= self.addresses[1:] == self.addresses[:-1]
+        return found
+
+    @cached_property
+    def steps(self) -> NDArray[np.uint8]:
+        """``actions``, but ``FREE`` where both halves of a free are one step: those of ``completions`` are in it."""
+        found = self.actions.copy()
+        found[:-1][self.completions[1:]] = FREE
+        return found
 
     @cached_property
     def addresses(self) -> NDArray[np.int64]:

@@ -44,7 +44,8 @@ _CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
 class Column:
     """What some rows hold under one key. ``rows`` are their numbers, ascending; None: all rows.
 
-    ``numbers`` are the values themselves, or, where there are ``values``, say which of those.
+    ``numbers`` are the values themselves, or, where there are ``values``, say which of those. Lists alone are told as
+    ``Known.numbered``: from one table to the next what is there has the number that it had.
     """
 
     rows: Numbers | None
@@ -205,7 +206,7 @@ class _Reading:
         """The rows as columns."""
         numbers: list[tuple[_Field, Numbers, Sequence[Any] | None]] = []
         slots = np.ones(self.count, np.int64)  # in the memo, per row: the first is its own
-        filled: list[tuple[Numbers, Numbers, Numbers, list[Any]]] = []  # rows, slots, numbers, values
+        filled: list[tuple[Numbers, Numbers, NDArray[np.object_]]] = []  # rows, slots, values
         waiting: list[int] = []  # fields with references, which may lead to other rows' values
         for one in self.fields:
             kept = int(np.searchsorted(one.rows, self.count))
@@ -223,12 +224,18 @@ class _Reading:
             values: list[Any] = []
             for kind, read_values in ((_TEXT, self._texts), (_LIST, self._lists), (_PAIR, self._pairs)):
                 chosen = np.flatnonzero(one.kinds == kind)
-                if len(chosen):
-                    own, distinct = read_values(one.at[chosen], one.rows[chosen])
-                    filled.append((one.rows[chosen], slots[one.rows[chosen]], own, distinct))
-                    slots[one.rows[chosen]] += 1
-                    found[chosen] = own + len(values)
-                    values += distinct
+                if not len(chosen):
+                    continue
+                own, known = read_values(one.at[chosen], one.rows[chosen])
+                objects = np.fromiter(map(known.__getitem__, own.tolist()), object, len(own))
+                filled.append((one.rows[chosen], slots[one.rows[chosen]], objects))
+                slots[one.rows[chosen]] += 1
+                if len(chosen) == len(found):
+                    found, values = own, known
+                    break
+                distinct, which = _distinct(own)
+                found[chosen] = which + len(values)
+                values += [known[index] for index in distinct.tolist()]
             chosen = np.flatnonzero(one.kinds == _CONSTANT)
             if len(chosen):
                 codes, own = _distinct(self.bytes[one.at[chosen]].astype(np.int64))
@@ -241,11 +248,8 @@ class _Reading:
             return None
         places = np.cumsum(slots) - slots
         remembered = np.full(int(places[-1] + slots[-1]), self.row, object)
-        for rows, slot, own, distinct in filled:
-            objects = np.empty(len(distinct), object)  # one by one: lists would be taken for further dimensions
-            for index, value in enumerate(distinct):
-                objects[index] = value
-            remembered[places[rows] + slot] = objects[own]
+        for rows, slot, objects in filled:
+            remembered[places[rows] + slot] = objects
         for index in waiting:
             self._refer(*numbers[index], places, remembered)
         if self.count < 1:
@@ -277,17 +281,18 @@ class _Reading:
             rows = np.concatenate([one.rows for one in found if one.rows is not None])
             if any((one.values is None) is not (found[0].values is None) for one in found):
                 return None
-            order = slice(None) if len(found) == 1 else np.argsort(rows, kind="stable")
-            rows = rows[order]
-            if len(rows) > 1 and (np.diff(rows) == 0).any():
-                return None
-            shifts = np.cumsum([0, *(len(one.values or ()) for one in found)]).tolist()
-            numbers = np.concatenate([one.numbers + by for one, by in zip(found, shifts, strict=False)])[order]
-            columns[name] = Column(
-                rows=None if len(rows) == self.count else rows,
-                numbers=numbers,
-                values=None if found[0].values is None else [value for one in found for value in one.values or ()],
-            )
+            if all(one.values is found[0].values for one in found):
+                numbers, values = np.concatenate([one.numbers for one in found]), found[0].values
+            else:
+                shifts = np.cumsum([0, *(len(one.values or ()) for one in found)]).tolist()
+                numbers = np.concatenate([one.numbers + by for one, by in zip(found, shifts, strict=False)])
+                values = [value for one in found for value in one.values or ()]
+            if len(found) > 1:
+                order = np.argsort(rows, kind="stable")
+                rows, numbers = rows[order], numbers[order]
+                if (np.diff(rows) == 0).any():
+                    return None
+            columns[name] = Column(rows=None if len(rows) == self.count else rows, numbers=numbers, values=values)
         return columns
 
     def _integers(self, at: Numbers) -> Numbers:
@@ -333,8 +338,7 @@ class _Reading:
             own = [numbers[raw] for raw in raws]
         except KeyError:
             own = [self._list(raw, row) for raw, row in zip(raws, rows.tolist(), strict=True)]
-        distinct, which = _distinct(np.array(own, np.int64))
-        return which, [self.known.numbered[index] for index in distinct.tolist()]
+        return np.array(own, np.int64), self.known.numbered
 
     def _list(self, raw: bytes, row: int) -> int:
         """The number of a list; 0 for what is none, and ends the rows."""

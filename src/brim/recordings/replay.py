@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from brim.allocator.blocks import DEFAULT_POOL, Block, BlockPool, PoolId
+from brim.allocator.blocks import DEFAULT_POOL, Block, PoolId
 from brim.allocator.caching_allocator import CachingAllocator
 from brim.allocator.config import MIN_BLOCK_BYTES, SMALL_BYTES, AllocatorConfig
 from brim.allocator.out_of_memory import OutOfMemory
@@ -17,6 +17,7 @@ from brim.recordings.device import RELEASES, RecordedDevice, SegmentEvent
 from brim.recordings.history import (
     ACTIONS,
     ALLOC,
+    FREE,
     FREE_COMPLETED,
     FREE_REQUESTED,
     OOM,
@@ -31,6 +32,7 @@ from brim.recordings.restore import pieces, restore
 from brim.recordings.starting_state import State, final_state, starting_state
 
 MOST_EVENTS = 4_000_000  # how much is replayed again to find out sizes that no event tells
+_ROWS = 1 << 14  # events that are looked at together
 _SHOWN_BY = 100_000  # events, in which it shows by what the recorded allocator chose among blocks of one size
 
 
@@ -105,14 +107,15 @@ def recorded_start(history: History) -> tuple[AllocatorConfig, State]:
 
 def _chosen_config(history: History, told: AllocatorConfig, start: State) -> AllocatorConfig:
     by_age = dataclasses.replace(told, oldest_segment_first=True)
-    return by_age if _follows(history, by_age, start) > _follows(history, told, start) else told
+    followed = _follows(history, told, start)
+    return by_age if followed < _SHOWN_BY and _follows(history, by_age, start) > followed else told
 
 
 def _follows(history: History, config: AllocatorConfig, start: State) -> int:
     """The event up to which ``history`` has the addresses that ``config`` gives, ``_SHOWN_BY`` at most."""
     run = _FirstDifference(history, config, start)
     try:
-        run.all_events()
+        run.events(0, min(len(history.actions), _SHOWN_BY))
     except _Differs as difference:
         return difference.event
     return _SHOWN_BY
@@ -134,20 +137,16 @@ def _settled(history: History, config: AllocatorConfig, start: State) -> State:
 
 
 class _Replaying(CachingAllocator):
-    """Passes its cache over when the record shows that a request found nothing there.
+    """Keeps its cache when the record shows so.
 
     A request that fails waits for other streams in between; the record tells only that their blocks became free.
     """
 
-    passes_over = False
     keeps_cache = False  # during a capture, a request that fails gives nothing back
 
     def empty_cache(self, pool: PoolId | None = None) -> None:
         if not self.keeps_cache:
             super().empty_cache(pool)
-
-    def _find_free(self, pool: BlockPool, size: int, stream: int) -> Block | None:
-        return None if self.passes_over else super()._find_free(pool, size, stream)
 
 
 class Run:
@@ -164,25 +163,45 @@ class Run:
         self.history, self.start, self.config = history, start, config
         self.columns = Columns(history)
         self.changed_bytes = array("q", [0]) * len(history.actions)
-        self.device = RecordedDevice()
-        self.allocator = _Replaying(config, device=self.device)
-        self.handles = restore(self.allocator, start)  # by recorded address
-        self.device.held.update(start.ranges, start.lowest.values())
         self.pools = _PoolOf(history)
-        self.released_pools: set[PoolId] = set()  # of the releases that are pending
-        self.allocations = self.matched = self.segments = self.ooms = self.ooms_matched = 0
-        self.inconsistent = start.inconsistent
-        self.most_bytes = measured_peak_bytes(
-            self.columns, start
-        )  # a range of addresses is larger than what is there
+        # A range of addresses is larger than what is there.
+        self.most_bytes = measured_peak_bytes(self.columns, start)
         self.stops = stop_at_wrong_guess
         self.wrong_guess: tuple[int, int] | None = None  # a block at the start, and by how much it is larger
+        self.begin(start)
+        self.inconsistent = start.inconsistent
+
+    def begin(self, start: State) -> None:
+        """Have an allocator in the state ``start``, and nothing counted."""
+        self.device = RecordedDevice()
+        self.allocator = _Replaying(self.config, device=self.device)
+        self.handles = restore(self.allocator, start)  # by recorded address
+        self.device.held.update(start.ranges, start.lowest.values())
+        self.pending: list[SegmentEvent] = []  # what was taken from the device or given back since the last request
+        self.released_pools: set[PoolId] = set()  # of the releases that are pending
+        self.allocations = self.matched = self.segments = self.ooms = self.ooms_matched = self.inconsistent = 0
 
     def all_events(self) -> None:
-        history = self.history
-        pending: list[SegmentEvent] = []
-        rows = zip(self.columns.actions.tobytes(), history.addresses, history.sizes, history.streams, strict=True)
-        for index, (action, address, size, stream) in enumerate(rows):
+        self.events(0, len(self.history.actions))
+        self.pending = self._give_back(self.pending)
+
+    def events(self, begin: int, end: int) -> None:
+        """The events from one index up to another, which follow those before. Between them no free is cut in two."""
+        for start in range(begin, end, _ROWS):
+            self._some(start, min(start + _ROWS, end))
+            if self.wrong_guess is not None:
+                return
+
+    def _some(self, begin: int, end: int) -> None:
+        """Some events. A free that is completed at once, as nearly all are, is one step."""
+        columns, handles, changed_bytes = self.columns, self.handles, self.changed_bytes
+        request_free, complete_free = self.allocator.request_free, self.allocator.complete_free
+        rows = np.flatnonzero(~columns.completions[begin:end]) + begin
+        numbers = (columns.steps, columns.addresses, columns.sizes, columns.streams)
+        pending = self.pending
+        for index, action, address, size, stream in zip(
+            rows.tolist(), *(column[rows].tolist() for column in numbers), strict=True
+        ):
             if action == ALLOC:
                 if size <= 0:
                     self.inconsistent += 1
@@ -194,6 +213,18 @@ class Run:
                     self._alloc(index, address, size, stream)
                 if self.wrong_guess is not None:
                     return
+            elif action == FREE:
+                if pending:
+                    pending = self._give_back(pending)
+                block = handles.get(address)
+                if block is None or not block.allocated:
+                    self._request(index, address)
+                    self._complete(index + 1, address)
+                    continue
+                del handles[address]
+                changed_bytes[index] = block.size
+                request_free(block)
+                complete_free(block)
             elif action == FREE_REQUESTED:
                 if pending:
                     pending = self._give_back(pending)
@@ -213,7 +244,7 @@ class Run:
                     continue
                 self._oom(index, size, stream, pending)
                 pending = []
-        self._give_back(pending)
+        self.pending = pending
 
     def _alloc_from_device(
         self, index: int, address: int, size: int, stream: int, pending: list[SegmentEvent]
@@ -243,14 +274,16 @@ class Run:
         self.allocations += 1
         if block.address == address:
             self.matched += 1
-        elif self.stops:
-            self._question(index, block, size)
+        else:
+            self._differs(index, block, size)
         block.event = index
         self.handles[address] = block
         self.changed_bytes[index] = block.size
 
-    def _question(self, index: int, block: Block, nbytes: int) -> None:
+    def _differs(self, index: int, block: Block, nbytes: int) -> None:
         """The record did not take this block: it was smaller, if the size of the block before it was guessed."""
+        if not self.stops:
+            return
         before = self.start.live.get(self.start.guessed.get(block.address, -1))
         if before is None or before.freed_at <= index:
             return
@@ -372,7 +405,7 @@ class Run:
 
 
 class _Differs(Exception):
-    """An address that the record has not, or as many events as are looked at."""
+    """An address that the record has not."""
 
     def __init__(self, event: int) -> None:
         super().__init__()
@@ -380,10 +413,8 @@ class _Differs(Exception):
 
 
 class _FirstDifference(Run):
-    def _alloc(self, index: int, address: int, size: int, stream: int) -> None:
-        super()._alloc(index, address, size, stream)
-        if self.matched < self.allocations or index >= _SHOWN_BY:
-            raise _Differs(min(index, _SHOWN_BY))
+    def _differs(self, index: int, block: Block, nbytes: int) -> None:
+        raise _Differs(index)
 
 
 class _PoolOf:

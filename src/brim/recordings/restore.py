@@ -24,7 +24,7 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
             by_group.setdefault(span.group, []).append(span)
         else:
             allocator.stats.segments += 1
-            _chain(allocator, pieces(span, state, addresses), span.group, None, handles)
+            _chain(allocator, pieces(span, state, addresses), span.group, None, handles, age=span.age)
     bases = sorted(state.lowest.values())
     for group, ranges in by_group.items():
         _restore_expandable(allocator, group, ranges, bases, state, addresses, handles)
@@ -82,13 +82,15 @@ def _chain(
     group: Group,
     segment: AddressRange | None,
     handles: dict[int, Block],
+    *,
+    age: int = 0,
 ) -> None:
     """Blocks for adjacent pieces, linked, in use or in their pool."""
     stream, small, pool_id = group
     pool = allocator.block_pool(pool_id, small)
     before: Block | None = None
     for address, size, live, mapped in parts:
-        block = Block(address, size, stream, pool, segment)
+        block = Block(address, size, stream, pool, segment, age)
         block.mapped = mapped
         block.splice(before, None)
         before = block

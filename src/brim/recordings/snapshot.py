@@ -30,6 +30,7 @@ from brim.recordings.pickled_rows import Column, Table
 PoolId = tuple[int, int]
 BYTES_PER_EVENT = 24  # no event takes less in a file
 _MOST_SUMMED_BYTES = 1 << 62  # of all events: what is held is summed in 64 bits
+_NOT_NUMBERED = np.int32(-2)
 STATES = ("active_allocated", "active_awaiting_free", "active_pending_free", "inactive")
 
 
@@ -203,6 +204,8 @@ class _Reader:
         self.frame_texts: list[str] = []
         self.holders: list[Any] = []  # keeps the dictionaries whose ids are known
         self.stacks: dict[bytes, int] = {}
+        self.lists: Sequence[Any] = ()  # of frames that many rows named last, and the number of each one's stack
+        self.of_lists = np.zeros(0, np.int32)
 
     def refuse(self, found: str) -> FormatError:
         return FormatError(f"Cannot read {self.name} as a memory snapshot of PyTorch.", found)
@@ -261,10 +264,18 @@ class _Reader:
         made = np.full(count, -1, np.int32)
         if frames is None:
             return made
-        if not _all_are(list, frames):
+        if frames.values is None:
             return None
-        stacks = np.array([self.stack(one) for one in frames.values or ()], np.int32)
-        made[slice(None) if frames.rows is None else frames.rows] = stacks[frames.numbers]
+        if frames.values is not self.lists:
+            if not _all_are(list, frames):
+                return None
+            self.lists, self.of_lists = frames.values, np.zeros(0, np.int32)
+        new = len(frames.values) - len(self.of_lists)
+        if new > 0:  # mostly the same lists as in the rows before
+            self.of_lists = np.append(self.of_lists, np.full(max(new, len(self.of_lists)), _NOT_NUMBERED))
+        unknown = np.unique(frames.numbers[self.of_lists[frames.numbers] == _NOT_NUMBERED])
+        self.of_lists[unknown] = [self.stack(frames.values[number]) for number in unknown.tolist()]
+        made[slice(None) if frames.rows is None else frames.rows] = self.of_lists[frames.numbers]
         return made
 
     def event(self, item: dict[Any, Any]) -> _Event:

@@ -46,12 +46,13 @@ class Live:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
-    """A ``cudaMalloc`` segment, or a contiguous mapped range of an expandable one."""
+    """A ``cudaMalloc`` segment, or a contiguous mapped range of an expandable one. ``age``: as a ``Block``'s."""
 
     address: int
     size: int
     group: Group
     expandable: bool
+    age: int = 0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -114,10 +115,10 @@ class _Undo:
 
     def __init__(self, history: History, config: AllocatorConfig, columns: Columns) -> None:
         self._history, self._columns = history, columns
-        self._groups = _Groups(history, config, columns)
+        self._groups = Groups(history, config, columns)
         self._state = final_state(history)
         self._native = {at: span for at, span in self._state.ranges.items() if not span.expandable}
-        self._mapped = _Mapped()
+        self._mapped = Mapped()
         for span in self._state.ranges.values():
             if span.expandable:
                 self._mapped.add(span.address, span.size)
@@ -186,29 +187,33 @@ class _Undo:
         )
 
     def state(self) -> State:
-        groups, state = self._groups, self._state
-        state.ranges = self._native
-        for address, size in self._mapped.ranges(groups):
-            group = groups.expandable(address)
-            state.ranges[address] = Range(address=address, size=size, group=group, expandable=True)
-        self._drop_impossible()
-        state.lowest = groups.lowest(state.ranges)
-        return state
-
-    def _drop_impossible(self) -> None:
-        """Leave out what is empty or lies on another segment: the events were not all of one run."""
-        state = self._state
-        end = 0
-        for address in sorted(state.ranges):
-            span = state.ranges[address]
-            if span.size <= 0 or address < end:
-                del state.ranges[address]
-                state.inconsistent += 1
-            else:
-                end = address + span.size
+        lay_out(self._state, self._native, self._mapped, self._groups)
+        return self._state
 
 
-class _Mapped:
+def lay_out(state: State, native: dict[int, Range], mapped: Mapped, groups: Groups, *, after: int = 0) -> None:
+    """Give ``state`` its segments, those of ``cudaMalloc`` and what is mapped, before the event ``after``."""
+    state.ranges = native
+    for address, size in mapped.ranges(groups):
+        group = groups.expandable(address)
+        state.ranges[address] = Range(address=address, size=size, group=group, expandable=True)
+    _drop_impossible(state)
+    state.lowest = groups.lowest(state.ranges, after)
+
+
+def _drop_impossible(state: State) -> None:
+    """Leave out what is empty or lies on another segment: the events were not all of one run."""
+    end = 0
+    for address in sorted(state.ranges):
+        found = state.ranges[address]
+        if found.size <= 0 or address < end:
+            del state.ranges[address]
+            state.inconsistent += 1
+        else:
+            end = address + found.size
+
+
+class Mapped:
     """A set of addresses as disjoint ranges, in order."""
 
     def __init__(self) -> None:
@@ -235,7 +240,7 @@ class _Mapped:
                 ends = [start] * (left < start) + [right] * (end < right)
         self._starts[first:last], self._ends[first:last] = starts, ends
 
-    def ranges(self, groups: _Groups) -> list[tuple[int, int]]:
+    def ranges(self, groups: Groups) -> list[tuple[int, int]]:
         """Address and size of each range; where two address spaces touch, they are kept apart."""
         ranges = []
         for start, end in zip(self._starts, self._ends, strict=True):
@@ -244,7 +249,7 @@ class _Mapped:
         return ranges
 
 
-class _Groups:
+class Groups:
     """Stream, size class and pool of an address.
 
     The snapshot's segments tell where they are known. What was given back before, or mapped since, is recognised by
@@ -308,7 +313,7 @@ class _Groups:
         first, last = bisect_right(self._addresses, start), bisect_left(self._addresses, end)
         return [self._addresses[i] for i in range(max(first, 1), last) if self._groups[i] != self._groups[i - 1]]
 
-    def lowest(self, ranges: Mapping[int, Range]) -> dict[Group, int]:
+    def lowest(self, ranges: Mapping[int, Range], after: int = 0) -> dict[Group, int]:
         """Where the address space of each group begins: pages are mapped from its lowest address on.
 
         What is mapped later counts, until all of it was given back: then there is new address space.
@@ -319,7 +324,7 @@ class _Groups:
             if at.expandable:
                 lowest[at.group] = min(lowest.get(at.group, at.address), at.address)
                 mapped[at.group] = mapped.get(at.group, 0) + at.size
-        for index in self._changes:
+        for index in self._changes[bisect_left(self._changes, after) :]:
             address, size = self._history.addresses[index], self._history.sizes[index]
             group = self.expandable(address)
             if self._columns.actions[index] == SEGMENT_MAP and mapped.get(group):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,8 @@ from brim.allocator.blocks import Block
 from brim.allocator.config import AllocatorConfig
 from brim.core.hardware import VRAM
 from brim.core.timeline import EventKind, Timeline
-from brim.recordings import categories, static_snapshot
+from brim.processes import copied
+from brim.recordings import categories, halves, static_snapshot
 from brim.recordings.history import (
     ALLOC,
     FREE_COMPLETED,
@@ -92,7 +94,6 @@ def recorded_run(history: History, name: str, *, stacks: Sequence[Sequence[str]]
         run.prepare(made, stacks)
         run.all_events()
         run.write_events()
-        run.keep_moment("end", max(len(history.actions) - 1, 0))
         return RecordedRun(
             timeline=made,
             config=config,
@@ -104,6 +105,8 @@ def recorded_run(history: History, name: str, *, stacks: Sequence[Sequence[str]]
 
 class _Writing(Run):
     """Writes every event that changes what is held, and keeps the telling moments."""
+
+    second_half: Replay | None = None
 
     def prepare(self, timeline: Timeline, stacks: Sequence[Sequence[str]]) -> None:
         history, start = self.history, self.start
@@ -142,10 +145,56 @@ class _Writing(Run):
                     category=categories.of_the_start(self.phases[stack]) if known else "",
                 )
 
-    def _alloc(self, index: int, address: int, size: int, stream: int) -> None:
-        super()._alloc(index, address, size, stream)
-        if index == self.peak:
-            self.keep_moment("peak", index)
+    def all_events(self) -> None:
+        """All events; the second half of many in another process, where that can be."""
+        count = len(self.history.actions)
+        middle = halves.border(self.columns)
+        if middle is None:
+            self._up_to(0, count)
+        else:
+            with copied(lambda: self._second_half(middle)) as second:
+                self._up_to(0, middle)
+                told = second()
+            if told is not None and self._joins(middle, told):
+                return
+            self._up_to(middle, count)
+        self._finish()
+
+    def _up_to(self, begin: int, end: int) -> None:
+        if begin <= self.peak < end:
+            self.events(begin, self.peak + 1)
+            self.keep_moment("peak", self.peak)
+            begin = self.peak + 1
+        self.events(begin, end)
+
+    def _finish(self) -> None:
+        self.pending = self._give_back(self.pending)
+        self.keep_moment("end", len(self.history.actions) - 1)
+
+    def _second_half(self, middle: int) -> bytes:
+        """What ``_joins`` needs to know of the events from ``middle`` on."""
+        halves.begin(self, middle)
+        self.moments = []
+        began = halves.standing(self)
+        self._up_to(middle, len(self.history.actions))
+        self._finish()
+        return pickle.dumps((began, self.result(), self.moments, self.changed_bytes[middle:]))
+
+    def _joins(self, middle: int, told: bytes) -> bool:
+        """Take in the second half if it began where the first has ended."""
+        began, result, moments, changed_bytes = pickle.loads(told)
+        if began != halves.standing(self):
+            return False
+        self.second_half = result
+        self.changed_bytes[middle:] = changed_bytes
+        left = MOST_OOMS - sum(one.what == "oom" for one in self.moments)
+        failures = [one for one in moments if one.what == "oom"]
+        self.moments += [one for one in moments if one not in failures[left:]]
+        return True
+
+    def result(self) -> Replay:
+        first = super().result()
+        return first if self.second_half is None else halves.joined(first, self.second_half)
 
     def _oom(self, index: int, size: int, stream: int, pending: list[tuple[str, int, int]]) -> None:
         super()._oom(index, size, stream, pending)

@@ -1,0 +1,202 @@
+"""The second half of a long recording, replayed in another process while the first is replayed in this one.
+
+What it begins with is read off the record, which tells of each address what was done there last. That is what the
+replay will find only if it agrees with the record so far. So the state from which the second half set out is compared
+with the one in which the first half ends, in all that can matter to an event, and where they differ the second half
+counts for nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import threading
+from bisect import bisect_right
+from typing import Any
+
+import numpy as np
+
+from brim.allocator.blocks import DEFAULT_POOL, Block
+from brim.allocator.config import SMALL_BYTES
+from brim.recordings.history import (
+    ALLOC,
+    FREE_COMPLETED,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    Columns,
+)
+from brim.recordings.replay import Replay, Run
+from brim.recordings.starting_state import Groups, Live, Mapped, Range, State, lay_out
+
+LONG_EVENTS = 500_000  # of fewer a process costs more than it saves
+_FIRST = 0.52  # of the events: those of the second half have to be undone before they are replayed
+_ADDED = (
+    "allocations",
+    "addresses_matched",
+    "segments",
+    "segments_matched",
+    "ooms",
+    "ooms_matched",
+    "inconsistent_events",
+)
+
+
+def border(columns: Columns) -> int | None:
+    """The event with which the second half of a long recording begins: one behind an allocation, where nothing waits.
+
+    None where it is not worth it, or where this process should not be copied.
+    """
+    count = len(columns.actions)
+    if count < LONG_EVENTS or processors() < 2 or threading.active_count() > 1:
+        return None
+    allocations = np.flatnonzero((columns.actions == ALLOC) & (columns.sizes > 0))
+    at = int(np.searchsorted(allocations, int(count * _FIRST)))
+    return int(allocations[at]) + 1 if at < len(allocations) else None
+
+
+def processors() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def begin(run: Run, middle: int) -> None:
+    """Set ``run`` to the event ``middle``, with nothing counted yet."""
+    later = _Later(run, middle)
+    run.begin(later.state())
+    run.allocator.have_taken(later.taken)
+    for address, block in run.handles.items():
+        block.event = later.events.get(address, -1)
+
+
+class _Later:
+    """The state before an event, found by what the record says of each address until then.
+
+    ``events`` are what allocated its blocks, by address; ``taken`` counts the ``cudaMalloc`` segments taken by then.
+    """
+
+    def __init__(self, run: Run, middle: int) -> None:
+        self._run, self._middle = run, middle
+        columns = run.columns
+        events = np.flatnonzero((columns.actions[:middle] <= FREE_COMPLETED) & (columns.sizes[:middle] > 0))
+        events = events[np.argsort(columns.addresses[events], kind="stable")]
+        self._of, self._addresses, self._actions = events, columns.addresses[events], columns.actions[events]
+        self.events: dict[int, int] = {}
+        self.taken = 0
+
+    def state(self) -> State:
+        run, history = self._run, self._run.history
+        state = State()
+        groups = Groups(history, run.config, run.columns)
+        native = {at: found for at, found in run.start.ranges.items() if not found.expandable}
+        mapped = Mapped()
+        for found in run.start.ranges.values():
+            if found.expandable:
+                mapped.add(found.address, found.size)
+        actions = run.columns.actions[: self._middle]
+        for index in np.flatnonzero((actions >= SEGMENT_ALLOC) & (actions <= SEGMENT_UNMAP)).tolist():
+            action, address, size = int(actions[index]), history.addresses[index], history.sizes[index]
+            if action == SEGMENT_ALLOC:
+                self.taken += 1
+                group, age = groups.native(index), self.taken if run.config.oldest_segment_first else 0
+                native[address] = Range(address=address, size=size, group=group, expandable=False, age=age)
+            elif action == SEGMENT_FREE:
+                native.pop(address, None)
+            elif action == SEGMENT_MAP:
+                mapped.add(address, size)
+            else:
+                mapped.remove(address, size)
+        lay_out(state, native, mapped, groups, after=self._middle)
+        self._use(state)
+        return state
+
+    def _use(self, state: State) -> None:
+        """Put the blocks into ``state`` that are in use or wait for another stream."""
+        history = self._run.history
+        last = np.append(self._addresses[1:] != self._addresses[:-1], True)[: len(self._of)]
+        known = set(self._addresses[last].tolist())
+        state.live = {address: live for address, live in self._run.start.live.items() if address not in known}
+        starts = sorted(state.ranges)
+        for at in np.flatnonzero(last & (self._actions != FREE_COMPLETED)).tolist():
+            address, pending = int(self._addresses[at]), bool(self._actions[at] != ALLOC)
+            while at >= 0 and self._addresses[at] == address and self._actions[at] != ALLOC:
+                at -= 1
+            if at < 0 or self._addresses[at] != address:  # it was there at the start
+                live = self._run.start.live.get(address)
+                if live is not None:
+                    state.live[address] = dataclasses.replace(live, pending=pending)
+                continue
+            where = bisect_right(starts, address) - 1
+            if where < 0:
+                continue
+            event, found = int(self._of[at]), state.ranges[starts[where]]
+            self.events[address] = event
+            size = self._size(event, address, found)
+            live = Live(address=address, size=size, requested=history.sizes[event], stream=history.streams[event])
+            state.live[address] = dataclasses.replace(live, pending=pending)
+
+    def _size(self, event: int, address: int, found: Range) -> int:
+        """What a block took that was allocated by ``event``: a rest of up to 1 MiB is not split off a large one."""
+        config = self._run.config
+        size = config.round_size(self._run.history.sizes[event])
+        if found.expandable or found.group[1]:
+            return size
+        end = found.address + found.size
+        whole = config.max_split_bytes is not None and size >= config.max_split_bytes
+        behind = self._next_in_use(
+            event, address + size, end if whole else min(end, address + size + SMALL_BYTES + 1)
+        )
+        free = (end if behind is None else behind) - address
+        return free if whole or free - size <= SMALL_BYTES else size
+
+    def _next_in_use(self, event: int, begin: int, end: int) -> int | None:
+        """The lowest address from ``begin`` to ``end`` at which something was in use before ``event``."""
+        low, high = np.searchsorted(self._addresses, [begin, end])
+        earlier = np.flatnonzero(self._of[low:high] < event) + low
+        addresses = self._addresses[earlier]
+        last = np.append(addresses[1:] != addresses[:-1], True)[: len(addresses)]
+        used = addresses[last & (self._actions[earlier] != FREE_COMPLETED)]
+        touched = set(addresses[last].tolist())
+        return min(
+            [*used[:1].tolist(), *(at for at in self._run.start.live if begin <= at < end and at not in touched)],
+            default=None,
+        )
+
+
+def standing(run: Run) -> bytes:
+    """A digest of all that the next events can depend on, and of what is told about what is there."""
+    allocator, device = run.allocator, run.device
+    pools = {DEFAULT_POOL: (allocator.small, allocator.large)}
+    pools |= {name: (private.small, private.large) for name, private in allocator.private_pools.items()}
+    names = {id(pool): name for name, pair in pools.items() for pool in pair}
+    free = [
+        block for pair in pools.values() for pool in pair for block in (*pool.blocks.values(), *pool.holes.values())
+    ]
+    stats = allocator.stats
+    told = (
+        sorted((address, *_told(block, names), block.event) for address, block in run.handles.items()),
+        sorted(_told(block, names) for block in free),
+        sorted(allocator.live),
+        (stats.allocated_bytes, stats.active_bytes, stats.reserved_bytes),
+        sorted((name, one.use_count) for name, one in allocator.private_pools.items() if one.use_count != 1),
+        (sorted(device.held), device.next_invented, list(device.expected), device.reserved_next),
+        (run.pending, sorted(run.released_pools)),
+    )
+    return hashlib.sha256(repr(told).encode()).digest()
+
+
+def _told(block: Block, names: dict[int, Any]) -> tuple[Any, ...]:
+    before, after = (-1 if one is None else one.address for one in (block.prev, block.next))
+    kind = (block.stream, names[id(block.pool)], block.pool.small, str(block.segment), block.age, block.mapped)
+    waits = (block.allocated, block.event_count, sorted(block.stream_uses or ()))
+    return block.address, block.size, *kind, *waits, before, after
+
+
+def joined(first: Replay, second: Replay) -> Replay:
+    """Both halves as one, of which the second ended the run."""
+    peaks = ("peak_reserved_replayed_bytes", "peak_allocated_replayed_bytes")
+    counts = {name: getattr(first, name) + getattr(second, name) for name in _ADDED}
+    most = {name: max(getattr(first, name), getattr(second, name)) for name in peaks}
+    return dataclasses.replace(second, **counts, **most)
