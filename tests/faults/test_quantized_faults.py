@@ -99,6 +99,6 @@ def test_weights_that_are_not_finite_are_named(llama: Path, cache: Path, scheme:
     tensors = load_file(llama / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][7, 7] = value
     save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"Cannot quantize .*down_proj\.weight.*\n.*not finite"):
+    with pytest.raises(ModelError, match=r"Cannot quantize .*down_proj\.weight\.\n.*not finite"):
         open_quantized(llama, scheme)
     assert list((cache / "brim" / "quantized").iterdir()) == []
