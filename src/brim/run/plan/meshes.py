@@ -86,7 +86,7 @@ def _refusal(on_gpus: _Ways, in_ram: _Ways, refusals: list[BudgetError], answer:
     """The error of both searches, with the bytes that are missing."""
     told = [on_gpus.refused.found if on_gpus.refused else f"{answer.none()}."]
     if in_ram.refused or in_ram.looked_at:
-        told.append(f"With its shards in RAM: {in_ram.refused.found if in_ram.refused else f'{answer.none()}.'}")
+        told.append(f"Nor with its shards in RAM: {in_ram.refused.found if in_ram.refused else f'{answer.none()}.'}")
     least = {tier: count for error in refusals for tier, count in error.smallest_bytes.items()}
     todo = " ".join(error.todo for error in refusals)
     return BudgetError(refusals[0].asked, "\n".join(told), todo, smallest_bytes=least)

@@ -143,14 +143,14 @@ def refused(**others):
 
 def test_ram_that_is_too_small_for_shards_is_told():
     told = refused(engine="megatron", ram=8 << 30)
-    assert "With its shards in RAM" in told.found and "--ram" in told.todo
+    assert "Nor with its shards in RAM" in told.found and "--ram" in told.todo
 
 
 @pytest.mark.thorough
 def test_bytes_that_are_missing_are_told_where_nothing_fits_in_ram_either():
     error = refused(engine="megatron", seq=32768, global_batch=2).found
     assert "B on each of them, and one has" in error
-    told = "With its shards in RAM: None of 1 traced meshes fits, of 9 looked at; they take "
+    told = "Nor with its shards in RAM: None of 1 traced meshes fits, of 9 looked at; they take "
     assert told in error and "B on a GPU and" in error and "B of a node's RAM at least" in error
 
 
@@ -158,7 +158,7 @@ def test_bytes_that_are_missing_are_told_where_nothing_fits_in_ram_either():
 def test_ram_that_is_too_small_is_told_beside_what_was_traced():
     error = refused(ram=8 << 30).found
     assert "traced meshes fits, of 83 looked at; they take" in error
-    assert "With its shards in RAM: The states of the ranks of one node need" in error
+    assert "Nor with its shards in RAM: The states of the ranks of one node need" in error
 
 
 @pytest.mark.thorough
