@@ -7,7 +7,7 @@ RAM. Beside it a link (and a disk) fills the slots of a ring, as far ahead as th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from brim.core import Hardware
@@ -67,7 +67,8 @@ class Job:
     is the peak of activations and temporaries, with the part of the KV cache that is in the compute tier;
     ``spent_bytes`` is what the program takes per tier beside tensors (imports, tokenizer, library workspaces), with
     the part of the KV cache that rests in RAM; ``bounce_bytes`` of RAM serve reads that cannot go straight to their
-    place, and through ``passage_bytes`` of it residents come from disk to VRAM, one at a time. ``cpu_step_bytes`` of
+    place there (``fills_ram``: there are some whatever is chosen), and through ``passage_bytes`` of it residents come
+    from disk to VRAM, one at a time. ``cpu_step_bytes`` of
     RAM are what a processor beside a GPU takes for activations while it computes a block. ``beside``: what lanes were
     measured to leave each other (None: what ``contention`` knows of the machine).
     """
@@ -80,13 +81,19 @@ class Job:
     fixed_compute_s: float = 0.0
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
     bounce_bytes: int = 0
+    fills_ram: bool = False
     passage_bytes: int = 0
     cpu_step_bytes: int = 0
     beside: Contention | None = None
 
     def overhead_bytes(self, tier: str) -> int:
-        """What a tier holds whatever is chosen, beside tensors."""
+        """What a tier holds beside tensors, at most."""
         return self.spent_bytes.get(tier, 0) + (self.bounce_bytes if tier == RAM else 0)
+
+    def bounce_in(self, choices: Iterable[str], compute: str) -> int:
+        """The bounce buffer under ``choices``: on its way to VRAM nothing passes through it."""
+        taken = compute == RAM or self.fills_ram or not {FROM_RAM, COMPUTE_RAM}.isdisjoint(choices)
+        return self.bounce_bytes if taken else 0
 
 
 def ways_of(choice: str, compute: str) -> list[tuple[str, str]]:

@@ -291,15 +291,18 @@ def _homes(job: Job, residents: set[str], hardware: Hardware, budget_bytes: Mapp
     streamed = [b for b in job.blocks if b.name not in residents]
     if hardware.compute == RAM:
         return {b.name: FROM_DISK for b in streamed}
-    room = budget_bytes[RAM] - job.overhead_bytes(RAM)
+    always = job.spent_bytes.get(RAM, 0) + job.bounce_in((), hardware.compute)
+    room, bounce = budget_bytes[RAM] - always, job.overhead_bytes(RAM) - always
     used = [b for b in streamed if b.uses]
     whole, staging = sum(b.bytes for b in used), STAGING * max((b.passing_bytes for b in used), default=0)
+    whole += bounce if used else 0
     if max(whole, job.passage_bytes) <= room:
-        in_ram = {b.name for b in used} | _spread([b for b in streamed if not b.uses], room - whole)
+        tables = [b for b in streamed if not b.uses]
+        in_ram = {b.name for b in used} | _spread(tables, room - whole - (0 if used else bounce))
     elif staging + job.passage_bytes <= room:
-        in_ram = _spread(used, room - staging)
+        in_ram = _spread(used, room - staging - bounce)
     else:
-        smallest = min(max(whole, job.passage_bytes), staging + job.passage_bytes) + job.overhead_bytes(RAM)
+        smallest = min(max(whole, job.passage_bytes), staging + job.passage_bytes) + always
         raise BudgetError(
             f"Cannot run {job.model} with {format_bytes(budget_bytes[RAM])} of RAM.",
             f"It needs at least {format_bytes(smallest)} for blocks on their way to {hardware.compute.upper()}.",
@@ -319,7 +322,12 @@ def _peak_bytes(job: Job, compute: str, placement: _Placement) -> dict[str, int]
         resting = sum(b.bytes for b in by_choice[FROM_RAM])
         resting += sum(b.bytes + b.cpu_bytes for b in by_choice[COMPUTE_RAM])
         resting += job.cpu_step_bytes if by_choice[COMPUTE_RAM] else 0
-        peak[RAM] = job.overhead_bytes(RAM) + staging + max(resting, job.passage_bytes)
+        bounce = job.bounce_in(placement.choices.values(), compute)
+        at_once = (
+            bounce if job.fills_ram else 0
+        )  # what is not there whatever is chosen comes when residents have passed
+        loading = max(resting + bounce - at_once, job.passage_bytes)
+        peak[RAM] = job.spent_bytes.get(RAM, 0) + at_once + staging + loading
     return peak
 
 

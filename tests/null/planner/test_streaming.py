@@ -60,8 +60,9 @@ def held(work: Job, plan: Plan, hardware: Hardware) -> dict[str, int]:
         return {RAM: compute + work.bounce_bytes}
     on_disk = [b.bytes for b in streamed if choices[b.name] == FROM_DISK]
     staging = plan.settings.get(STAGING_SLOTS, 0) * max(on_disk, default=0)
-    in_ram = sum(b.bytes for b in work.blocks if choices[b.name] == FROM_RAM)
-    ram = staging + max(in_ram, work.passage_bytes) + work.bounce_bytes + work.spent_bytes.get(RAM, 0)
+    in_ram = [b.bytes for b in work.blocks if choices[b.name] == FROM_RAM]
+    resting = sum(in_ram) + (work.bounce_bytes if in_ram else 0)
+    ram = staging + max(resting, work.passage_bytes) + work.spent_bytes.get(RAM, 0)
     return {VRAM: compute, RAM: ram}
 
 
@@ -252,3 +253,15 @@ def test_no_simple_way_is_faster(work: Job, vram: int, ram: int, disk_bytes_per_
             except BudgetError:
                 continue
             assert best.promise.step_s <= simple.promise.step_s * (1 + 1e-6), allowed
+
+
+def test_a_bounce_buffer_beside_a_gpu_serves_what_rests_in_ram_alone() -> None:
+    work = job([10] * 8, bounce_bytes=7, passage_bytes=10)
+    budget = {VRAM: 40, RAM: 1000}
+    assert plan_streaming(work, GPU, budget, allowed=[RESIDENT, FROM_RAM]).promise.peak_bytes[RAM] == 6 * 10 + 7
+    assert plan_streaming(work, GPU, {VRAM: 80, RAM: 1000}).promise.peak_bytes[RAM] == 10
+    least = plan_streaming(work, GPU, {VRAM: 40, RAM: 30})  # two slots, and what passes by
+    assert chosen(least, FROM_DISK) and not chosen(least, FROM_RAM)
+    assert least.promise.peak_bytes[RAM] == 30
+    always = replace(work, fills_ram=True)
+    assert plan_streaming(always, GPU, {VRAM: 80, RAM: 1000}).promise.peak_bytes[RAM] == 17

@@ -244,11 +244,14 @@ class GenerationSearch:
             spent_bytes={**self._spent_bytes, RAM: self._spent_bytes[RAM] + in_ram},
             routers=case.routers,
         )
-        cache_bytes = 0
+        cache_bytes = joined_bytes = 0
         if case.shape is not None and case.shape.planned:
-            largest = max(layer.token_bytes for _, layer in case.shape.planned)
-            cache_bytes = largest * sizes.batch * sizes.total
-        paced = case.seconds.paced(plain, sizes, self.cuts(plain), cache_bytes=cache_bytes, prompt=prompt)
+            tokens = sizes.batch * sizes.total
+            cache_bytes = tokens * max(layer.token_bytes for _, layer in case.shape.planned)
+            joined_bytes = tokens * max(layer.joined_bytes for _, layer in case.shape.planned)
+        paced = case.seconds.paced(
+            plain, sizes, self.cuts(plain), cache_bytes=cache_bytes, joined_bytes=joined_bytes, prompt=prompt
+        )
         # Where a processor computes blocks, the model keeps its own cache, no token of which rests elsewhere.
         return replace(paced, cpu_seconds=None) if resting else paced
 

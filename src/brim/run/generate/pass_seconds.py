@@ -49,12 +49,19 @@ class PassSeconds:
         return (here.name, here.compute) == (self.hardware.name, self.hardware.compute)
 
     def paced(
-        self, plain: Need, sizes: Sizes, cuts: Iterable[Cut], *, cache_bytes: int = 0, prompt: bool = False
+        self,
+        plain: Need,
+        sizes: Sizes,
+        cuts: Iterable[Cut],
+        *,
+        cache_bytes: int = 0,
+        joined_bytes: int = 0,
+        prompt: bool = False,
     ) -> Need:
         """``plain`` with the seconds of a token's pass, or of the prompt's.
 
         ``cuts`` are all that will be asked about. ``cache_bytes``: the largest part of the KV cache that a block
-        computed by the processor may bring to RAM.
+        computed by the processor may bring to RAM, and ``joined_bytes`` what it takes beside while a token is added.
         """
         seen = plain.observation
         assert seen is not None, "a pass was watched"
@@ -69,7 +76,10 @@ class PassSeconds:
             return rated_seconds(self.module, partition, work, self.hardware, tokens=tokens)
 
         paced = replace(plain, tokens=tokens, seconds=seconds, beside=self._beside(tokens))
-        return paced if self.host is None else self._with_host(paced, work, self.host, cache_bytes)
+        if self.host is None:
+            return paced
+        with_host = self._with_host(paced, work, self.host, cache_bytes)
+        return replace(with_host, cpu_step_bytes=with_host.cpu_step_bytes + joined_bytes)
 
     def _with_host(self, need: Need, work: PassWork, host: Hardware, cache_bytes: int) -> Need:
         def cpu_seconds(partition: Partition) -> Mapping[str, BlockSeconds]:

@@ -88,7 +88,7 @@ def _held(strategy: GenerationStrategy) -> Iterator[tuple[str, int, str]]:
     slot_bytes = max((block.bytes for block in streamed), default=0)
     for slot in range(plan.settings[RING_SLOTS] if streamed else 0):
         yield compute, slot_bytes, f"ring slot {slot}"
-    yield RAM, job.bounce_bytes, "bounce buffer"
+    yield RAM, job.bounce_in(choices.values(), compute), "bounce buffer"
     yield from _cached(strategy)
     largest = max((b.passing_bytes for b in streamed if choices[b.name] == FROM_DISK), default=0)
     largest = max(largest, 0 if way is None else way.staging_bytes)

@@ -90,6 +90,7 @@ class ExpertWay:
             fixed_compute_s=job.fixed_compute_s + self._compute_s(hardware, tokens, rate),
             spent_bytes=spent,
             bounce_bytes=max([job.bounce_bytes, *(each.bounce_bytes for each in self.layers)]),
+            fills_ram=self.choice == CACHE_RAM,
         )
 
     def _ram_bytes(self) -> int:

@@ -55,6 +55,13 @@ class LayerShape:
     def token_bytes(self) -> int:
         return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
+    @property
+    def joined_bytes(self) -> int:
+        """What transformers' own cache takes per token beside ``token_bytes`` while it grows: keys are copied to what
+        holds one token more, then values are.
+        """
+        return self.heads * max(self.key_dim, self.value_dim) * self.dtype.itemsize
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheShape:
