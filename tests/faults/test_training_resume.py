@@ -141,7 +141,7 @@ def test_a_checkpoint_that_does_not_say_how_its_training_began_is_one_error(
         return replace(manifest, state={key: value for key, value in manifest.state.items() if key != "course"})
 
     monkeypatch.setattr(checkpoint_reading, "read_manifest", older)
-    with pytest.raises(ModelError, match="does not say which model and settings"):
+    with pytest.raises(ModelError, match="does not record the model and settings"):
         train(request(tiny, text, shutil.copytree(begun["full"], tmp_path / "run"), resume=True, steps=4))
 
 
