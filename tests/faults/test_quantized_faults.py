@@ -38,7 +38,7 @@ def test_a_flipped_bit_is_found_when_it_is_read(llama: Path, cache: Path, name: 
     damaged = bytearray(path.read_bytes())
     damaged[source.extents[0].offset + 5] ^= 16
     path.write_bytes(damaged)
-    with pytest.raises(ModelError, match=f"{name} of llama .int8. was read.*\n.*checksum") as caught:
+    with pytest.raises(ModelError, match=f"Cannot use {name} of llama .int8.*\n.*checksum") as caught:
         brim.load(llama, quantization="int8", inputs=INPUTS)(torch.arange(4)[None])
     assert str(folder) in str(caught.value)
 

@@ -87,10 +87,10 @@ def begun(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     ("method", "options", "word"),
     [
         ("full", {"method": "lora"}, "--method differs: that training began with full, not with lora"),
-        ("lora", {"method": "full"}, "--method is another"),
+        ("lora", {"method": "full"}, "--method differs"),
         ("full", {"optimizer": "sgd"}, "--optimizer differs: that training began with adamw, not with sgd"),
-        ("full", {"optimizer": "sgd", "offload_optimizer": "disk"}, "--optimizer is another"),
-        ("full", {"precision": "bf16-mixed"}, "--precision is another"),
+        ("full", {"optimizer": "sgd", "offload_optimizer": "disk"}, "--optimizer differs"),
+        ("full", {"precision": "bf16-mixed"}, "--precision differs"),
         ("full", {"seq": 16}, "--seq"),
         ("lora", {"seq": 16}, "--seq"),
     ],
@@ -118,7 +118,7 @@ def test_another_model_or_other_data_is_refused(
         (tmp_path / "tuned" / file.name).write_bytes(file.read_bytes())
     options: dict[str, Any] = {"method": method, "resume": True, "steps": 4}
     for other in (tmp_path / "tuned", save_llama(tmp_path / "wider", hidden=32, layers=2)):
-        with pytest.raises(UsageError, match="MODEL is another"):
+        with pytest.raises(UsageError, match="MODEL differs"):
             train(request(other, text, begun[method], **options))
     (tmp_path / "other.txt").write_text(text.read_text()[1:])
     with pytest.raises(UsageError, match="The data"):
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_does_not_say_how_its_training_began_is_one_error(
         return replace(manifest, state={key: value for key, value in manifest.state.items() if key != "course"})
 
     monkeypatch.setattr(checkpoint_reading, "read_manifest", older)
-    with pytest.raises(ModelError, match="does not say which model and settings"):
+    with pytest.raises(ModelError, match="does not record the model and settings"):
         train(request(tiny, text, shutil.copytree(begun["full"], tmp_path / "run"), resume=True, steps=4))
 
 
