@@ -1,4 +1,4 @@
-"""Disks that fail while a model trains through streamed weights, and two trainings at once: one typed error, no hang."""
+"""Disks that fail while a model trains through streamed weights, and two trainings at once: one error, no hang."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class OptimizerOffload:
         if raw_step(self.optimizer).__module__.partition(".")[0] != "torch":
             raise UnsupportedError(
                 f"{type(self.optimizer).__name__}.step was called with a closure.",
-                "It may call that more than once, for new gradients of all parameters, which are updated block by block.",
+                "It may call that more than once, for new gradients of parameters that are updated block by block.",
                 "Call backward() before step(), and step() without it.",
             )
         with torch.enable_grad():
