@@ -345,8 +345,9 @@ def _print(found: Estimate, growth: Growth, total_bytes: int | None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(verdict.of_estimate(found, total_bytes, growth.largest_batch), markup=False, style="bold")
-    console.print(found.describe(), markup=False)
+    sentence = verdict.of_estimate(found, total_bytes, growth.largest_batch)
+    console.print(sentence, markup=False, soft_wrap=True, style="bold")
+    console.print(found.describe(), markup=False, soft_wrap=True)
     if found.fits is False:
         console.print(found.out_of_memory, markup=False)
     for table in (_peaks(found), _categories(found), _modules(found), *_growth(growth)):
