@@ -2,6 +2,7 @@
 
     python bench/attacks.py                  # all; a line each for what did not hold, then a table
     python bench/attacks.py --only files     # of one kind, or whose name contains this
+    python bench/attacks.py --each-kind 3    # so many of each kind, evenly spread within it
     python bench/attacks.py --write          # the counts to measurements/attacks.json; with --only, of those kinds
 
 PyTorch is loaded once; each attack is a forked process with a folder, a home and a cache of its own. It holds when
@@ -912,7 +913,7 @@ def _own_mounts() -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="attacks whose kind and name contain this")
-    parser.add_argument("--every", type=int, default=1, help="each so many only")
+    parser.add_argument("--each-kind", type=int, metavar="N", help="so many of each kind, evenly spread")
     parser.add_argument("--write", action="store_true", help="keep the counts")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--table", action="store_true", help="print what was kept")
@@ -929,7 +930,10 @@ def main() -> int:
     os.environ["XDG_CACHE_HOME"] = str(cache)
     _warm(world)
     offered = list(attacks(world))
-    chosen = [a for a in offered if options.only in f"{a.kind} {a.name}"][:: options.every]
+    chosen = [a for a in offered if options.only in f"{a.kind} {a.name}"]
+    if options.each_kind:
+        kinds = dict.fromkeys(attack.kind for attack in chosen)
+        chosen = [a for kind in kinds for a in _spread([a for a in chosen if a.kind == kind], options.each_kind)]
     if options.list:
         print("\n".join(f"{a.kind}: {a.name}" for a in chosen))
         return 0
@@ -958,6 +962,12 @@ def main() -> int:
         RESULTS.write_text(json.dumps(list(merged.values()), indent=1) + "\n")
     shutil.rmtree(scratch, ignore_errors=True)
     return int(bool(lost))
+
+
+def _spread(some: list[Attack], count: int) -> list[Attack]:
+    """So many of them, each from the middle of a part of equal length; all where there are no more."""
+    count = min(count, len(some))
+    return [some[(2 * number + 1) * len(some) // (2 * count)] for number in range(count)]
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:

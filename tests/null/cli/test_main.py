@@ -20,7 +20,16 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["nonsense"], ["plan", "--help"], ["estimate", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["nonsense"],
+        ["plan", "--help"],
+        ["estimate", "--help"],
+        ["estimate", "no/such/model"],
+        ["plan", "no/such/model"],
+    ],
 )
 def test_start_up_imports_neither_torch_nor_what_a_command_needs(arguments):
     code = (

@@ -349,8 +349,9 @@ def _print(estimate: Estimate, growth: Growth, total_bytes: int | None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(verdict.of_estimate(estimate, total_bytes, growth.largest_batch), markup=False, style="bold")
-    console.print(estimate.describe(), markup=False)
+    sentence = verdict.of_estimate(estimate, total_bytes, growth.largest_batch)
+    console.print(sentence, markup=False, soft_wrap=True, style="bold")
+    console.print(estimate.describe(), markup=False, soft_wrap=True)
     if estimate.fits is False:
         console.print(estimate.out_of_memory, markup=False)
     for table in (_peaks(estimate), _categories(estimate), _modules(estimate), *_growth(growth)):

@@ -48,6 +48,14 @@ def test_the_report_tells_what_where_how_it_grows_and_what_fits(model, capsys):
         assert told in text
 
 
+def test_the_text_begins_with_the_verdict_and_what_was_asked_a_line_each(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["estimate", model, "--seq", "256", "--gpu", "RTX 4090 Laptop"]) == 0
+    verdict, title = capsys.readouterr().out.splitlines()[:2]
+    assert verdict.startswith("Fits with ") and verdict.endswith(" is the largest.")
+    assert "RTX 4090 Laptop GPU: train, batch 1, 256 tokens, fp32" in title and len(title) > 80
+
+
 def test_adapters_and_an_unknown_card_by_options(model, capsys):
     adapters = ["--method", "lora", "--lora-rank", "4", "--lora-targets", "q_proj, v_proj"]
     assert main(["estimate", model, "--seq", "32", *adapters, "--vram", "12GiB"]) == 0

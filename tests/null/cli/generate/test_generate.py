@@ -13,7 +13,9 @@ import pytest
 
 from brim.cli import main
 from brim.core import Hardware, Plan
+from brim.core.hardware import RAM
 from brim.measure import probe as probing
+from brim.measure.capacity import ram_capacity_bytes
 from brim.run.generate.request import Request, generate
 from brim.run.generate.sampling import Sampling
 from brim.run.model.opening import prepare
@@ -96,6 +98,15 @@ def test_what_is_drawn_and_stopped_on_the_command_line_is_what_a_request_gives(
         assert (document["text"], document["token_ids"]) == (made.text, made.token_ids)
         assert document["seed"] == made.seed == 7
     assert made.text == whole.text[: whole.text.index(stop)]
+
+
+def test_a_budget_in_percent_is_that_share_of_all_there_is(
+    saved_llama: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", str(saved_llama), "--prompt", "hi", "--max-new-tokens", "1", "--json"]
+    assert main([*arguments, "--ram", "50%"]) == 0
+    plan = Plan.from_json(json.loads(capsys.readouterr().out)["plan"])
+    assert plan.budget_bytes[RAM] == ram_capacity_bytes() // 2
 
 
 def _read_only(folder: Path) -> None:

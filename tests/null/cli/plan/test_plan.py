@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shlex
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from brim.catalog.gpus import gpu
 from brim.cli import main
+from brim.measure.capacity import ram_capacity_bytes
 from brim.run.plan import nearest, plan_file
 from support.report_page import data_of
 from support.tiny_model import save_llama
@@ -62,6 +65,22 @@ def planned(request: pytest.FixtureRequest, llama: str, tmp_path_factory: pytest
     file, page = folder / "best.json", folder / "plan.html"
     document = told(llama, *request.param, "--output", str(file), "--html", str(page))
     return Planned(document=document, file=file, page=data_of(page.read_text()))
+
+
+def test_the_text_begins_with_the_verdict_and_what_was_asked_a_line_each(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    verdict, title = said(llama, *GENERATE).out.splitlines()[:2]
+    assert re.fullmatch(r"Fits with .* of VRAM to spare, at .* per token \(.* tokens/s\)\.", verdict)
+    assert title.startswith(f"{llama}: generate on ") and title.endswith(" of DISK") and len(title) > 80
+
+
+def test_a_budget_in_percent_is_that_share_of_all_there_is(llama: str, cache: Path) -> None:
+    card = told(llama, *GENERATE, "--vram", "50%")
+    host = told(llama, "--seq", "16", "--new-tokens", "4", "--ram", "25%")
+    assert card["budget_bytes"]["vram"] == gpu("RTX 3060").capacity_bytes // 2
+    assert host["budget_bytes"]["ram"] == ram_capacity_bytes() // 4
 
 
 def test_plans_are_ranked_proved_and_inside_the_budget(planned: Planned) -> None:

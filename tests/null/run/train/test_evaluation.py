@@ -193,6 +193,26 @@ def test_wandb_hears_steps_and_evaluations_and_goes_on_with_its_run(
     assert (wandb.inits[1]["id"], wandb.inits[1]["resume"]) == ("run1", "allow")
 
 
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")  # of the package, about its own future
+def test_wandb_itself_keeps_every_step_while_it_is_offline(
+    llama: Path, text: Path, held_out: Path, tmp_path: Path, quick_trainings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    train(request(llama, text, tmp_path / "a", steps=2, report_to=["wandb"], eval_data=held_out))
+    (kept,) = (tmp_path / "a" / "wandb").glob("offline-run-*/*.wandb")
+    run = (tmp_path / "a" / "wandb-run-id").read_text()
+    assert run in kept.name
+    log = kept.read_bytes()
+    for name in (b"loss", b"tokens_per_s", b"peak_bytes/ram", b"eval_loss", run.encode()):
+        assert name in log
+    assert [step for step, _ in course(tmp_path / "a")] == [1, 2]
+
+
 def test_a_reporter_that_is_missing_is_told_before_anything_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
