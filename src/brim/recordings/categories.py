@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from brim.core.trace import Category
-from brim.recordings.history import ALLOC, FREE_COMPLETED, Columns
+from brim.recordings.history import ALLOC, FREE_COMPLETED, FREE_REQUESTED, Columns
 
 
 class Phase(IntEnum):
@@ -96,7 +96,9 @@ def infer(columns: Columns, phases: Sequence[Phase]) -> NDArray[np.int8]:
     step = np.append(np.int8(Phase.UNKNOWN), phase[steps])
     now = step[last_step]
     part = np.cumsum(np.append(0, step[1:] != step[:-1]))[last_step]
-    order = np.argsort(columns.addresses[events], kind="stable")
+    place = np.zeros(len(columns.actions), np.int64)  # of each event among those
+    place[events] = np.arange(len(events))
+    order = place[columns.by_address[columns.actions[columns.by_address] != FREE_REQUESTED]]
     addresses, frees = columns.addresses[events][order], (columns.actions[events] == FREE_COMPLETED)[order]
     last = np.append(addresses[1:] != addresses[:-1], True)  # of its address
     freed = np.flatnonzero(~frees & ~last & np.append(frees[1:], False))

@@ -32,7 +32,7 @@ from brim.recordings.replay import Replay, Run
 from brim.recordings.starting_state import Groups, Live, Mapped, Range, State, lay_out
 
 LONG_EVENTS = 500_000  # of fewer a process costs more than it saves
-_FIRST = 0.52  # of the events: those of the second half have to be undone before they are replayed
+_FIRST = 0.46  # of the events: this process has more to do meanwhile than the other
 _ADDED = (
     "allocations",
     "addresses_matched",
@@ -80,8 +80,8 @@ class _Later:
     def __init__(self, run: Run, middle: int) -> None:
         self._run, self._middle = run, middle
         columns = run.columns
-        events = np.flatnonzero((columns.actions[:middle] <= FREE_COMPLETED) & (columns.sizes[:middle] > 0))
-        events = events[np.argsort(columns.addresses[events], kind="stable")]
+        events = columns.by_address[columns.by_address < middle]
+        events = events[columns.sizes[events] > 0]
         self._of, self._addresses, self._actions = events, columns.addresses[events], columns.actions[events]
         self.events: dict[int, int] = {}
         self.taken = 0

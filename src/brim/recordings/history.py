@@ -145,6 +145,12 @@ class Columns:
         return np.asarray(self.history.stacks, np.int64)
 
     @cached_property
+    def by_address(self) -> NDArray[np.int64]:
+        """The events of blocks in the order of their addresses, those of one address in their own."""
+        events = np.flatnonzero(self.actions <= FREE_COMPLETED)
+        return events[np.argsort(self.addresses[events], kind="stable")]
+
+    @cached_property
     def reserved_changes(self) -> NDArray[np.int64]:
         """What each event adds to the bytes that are reserved."""
         added = (self.actions == SEGMENT_ALLOC) | (self.actions == SEGMENT_MAP)

@@ -80,7 +80,7 @@ def replay(history: History, config: AllocatorConfig | None = None) -> Replay:
             config, start = recorded_start(history)
         else:
             start = settled_start(history, config)
-        run = Run(history, config, start)
+        run = Run(Columns(history), config, start)
         run.all_events()
         return run.result()
 
@@ -92,30 +92,35 @@ def recorded_config(history: History) -> AllocatorConfig:
     was between segments. Raises FormatError for events that no allocator can have written.
     """
     told = AllocatorConfig.from_snapshot(history.settings)
+    columns = Columns(history)
     with contradictions(history):
-        return _chosen_config(history, told, starting_state(history, told))
+        return _chosen_config(columns, told, starting_state(history, told, columns))
 
 
-def recorded_start(history: History) -> tuple[AllocatorConfig, State]:
-    """``recorded_config``, and the state before the first event. Raises FormatError as it does."""
+def recorded_start(history: History, columns: Columns | None = None) -> tuple[AllocatorConfig, State]:
+    """``recorded_config``, and the state before the first event; ``columns`` are its, None: made here.
+
+    Raises FormatError as ``recorded_config`` does.
+    """
     told = AllocatorConfig.from_snapshot(history.settings)
+    columns = Columns(history) if columns is None else columns
     with contradictions(history):
-        start = starting_state(history, told)
-        config = _chosen_config(history, told, start)
-        return config, _settled(history, config, start)
+        start = starting_state(history, told, columns)
+        config = _chosen_config(columns, told, start)
+        return config, _settled(columns, config, start)
 
 
-def _chosen_config(history: History, told: AllocatorConfig, start: State) -> AllocatorConfig:
+def _chosen_config(columns: Columns, told: AllocatorConfig, start: State) -> AllocatorConfig:
     by_age = dataclasses.replace(told, oldest_segment_first=True)
-    followed = _follows(history, told, start)
-    return by_age if followed < _SHOWN_BY and _follows(history, by_age, start) > followed else told
+    followed = _follows(columns, told, start)
+    return by_age if followed < _SHOWN_BY and _follows(columns, by_age, start) > followed else told
 
 
-def _follows(history: History, config: AllocatorConfig, start: State) -> int:
-    """The event up to which ``history`` has the addresses that ``config`` gives, ``_SHOWN_BY`` at most."""
-    run = _FirstDifference(history, config, start)
+def _follows(columns: Columns, config: AllocatorConfig, start: State) -> int:
+    """The event up to which the record has the addresses that ``config`` gives, ``_SHOWN_BY`` at most."""
+    run = _FirstDifference(columns, config, start)
     try:
-        run.events(0, min(len(history.actions), _SHOWN_BY))
+        run.events(0, min(len(columns.actions), _SHOWN_BY))
     except _Differs as difference:
         return difference.event
     return _SHOWN_BY
@@ -123,12 +128,13 @@ def _follows(history: History, config: AllocatorConfig, start: State) -> int:
 
 def settled_start(history: History, config: AllocatorConfig) -> State:
     """The starting state; sizes that no event tells are corrected until the record's choices follow from them."""
-    return _settled(history, config, starting_state(history, config))
+    columns = Columns(history)
+    return _settled(columns, config, starting_state(history, config, columns))
 
 
-def _settled(history: History, config: AllocatorConfig, start: State) -> State:
-    for _ in range(max(MOST_EVENTS // max(len(history.actions), 1), 4) if start.guessed else 0):
-        run = Run(history, config, start, stop_at_wrong_guess=True)
+def _settled(columns: Columns, config: AllocatorConfig, start: State) -> State:
+    for _ in range(max(MOST_EVENTS // max(len(columns.actions), 1), 4) if start.guessed else 0):
+        run = Run(columns, config, start, stop_at_wrong_guess=True)
         run.all_events()
         if run.wrong_guess is None:
             break
@@ -150,18 +156,18 @@ class _Replaying(CachingAllocator):
 
 
 class Run:
-    """One pass over a history.
+    """One pass over a history, of which ``columns`` are.
 
     ``changed_bytes`` are by event what it added to the bytes in use or took from them, 0 where it did neither. A
     block knows the ``event`` that it was allocated by.
     """
 
     def __init__(
-        self, history: History, config: AllocatorConfig, start: State, *, stop_at_wrong_guess: bool = False
+        self, columns: Columns, config: AllocatorConfig, start: State, *, stop_at_wrong_guess: bool = False
     ) -> None:
         config = dataclasses.replace(config, memory_fraction=1.0)  # the record says what did not fit
-        self.history, self.start, self.config = history, start, config
-        self.columns = Columns(history)
+        self.columns, self.history, self.start, self.config = columns, columns.history, start, config
+        history = columns.history
         self.changed_bytes = array("q", [0]) * len(history.actions)
         self.pools = _PoolOf(history)
         # A range of addresses is larger than what is there.

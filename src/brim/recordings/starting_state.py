@@ -97,9 +97,9 @@ def final_state(history: History) -> State:
     return state
 
 
-def starting_state(history: History, config: AllocatorConfig) -> State:
-    """The state before the first event of ``history``."""
-    columns = Columns(history)
+def starting_state(history: History, config: AllocatorConfig, columns: Columns | None = None) -> State:
+    """The state before the first event of ``history``; ``columns`` are its, None: made here."""
+    columns = Columns(history) if columns is None else columns
     undo = _Undo(history, config, columns)
     segments = np.flatnonzero((columns.actions >= SEGMENT_ALLOC) & (columns.actions <= SEGMENT_UNMAP))
     for index in segments[::-1].tolist():
@@ -142,8 +142,7 @@ class _Undo:
         A block is in use before its ``free_completed`` and its ``free_requested``, and not before its ``alloc``.
         """
         state, columns = self._state, self._columns
-        events = np.flatnonzero(columns.actions <= FREE_COMPLETED)
-        events = events[np.argsort(columns.addresses[events], kind="stable")]
+        events = columns.by_address
         if not len(events):
             return
         actions, addresses = columns.actions[events], columns.addresses[events]

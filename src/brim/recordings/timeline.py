@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -89,8 +90,9 @@ def recorded_run(history: History, name: str, *, stacks: Sequence[Sequence[str]]
             capacity_bytes=None,
         )
     with contradictions(history):
-        config, start = recorded_start(history)
-        run = _Writing(history, config, start)
+        columns = Columns(history)
+        config, start = recorded_start(history, columns)
+        run = _Writing(columns, config, start)
         run.prepare(made, stacks)
         run.all_events()
         run.write_events()
@@ -153,12 +155,17 @@ class _Writing(Run):
             self._up_to(0, count)
         else:
             with copied(lambda: self._second_half(middle)) as second:
+                _ = self._inferred  # which takes as long as the replay of some of the second half
                 self._up_to(0, middle)
                 told = second()
             if told is not None and self._joins(middle, told):
                 return
             self._up_to(middle, count)
         self._finish()
+
+    @cached_property
+    def _inferred(self) -> NDArray[np.int8]:
+        return categories.infer(self.columns, self.phases)
 
     def _up_to(self, begin: int, end: int) -> None:
         if begin <= self.peak < end:
@@ -225,7 +232,7 @@ class _Writing(Run):
         rows = np.flatnonzero(device | (changed > 0))
         if not len(rows):
             return
-        storages, found = self._storages(rows, actions[rows]), categories.infer(columns, self.phases)
+        storages, found = self._storages(rows, actions[rows]), self._inferred
         texts = {
             "tier": [VRAM],
             "label": [*self.labels, ""],
@@ -273,8 +280,10 @@ class _Writing(Run):
         found = np.full(len(rows), -1, np.int64)
         allocations = np.flatnonzero(actions == ALLOC)
         found[allocations] = np.arange(len(allocations)) + len(self.start.live)
-        blocks = np.flatnonzero(actions <= FREE_COMPLETED)
-        blocks = blocks[np.argsort(self.columns.addresses[rows[blocks]], kind="stable")]
+        place = np.full(len(self.columns.actions), -1, np.int64)  # of each event among the rows
+        place[rows] = np.arange(len(rows))
+        blocks = place[self.columns.by_address]
+        blocks = blocks[blocks >= 0]
         addresses, frees = self.columns.addresses[rows[blocks]], actions[blocks] != ALLOC
         first = np.append(True, addresses[1:] != addresses[:-1])[: len(blocks)]  # at its address
         freed = np.flatnonzero(frees & ~first & np.append(True, ~frees[:-1])[: len(blocks)])

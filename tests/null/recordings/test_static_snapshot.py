@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from brim.allocator.config import AllocatorConfig
 from brim.core import Timeline
+from brim.recordings.history import Columns
 from brim.recordings.replay import settled_start
 from brim.recordings.snapshot import STATES, BlockRecord, DeviceHistory, SegmentRecord
 from brim.recordings.timeline import INFERRED, _Writing, recorded_run
@@ -50,7 +51,7 @@ def histories(draw: st.DrawFn) -> DeviceHistory:
 def test_it_is_what_a_replay_of_nothing_tells(history: DeviceHistory) -> None:
     timeline = Timeline("run", measured=True, facts={"device": 1.0, INFERRED: 1.0})
     config = AllocatorConfig.from_snapshot({})
-    run = _Writing(history, config, settled_start(history, config))
+    run = _Writing(Columns(history), config, settled_start(history, config))
     run.prepare(timeline, STACKS)
     run.keep_moment("end", 0)
     found = recorded_run(history, "run", stacks=STACKS)
