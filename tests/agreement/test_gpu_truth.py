@@ -72,7 +72,9 @@ def test_a_case_is_run_and_predicted_from_its_record(name: str) -> None:
     record: dict[str, Any] = measure(case, "cpu", 0, {})
     assert "error" not in record, record["error"]
     assert record["measured"]["step_s"] > 0
+    record["device"] = "NVIDIA H100 PCIe"  # predicted as for a card of the catalog: only these have seconds
     again = gpu_records.predictions_of([record])[name]
     assert "error" not in again, again["error"]
     predicted = again["predicted"]
+    assert predicted["step_s"] > 0
     assert predicted["allocated"] <= predicted["reserved"] < predicted["process"] <= predicted["upper_bound"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -94,3 +97,28 @@ def test_attention_takes_the_kernel_that_the_card_would(on_a_hopper: Any, on_an_
     assert "cudnnBackendExecute" in on_a_hopper["attention"]
     assert any("flash_fwd_kernel" in name for name in on_an_ampere["attention"])
     assert "cudnnBackendExecute" not in on_an_ampere["attention"]
+
+
+def test_brim_run_leaves_alone_what_fits_on_the_card_already(on_device: OnDevice, tmp_path: Path) -> None:
+    """Models of 60 % of the card, on it before any is called: what is free counts without them."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent("""
+            import torch
+            from torch import nn
+            models = [nn.Sequential(*[nn.Linear(2048, 2048, device="cuda") for _ in range(30)]) for _ in range(2)]
+            x = torch.ones(2, 2048, device="cuda")
+            with torch.no_grad():
+                for model in models:
+                    model(x)
+        """)
+    )
+    done = subprocess.run(
+        [on_device.environment.python, "-m", "brim", "run", "--device", "cuda", str(program)],
+        env=on_device.variables("H100", memory_bytes=1600 * MIB, context_bytes=200 * MIB),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fitted for" not in done.stderr

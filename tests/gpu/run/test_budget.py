@@ -155,8 +155,8 @@ def test_a_budget_that_nobody_gave_has_what_the_model_holds_already():
     hardware = machine("cuda")
     free = budgets(hardware, None, "1GiB", "cuda")["vram"]
     model = net().cuda()
-    assert held_vram_bytes(model, None) == 128 * MIB
-    found = budgets(hardware, None, "1GiB", "cuda", held_vram_bytes=held_vram_bytes(model, None))["vram"]
+    assert held_vram_bytes([model]) == 128 * MIB
+    found = budgets(hardware, None, "1GiB", "cuda", held_vram_bytes=held_vram_bytes([model]))["vram"]
     assert found == pytest.approx(free, abs=2 * MIB)
 
 

@@ -110,7 +110,8 @@ def fit(
     inputs = None if example is None else as_arguments(example)
     with on(device, model) as kind:
         hardware = machine(kind)
-        budget = budgets(hardware, vram, ram, kind, held_vram_bytes=held_vram_bytes(model, optimizer))
+        held_bytes = held_vram_bytes([model], [] if optimizer is None else [optimizer], kind)
+        budget = budgets(hardware, vram, ram, kind, held_vram_bytes=held_bytes)
         if optimizer is not None:
             return fit_training(model, optimizer, hardware, budget, kind, inputs, activations, plan)
         if plan is not None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from brim import accelerator
 from brim.core import Hardware, Link, Plan, Tier, Timeline
@@ -236,13 +238,27 @@ def held_to(budget_bytes: Mapping[str, int], device: str) -> Callable[[], Abstra
     return functools.partial(here.limited, here.allocated_bytes() + budget_bytes[VRAM])
 
 
-def held_vram_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """What a model, its gradients and its optimizer's states hold of VRAM now."""
-    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    if optimizer is not None:
+def held_vram_bytes(
+    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer] = (), device: str = "auto"
+) -> int:
+    """What models, their gradients and their optimizers' states hold now of the memory of ``device``."""
+    on = computing(device)
+    if on is None:
+        return 0
+    tensors: list[torch.Tensor] = []
+    for model in models:
+        tensors += [*model.parameters(), *model.buffers()]
+        tensors += [p.grad for p in model.parameters() if p.grad is not None]
+    for optimizer in optimizers:
         tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    on_device = [tensor.untyped_storage() for tensor in tensors if tensor.device.type in accelerator.kinds()]
+    here = torch.device(on.type, on.index)
+    on_device = [t.untyped_storage() for t in tensors if t.device == here and _has_storage(t)]
     return sum({storage._cdata: storage.nbytes() for storage in on_device}.values())
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Not of a parameter whose shape is not known yet, nor of one that only wraps others (a sharded one)."""
+    return not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor)
 
 
 def put_in_force(

@@ -28,6 +28,7 @@ from brim.run.fit.machine import (
     Need,
     budgets,
     forward_need,
+    held_vram_bytes,
     machine,
     make_plan,
     on,
@@ -118,7 +119,11 @@ class Decisions:
     def _decided(self, model: nn.Module, call: Call) -> Outcome:
         if self.hardware is None:
             self.hardware = machine(self._device)
-            self._budget = budgets(self.hardware, self._settings.vram, self._settings.ram, self._device)
+            models = [model, *call.others, *(m for o in self._bounded if o.model is not None and (m := o.model()))]
+            held = held_vram_bytes(models, living_optimizers(call), self._device)  # the budget is for all of them
+            self._budget = budgets(
+                self.hardware, self._settings.vram, self._settings.ram, self._device, held_vram_bytes=held
+            )
             if self.hardware.compute == VRAM:
                 self._respect_the_program()
         if self.outcomes:
@@ -188,7 +193,8 @@ class Decisions:
                 for tier, count in outcome.promised_bytes.items():
                     left[tier] = max(0, left.get(tier, 0) - count) if tier in left else 0
         left = {tier: count for tier, count in left.items() if tier in self._budget}
-        others = [other for other in others if id(other) not in mine]
+        # A decided model waits again for a call that records gradients: its promise is taken off already.
+        others = [other for other in others if id(other) not in mine and self._outcome_of(other) is None]
         if not others:
             return left
         rest = sum(held_bytes(other, optimizers_of(other, alive)) for other in others)
