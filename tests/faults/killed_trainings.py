@@ -1,9 +1,10 @@
 """A program that trains by ``brim train``, in children of its own that it kills, and prints what came of it as JSON.
 
-killed_trainings.py MODEL DATA ROOT KILLS [--ranks N] [OPTION...]: a run that nobody kills, then runs that are killed
-at random moments and resumed until they are done, until there were KILLS of them; each as the command line runs it.
-Only what a step takes is predicted before forking, once: the children begin with the plan's figures in memory. With
-ranks, each run is N processes that train together, and all are killed at once.
+killed_trainings.py MODEL DATA ROOT KILLS [--ranks N] [OPTION...] [--write]: a run that nobody kills, then runs that
+are killed at random moments and resumed until they are done, until there were KILLS of them; each as the command line
+runs it. Only what a step takes is predicted before forking, once: the children begin with the plan's figures in
+memory. With ranks, each run is N processes that train together, and all are killed at once. With --write, what came
+of it is kept in measurements/kills.json.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from kills import asked, keep
 
 from brim.cli import main
 from brim.run.checkpoint.reading import latest, steps
@@ -131,5 +133,12 @@ def run(model: str, data: str, root: Path, kills: int, options: list[str]) -> di
 if __name__ == "__main__":
     torch.set_num_threads(1)
     sys.stdout, out = sys.stderr, sys.stdout
+    is_kept = asked()
     found = run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
     print(json.dumps(found), file=out, flush=True)
+    if is_kept:
+        whole = sum(end["whole"] for end in found["ends"])
+        keep(
+            " ".join(["killed_trainings.py", *sys.argv[5:]]), kills=len(found["resumed_at"]), runs=len(found["ends"]),
+            whole=whole, wrong=len(found["ends"]) - whole, left_behind=sum(len(end["left"]) for end in found["ends"]),
+        )  # fmt: skip

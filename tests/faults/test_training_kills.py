@@ -27,6 +27,7 @@ SETTINGS = {
     "four ranks": (3, ["--ranks", "4", "--zero", "3", "--batch", "4", "--timeout", "60"]),
     "an adapter in halves": (14, ["--method", "lora", "--precision", "fp16-mixed", "--schedule", "cosine"]),
 }
+EVERY_CALL = "write,pwrite,rename,fsync,mmap,allocation"
 
 
 @pytest.fixture
@@ -86,11 +87,10 @@ def test_an_interrupt_while_a_checkpoint_is_written_ends_with_130(count: int, ro
 @pytest.mark.parametrize(
     ("kinds", "most"),
     [
-        ("rename", 1),
-        pytest.param(
-            "write,pwrite,rename,fsync,allocation", 1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]
-        ),
+        pytest.param(EVERY_CALL, 2, marks=pytest.mark.timeout(600)),
+        pytest.param(EVERY_CALL, 1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
+    ids=["some", "all"],
 )
 def test_a_call_of_the_c_library_that_fails_costs_nothing_that_was_saved(
     kinds: str, most: int, root: Path, scratch: Path
@@ -102,7 +102,7 @@ def test_a_call_of_the_c_library_that_fails_costs_nothing_that_was_saved(
     found = ran("failed_calls.py", model, data, root, kinds, most, LD_PRELOAD=str(library))
     for kind, ends in found.items():
         assert ends["calls"] > 0 and ends["hung"] == 0 and ends["wrong"] == {}, (kind, ends)
-        assert ends["finished"] + ends["refused"] == ends["failed"] == min(ends["calls"], ends["failed"])
+        assert ends["finished"] + ends["refused"] == ends["failed"] >= min(ends["calls"], 2)
 
 
 @pytest.mark.slow
@@ -111,6 +111,7 @@ def test_a_cache_whose_maker_was_killed_is_made_anew(root: Path) -> None:
     model = save_llama(root / "llama", hidden=64, layers=2)
     found = ran("killed_caches.py", "generate", model, root / "caches", 3)
     assert found["whole"] == found["runs"] >= 3, found
+    assert all(end["behind"] == [] for end in found["ends"]), found
 
 
 def killed(root: Path, scratch: Path, kills: int, options: list[str]) -> dict[str, Any]:
