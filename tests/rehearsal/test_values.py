@@ -191,3 +191,52 @@ def test_an_operator_waits_for_what_its_stream_waits_for_and_nothing_else(on_dev
     size = 1 << 16
     assert found["waits"] == [size * (size + 1) // 2, False]
     assert found["does not"][1], "a missing wait was not noticed"
+
+
+@pytest.mark.parametrize("rows", [2048, 16384])
+def test_places_among_made_up_numbers_are_spread(on_device: OnDevice, rows: int) -> None:
+    """Of a router's few numbers as of many."""
+    program = f"""
+        import torch
+        from brim.rehearsal.force import InForce
+
+        x, w = torch.randn({rows}, 256, device="cuda"), torch.randn(8, 256, device="cuda")
+        gates = (x @ w.T).softmax(-1)
+        chosen = {{
+            "argmax": gates.argmax(-1), "argmin": gates.argmin(-1), "max": gates.max(-1)[1], "min": gates.min(-1)[1],
+            "kthvalue": gates.kthvalue(2, -1)[1], "median": gates.median(-1)[1], "topk": gates.topk(2, -1)[1],
+            "sort": gates.sort(-1, descending=True)[1][:, 0], "argsort": gates.argsort(-1)[:, 0],
+        }}
+        result = {{name: places.flatten().bincount(minlength=8).tolist() for name, places in chosen.items()}}
+        result["told"] = len(InForce.now.reads.to_json())
+        whole = torch.arange(8, device="cuda").float()
+        result["computed"] = [whole.argmax().item(), whole.topk(2)[1].tolist()]
+        """
+    found = on_device.run(program, values="whole")
+    assert found.pop("told") > 0
+    assert found.pop("computed") == [7, [7, 6]]
+    assert len(found) == 9
+    for name, counts in found.items():
+        assert max(counts) - min(counts) <= 8, (name, counts)
+
+
+ATTENTION = """
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from brim.rehearsal.force import InForce
+
+    q = torch.randn(1, 8, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+    result = [dict(InForce.now.attention)]
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+        with torch.inference_mode():
+            torch.nn.functional.scaled_dot_product_attention(*[torch.ones_like(q)] * 3)
+    assert q.grad is not None
+    result.append(dict(InForce.now.attention))
+"""
+
+
+@pytest.mark.parametrize(("card", "kind"), [("H100", "cudnn"), ("A100-SXM4-80GB", "flash")])
+def test_which_kernel_attention_took_is_counted(on_device: OnDevice, card: str, kind: str) -> None:
+    assert on_device.run(ATTENTION, card, values="whole") == [{kind: 1}, {kind: 1, "math": 2}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import sys
 import sysconfig
 import threading
@@ -75,7 +76,10 @@ def _fill_places(base: str, source: torch.Tensor, whole: Sequence[int], result: 
     count = torch.arange(result.numel(), device="cpu")
     if base in _SEVERAL_OF:  # distinct along the dimension, and each row goes on where the last one ended
         moved = result.movedim(dims[0] if dims else -1, -1) if result.dim() else result
-        moved.copy_((count % size).view(moved.shape))
+        several = moved.shape[-1] if moved.dim() else 1
+        # Once all places were chosen equally often, one further: a whole row is not always in the same order.
+        rounds = count // several // (size // math.gcd(several, size))
+        moved.copy_(((count + rounds) % size).view(moved.shape))
     else:
         result.copy_(((count + size // 2) % size).view(result.shape))
 

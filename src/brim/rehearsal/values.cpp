@@ -61,17 +61,28 @@ std::unordered_set<const void*> made_up;
 std::mutex failed_lock;
 std::unordered_set<std::string> failed;  // operators that the CPU could not compute
 
-enum class Special { none, item, equal, copy, unscale, sized, choice };
+enum class Special { none, item, equal, copy, unscale, sized };
 
 std::mutex calls_lock;
-std::unordered_map<std::string, uint64_t> attention;  // what scaled_dot_product_attention chose, and how often
+std::unordered_map<std::string, uint64_t> attention;  // what scaled_dot_product_attention took, and how often
+
+// The choice itself reaches no operator (ATen/native/transformers/attention.cpp asks a stub): what is chosen does.
+void count_attention(const std::string& name) {
+  static const std::unordered_map<std::string, std::string> kinds{
+      {"_scaled_dot_product_flash_attention", "flash"}, {"_scaled_dot_product_efficient_attention", "efficient"},
+      {"_scaled_dot_product_cudnn_attention", "cudnn"}, {"_scaled_dot_product_attention_math", "math"}};
+  auto found = kinds.find(name);
+  if (found == kinds.end()) return;
+  std::lock_guard<std::mutex> hold(calls_lock);
+  attention[found->second]++;
+}
 
 struct Operator {
   std::string name;                // of the packet: "add_"
   std::string full;                // "aten::add_.Tensor"
   std::vector<bool> written, out;  // per argument: is it changed; does what it held not matter
   bool in_place = false, has_out = false, random = false, returns_tensors = false, reference = false;
-  bool overwrites = false, selects = false;
+  bool overwrites = false, selects = false, finds_places = false;
   int generator = -1, pin_memory = -1;
   Special special = Special::none;
 };
@@ -82,6 +93,9 @@ const std::unordered_set<std::string> OVERWRITES{
 // What only moves values: an infinity there was meant (a mask).
 const std::unordered_set<std::string> SELECTS{
     "masked_fill_", "fill_", "copy_", "where", "cat", "index", "_index_put_impl_", "gather", "index_select", "full"};
+// What gives places in a dimension: of equal numbers that were made up it would always be the same one.
+const std::unordered_set<std::string> FINDS_PLACES{
+    "argmax", "argmin", "max", "min", "median", "nanmedian", "mode", "kthvalue", "topk", "sort", "argsort"};
 const std::unordered_set<std::string> SIZED{
     "nonzero", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"};
 
@@ -351,7 +365,7 @@ class Kernel : public c10::OperatorKernel {
       : op_(std::move(op)), original_(handle.getComputedKernelForDispatchKey(DispatchKey::CUDA)) {}
 
   void operator()(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack) {
-    if (op_.special == Special::choice) return choice(keys, stack);
+    if (depth == 0) count_attention(op_.name);
     size_t begin = stack->size() - handle.schema().arguments().size();
     if (all_computed) compute(handle, keys, stack, begin);
     else choose(handle, keys, stack, begin);
@@ -443,6 +457,7 @@ class Kernel : public c10::OperatorKernel {
           settle(t, invented);
           if (invented && !op_.selects && is_small(t)) mend(t);
         }
+      if (invented && op_.finds_places) spread(inputs, made, written);
       return;
     }
     if (computed && small && depth == 0) fail(op_);
@@ -458,6 +473,16 @@ class Kernel : public c10::OperatorKernel {
     } catch (const std::exception&) {
       if (depth == 0) fail(op_);  // the CPU has no kernel for it, or not for this type
     }
+  }
+
+  // Places among made-up floats: as if nothing had computed them. Whole numbers among them have their own order.
+  void spread(const std::vector<IValue>& inputs, const std::vector<Tensor>& made, const std::vector<Tensor>& written) {
+    bool of_floats = false;
+    each_tensor(inputs[0], [&](const Tensor& t) { of_floats = t.is_floating_point(); });
+    std::vector<Tensor> places;
+    for (auto* list : {&made, &written})
+      for (const Tensor& t : *list) if (t.scalar_type() == at::kLong) places.push_back(t);
+    if (of_floats) fill(inputs, places);
   }
 
   // Plausible numbers for small results that nothing computed.
@@ -483,15 +508,6 @@ class Kernel : public c10::OperatorKernel {
     }
     call_python("brim_rehearsal::make_up", {IValue(op_.name), IValue(given), IValue(whole),
                 number ? IValue(*number) : IValue(), IValue(wanted)});
-  }
-
-  // Which kernels attention takes: at::SDPBackend in ATen/native/transformers/sdp_utils_cpp.h.
-  void choice(DispatchKeySet keys, Stack* stack) {
-    static const char* names[] = {"math", "flash", "efficient", "cudnn", "overrideable"};
-    run(keys, stack);
-    int64_t chosen = stack->back().toInt();
-    std::lock_guard<std::mutex> hold(calls_lock);
-    attention[chosen >= 0 && chosen < 5 ? names[chosen] : "none"]++;
   }
 
   void item(DispatchKeySet keys, Stack* stack, size_t begin) {
@@ -639,6 +655,19 @@ class HostCopy : public c10::OperatorKernel {
   c10::SafeKernelFunction original_;
 };
 
+// Attention made of other operators, which has no kernel of its own: counted, and as it is.
+class MathAttention : public c10::OperatorKernel {
+ public:
+  MathAttention(const OperatorHandle& handle, DispatchKey key) : original_(handle.getComputedKernelForDispatchKey(key)) {}
+  void operator()(const OperatorHandle&, DispatchKeySet keys, Stack* stack) {
+    count_attention("_scaled_dot_product_attention_math");
+    original_.callBoxed(original_.opHandle(), keys, stack);
+  }
+
+ private:
+  c10::SafeKernelFunction original_;
+};
+
 Operator described(const OperatorHandle& handle, bool random) {
   Operator op;
   const auto& schema = handle.schema();
@@ -660,18 +689,18 @@ Operator described(const OperatorHandle& handle, bool random) {
   op.random = random;
   op.overwrites = OVERWRITES.count(op.name) != 0;
   op.selects = SELECTS.count(op.name) != 0;
+  op.finds_places = FINDS_PLACES.count(op.name) != 0;
   op.reference = handle.hasKernelForDispatchKey(DispatchKey::PrivateUse1);
   if (op.name == "_local_scalar_dense") op.special = Special::item;
   if (op.name == "equal") op.special = Special::equal;
   if (op.name == "copy_") op.special = Special::copy;
   if (op.name == "_amp_foreach_non_finite_check_and_unscale_") op.special = Special::unscale;
-  if (op.name == "_fused_sdp_choice") op.special = Special::choice;
   if (SIZED.count(op.name)) op.special = Special::sized;
   return op;
 }
 
 // Never destroyed: they go with the process.
-torch::Library *library = nullptr, *on_host = nullptr, *asked = nullptr;
+torch::Library *library = nullptr, *on_host = nullptr, *asked = nullptr, *with_gradients = nullptr;
 
 // Leave weights zero that were never written, if so they are. What their head has of others is cleared.
 bool left_zero(const Tensor& t) {
@@ -699,6 +728,23 @@ __attribute__((visibility("default"))) int brim_values_replace(const char* name,
     std::string full = std::string(name) + (*overload ? std::string(".") + overload : "");
     library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(
                                     std::make_unique<Kernel>(described(handle, random != 0), handle)));
+  } catch (const std::exception& error) {
+    told = error.what();
+    return 1;
+  }
+  return 0;
+}
+// Count attention by other operators, with gradients and in inference mode. Not from several threads at once.
+__attribute__((visibility("default"))) int brim_values_math_attention() {
+  try {
+    const char* name = "_scaled_dot_product_attention_math";
+    auto handle = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("aten::") + name).c_str(), "");
+    auto plain = std::make_unique<MathAttention>(handle, DispatchKey::CUDA);
+    auto recorded = std::make_unique<MathAttention>(handle, DispatchKey::AutogradCUDA);
+    with_gradients =
+        new torch::Library(torch::Library::IMPL, "aten", DispatchKey::AutogradCUDA, __FILE__, __LINE__);
+    library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::move(plain)));
+    with_gradients->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::move(recorded)));
   } catch (const std::exception& error) {
     told = error.what();
     return 1;
@@ -742,7 +788,7 @@ __attribute__((visibility("default"))) const char* brim_values_failed() {
   for (const auto& one : failed) told += one + "\n";
   return told.c_str();
 }
-// What scaled_dot_product_attention chose: lines of a name and how often.
+// What scaled_dot_product_attention took: lines of a name and how often.
 __attribute__((visibility("default"))) const char* brim_values_attention() {
   std::lock_guard<std::mutex> hold(calls_lock);
   told.clear();
