@@ -53,6 +53,34 @@ def _attention(rows: int, columns: int, size: int, dtype: torch.dtype = torch.fl
     return build
 
 
+def _flex(score: str = "", *, groups: int = 1, dtype: torch.dtype = torch.float32) -> Build:
+    """FlexAttention that nobody compiles; ``score``: what is done to scores."""
+
+    def build() -> Callable[[], Any]:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        query, key = (
+            torch.randn(2, heads, 256, 64, device="cuda", dtype=dtype, requires_grad=True)
+            for heads in (4, 4 // groups)
+        )
+        slopes = torch.randn(4, device="cuda", requires_grad=True)
+        change = {
+            "": None,
+            "bias": lambda score, b, h, i, j: score + 0.1 * (j - i),
+            "cap": lambda score, b, h, i, j: torch.tanh(score / 30) * 30,
+            "trained": lambda score, b, h, i, j: score * slopes[h],
+        }[score]
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, device="cuda")
+
+        def step() -> None:
+            result = flex_attention(query, key, key, score_mod=change, block_mask=mask, enable_gqa=groups > 1)
+            result.sum().backward()
+
+        return step
+
+    return build
+
+
 def _layer(layer: Callable[[], nn.Module], *shape: int, dtype: torch.dtype = torch.float32) -> Build:
     def build() -> Callable[[], Any]:
         made = layer().cuda()
@@ -81,6 +109,10 @@ CASES: dict[str, Build] = {
     "attention in float16": _attention(192, 256, 80, torch.float16),
     "attention with a mask": _attention(128, 128, 64, mask="bool"),
     "attention with a trained bias": _attention(128, 120, 64, mask="float"),
+    "FlexAttention in bfloat16": _flex(dtype=torch.bfloat16),
+    "FlexAttention of groups with a bias": _flex("bias", groups=2),
+    "FlexAttention with a cap": _flex("cap"),
+    "FlexAttention with trained slopes": _flex("trained"),
     "sum of booleans": _of(lambda x: (x > 0).sum(1), (100, 300), grad=False),
     "sum of int32": _of(lambda x: x.int().sum(0), (100, 300), grad=False),
     "index": _of(lambda x, rows: x[rows], (100, 16), _ROWS),
