@@ -53,6 +53,34 @@ def _attention(rows: int, columns: int, size: int, dtype: torch.dtype = torch.fl
     return build
 
 
+def _flex(score: str = "", *, groups: int = 1, dtype: torch.dtype = torch.float32) -> Build:
+    """FlexAttention that nobody compiles; ``score``: what is done to scores."""
+
+    def build() -> Callable[[], Any]:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        query, key = (
+            torch.randn(2, heads, 256, 64, device="cuda", dtype=dtype, requires_grad=True)
+            for heads in (4, 4 // groups)
+        )
+        slopes = torch.randn(4, device="cuda", requires_grad=True)
+        change = {
+            "": None,
+            "bias": lambda score, b, h, i, j: score + 0.1 * (j - i),
+            "cap": lambda score, b, h, i, j: torch.tanh(score / 30) * 30,
+            "trained": lambda score, b, h, i, j: score * slopes[h],
+        }[score]
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, device="cuda")
+
+        def step() -> None:
+            result = flex_attention(query, key, key, score_mod=change, block_mask=mask, enable_gqa=groups > 1)
+            result.sum().backward()
+
+        return step
+
+    return build
+
+
 def _layer(layer: Callable[[], nn.Module], *shape: int, dtype: torch.dtype = torch.float32) -> Build:
     def build() -> Callable[[], Any]:
         made = layer().cuda()
@@ -81,6 +109,27 @@ CASES: dict[str, Build] = {
     "attention in float16": _attention(192, 256, 80, torch.float16),
     "attention with a mask": _attention(128, 128, 64, mask="bool"),
     "attention with a trained bias": _attention(128, 120, 64, mask="float"),
+    "FlexAttention in bfloat16": _flex(dtype=torch.bfloat16),
+    "FlexAttention of groups with a bias": _flex("bias", groups=2),
+    "FlexAttention with a cap": _flex("cap"),
+    "FlexAttention with trained slopes": _flex("trained"),
+    "layer norm of a part": _of(lambda x: F.layer_norm(x[..., 1:], (64,)), (300, 65), grad=False),
+    "convolution of a part": _of(lambda x, w: F.conv2d(x[..., 1:], w), (8, 96, 56, 57), (32, 96, 3, 3)),
+    "convolution by a part": _of(lambda x, w: F.conv2d(x, w[..., 1:]), (8, 96, 56, 57), (32, 96, 3, 4)),
+    "depthwise convolution of a part": _of(
+        lambda x, w: F.conv2d(x[..., 1:], w, groups=96), (8, 96, 56, 57), (96, 1, 3, 3)
+    ),
+    "convolution of a part with a bias": _of(
+        lambda x, w, b: F.conv2d(x[..., 1:], w, b), (8, 96, 56, 57), (32, 96, 3, 3), (32,)
+    ),
+    "largest of a part": _of(lambda x: F.max_pool2d(x[..., 1:], 2), (8, 96, 56, 57)),
+    "largest of a part, channels last": _of(
+        lambda x: F.max_pool2d(x.permute(0, 3, 1, 2)[:, :, 1:], 2), (8, 56, 57, 96)
+    ),
+    "averages of a part": _of(lambda x: F.avg_pool2d(x[..., 1:], 2), (8, 96, 56, 57)),
+    "averages of a part's volumes": _of(lambda x: F.avg_pool3d(x[..., 1:], 2), (2, 16, 16, 16, 17), grad=False),
+    "adaptive averages of a part": _of(lambda x: F.adaptive_avg_pool2d(x[..., 1:], 7), (8, 96, 56, 57), grad=False),
+    "embedding of a part": _of(lambda x, rows: F.embedding(rows.view(2, -1)[:, 1:], x), (300, 64), _ROWS),
     "sum of booleans": _of(lambda x: (x > 0).sum(1), (100, 300), grad=False),
     "sum of int32": _of(lambda x: x.int().sum(0), (100, 300), grad=False),
     "index": _of(lambda x, rows: x[rows], (100, 16), _ROWS),

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _disable_current_modes,
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass_type,
 )
@@ -33,6 +34,7 @@ from brim.core import Category, Phase
 from brim.predict import failures, inplace, sparse
 from brim.predict.flops import Work, is_view, op_name, op_work
 from brim.predict.host_residency import Resting
+from brim.predict.lowering import flex_attention
 from brim.predict.lowering.cuda.composites import COMPOSITES
 from brim.predict.lowering.fakes import FAKES
 from brim.predict.lowering.kernel import Kernel, Rule
@@ -42,7 +44,7 @@ from brim.predict.shapes import Answer, result_of
 from brim.predict.values.assumptions import Values
 
 _add = torch.ops.aten.add.Tensor
-_IN_PYTHON = "torch_nn"  # PyTorch writes these operators in Python, of others
+_IN_PYTHON = ("torch_nn", "flex_lib")  # PyTorch writes these operators in Python, of others
 _device_of = torch.ops.prim.device.default
 # Below autograd these are made of others, on every device.
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
@@ -58,6 +60,7 @@ _IN_PARTS = {
     torch.ops.aten._trilinear.default: torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional,
     torch.ops.aten.linalg_pinv.atol_rtol_tensor: torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional,
 }
+_OF_OPERATORS: dict[Any, Callable[..., Any]] = {out_dtype: out_dtype_dense} | flex_attention.UNFUSED
 # PyTorch has kernels of them for the CPU only.
 _NOT_FOR_CUDA = {
     torch.ops.aten.histogram, torch.ops.aten._histogramdd_bin_edges, torch.ops.aten._histogramdd_from_bin_cts,
@@ -138,7 +141,7 @@ class RecordingMode(TorchDispatchMode):
         if _decomposes(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        if func.namespace == _IN_PYTHON:
+        if func.namespace in _IN_PYTHON:
             with self:
                 return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
         if func in _IN_PARTS and not any(isinstance(mode, type(self)) for mode in _get_current_dispatch_mode_stack()):
@@ -185,11 +188,13 @@ class RecordingMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def _of_operators(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator of operators: a product that is asked for wider results is made of what it stands for."""
-        if func is not out_dtype:
+        """An operator of operators, where it is made of what it stands for: a product that is asked for wider
+        results, attention that is not compiled."""
+        in_parts = _OF_OPERATORS.get(func)
+        if in_parts is None:
             raise failures.not_traced(f"torch.ops.higher_order.{func.name()}", "Call the wrapped function directly.")
         with self:
-            return out_dtype_dense(*args)
+            return in_parts(*args, **kwargs)
 
     def _of_sparse(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._notice_backward()
@@ -298,6 +303,17 @@ class RecordingMode(TorchDispatchMode):
             yield
         finally:
             self._placed = before
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """While open, nothing is recorded of what runs on fake tensors."""
+        was_inside, self.inside = self.inside, True
+        assert self._fakes is not None
+        try:
+            with _disable_current_modes(), self._fakes:
+                yield
+        finally:
+            self.inside = was_inside
 
     # -- storages ------------------------------------------------------------------------------------------------
 

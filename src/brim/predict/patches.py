@@ -19,7 +19,7 @@ from torch.nested._internal.nested_int import NestedIntNode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from brim.predict.compiled.torch_compile import as_written
+from brim.predict.compiled.torch_compile import as_written, is_fused
 from brim.predict.dispatch import RecordingMode
 from brim.predict.io_boundary import as_tensor_of_file, models_save_nothing, outside_world
 from brim.predict.lazy_parameters import lazy_parameters
@@ -55,6 +55,8 @@ class ValueMode(TorchFunctionMode):
             with self.recording.linear():
                 return func(*args, **kwargs)
         if func is flex_attention.OPERATION:
+            if not is_fused():
+                return flex_attention.unfused_attention(self.recording.unseen, *args, **kwargs)
             self.recording.recorder.not_modelled.add(flex_attention.NOTE)
             return flex_attention.attention(*args, **kwargs)
         if func is torch._pack_padded_sequence:

@@ -322,22 +322,52 @@ def test_autocast_casts_the_last_argument_first_and_leaves_a_float16_softmax_to_
     assert sizes(on_cuda(step))[-5:] == [64 * 2, 64 * 32 * 2, 4 * 32 * 2, 4 * 64 * 2, 4 * 64 * 4]
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_flex_attention_takes_what_its_kernel_takes(compiled):
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def _flex(attend, **options):
+    from torch.nn.attention.flex_attention import create_block_mask
 
     def build():
-        attend = torch.compile(flex_attention) if compiled else flex_attention
         query = torch.ones(2, 4, 256, 64, device="cuda", requires_grad=True)
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, device="cuda")
-        return lambda: attend(query, query, query, block_mask=mask).sum().backward()
+        return lambda: attend()(query, query, query, block_mask=mask, **options).sum().backward()
 
     made = trace(build, steps=1, target="cuda")
-    during = [s.bytes for s in made.storages if s.born > made.step_starts[0]]
+    return made, [storage.bytes for storage in made.storages if storage.born > made.step_starts[0]]
+
+
+def _compiled(**options):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, **options)
+
+
+class _Block(nn.Module):
+    def forward(self, query, *others, **options):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return flex_attention(query, *others, **options)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("attend", "before"),
+    [(_compiled, False), (lambda: torch.compile(_Block()), False),
+     pytest.param(_compiled, True, marks=pytest.mark.thorough)],
+    ids=["function", "block", "before the trace"],
+)  # fmt: skip
+def test_flex_attention_that_is_compiled_takes_what_its_kernel_takes(attend, before):
+    wrapped = attend() if before else None
+    made, during = _flex(attend if wrapped is None else lambda: wrapped)
     assert during[:2] == [2 * 4 * 256 * 64 * 4, 2 * 4 * 256 * 4]
     assert max(during) < 2 * 4 * 256 * 256 * 4
     assert "flex_attention: as its compiled kernel" in made.not_modelled
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+@pytest.mark.parametrize("attend", [_Block, lambda: _compiled(backend="eager")], ids=["plain", "eager"])
+def test_flex_attention_that_is_not_compiled_makes_all_scores(attend):
+    made, during = _flex(attend)
+    assert during.count(2 * 4 * 256 * 256 * 4) > 10
+    assert made.not_modelled == ()
 
 
 @pytest.mark.parametrize("move", [lambda it: it.cuda(), lambda it: it.to("cuda")], ids=["cuda", "to"])

@@ -5,8 +5,9 @@ What a compiler fuses, recomputes and reuses is its own choice, made with values
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -21,9 +22,10 @@ from brim.predict.recorder import Recorder
 NOTE = "torch.compile: run as it is written"
 _FRAMES = "torch._dynamo.eval_frame"  # torch/_dynamo/eval_frame.py decides before every compiled call what to do
 _DECISION = "_callback_from_stance"
-
+_FUSES = "inductor"  # of the backends, the one that writes kernels
 
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
+_fusing: ContextVar[bool] = ContextVar("fusing", default=False)
 
 
 @contextmanager
@@ -39,6 +41,38 @@ def capturing() -> Iterator[None]:
 def is_captured() -> bool:
     """Whether a graph is being made of what runs: a tensor made now is part of it, and of nothing else."""
     return _capturing.get()
+
+
+def is_fused() -> bool:
+    """Whether what runs would be compiled to kernels of its own: by a compiler that writes such, not by ``eager``."""
+    return is_captured() or _fusing.get() or _wrapped_before()
+
+
+def _wrapped_before() -> bool:
+    """Whether a function is running that was compiled before the trace began: its wrapper then is PyTorch's."""
+    frames = sys.modules.get(_FRAMES)
+    frame = sys._getframe() if frames is not None else None
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals is vars(frames):
+            backend = frame.f_locals["self"].callback
+            while hasattr(backend, "_torchdynamo_orig_backend"):
+                backend = backend._torchdynamo_orig_backend
+            if isinstance(backend, torch._TorchCompileInductorWrapper):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        token = _fusing.set(True)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _fusing.reset(token)
+
+    return run
 
 
 def is_traced() -> bool:
@@ -61,12 +95,17 @@ def as_written(recorder: Recorder) -> Iterator[None]:
         if callback not in (None, False):
             recorder.not_modelled.add(NOTE)
 
-    def compile(model: Any = None, **options: Any) -> Any:
-        recorder.not_modelled.add(NOTE)
+    def compile(model: Any = None, *, backend: Any = _FUSES, **options: Any) -> Any:
         if model is None:  # as a decorator with options
-            return lambda function: function
-        if isinstance(model, torch.nn.Module):  # where programs look for the module that was compiled
-            object.__setattr__(model, "_orig_mod", model)
+            return lambda function: compile(function, backend=backend)
+        if getattr(backend, "__name__", backend) != "eager":
+            recorder.not_modelled.add(NOTE)
+        fuses = backend == _FUSES
+        if not isinstance(model, torch.nn.Module):
+            return _fused(model) if fuses else model
+        object.__setattr__(model, "_orig_mod", model)  # where programs look for the module that was compiled
+        if fuses:
+            model._compiled_call_impl = _fused(model._call_impl)
         return model
 
     with ExitStack() as stack:

@@ -102,3 +102,9 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
 def nbytes(tensor: torch.Tensor) -> int:
     """What a dense copy of the tensor takes."""
     return tensor.numel() * tensor.element_size()
+
+
+def copied_bytes(tensor: torch.Tensor) -> int:
+    """What ``contiguous`` in the layout that it suggests takes: nothing where it lies so."""
+    layout = torch._prims_common.suggest_memory_format(tensor)
+    return 0 if tensor.is_contiguous(memory_format=layout) else nbytes(tensor)

@@ -27,8 +27,16 @@ _CHANNELS = 8  # of half precision that Tensor Cores read at once
 def _forward(kernel: Kernel) -> None:
     x, w = kernel.arg("input"), kernel.arg("weight")
     _note_engine(kernel, x, w)
+    for operand in (x, w):
+        kernel.temp(_copied_bytes(operand, x, w))
     kernel.emit()
     kernel.temp(_transposed_bytes(kernel, x, w, kernel.result))
+
+
+def _copied_bytes(operand: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> int:
+    """Convolution.cpp, cudnn/ConvShared.cpp: operands of another layout than the one that is taken are copied."""
+    layout = _LAST[x.dim()] if _channels_last(x, w) else torch.contiguous_format
+    return 0 if operand.is_contiguous(memory_format=layout) else nbytes(operand)
 
 
 def _backward(kernel: Kernel) -> None:
@@ -44,9 +52,13 @@ def _backward(kernel: Kernel) -> None:
             kernel.emit(output)
         return
     workspace = _transposed_bytes(kernel, x, w, y)
-    for output in gradients:
+    # Each gradient reads the other operand.
+    read = [other for other, wanted in zip((w, x), kernel.arg("output_mask")[:2], strict=True) if wanted]
+    for output, other in zip(gradients, read, strict=True):
+        copy = kernel.temp(_copied_bytes(other, x, w))
         kernel.emit(output)
         kernel.free(kernel.temp(workspace))
+        kernel.free(copy)
 
 
 def _transposed_bytes(kernel: Kernel, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> int:

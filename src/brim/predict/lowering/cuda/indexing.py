@@ -234,10 +234,17 @@ def _positions(kernel: Kernel, source: torch.Tensor, multiprocessors: int, write
     kernel.free(dense)
 
 
+def _embedding(kernel: Kernel) -> None:
+    """Embedding.cpp: rows are selected by indices in one dimension."""
+    kernel.temp(0 if kernel.arg("indices").is_contiguous() else nbytes(kernel.arg("indices")))
+    kernel.emit()
+
+
 def _embedding_backward(kernel: Kernel, multiprocessors: int) -> None:
     """Above 3,072 indices are sorted, and gradients of one row are summed in parts of ten."""
     gradient, indices, rows = kernel.args[0], kernel.args[1], kernel.args[2]
     dense = None if gradient.is_contiguous() else kernel.temp(nbytes(gradient))
+    kernel.temp(0 if indices.is_contiguous() else nbytes(indices))
     if indices.numel() <= _UNSORTED_ROWS and not kernel.arg("scale_grad_by_freq"):
         kernel.emit()
         return
@@ -318,6 +325,7 @@ def rules(multiprocessors: int) -> dict[torch._ops.OpOverload, Rule]:
         _aten.index_put_.default: _index_put_of(multiprocessors),
         _aten.index_put.default: _index_put_of(multiprocessors),
         _aten._index_put_impl_.default: _index_put_of(multiprocessors),
+        _aten.embedding.default: _embedding,
         _aten.nonzero.default: _nonzero_of(multiprocessors),
         _aten._embedding_bag.default: _embedding_bag,
         _aten._embedding_bag_forward_only.default: _embedding_bag,

@@ -22,6 +22,7 @@ from brim.predict.lowering.cuda.linear_algebra import LinearAlgebra
 from brim.predict.lowering.kernel import (
     Kernel,
     Rule,
+    copied_bytes,
     dense_or_channels_last,
     has_channels_last,
     is_channels_last,
@@ -83,9 +84,26 @@ def _readable(tensor: torch.Tensor) -> bool:
 
 def _statistics_in_float(kernel: Kernel) -> None:
     """cuda/layer_norm_kernel.cu, Normalization.cuh: statistics of half-precision inputs are float32."""
+    if kernel.func is _aten.native_layer_norm.default and not kernel.arg("input").is_contiguous():
+        kernel.temp(nbytes(kernel.arg("input")))
     kernel.emit(0)
     for index in range(1, len(kernel.outputs)):
         kernel.emit(index, bytes=kernel.outputs[index].numel() * max(4, kernel.outputs[index].element_size()))
+
+
+def _pooled(kernel: Kernel) -> None:
+    """cuda/DilatedMaxPool2d.cu, AveragePool2d.cu and their like read what is dense, or has its channels last."""
+    kernel.temp(copied_bytes(kernel.arg("self")))
+    kernel.emit()
+
+
+def _pooled_backward(kernel: Kernel) -> None:
+    """The gradient is laid out as the input."""
+    source, gradient = kernel.arg("self"), kernel.arg("grad_output")
+    layout = torch._prims_common.suggest_memory_format(source)
+    kernel.temp(0 if gradient.is_contiguous(memory_format=layout) else nbytes(gradient))
+    kernel.temp(copied_bytes(source))
+    kernel.emit()
 
 
 def _trains(kernel: Kernel) -> bool:
@@ -428,6 +446,14 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     **cuda_norms.RULES,
     **cuda_sorting.RULES,
     _aten.native_layer_norm.default: _statistics_in_float,
+    _aten.max_pool2d_with_indices.default: _pooled,
+    _aten.max_pool2d_with_indices_backward.default: _pooled_backward,
+    _aten.avg_pool2d.default: _pooled,
+    _aten.avg_pool2d_backward.default: _pooled_backward,
+    _aten.max_pool3d_with_indices.default: _pooled,
+    _aten.avg_pool3d.default: _pooled,
+    _aten.adaptive_max_pool2d.default: _pooled,
+    _aten._adaptive_avg_pool2d.default: _pooled,
     _aten.native_batch_norm.default: _batch_norm,
     _aten._batch_norm_with_update.default: _batch_norm,
     _aten.batch_norm_backward.default: _batch_norm_backward,
