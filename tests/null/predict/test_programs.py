@@ -836,3 +836,23 @@ def test_zeros_of_forward_gradients_are_viewed_without_memory():
     seen = []
     on_cuda(lambda: lambda: seen.append(torch._efficientzerotensor((4, 2), device="cuda").view(8)))
     assert all(type(zeros) is FakeTensor for zeros in seen)
+
+
+def test_counters_that_an_optimizer_counts_on_together_are_known():
+    """Adam makes one of each parameter outside of the trace's sight, and reads all of them in one line."""
+    seen = []
+
+    def build() -> Step:
+        scales = [nn.Parameter(torch.ones(4, device="cuda")) for _ in range(400)]
+        optimizer = torch.optim.AdamW(scales)
+
+        def step() -> None:
+            torch.stack(scales).sum().backward()
+            optimizer.step()
+            seen.append(optimizer.state[scales[0]]["step"].item())
+
+        return step
+
+    assert on_cuda(build, steps=2).notes == {}
+    assert seen == [1.0, 2.0]
+    assert all(type(number) is float for number in seen)

@@ -283,11 +283,20 @@ class KnownValues:
             sources.append(target)
         elif overwrites:
             return False
-        if any(
-            s.made is None and t.numel() > _MOST_CHANGED[t.dtype.is_floating_point]
-            for t in written
-            if (s := peek(t)) is not None
-        ) or any(s.state.outside for t in written if (s := peek(t)) is not None):
+        for overwritten in written:  # counters of optimizers that are counted on together
+            if (
+                (source := peek(overwritten)) is not None
+                and source.state.outside
+                and _is_whole(overwritten)
+                and _may_change(overwritten)
+            ):
+                with _disable_current_modes(), torch._C.DisableTorchFunction():
+                    made = source.value.clone()
+                forget(overwritten)
+                give(overwritten, made, source.state.origin)
+        if any(s.made is None and not _may_change(t) for t in written if (s := peek(t)) is not Noverwritten) or any(
+            s.state.outside for t in written if (s := peek(t)) is not None
+        ):
             for overwritten in written:
                 forget(overwritten)
             return False
@@ -375,6 +384,10 @@ def _run_or_leave(call: _Call) -> None:
 
 def _fails() -> Any:
     raise RuntimeError("the values were written over before they could be computed")
+
+
+def _may_change(tensor: torch.Tensor) -> bool:
+    return tensor.numel() <= _MOST_CHANGED[tensor.dtype.is_floating_point]
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
