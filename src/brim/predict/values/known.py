@@ -283,18 +283,18 @@ class KnownValues:
             sources.append(target)
         elif overwrites:
             return False
-        for overwritten in written:  # counters of optimizers that are counted on together
+        for counter in written:  # counters of optimizers are counted on together
             if (
-                (source := peek(overwritten)) is not None
+                (source := peek(counter)) is not None
                 and source.state.outside
-                and _is_whole(overwritten)
-                and _may_change(overwritten)
+                and _is_whole(counter)
+                and _may_change(counter)
             ):
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
                     made = source.value.clone()
-                forget(overwritten)
-                give(overwritten, made, source.state.origin)
-        if any(s.made is None and not _may_change(t) for t in written if (s := peek(t)) is not Noverwritten) or any(
+                forget(counter)
+                give(counter, made, source.state.origin)
+        if any(s.made is None and not _may_change(t) for t in written if (s := peek(t)) is not None) or any(
             s.state.outside for t in written if (s := peek(t)) is not None
         ):
             for overwritten in written:
