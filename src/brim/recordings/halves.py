@@ -12,13 +12,14 @@ import dataclasses
 import hashlib
 import os
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from typing import Any
 
 import numpy as np
 
-from brim.allocator.blocks import DEFAULT_POOL, Block
+from brim.allocator.blocks import DEFAULT_POOL, Block, BlockPool, PoolId
 from brim.allocator.config import SMALL_BYTES
+from brim.allocator.expandable import UNBOUNDED_BYTES
 from brim.recordings.history import (
     ALLOC,
     FREE_COMPLETED,
@@ -29,10 +30,11 @@ from brim.recordings.history import (
     Columns,
 )
 from brim.recordings.replay import Replay, Run
-from brim.recordings.starting_state import Groups, Live, Mapped, Range, State, lay_out
+from brim.recordings.starting_state import Group, Groups, Live, Mapped, Range, State, lay_out
 
 LONG_EVENTS = 500_000  # of fewer a process costs more than it saves
 _FIRST = 0.46  # of the events: this process has more to do meanwhile than the other
+_MOST_LOOKS = 20  # at other events, for each event, to find out sizes
 _ADDED = (
     "allocations",
     "addresses_matched",
@@ -67,14 +69,20 @@ def begin(run: Run, middle: int) -> None:
     later = _Later(run, middle)
     run.begin(later.state())
     run.allocator.have_taken(later.taken)
+    run.device.held = later.held
     for address, block in run.handles.items():
         block.event = later.events.get(address, -1)
+
+
+class _TooCostlyError(Exception):
+    """The beginning of the second half takes longer to find than the first half to be replayed."""
 
 
 class _Later:
     """The state before an event, found by what the record says of each address until then.
 
-    ``events`` are what allocated its blocks, by address; ``taken`` counts the ``cudaMalloc`` segments taken by then.
+    ``run`` has replayed nothing yet. ``events`` are what allocated the state's blocks, by address; ``taken`` counts
+    the segments that were taken by then, ``held`` is where segments begin, as a ``RecordedDevice`` has them.
     """
 
     def __init__(self, run: Run, middle: int) -> None:
@@ -83,34 +91,62 @@ class _Later:
         events = columns.by_address[columns.by_address < middle]
         events = events[columns.sizes[events] > 0]
         self._of, self._addresses, self._actions = events, columns.addresses[events], columns.actions[events]
+        self._at_start, self._looks = sorted(run.start.live), _MOST_LOOKS * len(run.columns.actions)
         self.events: dict[int, int] = {}
         self.taken = 0
-
-    def state(self) -> State:
-        run, history = self._run, self._run.history
-        state = State()
-        groups = Groups(history, run.config, run.columns)
-        native = {at: found for at, found in run.start.ranges.items() if not found.expandable}
-        mapped = Mapped()
+        self.held = set(run.device.held)
+        self._groups = Groups(run.history, run.config, columns)
+        self._native = {at: found for at, found in run.start.ranges.items() if not found.expandable}
+        self._mapped, self._mapped_bytes = Mapped(), dict[Group, int]()
         for found in run.start.ranges.values():
             if found.expandable:
-                mapped.add(found.address, found.size)
+                self._mapped.add(found.address, found.size)
+                self._mapped_bytes[found.group] = self._mapped_bytes.get(found.group, 0) + found.size
+        self._lowest, self._ages = dict(run.start.lowest), dict[Group, int]()
+        blocks = [*run.handles.values(), *(block for pool in _pools(run).values() for block in _free(pool))]
+        self._spaces = {one.segment.address: one.segment.bytes for one in blocks if one.segment is not None}
+
+    def state(self) -> State:
+        run, state = self._run, State()
         actions = run.columns.actions[: self._middle]
         for index in np.flatnonzero((actions >= SEGMENT_ALLOC) & (actions <= SEGMENT_UNMAP)).tolist():
-            action, address, size = int(actions[index]), history.addresses[index], history.sizes[index]
-            if action == SEGMENT_ALLOC:
-                self.taken += 1
-                group, age = groups.native(index), self.taken if run.config.oldest_segment_first else 0
-                native[address] = Range(address=address, size=size, group=group, expandable=False, age=age)
-            elif action == SEGMENT_FREE:
-                native.pop(address, None)
-            elif action == SEGMENT_MAP:
-                mapped.add(address, size)
-            else:
-                mapped.remove(address, size)
-        lay_out(state, native, mapped, groups, after=self._middle)
+            self._segment(index, int(actions[index]))
+        lay_out(state, self._native, self._mapped, self._groups)
+        expandable = {found.group for found in state.ranges.values() if found.expandable}
+        state.lowest = {group: self._lowest[group] for group in expandable}
+        state.spaces = self._spaces
+        for address, found in state.ranges.items():
+            if found.expandable:
+                state.ranges[address] = dataclasses.replace(found, age=self._ages.get(found.group, 0))
         self._use(state)
         return state
+
+    def _segment(self, index: int, action: int) -> None:
+        """An event that took memory from the device or gave it back."""
+        history, groups = self._run.history, self._groups
+        address, size = history.addresses[index], history.sizes[index]
+        if action == SEGMENT_ALLOC:
+            group = groups.native(index)
+            self._native[address] = Range(
+                address=address, size=size, group=group, expandable=False, age=self._next_age()
+            )
+            self.held.add(address)
+        elif action == SEGMENT_FREE:
+            self._native.pop(address, None)
+            self.held.discard(address)
+        else:
+            group, is_mapped = groups.expandable(address), action == SEGMENT_MAP
+            if is_mapped and not self._mapped_bytes.get(group):  # new address space
+                page = self._run.allocator.expandable.page_bytes(group[1])
+                self._lowest[group], self._ages[group] = address, self._next_age()
+                self._spaces[address] = -(-UNBOUNDED_BYTES // page) * page
+                self.held.add(address)
+            self._mapped_bytes[group] = self._mapped_bytes.get(group, 0) + (size if is_mapped else -size)
+            (self._mapped.add if is_mapped else self._mapped.remove)(address, size)
+
+    def _next_age(self) -> int:
+        self.taken += 1
+        return self.taken if self._run.config.oldest_segment_first else 0
 
     def _use(self, state: State) -> None:
         """Put the blocks into ``state`` that are in use or wait for another stream."""
@@ -159,21 +195,18 @@ class _Later:
         last = np.append(addresses[1:] != addresses[:-1], True)[: len(addresses)]
         used = addresses[last & (self._actions[earlier] != FREE_COMPLETED)]
         touched = set(addresses[last].tolist())
-        return min(
-            [*used[:1].tolist(), *(at for at in self._run.start.live if begin <= at < end and at not in touched)],
-            default=None,
-        )
+        kept = self._at_start[bisect_left(self._at_start, begin) : bisect_left(self._at_start, end)]
+        self._looks -= int(high - low) + len(kept)
+        if self._looks < 0:
+            raise _TooCostlyError
+        return min([*used[:1].tolist(), *(at for at in kept if at not in touched)], default=None)
 
 
 def standing(run: Run) -> bytes:
     """A digest of all that the next events can depend on, and of what is told about what is there."""
     allocator, device = run.allocator, run.device
-    pools = {DEFAULT_POOL: (allocator.small, allocator.large)}
-    pools |= {name: (private.small, private.large) for name, private in allocator.private_pools.items()}
-    names = {id(pool): name for name, pair in pools.items() for pool in pair}
-    free = [
-        block for pair in pools.values() for pool in pair for block in (*pool.blocks.values(), *pool.holes.values())
-    ]
+    names = {id(pool): name for name, pair in _pools(run).items() for pool in pair}
+    free = [block for pair in _pools(run).values() for block in _free(pair)]
     stats = allocator.stats
     told = (
         sorted((address, *_told(block, names), block.event) for address, block in run.handles.items()),
@@ -185,6 +218,17 @@ def standing(run: Run) -> bytes:
         (run.pending, sorted(run.released_pools)),
     )
     return hashlib.sha256(repr(told).encode()).digest()
+
+
+def _pools(run: Run) -> dict[PoolId, tuple[BlockPool, BlockPool]]:
+    allocator = run.allocator
+    pools = {DEFAULT_POOL: (allocator.small, allocator.large)}
+    return pools | {name: (private.small, private.large) for name, private in allocator.private_pools.items()}
+
+
+def _free(pools: tuple[BlockPool, BlockPool]) -> list[Block]:
+    """Their free blocks, and what nothing is mapped to."""
+    return [block for pool in pools for block in (*pool.blocks.values(), *pool.holes.values())]
 
 
 def _told(block: Block, names: dict[int, Any]) -> tuple[Any, ...]:

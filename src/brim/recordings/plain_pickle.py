@@ -34,7 +34,9 @@ _REFERENCES = re.compile(rb"\]\x94\(((?:j.{4}|h.){1,1000})e", re.DOTALL)  # a re
 CHECK_EVERY = 5_000  # instructions between two looks at the limits
 WINDOW_BYTES = 8 * MIB  # of the file that are held at once, ...
 AHEAD_BYTES = 64 << 10  # of these at least behind the next instruction: what it is written in, a text apart
-MOST_ROWS_BYTES = 2 * MIB  # read as rows at once: what is worked out for them takes some five times as much
+# Rows that are read at once, of a long file more: what is worked out for them takes some five times as much memory.
+MOST_ROWS_BYTES = (MIB, 2 * MIB)
+ROWS_SHARE = 16  # of a file that is read as rows at once at most
 LEAST_ROWS_BYTES = 64 << 10  # in which rows are looked for at first, and after a run of them was short
 FEW_ROWS = 16  # are read one by one, and so many before rows are looked for again, ...
 MOST_SINGLE = 1_024  # doubled as often as there were few, up to this
@@ -141,6 +143,7 @@ class _Reader:
         self.known = Known(self.texts, self.lists, self.tuples)
         self.row: Any = None  # what took the place of the last dictionary
         self.rows_bytes = LEAST_ROWS_BYTES
+        self.most_rows_bytes = min(max(size // ROWS_SHARE, MOST_ROWS_BYTES[0]), MOST_ROWS_BYTES[1])
         self.single = self.singles = (
             0  # dictionaries to be read one by one before rows are looked for; when not found
         )
@@ -232,7 +235,7 @@ class _Reader:
             return False
         self.singles = 0
         used = rows_read.end - self.at
-        self.rows_bytes = min(max(2 * used, LEAST_ROWS_BYTES), MOST_ROWS_BYTES)
+        self.rows_bytes = min(max(2 * used, LEAST_ROWS_BYTES), self.most_rows_bytes)
         self.take(rows_read, holder)
         return True
 

@@ -63,6 +63,7 @@ def _restore_expandable(
     base = min(state.lowest.get(group, ranges[0].address), ranges[0].address)
     after = bisect_left(bases, ranges[-1].address + 1)
     end = bases[after] if after < len(bases) else base + UNBOUNDED_BYTES
+    end = base + state.spaces.get(base, end - base)
     segment = AddressRange(base, end - base, allocator.expandable.page_bytes(group[1]))
     pieces_of_group: list[Piece] = []
     at = base
@@ -73,7 +74,7 @@ def _restore_expandable(
         at = span.address + span.size
     if at < end:
         pieces_of_group.append((at, end - at, None, False))
-    _chain(allocator, pieces_of_group, group, segment, handles)
+    _chain(allocator, pieces_of_group, group, segment, handles, age=ranges[0].age)
 
 
 def _chain(

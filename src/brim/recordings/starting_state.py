@@ -57,11 +57,15 @@ class Range:
 
 @dataclass(kw_only=True, slots=True)
 class State:
-    """Segments and the blocks in use, both by address. ``lowest``: first address of each expandable segment."""
+    """Segments and the blocks in use, both by address. ``lowest``: first address of each expandable segment.
+
+    ``spaces``: the bytes of address space that begin at such addresses, where they are known.
+    """
 
     ranges: dict[int, Range] = field(default_factory=dict)
     live: dict[int, Live] = field(default_factory=dict)
     lowest: dict[Group, int] = field(default_factory=dict)
+    spaces: dict[int, int] = field(default_factory=dict)
     inconsistent: int = 0  # events that do not fit the state that follows them
     guessed: dict[int, int] = field(default_factory=dict)  # end -> address of blocks that may be up to 1 MiB larger
 
@@ -190,14 +194,14 @@ class _Undo:
         return self._state
 
 
-def lay_out(state: State, native: dict[int, Range], mapped: Mapped, groups: Groups, *, after: int = 0) -> None:
-    """Give ``state`` its segments, those of ``cudaMalloc`` and what is mapped, before the event ``after``."""
+def lay_out(state: State, native: dict[int, Range], mapped: Mapped, groups: Groups) -> None:
+    """Give ``state`` its segments: those of ``cudaMalloc`` and what is mapped."""
     state.ranges = native
     for address, size in mapped.ranges(groups):
         group = groups.expandable(address)
         state.ranges[address] = Range(address=address, size=size, group=group, expandable=True)
     _drop_impossible(state)
-    state.lowest = groups.lowest(state.ranges, after)
+    state.lowest = groups.lowest(state.ranges)
 
 
 def _drop_impossible(state: State) -> None:
@@ -312,7 +316,7 @@ class Groups:
         first, last = bisect_right(self._addresses, start), bisect_left(self._addresses, end)
         return [self._addresses[i] for i in range(max(first, 1), last) if self._groups[i] != self._groups[i - 1]]
 
-    def lowest(self, ranges: Mapping[int, Range], after: int = 0) -> dict[Group, int]:
+    def lowest(self, ranges: Mapping[int, Range]) -> dict[Group, int]:
         """Where the address space of each group begins: pages are mapped from its lowest address on.
 
         What is mapped later counts, until all of it was given back: then there is new address space.
@@ -323,7 +327,7 @@ class Groups:
             if at.expandable:
                 lowest[at.group] = min(lowest.get(at.group, at.address), at.address)
                 mapped[at.group] = mapped.get(at.group, 0) + at.size
-        for index in self._changes[bisect_left(self._changes, after) :]:
+        for index in self._changes:
             address, size = self._history.addresses[index], self._history.sizes[index]
             group = self.expandable(address)
             if self._columns.actions[index] == SEGMENT_MAP and mapped.get(group):
