@@ -9,7 +9,6 @@ import threading
 from typing import Any
 
 import pytest
-from _simulated_recording import Recording
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from brim.allocator.out_of_memory import OutOfMemory
 from brim.recordings import halves, snapshot
 from brim.recordings.timeline import RecordedRun, _Writing, recorded_run
 from brim.units import KIB, MIB
+from support.simulated_recording import Recording
 
 SETTINGS = ("", "roundup_power2_divisions:8", "max_split_size_mb:64", "expandable_segments:True")
 FRAMES = [{"filename": f"torch/optim/{number}.py", "line": number, "name": "step"} for number in range(9)]
