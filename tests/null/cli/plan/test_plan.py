@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from brim.cli import main
-from brim.run.plan import nearest, plan_file
+from brim.run.plan import file as plan_file
+from brim.run.plan import nearest
 from support.report_page import data_of
 from support.tiny_model import save_llama
 
