@@ -21,7 +21,7 @@ from brim.errors import BudgetError
 from brim.planner.step_profile import FULL, KEEP, BlockProfile, Frame, Way
 from brim.planner.streaming import plan_of
 from brim.run.generate.choose import search_generation
-from brim.run.plan import plan_file
+from brim.run.plan import file as plan_file
 from brim.run.plan.opening import open_subject
 from brim.run.plan.request import (
     Answer,

@@ -241,7 +241,7 @@ def _timeline(folder: Path) -> tuple[Target, list[bytes]]:
 
 def _plan(folder: Path) -> tuple[Target, list[bytes]]:
     from brim.core import Decision, Hardware, Link, Plan, Promise, Tier
-    from brim.run.plan import plan_file
+    from brim.run.plan import file as plan_file
     from brim.run.plan.request import Request
 
     path = folder / "plan.json"

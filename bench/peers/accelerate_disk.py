@@ -1,4 +1,4 @@
-"""``accelerate.disk_offload``: every weight from its own memory-mapped file at each use (big_modeling.py)."""
+"""``accelerate.disk_offload``: a weight is a memory-mapped file, read at each use (accelerate/big_modeling.py)."""
 
 from __future__ import annotations
 

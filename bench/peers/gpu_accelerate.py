@@ -1,4 +1,4 @@
-"""``accelerate.cpu_offload``: each weight copied to the device when its module runs (accelerate, big_modeling.py)."""
+"""``accelerate.cpu_offload``: each weight copied to the device when its module runs (accelerate/big_modeling.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A deep model is traced with a few of its layers, and one of them is repeated, where that is the same.
 
 Layers are the same when the modules that a configuration makes are: their classes, settings and weights' shapes, all
-compared. What a model's loop over them might do with their numbers is seen in three traces (``insertion``).
+compared. What a model's loop over them might do with their numbers is seen in three traces (``layer_extrapolation``).
 """
 
 from __future__ import annotations

@@ -328,7 +328,7 @@ class RecordingMode(TorchDispatchMode):
         return [life for t in (*_tensors(args), *_tensors(list(kwargs.values()))) if (life := self.life_of(t))]
 
     def crossing(self, *, to_ram: bool) -> AbstractContextManager[None]:
-        """While open, what is made is a copy in RAM, or on the device (``techniques.sharding_offload``)."""
+        """While open, what is made is a copy in RAM, or on the device (``techniques.parallel.sharding_offload``)."""
         return self.resting.crossing(to_ram=to_ram)
 
     def making_in_ram(self) -> AbstractContextManager[None]:

@@ -3,7 +3,8 @@
 What each row states is in ``SPLITS``; the rest is torchtitan's of that day (commit 9dec370): float32 weights and
 bfloat16 compute under FSDP2, AdamW, each block compiled by itself with its checkpointing inside, loss parallel,
 expandable segments (run_llama_train.sh), as many micro-batches as pipeline stages where none are told
-(config_manager.py), stages as ``generate_split_points`` cuts them, weights that stay gathered in a pipeline.
+(torchtitan/config_manager.py), stages as ``generate_split_points`` cuts them, and weights stay gathered in a
+pipeline.
 
 Not modelled: Float8, asynchronous tensor parallelism.
 """

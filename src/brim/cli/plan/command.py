@@ -213,7 +213,7 @@ def _answer(request: Request, output: Path | None, **asked: Any) -> Answer:
     """What is found, its plans written to ``output``."""
     from rich.console import Console
 
-    from brim.run.plan.plan_file import write
+    from brim.run.plan.file import write
     from brim.run.plan.request import PLAN_FILE
     from brim.run.plan.search import plan as answer_to
 

@@ -1,7 +1,7 @@
 """A deep model under FSDP2 from three shallow ones, by repeating two layers.
 
 FSDP2 lets a layer's weights go while the next but one is gathered, so what frees them lies two layers on: two layers
-together are what repeats (``insertion`` asks for copies that reach one copy on).
+together are what repeats (``layer_extrapolation`` asks for copies that reach one copy on).
 """
 
 from __future__ import annotations

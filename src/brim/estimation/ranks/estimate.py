@@ -13,7 +13,7 @@ from brim.errors import UnsupportedError, UsageError
 from brim.estimation.breakdown import at_peak
 from brim.estimation.estimate import PeakBytes, capability_of
 from brim.estimation.models import Source, find_model
-from brim.estimation.ranks import torch_engine as ranks_torch
+from brim.estimation.ranks import torch_engine
 from brim.estimation.ranks.host_memory import RamPeak, ram_peak
 from brim.estimation.ranks.job import ParallelJob, StageFacts
 from brim.estimation.ranks.megatron import stages as ranks_megatron
@@ -156,7 +156,7 @@ def estimate_ranks(
     )  # fmt: skip
     place = place_of(gpu, vram)
     job = _job(find_model(model), workload, split, place, fused_loss=fused_loss, compiled=compiled)
-    stages, notes = (ranks_megatron if engine == "megatron" else ranks_torch).stages(job)
+    stages, notes = (ranks_megatron if engine == "megatron" else torch_engine).stages(job)
     return _assembled(job, engine, stages, place, alloc_conf, notes)
 
 
@@ -223,7 +223,7 @@ def _cpu_stages(
         source=find_model(model), workload=workload, split=split, sequence=seq,
         capability=capability_of(place_of(None)), target="cpu",
     )  # fmt: skip
-    return ranks_torch.stages(job)[0]
+    return torch_engine.stages(job)[0]
 
 
 def _assembled(

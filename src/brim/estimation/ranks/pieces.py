@@ -1,7 +1,7 @@
 """One layer, and what is beside the layers, as PyTorch's engine runs them: from traces of models of so few layers.
 
 A search over splits weighs its ways by these: a trace of one or two layers takes half a second of a CPU, one of a
-whole stage many times that. Only the proof tells what a way takes (``ranks_torch``).
+whole stage many times that. Only the proof tells what a way takes (``torch_engine``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from brim import catalog
 from brim.core import Category, Op, Phase, Trace
 from brim.estimation.estimate import capability_of
 from brim.estimation.models import Source
-from brim.estimation.ranks import torch_engine as ranks_torch
+from brim.estimation.ranks import torch_engine
 from brim.estimation.ranks.job import ParallelJob
 from brim.estimation.ranks.layers import usual_layers
 from brim.estimation.ranks.script import Sent
@@ -41,7 +41,7 @@ def pieces(
     source: Source, split: Split, layers: int, *, sequence: int, recompute: str, gpu: catalog.Gpu, precision: str
 ) -> Pieces:
     """Of ``source`` with so many layers, of the kind that most are of, whose tensors, sequences and experts are
-    shared as ``split`` says. Raises what ``ranks_torch.stages`` does."""
+    shared as ``split`` says. Raises what ``torch_engine.stages`` does."""
     workload = Workload(
         task="train", batch=split.micro_batch, seq=sequence, precision=precision, checkpointing=recompute
     )
@@ -49,7 +49,7 @@ def pieces(
         source=source, workload=workload, split=_little(split), sequence=sequence,
         capability=capability_of(place_of(gpu)), layers=usual_layers(source, layers),
     )  # fmt: skip
-    (facts,), _ = ranks_torch.stages(job)
+    (facts,), _ = torch_engine.stages(job)
     ops = [op for op in facts.ops if op.phase in (Phase.FORWARD, Phase.BACKWARD)]
     return Pieces(
         ops=tuple(op for op in ops if not _copies(op)),

@@ -49,7 +49,7 @@ class Experts:
 class Shape:
     """What a decoder is made of. ``positions`` is the length of a table of learned ones, 0 with rotary ones;
     ``windowed``: its attention does not look at all that went before. ``whole_tensors``: its layers' products are not
-    split by ``brim train`` (``techniques.tensor_parts``)."""
+    split by ``brim train`` (``techniques.parallel.tensor_parts``)."""
 
     name: str
     layers: int

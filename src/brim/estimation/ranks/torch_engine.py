@@ -1,8 +1,8 @@
 """The pipeline ranks of a training job under PyTorch's own engine, traced as they would run.
 
-``techniques.pipeline`` cuts the stage, ``techniques.sharding`` splits it by FSDP2 and DTensor, and one process
-takes the place of one rank in PyTorch's fake process group. Three micro-batches are traced; a pipeline's step is
-put together from them in its order.
+``techniques.parallel.pipeline`` cuts the stage, ``techniques.parallel.sharding`` splits it by FSDP2 and DTensor, and
+one process takes the place of one rank in PyTorch's fake process group. Three micro-batches are traced; a pipeline's
+step is put together from them in its order.
 """
 
 from __future__ import annotations

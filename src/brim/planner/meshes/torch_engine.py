@@ -1,8 +1,8 @@
 """Meshes under PyTorch's own engine, which ``brim train`` runs: ZeRO's stages, zero-bubble pipelines, and the rest.
 
-Seconds and kept activations of a layer are read off traces of one layer and of two (``estimation.ranks_pieces``),
-made once for each way to split tensors; parameters are those of ``meshes``, and what FSDP2 holds of each is known.
-Every way that may be the fastest is then traced rank by rank (``meshes_offload.best``), and tells how far estimates
+Seconds and kept activations of a layer are read off traces of one layer and of two (``estimation.ranks.pieces``),
+made once for each way to split tensors; parameters are those of ``planner.meshes``, and what FSDP2 holds of each is
+known. Every way that may be the fastest is then traced rank by rank (``offload.best``), and tells how far estimates
 of its like are off.
 """
 
@@ -203,7 +203,7 @@ class _Traced(Pieces):
 
     def _passed_bytes(self, split: Split) -> int:
         """What a pipeline stage has room for, of all micro-batches at once: what its chunks receive, and what they
-        have sent, where torch's runtime of schedules keeps that (``ranks_torch``)."""
+        have sent, where torch's runtime of schedules keeps that (``estimation.ranks.chunk``)."""
         if split.pp == 1:
             return 0
         tokens = split.micro_batch * split.between(self.sequence)

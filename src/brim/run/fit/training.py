@@ -38,7 +38,7 @@ from brim.techniques.streaming.weight_streaming import Weights
 from brim.units import parse_bytes
 
 if TYPE_CHECKING:  # plans from files are imported where one is given: a program that fits needs none
-    from brim.run.plan.plan_file import PlanFile
+    from brim.run.plan.file import PlanFile
 
 # A budget that leaves less than this beside a step: a loop of the user's own may take more than the one step that
 # was looked at, so what is freed is not kept there.
@@ -64,7 +64,7 @@ def fit_training(
     if plan is None:
         strategy = search.run()
     else:
-        from brim.run.plan import plan_file
+        from brim.run.plan import file as plan_file
 
         strategy = search.follow(plan_file.read(plan))
     return enforce(search, strategy, start_bytes)
@@ -183,7 +183,7 @@ class Search:
 
     def follow(self, file: PlanFile) -> TrainingStrategy:
         """What a file's plan decided, proved for the budget that there is now. Raises UsageError for another's."""
-        from brim.run.plan import plan_file
+        from brim.run.plan import file as plan_file
 
         plan_file.check(file, model=self.model, hardware=self.hardware, task="train")
         choice = Choice.of(file.plan)

@@ -354,7 +354,7 @@ def _opened_here(
 ) -> Iterator[OpenedRun]:
     file = None
     if request.plan is not None:  # most have none, and start sooner without all that searches plans
-        from brim.run.plan import plan_file
+        from brim.run.plan import file as plan_file
 
         file = plan_file.read(request.plan)
     precision = request.precision if file is None else file.request.precision

@@ -17,7 +17,7 @@ from brim.catalog import Gpu
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.run.model.factory import is_factory
-from brim.run.plan.plan_file import described, described_source
+from brim.run.plan.file import described, described_source
 from brim.run.plan.request import (
     LOSSY,
     Machine,

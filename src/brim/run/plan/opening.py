@@ -29,7 +29,7 @@ from brim.run.generate.load import (
     warm_up,
 )
 from brim.run.model.opening import open_model, open_tokenizer, prepare
-from brim.run.plan.plan_file import described_source
+from brim.run.plan.file import described_source
 from brim.run.plan.request import Machine, Request
 from brim.run.plan.router_file import Routers, check_routers
 from brim.run.plan.subject import DTYPES, Subject

@@ -27,7 +27,7 @@ from brim.run.generate.load import warm_up
 from brim.run.model import factory
 from brim.run.model.factory import is_factory
 from brim.run.model.training_model import make_optimizer, with_adapters
-from brim.run.plan.plan_file import described
+from brim.run.plan.file import described
 from brim.run.plan.request import PLAN_FILE, Machine, Proposal, Request
 from brim.run.script.program_share import most_grown
 from brim.run.timing.block_timing import block_seconds

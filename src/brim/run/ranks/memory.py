@@ -4,7 +4,7 @@ A dispatch mode sees what operations make; what was there before counts from the
 (buffers of gloo or NCCL, scratch memory of kernels) is not seen.
 
 Shards in RAM are counted apart from the rest. On CPUs both lie in RAM: there the rest counts as the GPU's, which the
-CPU plays (``techniques.sharding_offload``).
+CPU plays (``techniques.parallel.sharding_offload``).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from brim.core import Plan
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import FormatError, UsageError
 from brim.run.fit.machine import Need, partitions
-from brim.run.plan.plan_file import PlanFile
+from brim.run.plan.file import PlanFile
 from brim.run.plan.training import precision_of
 from brim.run.train.request import Request
 from brim.run.train.strategy.choice import Choice

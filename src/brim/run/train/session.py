@@ -20,8 +20,8 @@ from brim.run.fit.machine import Device, make_memory
 from brim.run.fit.step import Fitted, apply_choice
 from brim.run.generate.load import warm_up
 from brim.run.model.training_model import Method, TrainingModel, make_optimizer, open_training_model
-from brim.run.plan import plan_file
-from brim.run.plan.plan_file import PlanFile
+from brim.run.plan import file as plan_file
+from brim.run.plan.file import PlanFile
 from brim.run.plan.training import program_bytes, training_limits
 from brim.run.timing.spans import ComputeSpans
 from brim.run.train.plan import partition_of

@@ -16,8 +16,8 @@ from brim.run.data.dataset import Batches, open_data
 from brim.run.fit.machine import budgets, machine, refuse_batch
 from brim.run.model.architecture import read_config
 from brim.run.model.opening import prepare, read_tokenizer
-from brim.run.plan import plan_file
-from brim.run.plan.plan_file import PlanFile
+from brim.run.plan import file as plan_file
+from brim.run.plan.file import PlanFile
 from brim.run.train.output_folder import OutputFolder
 from brim.run.train.plan import with_plan
 from brim.run.train.report import check_reporters, has_tensorboard

@@ -198,9 +198,9 @@ def tied_table(model: Any) -> nn.Parameter | None:
 class TiedWeight:
     """A weight that the first stage has as its embedding and the last one as its output layer.
 
-    Both copies get the sum of both gradients, as Megatron-LM does it (core/distributed/finalize_model_grads.py), so
-    that they stay one. ``exchange`` sends this rank's gradient to the other's rank and fills the second tensor with
-    what comes from there; in a prediction it does nothing.
+    Both copies get the sum of both gradients (megatron/core/distributed/finalize_model_grads.py), so they stay one.
+    ``exchange`` sends this rank's gradient to the other's rank and fills the second tensor with what comes from
+    there; in a prediction it does nothing.
     """
 
     def __init__(

@@ -16,7 +16,8 @@ import pytest
 from brim.catalog.gpus import gpu
 from brim.cli import main
 from brim.measure.capacity import ram_capacity_bytes
-from brim.run.plan import nearest, plan_file
+from brim.run.plan import file as plan_file
+from brim.run.plan import nearest
 from support.report_page import data_of
 from support.tiny_model import save_llama
 

@@ -12,7 +12,7 @@ from torch import nn
 import brim
 from brim.core.hardware import RAM, VRAM
 from brim.errors import UnsupportedError, UsageError
-from brim.run.plan import plan_file
+from brim.run.plan import file as plan_file
 from brim.run.plan.request import Answer, Request
 from brim.run.plan.search import plan
 from brim.run.train.strategy.choice import Choice

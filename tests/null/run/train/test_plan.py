@@ -10,7 +10,7 @@ import pytest
 
 from brim.core.hardware import DISK, RAM
 from brim.errors import BudgetError, UsageError
-from brim.run.plan import plan_file
+from brim.run.plan import file as plan_file
 from brim.run.plan.request import Answer, machine_of
 from brim.run.plan.request import Request as Question
 from brim.run.plan.training import plan_training

@@ -5,8 +5,8 @@ float32 gradient buffer, its distributed optimizer (``--use-distributed-optimize
 layers and cross entropy, sequence parallelism, context parallelism by all-to-all, 1F1B and interleaved pipelines.
 Beside what textbooks count there are: a dummy weight gradient of every shape of matrix, kept for good
 (``get_dummy_wgrad`` in pytorch/module/base.py), one gathered input for the output layer (the buffer ``mpu`` of
-core/utils.py), the workspaces of Transformer Engine and of PyTorch's two threads, and on pipeline ranks the gradient
-that was sent last. Vocabularies are padded to a multiple of ``128 t``.
+megatron/core/utils.py), the workspaces of Transformer Engine and of PyTorch's two threads, and on pipeline ranks the
+gradient that was sent last. Vocabularies are padded to a multiple of ``128 t``.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import FormatError, UnsupportedError, UsageError
 from brim.run.model.opening import open_model
 from brim.run.model.training_model import open_training_model
-from brim.run.plan import plan_file
-from brim.run.plan.plan_file import PlanFile, check, described, fingerprint
+from brim.run.plan import file as plan_file
+from brim.run.plan.file import PlanFile, check, described, fingerprint
 from brim.run.plan.request import Answer, Machine, Proposal, Request
 from brim.units import GIB
 from support.tiny_model import save_llama
