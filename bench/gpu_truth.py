@@ -3,6 +3,8 @@
     python bench/gpu_truth.py             predict, measure, append to measurements/gpu_truth.jsonl, compare
     python bench/gpu_truth.py --predict   compare what is recorded there; needs no GPU
     python bench/gpu_truth.py --dry-run   the whole path on the CPU with tiny models; nothing is kept
+    python bench/gpu_truth.py --forecast "NVIDIA H200" --predictions FILE     only predict, for a GPU that is not here
+    python bench/gpu_truth.py --predictions FILE                              measure, with what was predicted before
 
 Predictions are made first, in processes that see no GPU. Then every family runs in one fresh process, case by case:
 peaks after a few steps, the median of three timed steps, and the same case again with memory capped at the predicted
@@ -29,6 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from _gpu_supervisor import Supervisor
+from brim import catalog
 from support.gpu.records import RECORDS, append, predictions_of, read, show
 from support.gpu.runs import Record
 from support.gpu.zoo import CASES, Case, has_eight_bits
@@ -45,10 +48,20 @@ def main() -> None:
         return
     names = [name for name in CASES if re.search(options.only, name)]
     end_s = time.monotonic() + options.limit_s
+    if options.forecast:
+        major, minor = (catalog.gpu(options.forecast).compute_capability or "8.0").split(".")
+        known = {"device": catalog.gpu(options.forecast).name}
+        made = _predict_all(names, (int(major), int(minor)), known, options, end_s)
+        append(options.predictions, [record | known for record in made.values()])
+        return
     capability, device = _machine(options)
     if not options.again and not options.dry_run:
         names = [name for name in names if name not in done(options.output, device)]
-    predicted = _predict_all(names, capability, device, options, end_s)
+    if options.predictions:
+        before = [one for one in read(options.predictions) if one["device"] == device["device"]]
+        predicted = {record["case"]["name"]: record for record in before}
+    else:
+        predicted = _predict_all(names, capability, device, options, end_s)
     records: list[Record] = []
     for family in dict.fromkeys(CASES[name].family for name in names):
 
@@ -75,10 +88,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--only", default="", help="a regular expression of case names")
     parser.add_argument("--again", action="store_true", help="also what is recorded already")
+    parser.add_argument("--forecast", metavar="GPU", help="only predict, for this GPU (its name in the catalog)")
+    parser.add_argument("--predictions", type=Path, help="what --forecast writes, and measuring reads")
     parser.add_argument("--limit-s", type=float, default=560.0)
     parser.add_argument("--jobs", type=int, default=max(min((os.cpu_count() or 2) - 2, 12), 1))
     parser.add_argument("--output", type=Path, default=RECORDS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.forecast and not options.predictions:
+        parser.error("--forecast needs --predictions, the file to write")
+    return options
 
 
 def _machine(options: argparse.Namespace) -> tuple[tuple[int, int], dict[str, Any]]:

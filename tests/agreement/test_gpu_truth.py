@@ -11,7 +11,7 @@ import pytest
 
 from support.accuracy.table import quantile
 from support.gpu import records as gpu_records
-from support.gpu.runs import measure
+from support.gpu.runs import Weights, measure
 from support.gpu.zoo import CASES
 
 RECORDS = gpu_records.read(gpu_records.RECORDS)
@@ -69,7 +69,7 @@ def test_a_case_whose_process_crashed_is_left_out_of_the_comparison() -> None:
 def test_a_case_is_run_and_predicted_from_its_record(name: str) -> None:
     """What the benchmark does on a GPU, in small on the CPU."""
     case = CASES[name].tiny()
-    record: dict[str, Any] = measure(case, "cpu", 0, {})
+    record: dict[str, Any] = measure(case, "cpu", 0, {}, Weights())
     assert "error" not in record, record["error"]
     assert record["measured"]["step_s"] > 0
     record["device"] = "NVIDIA H100 PCIe"  # predicted as for a card of the catalog: only these have seconds

@@ -65,10 +65,10 @@ X = torch.randn(4, 1024, generator=torch.Generator().manual_seed(0))
 def test_a_call_reserves_what_is_promised(vram_bytes: int, example: torch.Tensor | None, where: str) -> None:
     """cuBLAS's workspace and what lies unused in segments included."""
     model = small_layers()
-    expected = model(X)
+    expected = model.cuda()(X.cuda()).cpu()
+    model.to(where)
     start_anew()
     before = torch.cuda.memory_reserved()
-    model.to(where)
     handle = brim.fit(model, vram=vram_bytes, ram="1GiB", device="cuda", example=example, activations="4MiB")
     if where == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -79,7 +79,26 @@ def test_a_call_reserves_what_is_promised(vram_bytes: int, example: torch.Tensor
     assert reserved <= promise
     assert reserved == promise or before  # what earlier tests have left may have room for something
     assert torch.equal(got[0], expected) and torch.equal(got[1], expected)
-    assert torch.equal(model.to("cpu")(X), expected)
+    assert torch.equal(model.cuda()(X.cuda()).cpu(), expected)
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@torch.no_grad()
+def test_an_output_that_is_kept_until_the_next_one_is_there_is_in_the_promise(where: str) -> None:
+    """``out = model(x)`` in a loop, whole numbers given on either device."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(1000, 256), *[nn.Linear(256, 256) for _ in range(4)], nn.Linear(256, 16_384))
+    ids = torch.randint(0, 1000, (4, 256)).to(where)
+    start_anew()
+    before = torch.cuda.memory_reserved()
+    handle = brim.fit(model, vram=280 * MIB, ram="1GiB", device="cuda", example=ids)
+    for _ in range(3):
+        out = model(ids.cuda())
+    reserved, promise = torch.cuda.max_memory_reserved() - before, handle.plan.promise.peak_bytes["vram"]
+    assert out.nbytes == 64 * MIB
+    assert reserved <= promise
+    assert reserved == promise or before
+    handle.remove()
 
 
 def test_the_smallest_budget_that_a_refusal_names_is_enough() -> None:

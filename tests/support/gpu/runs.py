@@ -13,8 +13,9 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
-from support.gpu.zoo import Case, build
+from support.gpu.zoo import Case, build, initialized, weights_key
 
 _TIMED_STEPS = 3
 
@@ -59,26 +60,41 @@ def predict(case: Case, capability: tuple[int, int], device: str) -> Record:
 # -- measurement ----------------------------------------------------------------------------------------------------
 
 
-def measure(case: Case, device: str, position: int, predicted: Record) -> Record:
+class Weights:
+    """The last model's weights: drawing a billion numbers takes longer than the steps that are measured."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] | None = None
+        self._model: nn.Module | None = None
+
+    def of(self, case: Case) -> nn.Module:
+        if self._model is None or weights_key(case) != self._key:
+            self._model = None
+            torch.manual_seed(0)
+            self._key, self._model = weights_key(case), initialized(case)
+        return self._model
+
+
+def measure(case: Case, device: str, position: int, predicted: Record, weights: Weights) -> Record:
     record: Record = {"case": asdict(case), "position": position, **_machine(device)}
     record["date"] = datetime.now(UTC).isoformat(timespec="seconds")
     try:
-        record["measured"] = _run(case, device)
+        record["measured"] = _run(case, device, weights.of(case))
     except Exception as error:
         record["error"] = _told(error)
     _reset(device)
     bound = predicted.get("predicted")
     if bound and not record.get("error"):
-        record["capped"] = _run_capped(case, device, bound, record["measured"])
+        record["capped"] = _run_capped(case, device, bound, record["measured"], weights.of(case))
         _reset(device)
     return record
 
 
-def _run(case: Case, device: str) -> Record:
+def _run(case: Case, device: str, weights: nn.Module) -> Record:
     """Peaks after ``case.steps`` steps, then seconds. On a CPU there are no peaks: the path alone is tried."""
     torch.manual_seed(0)
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
-    step = build(case, device)
+    step = build(case, device, weights)
     for _ in range(case.steps):
         step()
     found: Record = {"before": before}
@@ -116,7 +132,7 @@ def _timed(step: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - start_s
 
 
-def _run_capped(case: Case, device: str, bound: Record, measured: Record) -> Record:
+def _run_capped(case: Case, device: str, bound: Record, measured: Record, weights: nn.Module) -> Record:
     """The same steps with what the upper bound leaves to tensors; the bound's own context is not theirs."""
     room = bound["upper_bound"] - bound["context"]
     slack = bound["upper_bound"] / measured["process"] - 1 if measured.get("process") else None
@@ -125,7 +141,7 @@ def _run_capped(case: Case, device: str, bound: Record, measured: Record) -> Rec
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(room / total, 1.0))
     try:
-        step = build(case, device)
+        step = build(case, device, weights)
         for _ in range(case.steps):
             step()
         del step

@@ -6,6 +6,7 @@ for a device; the same function is measured and traced.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -106,10 +107,13 @@ class Case:
         return cls(**document)
 
 
-def build(case: Case, device: str) -> Step:
-    """The step of a case on a device; models, inputs and optimizer are made here."""
+def build(case: Case, device: str, weights: nn.Module | None = None) -> Step:
+    """The step of a case on a device; models, inputs and optimizer are made here.
+
+    ``weights``: what ``initialized`` made for a case of the same ``weights_key``; it is copied.
+    """
     with torch.device("cpu"):
-        model = _model(case)
+        model = _model(case, initialized(case) if weights is None else copy.deepcopy(weights))
     model = model.to(device)
     if case.channels_last:
         model = model.to(memory_format=torch.channels_last)
@@ -127,10 +131,15 @@ def build(case: Case, device: str) -> Step:
     return infer
 
 
-def _model(case: Case) -> nn.Module:
-    dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
+def weights_key(case: Case) -> tuple[Any, ...]:
+    """Cases of equal keys begin with the same weights."""
+    return case.model, case.attention, tuple(sorted(case.values.items()))
+
+
+def initialized(case: Case) -> nn.Module:
+    """The model in float32 on the CPU, before anything that only some cases do to it."""
     if case.model not in _HUGGING_FACE:
-        return networks.make(case.model, tiny=bool(case.values.get("tiny"))).to(dtype)
+        return networks.make(case.model, tiny=bool(case.values.get("tiny")))
     import transformers
 
     model_class, config_class, values, _ = _HUGGING_FACE[case.model]
@@ -138,7 +147,14 @@ def _model(case: Case) -> nn.Module:
     config = getattr(transformers, config_class)(**settings)
     if case.model not in ("resnet", "convnext", "mamba"):
         config._attn_implementation = case.attention
-    model: nn.Module = getattr(transformers, model_class)(config).to(dtype)
+    made: nn.Module = getattr(transformers, model_class)(config)
+    return made
+
+
+def _model(case: Case, model: nn.Module) -> nn.Module:
+    model = model.to(torch.bfloat16 if case.precision == "bf16" else torch.float32)
+    if case.model not in _HUGGING_FACE:
+        return model
     if case.lora:
         from peft import LoraConfig, get_peft_model
 

@@ -26,8 +26,16 @@ def as_shapes(example: Any, make: Callable[..., torch.Tensor], **options: Any) -
     return tree_map_only(torch.Tensor, like, example)
 
 
+def on_host(example: Any) -> Any:
+    """``example`` with those that speak on the CPU: in a trace nothing can be read from a device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu() if speaks(tensor) else tensor, example)
+
+
 def without_values(example: Any) -> Any:
-    """Inputs like ``example``, made where this is called: in a trace those that speak are known there."""
+    """Inputs like ``example``, made where this is called: in a trace those that speak are known there.
+
+    There they have to lie on the CPU (``on_host``).
+    """
     return tree_map_only(torch.Tensor, _without_values, example)
 
 

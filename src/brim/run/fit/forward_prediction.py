@@ -17,7 +17,7 @@ from brim.estimation.simulation import simulate
 from brim.memory.pool import round_up
 from brim.memory.tiers import fake_memory
 from brim.predict.tracer import trace
-from brim.run.fit.example_shapes import without_values
+from brim.run.fit.example_shapes import on_host, without_values
 from brim.run.fit.machine import capability
 from brim.run.plan.choosing import Need, found_with_more, make_plan
 from brim.run.train.strategy.meta_copy import meta_copy
@@ -116,11 +116,18 @@ def untouched_bytes(model: nn.Module, hardware: Hardware, step_bytes: int, input
 def _reserved_bytes(
     model: nn.Module, prepare: Callable[[nn.Module], nn.Module], hardware: Hardware, step_bytes: int, inputs: Any
 ) -> int:
+    told = on_host(inputs)
+
     def build() -> Callable[[], None]:
         prepared = prepare(_copy_of(model))
-        hollow = None if inputs is None else without_values(inputs)
+        hollow = None if told is None else without_values(told)
         on_gpu = tree_map_only(torch.Tensor, lambda tensor: tensor.to(_CUDA), hollow)
-        return lambda: _step(prepared, on_gpu, step_bytes)
+        last: list[Any] = []
+
+        def step() -> None:  # ``out = model(x)`` in a loop: the last output is there while the next one is made
+            last[:] = [_step(prepared, on_gpu, step_bytes)]
+
+        return step
 
     two_steps = trace(build, steps=2, capability=capability(hardware))
     return _peak_bytes(two_steps, simulate(two_steps))
@@ -139,14 +146,14 @@ def _copy_of(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def _step(model: nn.Module, inputs: Any, step_bytes: int) -> None:
+def _step(model: nn.Module, inputs: Any, step_bytes: int) -> Any:
     if inputs is not None:
-        call_with(model, inputs)
-        return
+        return call_with(model, inputs)
     activations = torch.empty(step_bytes, dtype=torch.uint8, device=_CUDA)
     matrix = torch.ones(1, 1, device=_CUDA)
     matrix @ matrix  # cuBLAS makes its workspace at the first product
     del activations
+    return None
 
 
 def _peak_bytes(trace: Trace, timeline: Timeline) -> int:

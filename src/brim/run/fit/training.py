@@ -20,7 +20,7 @@ from brim.memory import heap
 from brim.memory.heap_retention import KeptHeap, kept_limits
 from brim.memory.mapped import present_bytes
 from brim.predict.lowering.cuda.kernels import cublas_workspace_bytes
-from brim.run.fit.example_shapes import without_values
+from brim.run.fit.example_shapes import on_host, without_values
 from brim.run.fit.machine import Device, capability, make_memory
 from brim.run.fit.step import Fitted, apply_choice, bytes_at_once
 from brim.run.plan.choosing import found_with_more
@@ -133,14 +133,14 @@ class Search:
         self.model, self.optimizer, self.hardware = model, optimizer, hardware
         self.budget_bytes, self.device, self.example = budget_bytes, device, example
         self._reserve_bytes = reserve_bytes
-        knows_inputs = example is not None
+        knows_inputs, told = example is not None, on_host(example)
         rehearsal = Rehearsal(
             name=type(model).__name__,
             model=model,
             partition=checkpointing.partition_of(model),
             weights=Weights(),
             optimizer=lambda copy: meta_copy_optimizer(copy, model, optimizer),
-            inputs=None if example is None else lambda count: without_values(example),
+            inputs=None if example is None else lambda count: without_values(told),
             batch=1,  # whatever the loop gives at once
             hardware=hardware,
             device=device,

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     LinearAttentionCacheLayerMixin,
@@ -36,6 +36,8 @@ __all__ = ["NAME", "OLDER_IN_RAM", "RESIDENT", "CacheShape", "LayerShape", "Plac
 __all__ += ["apply", "own_cache", "restings", "shape_of"]
 
 NAME = "kv_cache"
+# What stands for a layer that uses another's keys and values; transformers before 5.18 has none such.
+_SHARING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 RESIDENT, OLDER_IN_RAM = "resident", "older:ram"
 RESTING_TOKENS = "kv_resting_tokens"  # in a plan's settings
 SLOTS = 2  # one in use, one being filled
@@ -121,7 +123,7 @@ def shape_of(cache: object) -> CacheShape | None:
     return CacheShape(
         layers=tuple(_layer_shape(layer) for layer in cache.layers),
         only_attention=not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers),
-        shared=any(isinstance(layer, DummyLayer) for layer in cache.layers),
+        shared=any(isinstance(layer, _SHARING) for layer in cache.layers),
     )
 
 
