@@ -125,12 +125,12 @@ def programs() -> list[Program]:
     return [*shipped, *own, stage_3, *scripts]
 
 
-def rehearsed(program: Program, python: Path, inputs: Path, folder: Path) -> dict[str, Any]:
+def rehearsed(program: Program, python: Path, inputs: Path, folder: Path, card: str = CARD) -> dict[str, Any]:
     """What `brim rehearse` says of it, as a row. ``folder`` is where it works."""
     names = {path.name: str(path) for path in inputs.iterdir()}
     arguments = [text.format(**names) for text in program.arguments]
     target = ["-m", program.target] if program.module else [_copied(program.target, folder)]
-    gpu = ["--gpu", CARD, "--python", str(python), "--json"]
+    gpu = ["--gpu", card, "--python", str(python), "--json"]
     command = [sys.executable, "-m", "brim", "rehearse", *gpu, *program.options, *target, *arguments]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(inputs.parent / "hub")}
     begun_s = time.monotonic()
@@ -191,6 +191,7 @@ def main() -> None:
     parser.add_argument("--python", type=Path)
     parser.add_argument("--only", nargs="+", help="programs whose names hold one of these words")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--card", default=CARD, help=f"as a program sees it (default: {CARD})")
     parser.add_argument("--packages", action="store_true", help="print what PYTHON needs, and end")
     given = parser.parse_args()
     if given.packages:
@@ -209,7 +210,7 @@ def main() -> None:
             if given.only and not any(word in program.name for word in given.only):
                 continue
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
-                row = rows[program.name] = rehearsed(program, environment.python, inputs, Path(folder))
+                row = rows[program.name] = rehearsed(program, environment.python, inputs, Path(folder), given.card)
             print(told(row), flush=True)
             if given.json:
                 given.json.write_text(json.dumps(list(rows.values()), indent=2) + "\n", encoding="utf-8")

@@ -420,7 +420,7 @@ class RecordingMode(TorchDispatchMode):
                     reduction=kernel.reductions.get(handle),
                 )  # fmt: skip
             elif what == "keep":
-                category, library = Category.WORKSPACE, kernel.library
+                category, library = Category.WORKSPACE, kernel.libraries[handle]
                 recorder.alloc(bytes, phase=phase, module=-1, on_device=on_device, category=category, library=library)
             elif what == "free":
                 if handle in lives:

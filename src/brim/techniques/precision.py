@@ -32,8 +32,14 @@ PRECISIONS = ("fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16", "bf16-stochast
 _MIXED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 _MARK = "brim_precision"
 _PURE = ("bf16", "bf16-stochastic", "bf16-master")
+_STATES = {"bf16": torch.bfloat16, "bf16-stochastic": torch.bfloat16, "bf16-master": torch.float32}
 _FP8_CAPABILITY = (8, 9)  # Ada Lovelace
 _TF32_CAPABILITY = (8, 0)  # Ampere
+
+
+def states_dtype(precision: str) -> torch.dtype | None:
+    """What the optimizer's states are kept in. None: as the weights."""
+    return _STATES.get(precision)
 
 
 @contextmanager

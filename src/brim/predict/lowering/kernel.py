@@ -28,7 +28,7 @@ class Kernel:
     from_host: bool = False  # whether a device's result is made of what lies on the host
     stream: int = 0  # the number of the stream that it runs on
     script: list[tuple[str, int, int]] = field(default_factory=list)  # (what, handle or output, bytes)
-    library: str = ""
+    libraries: list[str] = field(default_factory=list)  # whose workspaces it keeps, by the handles of these
     unknown: str = ""  # what the kernel takes besides, of unknown size
     reductions: dict[int, Reduction] = field(default_factory=dict)  # by the handles of their workspaces
     _handles: int = 0
@@ -50,8 +50,8 @@ class Kernel:
 
     def keep(self, bytes: int, library: str) -> None:
         """Take a library's workspace, which is never given back."""
-        self.library = library
-        self.script.append(("keep", 0, bytes))
+        self.script.append(("keep", len(self.libraries), bytes))
+        self.libraries.append(library)
 
     def free(self, handle: int) -> None:
         self.script.append(("free", handle, 0))

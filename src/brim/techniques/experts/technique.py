@@ -120,7 +120,8 @@ def _is_fused(module: nn.Module, own: Sequence[nn.Parameter]) -> bool:
     return (
         isinstance(count, int)
         and count > 1
-        and getattr(module, "_is_expert_parallel", None) is False
+        and isinstance(getattr(module, "has_gate", None), bool)  # as the decorator says of each
+        and not getattr(module, "_is_expert_parallel", False)  # before transformers 5.18 there is no such thing
         and implementation(module) in IMPLEMENTATIONS
         and all(parameter.dim() >= 2 and parameter.shape[0] == count for parameter in own)
     )

@@ -36,7 +36,7 @@ __all__ = ["NAME", "OLDER_IN_RAM", "RESIDENT", "CacheShape", "LayerShape", "Plac
 __all__ += ["apply", "own_cache", "restings", "shape_of"]
 
 NAME = "kv_cache"
-# What stands for a layer that uses another's keys and values; transformers before 5.18 has none such.
+# What stands for a layer that uses another's keys and values; older ones have none such.
 _SHARING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 RESIDENT, OLDER_IN_RAM = "resident", "older:ram"
 RESTING_TOKENS = "kv_resting_tokens"  # in a plan's settings

@@ -41,11 +41,17 @@ _GEMM = (
     _aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm_.default, _aten.addmm.out, _aten.bmm.default,
     _aten.bmm.out, _aten.baddbmm.default, _aten.baddbmm_.default, _aten.mv.default, _aten.addmv.default,
     _aten.addmv_.default, _aten.dot.default, _aten.vdot.default, _aten.addbmm.default,
+    _aten._addmm_activation.default, _aten._scaled_mm.default,
 )  # fmt: skip
+# Products that cuBLASLt makes together with what is added to them.
+_LT_ALWAYS = (_aten._addmm_activation.default, _aten._scaled_mm.default)
+_LT_WITH_VECTOR = (_aten.addmm.default, _aten.addmm.out)
+# PyTorch up to 2.11 gives cuBLASLt a workspace of its own, of 1,024 KiB; later it shares cuBLAS's.
+_LT_BYTES = 1 << 20 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12) else 0
 
 
 def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
-    """cuda/CublasHandlePool.cpp: ``:4096:2:16:8``, and 32 MiB on Hopper and Blackwell; cuBLASLt shares it."""
+    """cuda/CublasHandlePool.cpp: ``:4096:2:16:8``, and 32 MiB on Hopper and Blackwell."""
     return 32 << 20 if capability[0] in (9, 10, 12) else 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
@@ -54,7 +60,7 @@ class Workspaces:
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._bytes = cublas_workspace_bytes(capability)
-        self._taken: set[tuple[bool, bool, int]] = set()  # on the device, in backward, on which stream
+        self._taken: set[tuple[str, bool, bool, int]] = set()  # library, on the device, in backward, which stream
 
     def rule(self, kernel: Kernel) -> None:
         """Operands that cuBLAS cannot read as they lie are copied (Blas.cpp, ``prepare_matrix_for_cublas``)."""
@@ -66,12 +72,27 @@ class Workspaces:
             if not _readable(tensor):
                 kernel.temp(nbytes(tensor))
         self.keep(kernel)
+        if _LT_BYTES and _by_cublaslt(kernel):
+            self._keep(kernel, "cuBLASLt", _LT_BYTES)
 
     def keep(self, kernel: Kernel) -> None:
-        place = (kernel.on_device, torch._C._current_graph_task_id() != -1, kernel.stream)
+        self._keep(kernel, "cuBLAS", self._bytes)
+
+    def _keep(self, kernel: Kernel, library: str, bytes: int) -> None:
+        place = (library, kernel.on_device, torch._C._current_graph_task_id() != -1, kernel.stream)
         if place not in self._taken:
             self._taken.add(place)
-            kernel.keep(self._bytes, "cuBLAS")
+            kernel.keep(bytes, library)
+
+
+def _by_cublaslt(kernel: Kernel) -> bool:
+    """Blas.cpp, ``isInputCompliesAddmmCudaLt``: a dense vector is added once to what is more than a row or column."""
+    if kernel.func in _LT_ALWAYS:
+        return True
+    if kernel.func not in _LT_WITH_VECTOR or kernel.arg("beta") != 1:
+        return False
+    added, matrix = kernel.arg("self"), kernel.arg("mat2")
+    return added.dim() == 1 and added.is_contiguous() and min(matrix.shape) > 1
 
 
 def _readable(tensor: torch.Tensor) -> bool:

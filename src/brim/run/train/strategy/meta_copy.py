@@ -65,8 +65,10 @@ _HUNG_ON = (
 )
 
 
-def make_states(optimizer: Optimizer, device: torch.device) -> None:
+def make_states(optimizer: Optimizer, device: torch.device, dtype: torch.dtype | None = None) -> None:
     """What a first step would leave in the optimizer: from the second on, a step meets it.
+
+    ``dtype``: that of states of real parameters. None: the parameter's.
 
     One after the other is stepped alone. Where two parameters alike (of one group, shape and dtype) get states alike,
     the third and all further ones get copies.
@@ -77,15 +79,18 @@ def make_states(optimizer: Optimizer, device: torch.device) -> None:
             samples = samples_of[number, parameter.shape, parameter.dtype]
             copied = _copied(samples) if len(samples) > 1 else None
             if copied is None:
-                _step_alone(optimizer, parameter, device)
+                _step_alone(optimizer, parameter, device, dtype)
                 samples.append(optimizer.state.get(parameter, {}))
             elif copied:
                 optimizer.state[parameter] = copied
 
 
-def _step_alone(optimizer: Optimizer, parameter: torch.Tensor, device: torch.device) -> None:
+def _step_alone(
+    optimizer: Optimizer, parameter: torch.Tensor, device: torch.device, dtype: torch.dtype | None
+) -> None:
     data = parameter.data
-    parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    dtype = dtype if dtype and parameter.is_floating_point() else parameter.dtype
+    parameter.data = torch.empty(parameter.shape, dtype=dtype, device=device)
     parameter.grad = torch.empty_like(parameter)
     with narrowed(optimizer, [parameter]):
         optimizer.step()

@@ -32,6 +32,7 @@ from brim.run.train.strategy.meta_copy import make_states, meta_copy
 from brim.techniques.activation_offload import inplace as inplace_activations
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.micro_batch import MicroBatch
+from brim.techniques.precision import states_dtype
 from brim.techniques.streaming.weight_streaming import RESIDENT, Weights
 
 # What moves brings threads, requests, hooks and the pages of files that rows are looked up in. In a 135 M model with
@@ -210,7 +211,7 @@ class _Run:
         model = meta_copy(rehearsal.model, absent=self._absent(), device=memory.device).train()
         optimizer = rehearsal.optimizer(model)
         if choice.states == "keep":
-            make_states(optimizer, memory.device)
+            make_states(optimizer, memory.device, states_dtype(choice.precision))
         # What is tried before the model is moved, is tried where it is.
         first = next(model.parameters(), None)
         fitted = self._fitted(model, optimizer, self._inputs(None if first is None else first.device))

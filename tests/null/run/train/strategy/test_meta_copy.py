@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from brim.run.train.strategy.meta_copy import make_states
+from brim.techniques.precision import states_dtype
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, amsgrad=True),
@@ -115,3 +116,11 @@ def test_states_that_wrap_other_tensors_are_made_by_steps_and_never_copied() -> 
     make_states(optimizer, torch.device("cpu"))
     states = [optimizer.state[p]["packed"] for p in made.parameters()]
     assert len({id(state.inner) for state in states}) == len(states)
+
+
+def test_states_of_bfloat16_weights_with_masters_are_float32() -> None:
+    made = model().bfloat16()
+    optimizer = torch.optim.AdamW(made.parameters())
+    make_states(optimizer, torch.device("cpu"), states_dtype("bf16-master"))
+    assert {optimizer.state[p]["exp_avg"].dtype for p in made.parameters()} == {torch.float32}
+    assert {p.dtype for p in made.parameters()} == {torch.bfloat16}
