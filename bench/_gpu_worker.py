@@ -23,9 +23,9 @@ _WORKING_BYTES = {"decode": 1 << 30, "prefill": 3 << 30}
 
 def main() -> None:
     request = json.loads(sys.argv[1])
-    device = torch.device(request["device"])
+    device = torch.device("cuda", 0) if request["device"] == "cuda" else torch.device(request["device"])
     shape = Shape(**request["shape"])
-    with contextlib.redirect_stdout(sys.stderr), torch.inference_mode():
+    with contextlib.redirect_stdout(sys.stderr), torch.no_grad():
         module = models.shared_model(request["descriptor"], shape)
         if request["contender"] == "link":
             document = link_rates(device, _COPY_BYTES if not request["tiny"] else 1 << 24)
@@ -53,14 +53,18 @@ def measure(module: Any, device: torch.device, request: dict[str, Any]) -> dict[
         torch.zeros(1, device=device)  # the context, before anything is counted
         torch.cuda.reset_peak_memory_stats(device)
     working_bytes = 1 << 20 if request["tiny"] else _WORKING_BYTES[workload]
-    start_s = time.perf_counter()
-    applied = runner.apply(Task(module=module, device=device, budget_bytes=budget_bytes, working_bytes=working_bytes))
-    document: dict[str, Any] = {"setup_s": time.perf_counter() - start_s}
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, module.config.vocab_size, (1, request["tokens"]), generator=generator).to(device)
+    inputs = {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
+    task = Task(
+        module=module, device=device, budget_bytes=budget_bytes, example=inputs, working_bytes=working_bytes
+    )  # fmt: skip
+    start_s = time.perf_counter()
+    applied = runner.apply(task)
+    document: dict[str, Any] = {"setup_s": time.perf_counter() - start_s}
 
     def forward() -> torch.Tensor:
-        logits: torch.Tensor = module(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+        logits: torch.Tensor = module(**inputs).logits
         return logits
 
     _timed(device, forward, runner.WARMUP)

@@ -62,6 +62,7 @@ def main() -> None:
         predicted = {record["case"]["name"]: record for record in before}
     else:
         predicted = _predict_all(names, capability, device, options, end_s)
+    bounds = {} if options.uncapped else predicted
     records: list[Record] = []
     for family in dict.fromkeys(CASES[name].family for name in names):
 
@@ -70,7 +71,7 @@ def main() -> None:
             if not options.dry_run:
                 append(options.output, [record])
 
-        _work("measure", _cases(names, options, family), options, {"predicted": predicted}, end_s, keep)
+        _work("measure", _cases(names, options, family), options, {"predicted": bounds}, end_s, keep)
     show(records, predicted)
 
 
@@ -90,6 +91,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="also what is recorded already")
     parser.add_argument("--forecast", metavar="GPU", help="only predict, for this GPU (its name in the catalog)")
     parser.add_argument("--predictions", type=Path, help="what --forecast writes, and measuring reads")
+    parser.add_argument("--uncapped", action="store_true", help="do not run cases again in the predicted bound")
     parser.add_argument("--limit-s", type=float, default=560.0)
     parser.add_argument("--jobs", type=int, default=max(min((os.cpu_count() or 2) - 2, 12), 1))
     parser.add_argument("--output", type=Path, default=RECORDS)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 
 import _gpu_model as models
 import _harness as harness
+from brim.measure.nvml import driver_version
 from brim.units import format_bytes, parse_bytes
 from peers.gpu import GPU_NAMES
 
@@ -39,7 +40,7 @@ Rounds = list[dict[str, dict[str, Any]]]
 
 def main() -> None:
     options = _options()
-    shape = models.TINY if options.tiny else models.FULL
+    shape = models.TINY if options.tiny else replace(models.FULL, layers=options.layers)
     weights_bytes = models.weights_bytes(shape)
     options.vram = options.vram or (int(0.4 * weights_bytes) if options.tiny else parse_bytes("12GiB"))
     say("weights", format_bytes(weights_bytes))
@@ -64,6 +65,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workloads", nargs="+", choices=("decode", "prefill"), default=["decode", "prefill"])
     parser.add_argument("--only", nargs="+", choices=GPU_NAMES, help="these contenders (the reference always runs)")
+    parser.add_argument("--layers", type=int, default=models.FULL.layers, help="of 634 MB each")
     parser.add_argument("--tiny", action="store_true", help="a model of 3 MB")
     parser.add_argument("--output", type=Path, help="append one JSON line here")
     return parser.parse_args()
@@ -181,9 +183,7 @@ def _add_bound(
 def _device_facts(device: str) -> dict[str, Any]:
     if device != "cuda":
         return {"device": "cpu"}
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    return {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": driver}
+    return {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": driver_version()}
 
 
 def show(document: dict[str, Any]) -> None:

@@ -39,6 +39,7 @@ import _gpu_checkpoint
 import _gpu_model as models
 import _harness as harness
 from _checkpoint import Shape
+from brim.measure.nvml import driver_version
 from brim.units import format_bytes
 from training import write_data
 
@@ -248,9 +249,7 @@ def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _device_facts(device: str) -> dict[str, Any]:
     if device != "cuda":
         return {"device": "VRAM played by RAM"}
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    return {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": driver}
+    return {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": driver_version()}
 
 
 def show(document: dict[str, Any]) -> None:

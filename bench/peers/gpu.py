@@ -12,11 +12,15 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One contender's task: the module (weights in host memory), the device, and what it may hold there."""
+    """One contender's task: the module (weights in host memory), the device, and what it may hold there.
+
+    ``example``: what the module will be called with.
+    """
 
     module: Any
     device: torch.device
     budget_bytes: int
+    example: dict[str, Any]
     working_bytes: int  # what the forward itself needs, for tools that are told only how much to keep
 
 

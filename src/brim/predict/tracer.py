@@ -77,7 +77,8 @@ def trace(
     """
     _check(steps, target, routing, assume)
     mode = _recording(target, capability, Values(routing, strict=strict, assume=assume))
-    with _generators_restored(), _watching(mode, target, capability):
+    # A caller's inference mode is not the program's, and tensors of it keep no versions.
+    with torch.inference_mode(False), _generators_restored(), _watching(mode, target, capability):
         held = _run_named(mode, build, steps)
         made = _written(mode, target, model or _name(mode.modules, build))
         del held

@@ -81,6 +81,8 @@ def _special(model: nn.Module, parameter: nn.Parameter) -> tuple[str, str] | Non
         return f"is a {kind.__name__} of {package}: brim moves bytes and would not move its other data.", (
             _LOAD_PLAIN
         )
+    if parameter.is_inference():
+        return "was made in inference mode: nothing may change it outside of that.", "Make it under torch.no_grad()."
     if parameter.layout != torch.strided:
         return f"is sparse ({parameter.layout}).".replace("torch.", ""), "Make it dense (to_dense()), or a buffer."
     if parameter.is_meta:

@@ -10,7 +10,7 @@ from torch import nn
 
 import brim
 from brim import accelerator
-from brim.errors import BudgetError
+from brim.errors import BudgetError, UnsupportedError
 from brim.measure import device_rates as measuring
 from brim.measure.capacity import free_bytes
 from brim.run.fit.machine import budgets, held_to, held_vram_bytes, machine
@@ -99,6 +99,23 @@ def test_an_output_that_is_kept_until_the_next_one_is_there_is_in_the_promise(wh
     assert reserved <= promise
     assert reserved == promise or before
     handle.remove()
+
+
+def test_a_model_is_fitted_and_called_in_inference_mode() -> None:
+    model = small_layers()
+    with torch.inference_mode():
+        handle = brim.fit(model, vram=64 * MIB, ram="1GiB", device="cuda")
+        first = model(X.cuda())
+    with torch.no_grad():
+        assert torch.equal(model(X.cuda()), first)
+    handle.remove()
+
+
+def test_a_model_that_was_made_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        model = small_layers()
+        with pytest.raises(UnsupportedError, match=r"torch\.no_grad"):
+            brim.fit(model, vram=64 * MIB, ram="1GiB", device="cuda")
 
 
 def test_the_smallest_budget_that_a_refusal_names_is_enough() -> None:

@@ -309,3 +309,10 @@ def test_a_trace_survives_its_file(tmp_path):
     path = tmp_path / "trace.json"
     path.write_text(__import__("json").dumps(made.to_json()))
     assert Trace.read(path) == made
+
+
+def test_a_caller_may_be_in_inference_mode():
+    layer = torch.nn.Linear(4, 4)
+    with torch.inference_mode():
+        made = trace(lambda: lambda: layer(torch.ones(2, 4)).sum().backward(), target="cpu")
+    assert any(op.phase is Phase.BACKWARD for op in made.ops)

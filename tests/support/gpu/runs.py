@@ -101,7 +101,8 @@ def _run(case: Case, device: str, weights: nn.Module) -> Record:
     if device == "cuda":
         torch.cuda.synchronize()
         found |= _peaks()
-    found["step_s"] = median(_timed(step, device) for _ in range(_TIMED_STEPS))
+    timed = [_timed(step, device) for _ in range(_TIMED_STEPS)]
+    found["step_s"], found["host_s"] = (median(seconds) for seconds in zip(*timed, strict=True))
     del step
     return found
 
@@ -122,14 +123,16 @@ def _peaks() -> Record:
     }  # fmt: skip
 
 
-def _timed(step: Callable[[], Any], device: str) -> float:
+def _timed(step: Callable[[], Any], device: str) -> tuple[float, float]:
+    """Seconds of a step, and of the host until all of it was launched."""
     if device == "cuda":
         torch.cuda.synchronize()
     start_s = time.perf_counter()
     step()
+    host_s = time.perf_counter() - start_s
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start_s
+    return time.perf_counter() - start_s, host_s
 
 
 def _run_capped(case: Case, device: str, bound: Record, measured: Record, weights: nn.Module) -> Record:

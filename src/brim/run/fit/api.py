@@ -108,7 +108,8 @@ def fit(
     refuse_second(model)
     refuse_special_tensors(model)
     inputs = None if example is None else as_arguments(example)
-    with on(device, model) as kind:
+    # What is made in inference mode could never be changed outside of it.
+    with on(device, model) as kind, torch.inference_mode(False):
         hardware = machine(kind)
         held_bytes = held_vram_bytes([model], [] if optimizer is None else [optimizer], kind)
         budget = budgets(hardware, vram, ram, kind, held_vram_bytes=held_bytes)
