@@ -132,7 +132,7 @@ def again_and_again(folder: Path) -> dict[str, Any]:
     grown, same = [], True
     for _ in range(5):
         model = opened(folder)
-        handle = brim.fit(model, vram=weights_bytes(model) // 3, device="cuda")
+        handle = brim.fit(model, vram=weights_bytes(model) // 2, device="cuda")
         with torch.no_grad():
             model(input_ids=ids(), use_cache=False)
         handle.remove()
@@ -157,7 +157,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 def workers(folder: Path) -> dict[str, Any]:
     """The most that a worker has of its own, beside what page-locked weights take."""
     model = opened(folder)
-    brim.fit(model, vram=weights_bytes(model) // 3, device="cuda")
+    brim.fit(model, vram=weights_bytes(model) // 2, device="cuda")
     loader = torch.utils.data.DataLoader(Rows(), batch_size=8, num_workers=4)
     own = max(int(batch.max()) for batch in loader)
     with torch.no_grad():
