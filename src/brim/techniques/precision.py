@@ -108,8 +108,7 @@ class PrecisionHandle:
         precision = self.precision
         self._wide: WideSteps | None = None
         self._scaler = torch.amp.GradScaler(self._device.type) if precision == "fp16-mixed" else None
-        if precision == "tf32":
-            self._undo.append(_allow_tf32(model, self._device))
+        self._settings = _allow_tf32(model, self._device) if precision == "tf32" else None  # of the whole process
         if precision == "fp8":
             self._undo.append(_convert_to_float8(model, self._device))
         if precision in _PURE:
@@ -174,8 +173,15 @@ class PrecisionHandle:
         if self._wide is not None:
             self._wide.load_state(dict(state["tensors"]))
 
+    def close(self) -> None:
+        """Give the process its settings back; the model and the optimizer stay as they are."""
+        if self._settings is not None:
+            self._settings()
+        self._settings = None
+
     def remove(self) -> None:
         """Weights get the types that they had, with the values that they have now (those of the masters, if any)."""
+        self.close()
         for undo in reversed(self._undo):
             undo()
         self._undo = []

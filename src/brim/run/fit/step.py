@@ -251,6 +251,7 @@ class Fitted:
 
     def close(self) -> None:
         """Stop moving and close the files; the model and the optimizer are of no use after that."""
+        self.precision.close()
         if self.offload is not None:
             self.offload.close()  # before the memory that its updates work in
         self.memory.close()

@@ -67,7 +67,9 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.dtype]]:
     ],
 )
 def test_products_have_the_precision_that_was_promised(precision, dtype, llama, text, tmp_path, products):
+    before = torch.backends.cuda.matmul.fp32_precision
     result = run(llama, text, tmp_path, precision=precision)
+    assert torch.backends.cuda.matmul.fp32_precision == before
     assert products and set(products) == {dtype}
     assert result.losses[-1] < result.losses[0]
 

@@ -92,7 +92,7 @@ def _by_cublaslt(kernel: Kernel) -> bool:
     if kernel.func not in _LT_WITH_VECTOR or kernel.arg("beta") != 1:
         return False
     added, matrix = kernel.arg("self"), kernel.arg("mat2")
-    return added.dim() == 1 and added.is_contiguous() and min(matrix.shape) > 1
+    return bool(added.dim() == 1 and added.is_contiguous() and min(matrix.shape) > 1)
 
 
 def _readable(tensor: torch.Tensor) -> bool:

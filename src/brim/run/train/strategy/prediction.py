@@ -32,7 +32,7 @@ from brim.run.train.strategy.meta_copy import make_states, meta_copy
 from brim.techniques.activation_offload import inplace as inplace_activations
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.micro_batch import MicroBatch
-from brim.techniques.precision import states_dtype
+from brim.techniques.precision import PrecisionHandle, states_dtype
 from brim.techniques.streaming.weight_streaming import RESIDENT, Weights
 
 # What moves brings threads, requests, hooks and the pages of files that rows are looked up in. In a 135 M model with
@@ -190,6 +190,7 @@ class _Run:
         self.on_cuda = rehearsal.reserves
         self.passes = -(-rehearsal.batch // choice.micro_batch)
         self.rehearsed = min(_REHEARSED_PASSES, self.passes) if rehearsal.inputs is not None else 0
+        self._precision: PrecisionHandle | None = None
         self.trained: list[int] = []  # bytes of each parameter's gradient
         self.moved: dict[tuple[str, str], int] = {}  # bytes by way, of the step as it is rehearsed
         self.moved_between: dict[tuple[str, str], int] = {}  # by each pass that is neither the first nor the last
@@ -204,7 +205,11 @@ class _Run:
     def trace(self) -> Trace:
         target = "cuda" if self.on_cuda else "cpu"
         of = capability(self._rehearsal.hardware) if self.on_cuda else (8, 0)
-        return trace(self.build, steps=1, target=target, model=self._rehearsal.name, capability=of)
+        try:
+            return trace(self.build, steps=1, target=target, model=self._rehearsal.name, capability=of)
+        finally:
+            if self._precision is not None:
+                self._precision.close()
 
     def build(self) -> Callable[[], None]:
         rehearsal, choice, memory = self._rehearsal, self._choice, self.memory
@@ -215,6 +220,7 @@ class _Run:
         # What is tried before the model is moved, is tried where it is.
         first = next(model.parameters(), None)
         fitted = self._fitted(model, optimizer, self._inputs(None if first is None else first.device))
+        self._precision = fitted.precision
         micros = [MicroBatch(inputs=self._inputs(), weight=1 / self.rehearsed) for _ in range(self.rehearsed)]
         self.trained = [tensor_bytes(p) for p in model.parameters() if p.requires_grad]
         copied, begins = memory.recorder.copied_bytes, []
