@@ -4,7 +4,9 @@
     python bench/ordinary_programs.py --python VENV/bin/python     # against PyTorch on the rehearsal device
     python bench/ordinary_programs.py --python VENV/bin/python --output measurements/ordinary_programs.json
 
-Where a GPU is there, ``--real`` takes it in the place of the rehearsal device. That device computes every number, for
+Where a GPU is there, ``--real`` takes it in the place of the rehearsal device; ``--answers FILE`` keeps what it said
+then, and compares with it elsewhere (``measurements/ordinary_programs_h200.jsonl``, whose first line names the GPU and
+the versions; trace with the same ones). That device computes every number, for
 which it needs a C++ compiler, or with ``--values whole`` whole numbers only, and those where sizes or branches depend
 on values. Programs whose GPU joins equal indices of sparse tensors are left out there. Workspaces of convolutions are
 cuDNN's own: on that device nothing, in a trace a copy where an engine is known to transpose its operands. Those of
@@ -26,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from brim.rehearsal import force
 from brim.rehearsal.environment import find
 from support.ordinary import programs
-from support.ordinary.comparison import CARD, Row, compared, traced
+from support.ordinary.comparison import CARD, Row, answered, compared, traced
 from support.ordinary.worker import STEPS
 
 
@@ -60,6 +62,25 @@ def table(rows: list[Row]) -> dict[str, Any]:
     return {"card": CARD, "steps": STEPS, "summary": list(told(rows))[len(rows) :], "programs": one}
 
 
+def answers_in(path: Path) -> dict[str, dict[str, Any]]:
+    """What a GPU said of each program."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {line["name"]: line for line in lines if "allocated" in line}
+
+
+def keep_answers(path: Path, rows: list[Row]) -> None:
+    import torch
+
+    lines: list[dict[str, Any]] = [
+        {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "steps": STEPS}
+    ]
+    lines += [
+        {"name": row.program.name, "allocated": row.true_allocated, "reserved": row.true_reserved}
+        for row in rows if row.true_allocated is not None
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="programs or kinds (default: all)")
@@ -68,15 +89,23 @@ def main() -> None:
         "--values", choices=force.MODES, default="all", help="what the rehearsal device computes (default: all)"
     )
     parser.add_argument("--real", action="store_true", help="compare with the GPU of this machine")
+    parser.add_argument("--answers", type=Path, help="JSON lines of what a GPU said: written with --real, else read")
     parser.add_argument("--output", type=Path, help="a JSON file for the table")
     options = parser.parse_args()
     chosen = [one for one in programs() if not options.names or {one.name, one.kind} & set(options.names)]
+    said = answers_in(options.answers) if options.answers and not options.real else None
+    if said is not None:
+        chosen = [one for one in chosen if one.name in said]
     rows = [traced(one) for one in chosen]
-    if options.python or options.real:
+    if said is not None:
+        rows = [answered(row, said[row.program.name]) for row in rows]
+    elif options.python or options.real:
         environment = None if options.real else find(options.python)
         if environment is None and not options.real:
             raise SystemExit("There is no CUDA build of PyTorch: see `brim rehearse --help`.")
         rows = compared(rows, environment, options.values)
+        if options.real and options.answers:
+            keep_answers(options.answers, rows)
     for line in told(rows):
         print(line)
     if options.output:

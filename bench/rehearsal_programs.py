@@ -1,6 +1,8 @@
 """Rehearse programs that were not written for it, unchanged: how many run, what they take, and why the others do not.
 
     python bench/rehearsal_programs.py --python PYTHON [--only NAME...] [--json rows.json]
+    python bench/rehearsal_programs.py --python PYTHON --card H200 --measured measurements/rehearsal_programs_h200.jsonl
+    python bench/rehearsal_programs.py --real FILE       on a GPU: run them to their end, keep what each took in FILE
 
 Programs are those that packages bring with them (the scripts of TRL and Accelerate, OpenCLIP's training) and, in
 ``bench/rehearsed``, what the documentation of packages shows; ``tests/scripts`` are those of `brim run`'s tests.
@@ -186,17 +188,58 @@ def told(row: dict[str, Any]) -> str:
     )
 
 
+def _wanted(program: Program, words: list[str] | None) -> bool:
+    return not words or any(word in program.name for word in words)
+
+
+def off(row: dict[str, Any], measured: dict[str, Any] | None) -> str:
+    """How far a rehearsal is off from what was measured."""
+    if measured is None or not row["ran"]:
+        return ""
+    both = ("allocated", "reserved")
+    return ", ".join(f"{what} {row[f'{what}_bytes'] / measured[what] - 1:+.2%}" for what in both)
+
+
+def run_for_real(path: Path, words: list[str] | None) -> None:
+    """The programs that need one process, to their ends; each appends a line to ``path``."""
+    path = path.resolve()
+    with tempfile.TemporaryDirectory() as scratch:
+        inputs = Path(scratch) / "inputs"
+        inputs.mkdir()
+        subprocess.run([sys.executable, WRITTEN / "_inputs.py", inputs], check=True)
+        names = {entry.name: str(entry) for entry in inputs.iterdir()}
+        for program in programs():
+            if program.options or not _wanted(program, words):
+                continue
+            with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                target = ["-m", program.target] if program.module else [_copied(program.target, Path(folder))]
+                arguments = [text.format(**names) for text in program.arguments]
+                command = [sys.executable, WRITTEN / "_peak.py", path, program.name, *target, *arguments]
+                offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(Path(scratch) / "hub")}
+                ended = subprocess.run(command, cwd=folder, env={**os.environ, **offline}).returncode
+            print(f"{program.name}: exit code {ended}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", type=Path)
     parser.add_argument("--only", nargs="+", help="programs whose names hold one of these words")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--card", default=CARD, help=f"as a program sees it (default: {CARD})")
+    parser.add_argument("--measured", type=Path, help="what --real kept: compare")
+    parser.add_argument("--real", type=Path, help="run on the GPU of this machine, and keep what each took here")
     parser.add_argument("--packages", action="store_true", help="print what PYTHON needs, and end")
     given = parser.parse_args()
     if given.packages:
         print(*PACKAGES)
         return
+    if given.real:
+        run_for_real(given.real, given.only)
+        return
+    measured: dict[str, dict[str, Any]] = {}
+    if given.measured:
+        lines = [json.loads(line) for line in given.measured.read_text(encoding="utf-8").splitlines()]
+        measured = {line["name"]: line for line in lines if "allocated" in line}
     environment = find(given.python)
     if environment is None:
         raise SystemExit("There is no CUDA build of PyTorch: see `brim rehearse --help`.")
@@ -207,11 +250,11 @@ def main() -> None:
         inputs = Path(scratch) / "inputs"
         _make_inputs(environment, inputs)
         for program in programs():
-            if given.only and not any(word in program.name for word in given.only):
+            if not _wanted(program, given.only) or (measured and program.name not in measured):
                 continue
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 row = rows[program.name] = rehearsed(program, environment.python, inputs, Path(folder), given.card)
-            print(told(row), flush=True)
+            print(told(row), off(row, measured.get(program.name)), flush=True)
             if given.json:
                 given.json.write_text(json.dumps(list(rows.values()), indent=2) + "\n", encoding="utf-8")
     print(f"{sum(row['ran'] for row in rows.values())} of {len(rows)} run")

@@ -99,12 +99,13 @@ def compared(rows: list[Row], environment: Environment | None, values: str = "al
     plain = [one for one in traced if values != "all" and not one.asks]
     computing = [one for one in traced if one not in plain]
     for answer in (*on_device(plain, environment), *on_device(computing, environment, values=values)):
-        row = found[answer["name"]]
-        if "error" in answer:
-            said = f"on the device: {answer['error'].strip().splitlines()[-1]}"
-            found[answer["name"]] = Row(row.program, row.allocated, row.reserved, said=said)
-            continue
-        found[answer["name"]] = Row(
-            row.program, row.allocated, row.reserved, answer["allocated"], answer["reserved"], row.said
-        )
+        found[answer["name"]] = answered(found[answer["name"]], answer)
     return list(found.values())
+
+
+def answered(row: Row, answer: dict[str, Any]) -> Row:
+    """``row`` with what a device said of its program."""
+    if "error" in answer:
+        said = f"on the device: {answer['error'].strip().splitlines()[-1]}"
+        return Row(row.program, row.allocated, row.reserved, said=said)
+    return Row(row.program, row.allocated, row.reserved, answer["allocated"], answer["reserved"], row.said)
