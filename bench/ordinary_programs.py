@@ -5,8 +5,8 @@
     python bench/ordinary_programs.py --python VENV/bin/python --output measurements/ordinary_programs.json
 
 Where a GPU is there, ``--real`` takes it in the place of the rehearsal device; ``--answers FILE`` keeps what it said
-then, and compares with it elsewhere (``measurements/ordinary_programs_h200.jsonl``, whose first line names the GPU and
-the versions; trace with the same ones). That device computes every number, for
+then, and compares with it elsewhere (``measurements/ordinary_programs_h200.jsonl``, whose first line names the GPU
+and the versions; trace with the same ones). That device computes every number, for
 which it needs a C++ compiler, or with ``--values whole`` whole numbers only, and those where sizes or branches depend
 on values. Programs whose GPU joins equal indices of sparse tensors are left out there. Workspaces of convolutions are
 cuDNN's own: on that device nothing, in a trace a copy where an engine is known to transpose its operands. Those of

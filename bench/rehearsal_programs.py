@@ -1,8 +1,8 @@
 """Rehearse programs that were not written for it, unchanged: how many run, what they take, and why the others do not.
 
     python bench/rehearsal_programs.py --python PYTHON [--only NAME...] [--json rows.json]
-    python bench/rehearsal_programs.py --python PYTHON --card H200 --measured measurements/rehearsal_programs_h200.jsonl
-    python bench/rehearsal_programs.py --real FILE       on a GPU: run them to their end, keep what each took in FILE
+    python bench/rehearsal_programs.py --real FILE       on a GPU: run them to their end, keep what each took
+    python bench/rehearsal_programs.py --python PYTHON --card H200 --measured FILE       rehearse those, and compare
 
 Programs are those that packages bring with them (the scripts of TRL and Accelerate, OpenCLIP's training) and, in
 ``bench/rehearsed``, what the documentation of packages shows; ``tests/scripts`` are those of `brim run`'s tests.
