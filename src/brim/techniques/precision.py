@@ -97,6 +97,8 @@ class PrecisionHandle:
     ) -> None:
         self.precision, self._optimizer, self._device = precision, optimizer, device
         self._undo: list[Callable[[], None]] = [lambda: vars(model).pop(_MARK)]
+        self._wide: WideSteps | None = None
+        self._settings: Callable[[], None] | None = None  # gives the process back what it had
         vars(model)[_MARK] = precision
         try:
             self._apply(model, optimizer, seed)
@@ -106,9 +108,9 @@ class PrecisionHandle:
 
     def _apply(self, model: nn.Module, optimizer: Optimizer | None, seed: int) -> None:
         precision = self.precision
-        self._wide: WideSteps | None = None
         self._scaler = torch.amp.GradScaler(self._device.type) if precision == "fp16-mixed" else None
-        self._settings = _allow_tf32(model, self._device) if precision == "tf32" else None  # of the whole process
+        if precision == "tf32":
+            self._settings = _allow_tf32(model, self._device)
         if precision == "fp8":
             self._undo.append(_convert_to_float8(model, self._device))
         if precision in _PURE:
