@@ -27,8 +27,8 @@ class Overheads:
 # flagos-ai/FlagGems#4812 on CUDA). Between back-to-back kernels 0.9 us are lost: 3.8 us per launch of a kernel of
 # 2.9 us on a V100 (NVIDIA, "Getting Started with CUDA Graphs", developer.nvidia.com/blog/cuda-graphs).
 EAGER = Overheads(dispatch_s=7e-6, kernel_s=0.9e-6)
-# What a whole program takes to launch one on a GPU, the Python of its modules included: 15 to 22 us where the host never
-# waited (transformers' generation, Adafactor, a loop over states; measurements/gpu_truth.jsonl, Xeon beside an H200).
+# What a whole program takes to launch one on a GPU, the Python of its modules included: 15 to 22 us where the host
+# never waited (transformers' generation, Adafactor; measurements/gpu_truth.jsonl, a Xeon beside an H200).
 LAUNCHED = Overheads(dispatch_s=17e-6, kernel_s=0.9e-6)
 
 # Rates to take, in this order, for a dtype that the machine has no figure for: the arithmetic then runs in that type.
