@@ -257,3 +257,15 @@ def test_explaining_a_large_recording():
         f"{theirs['peak_rss_bytes'] / GIB:.1f} GiB and {theirs['wall_s']:.0f} s"
     )
     assert said in page("docs/benchmarks.md")
+
+
+def test_what_was_promised_on_a_gpu_is_as_measured():
+    cases = {row["case"]: row for row in rows("promises_gpu.jsonl")}
+    ram, disk = cases["from_ram"], cases["from_disk"]
+    assert f"| from RAM | {ram['promised_s'] * 1e3:.1f} ms | {ram['forward_s'] * 1e3:.1f} ms |" in page(
+        "docs/benchmarks.md"
+    )
+    said = f"| {disk['promised_s'] * 1e3:,.0f} ms | {disk['forward_s'] * 1e3:,.0f} ms |"
+    assert said in page("docs/benchmarks.md")
+    assert ram["reserved_bytes"] == ram["promised_bytes"]["vram"]
+    assert ram["logits_equal"] and disk["logits_equal"]
