@@ -14,14 +14,36 @@ from brim.allocator.out_of_memory import OutOfMemory
 from brim.units import GIB
 
 
+class _Reusing(SimulatedDevice):
+    """Gives address space out again that was given back."""
+
+    def __init__(self, capacity_bytes: int, total_bytes: int) -> None:
+        super().__init__(capacity_bytes, total_bytes)
+        self._given_back: list[int] = []
+
+    def reserve(self, size: int) -> int:
+        return self._given_back.pop() if self._given_back else super().reserve(size)
+
+    def unreserve(self, address: int, size: int) -> None:
+        self._given_back.append(address)
+
+
 class Recording(CachingAllocator):
     """Writes down what it does, as PyTorch's memory history does."""
 
-    def __init__(self, text: str, capacity_bytes: int, *, names_pools: bool = False, by_age: bool = False) -> None:
+    def __init__(
+        self,
+        text: str,
+        capacity_bytes: int,
+        *,
+        names_pools: bool = False,
+        by_age: bool = False,
+        reuses_space: bool = False,
+    ) -> None:
         self.text, self.names_pools = text, names_pools
         self.pool_at: dict[int, tuple[int, int]] = {}  # where segments began, by address
         self.events: list[dict[str, Any]] = []
-        device = SimulatedDevice(capacity_bytes, total_bytes=64 * GIB)  # address space is never short
+        device = (_Reusing if reuses_space else SimulatedDevice)(capacity_bytes, 64 * GIB)  # space is never short
         config = replace(AllocatorConfig.parse(text), oldest_segment_first=by_age)
         super().__init__(config, device=device, on_segment=self.write)
 

@@ -25,6 +25,9 @@ class DeviceMemory(Protocol):
     def reserve(self, size: int) -> int:
         """Address space without memory behind it (``cuMemAddressReserve``)."""
 
+    def unreserve(self, address: int, size: int) -> None:
+        """Give address space back, with nothing mapped to it (``cuMemAddressFree``)."""
+
     def map(self, address: int, size: int) -> bool:
         """Put memory behind a range of reserved addresses: all of it or nothing."""
 
@@ -69,6 +72,9 @@ class SimulatedDevice:
         address = self._next_range
         self._next_range += size + TIB  # ranges never touch
         return address
+
+    def unreserve(self, address: int, size: int) -> None:
+        pass  # what is reserved later lies elsewhere
 
     def map(self, address: int, size: int) -> bool:
         return self._take(size)

@@ -138,6 +138,8 @@ class ExpandableSegments:
         pool.merge(block, block.next)
         if block.prev is not None or block.next is not None:
             pool.insert_hole(block)
+        else:
+            self._device.unreserve(block.address, block.size)
         self._stats.reserved_bytes -= end - begin
         self._stats.device_frees += 1
         if self._on_segment is not None:

@@ -66,6 +66,10 @@ class RecordedDevice:
             return address
         return self._invent(size + TIB)
 
+    def unreserve(self, address: int, size: int) -> None:
+        """The driver may give the same addresses out again, as an H200's was seen to do at once."""
+        self.held.discard(address)
+
     def map(self, address: int, size: int) -> bool:
         if self.expected and self.expected[0] == ("segment_map", address, size):
             self.matched += 1

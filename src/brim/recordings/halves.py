@@ -142,6 +142,8 @@ class _Later:
                 self._spaces[address] = -(-UNBOUNDED_BYTES // page) * page
                 self.held.add(address)
             self._mapped_bytes[group] = self._mapped_bytes.get(group, 0) + (size if is_mapped else -size)
+            if not self._mapped_bytes[group]:  # its address space was given back
+                self.held.discard(self._lowest.get(group, address))
             (self._mapped.add if is_mapped else self._mapped.remove)(address, size)
 
     def _next_age(self) -> int:

@@ -94,6 +94,19 @@ def test_the_second_half_counts_where_the_replay_agrees_with_the_record(text: st
     assert same(whole, in_halves)
 
 
+def test_it_counts_where_address_space_is_given_out_again() -> None:
+    made = Recording("expandable_segments:True", 300 * MIB, reuses_space=True)
+    for _ in range(4):
+        made.free(made.malloc(30 * MIB))
+        made.empty_cache()
+    for event in made.events:
+        event["frames"] = FRAMES[:2]
+    whole, in_halves, counted = both(made.dump())
+    assert whole.replay.exact
+    assert counted
+    assert same(whole, in_halves)
+
+
 def test_it_does_not_count_behind_a_first_half_that_differs_from_the_record() -> None:
     document: dict[str, Any] = pickle.loads(recorded("", 3))
     events = document["device_traces"][0]

@@ -125,6 +125,19 @@ def test_a_run_whose_beginning_was_lost_is_replayed_exactly(text, seed, kept):
     assert result.exact, result
 
 
+@pytest.mark.parametrize("size", [100, 30 * MIB])
+def test_address_space_that_the_driver_gives_out_again_is_replayed_exactly(size):
+    made = Recording("expandable_segments:True", 400 * MIB, reuses_space=True)
+    first = made.malloc(size)
+    address = first.address
+    made.free(first)
+    made.empty_cache()  # nothing is mapped any more: the address space is given back
+    assert made.malloc(size).address == address
+    (history,) = snapshot.parse(made.dump()).devices
+    result = replay(history)
+    assert result.exact, result
+
+
 def test_private_pools_are_replayed_and_given_back_when_released():
     made = Recording("", 400 * MIB)
     made.free(made.malloc(30 * MIB))
