@@ -84,8 +84,8 @@ _aten = torch.ops.aten
 
 
 def held_out():
-    """A third of the rows, drawn by a fixed seed. Thresholds were fitted to the others; the form of the rules was found
-    in listings of all rows, and the same layers come in both parts at other batches, so this is no independent test."""
+    """A third of the rows, drawn by a fixed seed. Thresholds were fitted to the others. The form of the rules was
+    found in listings of all rows, and layers come in both parts at other batches: this is no independent test."""
     with gzip.open(MEASURED, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines][1:]
     order = list(range(len(rows)))
