@@ -1,7 +1,7 @@
 """A trace with the workspaces that cuDNN's convolution engines are known to ask for.
 
-Which engine runs is decided by cuDNN's heuristics at run time, so the prediction has no workspace and the upper bound
-has the worst of those that are known:
+Which engine runs is decided by cuDNN's heuristics at run time. The prediction has what follows from the arguments
+(``predict/lowering/cuda/convolution.py``), and the upper bound has the worst of the workspaces that are known:
 
 * Tensor-core engines (half precision, and float32 as TF32 from compute capability 8.0 on) work on channels-last
   operands, and cuDNN transposes others: "NCHW layouts can still be operated on by Tensor Cores, but include some

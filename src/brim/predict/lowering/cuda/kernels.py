@@ -463,7 +463,6 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._pdist_backward.default: _distances_backward,
     _aten._efficientzerotensor.default: _zero_tensor,
     _aten._chunk_cat.default: _chunk_cat,
-    **cuda_convolution.RULES,
     **cuda_norms.RULES,
     **cuda_sorting.RULES,
     _aten.native_layer_norm.default: _statistics_in_float,
@@ -522,5 +521,6 @@ def rules(capability: tuple[int, int]) -> dict[torch._ops.OpOverload, Rule]:
     indexing = cuda_indexing.rules(multiprocessors)
     recurrent = cuda_recurrent.rules()
     attention = cuda_efficient_attention.rules(capability)
+    convolutions = cuda_convolution.rules(capability)
     products = dict.fromkeys(_GEMM, workspaces.rule) | LinearAlgebra(workspaces.keep).rules()
-    return {**RULES, **attention, **indexing, **recurrent, **reductions, **products}
+    return {**RULES, **attention, **convolutions, **indexing, **recurrent, **reductions, **products}
