@@ -23,13 +23,11 @@ class Overheads:
     kernel_s: float = 0.0
 
 
-# Eager PyTorch takes 7 us per small operation (pytorch/pytorch#41383 with autograd on the CPU,
-# flagos-ai/FlagGems#4812 on CUDA). Between back-to-back kernels 0.9 us are lost: 3.8 us per launch of a kernel of
-# 2.9 us on a V100 (NVIDIA, "Getting Started with CUDA Graphs", developer.nvidia.com/blog/cuda-graphs).
-EAGER = Overheads(dispatch_s=7e-6, kernel_s=0.9e-6)
-# What a whole program takes to launch one on a GPU, the Python of its modules included: 15 to 22 us where the host
-# never waited (transformers' generation, Adafactor; measurements/gpu_truth.jsonl, a Xeon beside an H200).
-LAUNCHED = Overheads(dispatch_s=17e-6, kernel_s=0.9e-6)
+# What a whole program takes on its host for one operation, the Python of its modules included: 15 to 22 us where the
+# host never waited for an H200 (transformers' generation, Adafactor; measurements/gpu_truth.jsonl), 16 to 19 us for
+# transformers' on a CPU alone. Between back-to-back kernels 0.9 us are lost: 3.8 us per launch of a kernel of 2.9 us
+# on a V100 (NVIDIA, "Getting Started with CUDA Graphs", developer.nvidia.com/blog/cuda-graphs).
+EAGER = Overheads(dispatch_s=17e-6, kernel_s=0.9e-6)
 
 # Rates to take, in this order, for a dtype that the machine has no figure for: the arithmetic then runs in that type.
 FALLBACKS = {
@@ -123,14 +121,14 @@ def step_cost(
 ) -> StepCost:
     """Seconds of one step and where they go. Raises UsageError for a step that the trace does not have.
 
-    ``overheads``: None: ``LAUNCHED`` on a GPU, ``EAGER`` on a CPU.
+    ``overheads``: None: ``EAGER``.
     """
     ops = _ops_of_step(trace, step)
     device = {"compute": 0.0, "memory": 0.0}
     phases = {phase.value: 0.0 for phase in Phase if phase is not Phase.BUILD}
     issued = done = 0.0
     runs_alone = hardware.compute == RAM  # the CPU is the device: nothing overlaps
-    overheads = overheads or (EAGER if runs_alone else LAUNCHED)
+    overheads = overheads or EAGER
     for op in ops:
         if not op.written_bytes and not op.flops:
             continue  # a view: no kernel, and about a tenth of an operation's time on the CPU

@@ -5,7 +5,7 @@ import pytest
 from brim import catalog
 from brim.core import Hardware, Op, Phase, Tier, Trace
 from brim.errors import UsageError
-from brim.predict.cost import LAUNCHED, Overheads, flops_per_s, op_s, step_cost
+from brim.predict.cost import EAGER, Overheads, flops_per_s, op_s, step_cost
 
 GPU = Hardware(
     name="made up",
@@ -95,7 +95,7 @@ def test_a_machine_without_rates_is_a_usage_error():
 def test_small_operations_wait_for_the_cpu():
     small = trace(*(op(written=1000) for _ in range(1000)))
     cost = step_cost(small, GPU)
-    assert cost.step_s == pytest.approx(1000 * LAUNCHED.dispatch_s, rel=1e-3)
+    assert cost.step_s == pytest.approx(1000 * EAGER.dispatch_s, rel=1e-3)
     assert cost.limited_by == "dispatch"
     assert step_cost(small, GPU, overheads=Overheads()).step_s == pytest.approx(1000 * 1000 / 1e12)
 
@@ -104,7 +104,7 @@ def test_large_operations_hide_the_cpu():
     large = trace(*(op(flops=10**11, written=1000) for _ in range(100)))
     cost = step_cost(large, GPU)
     assert cost.device_s == pytest.approx(100 * 1e-3)
-    assert cost.step_s == pytest.approx(cost.device_s + LAUNCHED.dispatch_s + 100 * LAUNCHED.kernel_s)
+    assert cost.step_s == pytest.approx(cost.device_s + EAGER.dispatch_s + 100 * EAGER.kernel_s)
     assert cost.limited_by == "compute"
     assert cost.flops == 100 * 10**11
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from brim.core import Hardware
 from brim.core.hardware import RAM
-from brim.predict.cost import EAGER, LAUNCHED, flops_per_s
+from brim.predict.cost import EAGER, flops_per_s
 from brim.run.fit.step_memory import ModuleWork, PassWork
 from brim.run.plan.expert_reading import reading
 from brim.run.timing.block_seconds import OUTSIDE, BlockSeconds
@@ -77,4 +77,4 @@ def _seconds(parts: Iterable[ModuleWork], hardware: Hardware) -> float:
     device_s = max(compute_s, moved / hardware.tier(hardware.compute).bytes_per_s)
     if hardware.compute == RAM:  # a processor does itself what it issues
         return device_s + kernels * EAGER.dispatch_s
-    return max(device_s + kernels * LAUNCHED.kernel_s, kernels * LAUNCHED.dispatch_s)
+    return max(device_s + kernels * EAGER.kernel_s, kernels * EAGER.dispatch_s)
