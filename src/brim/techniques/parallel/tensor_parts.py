@@ -77,7 +77,7 @@ def why_whole(block: nn.Module) -> str | None:
                 f"{', '.join(weights)} lies between split linear layers, and which parts it takes is unknown."
             )
     if fused:
-        return f"{', '.join(fused)} is one product each of what a rank needs its own part of."
+        return f"{', '.join(fused)}: each is several products in one, and a rank would need its part of every one."
     return others[0] if others else None
 
 
@@ -101,7 +101,7 @@ def check_parts(blocks: Iterable[nn.Module], ranks: int, model: str) -> None:
     why = next((why for block in blocks if (why := why_whole(block))), None)
     if ranks > 1 and why:
         raise UnsupportedError(
-            f"Cannot use --tp {ranks} for {model}.", f"Of its layers {why}", "Split it by --zero or --pp."
+            f"Cannot use --tp {ranks} for {model}.", f"In its layers, {why}", "Split it by --zero or --pp."
         )
 
 
