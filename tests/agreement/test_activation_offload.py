@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import brim
 from brim.core import Timeline
 from brim.core.hardware import DISK, RAM, VRAM
+from brim.memory import transfer
 from brim.memory.pool import Pool
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
@@ -88,8 +90,19 @@ def building(make: Callable[[], Memory] | None, memories: list[Memory]) -> Calla
     return build
 
 
+@pytest.mark.parametrize("late_s", [0, 0.003])
 @pytest.mark.parametrize("tier", list(TIERS))
-def test_a_trace_with_it_applied_predicts_what_the_process_allocates(tier: str) -> None:
+def test_a_trace_with_it_applied_predicts_what_the_process_allocates(
+    tier: str, late_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the threads are that copy."""
+    outcome = transfer._Lane.outcome
+
+    def late(self: Any, job: Callable[[], None]) -> Any:
+        time.sleep(late_s)
+        return outcome(self, job)
+
+    monkeypatch.setattr(transfer._Lane, "outcome", late)
     memories: list[Memory] = []
     with torch.random.fork_rng():
         plain = brim.simulate(brim.trace(building(None, []), steps=2, target="cpu")).peak_bytes.allocated

@@ -69,10 +69,6 @@ class _Remains:
     coming: Fetch | None
     source: torch.Tensor | None
 
-    def is_still(self) -> bool:
-        moved = self.offloaded is None or not isinstance(self.offloaded.moved, Ticket) or self.offloaded.moved.done
-        return moved and (self.coming is None or self.coming.done)
-
     def release(self) -> None:
         if self.coming is not None:
             self.coming.drop()
@@ -134,7 +130,7 @@ class Activations:
         Raises BudgetError and TransferError when what is older cannot leave.
         """
         with self._lock:
-            self._clear(wait=True)
+            self._clear()
             if self._given or (self._order and all(other() is None for other in reversed(self._order))):
                 self._order, self._given = [], False
             activation = self._find(tensor)
@@ -208,13 +204,16 @@ class Activations:
         with self._lock:
             saved.unchanged.check()
             self._given = True
-            self._clear(wait=False)
+            self._clear()
             activation = saved.activation
             if not activation.is_here:
                 self.misses += 1
                 self._forget(activation)
                 self._fetch(activation)
             self._fetch_before(saved)
+            if activation.stage is Stage.LEAVING and activation.offloaded is not None:
+                if isinstance(activation.offloaded.moved, Ticket):  # its thread would hold it longer than autograd does
+                    Settled(activation.offloaded.moved).wait()
             bytes = activation.source if activation.source is not None else self._arrived(activation)
             tensor = saved.view(bytes)
             self._count_use(activation, saved)
@@ -286,22 +285,20 @@ class Activations:
 
     # -- the end
 
-    def _clear(self, *, wait: bool) -> None:
-        """Release what nobody needs any more; with ``wait``, also what is still being moved."""
-        for _ in range(len(self._remains)):
+    def _clear(self) -> None:
+        """Release what nobody needs any more. What is still being moved is waited for: a thread that is late would
+        keep memory that the budget does not have."""
+        while self._remains:
             left = self._remains[0]  # and it stays there while it is waited for: Ctrl-C may come
-            if wait or left.is_still():
-                left.release()
-                self._remains.popleft()
-                if left.stage in self._bytes:
-                    self._bytes[left.stage] -= left.bytes
-            else:
-                self._remains.rotate(-1)
+            left.release()
+            self._remains.popleft()
+            if left.stage in self._bytes:
+                self._bytes[left.stage] -= left.bytes
 
     def settle(self) -> None:
         """Release whatever nobody needs any more, in all places."""
         with self._lock:
-            self._clear(wait=True)
+            self._clear()
             self._way.trim()
 
     def __del__(self) -> None:

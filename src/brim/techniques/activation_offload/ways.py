@@ -11,7 +11,7 @@ from brim.memory.arena import Arena
 from brim.memory.layout import PACKED_ALIGNMENT_BYTES, ReadRun
 from brim.memory.pool import PAGE_BYTES, Buffer, TorchSource, round_up
 from brim.memory.tiers import Memory
-from brim.memory.transfer import Settled, Ticket, Waitable
+from brim.memory.transfer import Settled, Waitable
 
 _LABEL = "activations"
 _TORCH = TorchSource(torch.device("cpu"))
@@ -36,11 +36,6 @@ class Fetch:
     def __init__(self, offloaded: OffloadedActivation, buffer: Buffer, there: Waitable, at: int, bytes: int) -> None:
         self._offloaded, self._buffer, self._there = offloaded, buffer, there
         self._at, self._bytes = at, bytes
-
-    @property
-    def done(self) -> bool:
-        """Whether ``arrive`` would not make the host wait."""
-        return not isinstance(self._there, Ticket) or self._there.done
 
     def arrive(self) -> torch.Tensor:
         """The bytes (uint8), in memory that is theirs alone. Raises the BrimError that the move ended with."""
