@@ -211,9 +211,9 @@ class Activations:
                 self._forget(activation)
                 self._fetch(activation)
             self._fetch_before(saved)
-            if activation.stage is Stage.LEAVING and activation.offloaded is not None:
-                if isinstance(activation.offloaded.moved, Ticket):  # its thread would hold it longer than autograd does
-                    Settled(activation.offloaded.moved).wait()
+            moved = activation.offloaded.moved if activation.offloaded is not None else None
+            if activation.stage is Stage.LEAVING and isinstance(moved, Ticket):
+                Settled(moved).wait()  # its thread would hold it longer than autograd does
             bytes = activation.source if activation.source is not None else self._arrived(activation)
             tensor = saved.view(bytes)
             self._count_use(activation, saved)
