@@ -112,13 +112,11 @@ def _outcome(arguments: Sequence[str] | None) -> Any:
     except click.ClickException as error:
         error.show(sys.stderr)
         return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted.", err=True)
-        return INTERRUPTED
-    except Terminated:
-        click.echo("Terminated.", err=True)
-        return TERMINATED
+    except (click.Abort, KeyboardInterrupt, Terminated) as signal:
+        return _ended_by(signal)
     except (MemoryError, RuntimeError, OSError) as error:  # click.Abort is a RuntimeError, and above
+        if (behind := _signal_behind(error)) is not None:
+            return _ended_by(behind, error)
         if _lacks_proc(error):
             click.echo(f"Error: {_NO_PROC}", err=True)
             return _NO_PROC.exit_code
@@ -127,10 +125,28 @@ def _outcome(arguments: Sequence[str] | None) -> Any:
         click.echo(f"Error: {_memory_ran_out(error)}", err=True)
         return BudgetError.exit_code
     except Exception as error:  # psutil's own are no OSErrors
+        if (behind := _signal_behind(error)) is not None:
+            return _ended_by(behind, error)
         if not _lacks_proc(error):
             raise
         click.echo(f"Error: {_NO_PROC}", err=True)
         return _NO_PROC.exit_code
+
+
+def _ended_by(signal: BaseException, error: Exception | None = None) -> int:
+    """``error``: what its exception became on its way."""
+    terminated = isinstance(signal, Terminated)
+    became = f" ({type(error).__name__}: {' '.join(str(error).split()):.300})" if error is not None else ""
+    click.echo(f"{'Terminated' if terminated else 'Interrupted'}.{became}", err=True)
+    return TERMINATED if terminated else INTERRUPTED
+
+
+def _signal_behind(error: BaseException | None) -> BaseException | None:
+    """The signal while whose exception passed ``error`` was raised: by what was half entered when it came, such as a
+    mode of PyTorch's that is left before it is in force."""
+    while error is not None and not isinstance(error, KeyboardInterrupt | Terminated):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 _NO_PROC = UnsupportedError(

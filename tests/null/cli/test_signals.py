@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from brim import cli as command_line
 from brim.cli.signals import Terminated, signals_as_exceptions
 
 
@@ -41,3 +42,27 @@ def test_other_exceptions_of_destructors_are_reported_as_ever(monkeypatch):
     with signals_as_exceptions():
         Broken()
     assert told == ["broken"]
+
+
+@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+def test_a_signal_that_became_another_error_on_its_way_is_no_traceback(raised, code, monkeypatch, capsys):
+    """A mode that is half entered when the signal comes raises an error of its own when it is left."""
+
+    def interrupted(**_):
+        try:
+            raise raised
+        finally:
+            raise RuntimeError("there wasn't one\nactive")
+
+    monkeypatch.setattr(command_line.brim, "main", interrupted)
+    assert command_line.main([]) == code
+    assert capsys.readouterr().err.endswith("ed. (RuntimeError: there wasn't one active)\n")
+
+
+def test_an_error_without_a_signal_keeps_its_traceback(monkeypatch):
+    def failed(**_):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(command_line.brim, "main", failed)
+    with pytest.raises(RuntimeError, match="a defect"):
+        command_line.main([])
