@@ -107,6 +107,8 @@ def _outcome(arguments: Sequence[str] | None) -> Any:
         with _warnings_in_one_line(), signals_as_exceptions(), starts_that_end():
             return brim.main(args=arguments, prog_name="brim", standalone_mode=False)
     except BrimError as error:
+        if (behind := _signal_behind(error)) is not None:
+            return _ended_by(behind, error)
         click.echo(f"Error: {error}", err=True)
         return error.exit_code
     except click.ClickException as error:

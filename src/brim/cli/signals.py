@@ -7,10 +7,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 from brim import threads
 
 _AGAIN_S = 0.01
+_OPERATION_S = 3.0  # that nothing which is only looked at takes
+_CALLED_BY_CPP = frozenset({"__torch_dispatch__", "__torch_function__", "find_torch_dispatch_rule"})
 
 
 class Terminated(BaseException):
@@ -23,37 +27,100 @@ def signals_as_exceptions() -> Iterator[None]:
 
     Python drops an exception that is raised while a destructor or a callback of a weak reference runs: it goes to
     ``sys.unraisablehook`` and the program goes on. So a signal whose exception ends there is sent again.
+
+    PyTorch calls Python code while it dispatches an operation to a mode (torch/_library/simple_registry.py, for one),
+    partly where an exception comes to std::terminate. There the exception is raised once the operation is over.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     main = threading.get_ident()
     report = sys.unraisablehook
-    numbers: dict[type[BaseException], signal.Signals] = {
-        Terminated: signal.SIGTERM,
-        KeyboardInterrupt: signal.SIGINT,
-    }
+    raised: dict[signal.Signals, type[BaseException]] = {signal.SIGTERM: Terminated}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        raised[signal.SIGINT] = KeyboardInterrupt
 
-    def raise_it(*_: object) -> None:
-        raise Terminated
+    awaited: list[FrameType] = []  # in which an exception is raised soon
 
-    def send_again(dropped: sys.UnraisableHookArgs) -> None:
-        number = numbers.get(dropped.exc_type)
-        if number is None:
-            report(dropped)
-            return
+    def send_again(number: signal.Signals) -> None:
         # By another thread: sent here, it would be heard before this function is left, and be dropped once more.
         again = threading.Timer(_AGAIN_S, _send, (number, main))
         again.daemon = True
         threads.start(again)
 
-    before = signal.signal(signal.SIGTERM, raise_it)
-    sys.unraisablehook = send_again
+    def hear(number: int, frame: FrameType | None) -> None:
+        error = raised[signal.Signals(number)]
+        asked = _asked_for_it(frame)
+        if asked is None or awaited or sys.gettrace() is not None:  # a second one, or a debugger's
+            _forget(awaited)
+            raise error
+        awaited.append(asked)
+        _raise_in(awaited, error)
+        watch = threading.Timer(_OPERATION_S, insist, (signal.Signals(number), asked))
+        watch.daemon = True
+        threads.start(watch)
+
+    def insist(number: signal.Signals, asked: FrameType) -> None:
+        if asked in awaited:
+            _send(number, main)
+
+    def hook(dropped: sys.UnraisableHookArgs) -> None:
+        number = next((number for number, kind in raised.items() if dropped.exc_type is kind), None)
+        if number is None:
+            report(dropped)
+        else:
+            send_again(number)
+
+    before = {number: signal.signal(number, hear) for number in raised}
+    sys.unraisablehook = hook
     try:
         yield
     finally:
+        _forget(awaited)
         sys.unraisablehook = report
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _asked_for_it(frame: FrameType | None) -> FrameType | None:
+    """The code that called the operation that is being dispatched to a mode; None where none is."""
+    torch: Any = sys.modules.get("torch")
+    if not hasattr(torch, "_C"):
+        return None
+    is_dispatching = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
+    asked = None
+    while frame is not None:
+        if frame.f_code.co_name in _CALLED_BY_CPP:
+            is_dispatching, asked = True, None  # modes are not in force within themselves
+        elif asked is None and not _may_be_called_by_cpp(frame):
+            asked = frame
+        frame = frame.f_back
+    return asked if is_dispatching else None
+
+
+def _may_be_called_by_cpp(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__", ""))
+    top = module.partition(".")[0]
+    return top == "torch" or top in sys.stdlib_module_names or module.startswith("brim.predict")
+
+
+def _raise_in(awaited: list[FrameType], error: type[BaseException]) -> None:
+    """Raise ``error`` when the frame goes on, as a debugger would stop in it."""
+
+    def trace(_: FrameType, event: str, __: Any) -> Any:
+        if event == "exception":
+            return trace
+        _forget(awaited)
+        raise error
+
+    awaited[0].f_trace = trace
+    sys.settrace(lambda *_: None)
+
+
+def _forget(awaited: list[FrameType]) -> None:
+    if awaited:
+        awaited.pop().f_trace = None
+        sys.settrace(None)
 
 
 def _send(number: signal.Signals, thread: int) -> None:

@@ -1,11 +1,16 @@
 import gc
 import signal
 import sys
+import threading
 import time
 
 import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brim import cli as command_line
+from brim.cli import signals
 from brim.cli.signals import Terminated, signals_as_exceptions
 
 
@@ -66,3 +71,38 @@ def test_an_error_without_a_signal_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(command_line.brim, "main", failed)
     with pytest.raises(RuntimeError, match="a defect"):
         command_line.main([])
+
+
+def test_a_signal_within_a_trace_is_heard_where_no_code_of_pytorch_runs():
+    """An exception in the midst of a dispatch may end the process: PyTorch's C++ lets none pass everywhere."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
+    x = torch.zeros(4, 8)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(x)  # what it imports
+        for after_s in [0.001 * number for number in range(30)]:
+            timer = threading.Timer(after_s, signal.pthread_kill, (threading.get_ident(), signal.SIGTERM))
+            with pytest.raises(Terminated), signals_as_exceptions():
+                timer.start()
+                while True:
+                    model(x)
+            timer.join()
+            assert torch._C._len_torch_dispatch_stack() == 1
+
+
+def test_a_signal_within_a_trace_ends_what_waits_beneath_pytorch(monkeypatch):
+    monkeypatch.setattr(signals, "_OPERATION_S", 0.05)
+    waits = Waits.apply
+    timer = threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    with FakeTensorMode(), pytest.raises(KeyboardInterrupt), signals_as_exceptions():
+        timer.start()
+        waits(torch.zeros(2))
+        pytest.fail("the signal was lost")
+    timer.join()
+    assert sys.gettrace() is None
+
+
+class Waits(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        while True:
+            threading.Event().wait(20)
