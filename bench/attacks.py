@@ -998,6 +998,7 @@ def _warm(world: Path) -> None:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
             os.chdir(world)
             code = command([*good["plan"], "--output", "plan.json"])
+            code = code or command(["plan", str(world / "model"), "--task", "train"])  # what a drive gives beside work
             os._exit(code or command(good["generate"]))
         os.waitpid(pid, 0)
 
