@@ -20,6 +20,6 @@ for _ in range(3):
     optimizer.step()
     print(loss.item())
 seen = {id(one) for one in gc.get_objects()}
-# But for the few that were let go: an optimizer's first step, hooks that are taken off.
-as_many = abs(gc.get_freeze_count() - before) < 100
+# But for the few that were let go: an optimizer's first step, hooks that are taken off, garbage that was frozen too.
+as_many = 0.98 * before < gc.get_freeze_count() < before + 100
 print("frozen:", id(early) not in seen, id(late) not in seen, as_many)

@@ -69,6 +69,9 @@ def in_child(work: Callable[[Told], int | None], folder: Path) -> Ended:
 def _child(work: Callable[[Told], int | None], out: Path, err: Path, found: Path) -> None:
     code = 1
     try:
+        # PyTorch's pool of threads is made anew in a child, which threads of autograd's would do at once, and abort
+        # (caffe2/utils/threadpool/pthreadpool-cpp.cc).
+        torch.set_num_threads(torch.get_num_threads())
         gc.collect()
         _disown_what_lives()
         gc.freeze()  # the collector need not go through it

@@ -816,7 +816,7 @@ def test_an_operator_of_another_library_that_chooses_keeps_all():
     assert [s.bytes for s in made.storages if s.born >= made.step_starts[0]][:2] == [20 * 8, 20 * 16]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_zeros_of_forward_gradients_are_viewed_without_memory():
     """A Hessian under vmap, in whose backward pass tensors are added that are known to be zeros."""
 
