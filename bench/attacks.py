@@ -998,7 +998,8 @@ def _warm(world: Path) -> None:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
             os.chdir(world)
             code = command([*good["plan"], "--output", "plan.json"])
-            code = code or command(["plan", str(world / "model"), "--task", "train"])  # what a drive gives beside work
+            # What a drive gives beside work is measured by the first training's plan.
+            code = code or command(["plan", str(world / "model"), "--task", "train"])
             os._exit(code or command(good["generate"]))
         os.waitpid(pid, 0)
 
