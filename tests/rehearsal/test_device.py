@@ -99,6 +99,15 @@ def test_attention_takes_the_kernel_that_the_card_would(on_a_hopper: Any, on_an_
     assert "cudnnBackendExecute" not in on_an_ampere["attention"]
 
 
+def test_cudnn_is_of_the_version_that_pytorch_was_built_for(on_device: OnDevice) -> None:
+    """PyTorch refuses an older one where a program asks for its version."""
+    result = on_device.run("""
+        import torch
+        result = [torch.backends.cudnn.version(), torch._C._cudnn.getCompileVersion()]
+    """)
+    assert result[0] == result[1][0] * 10_000 + result[1][1] * 100 + result[1][2]
+
+
 def test_brim_run_leaves_alone_what_fits_on_the_card_already(on_device: OnDevice, tmp_path: Path) -> None:
     """Models of 60 % of the card, on it before any is called: what is free counts without them."""
     program = tmp_path / "program.py"

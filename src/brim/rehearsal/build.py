@@ -14,9 +14,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from brim.catalog.cudnn import cudnn_version
 from brim.errors import UnsupportedError
 from brim.measure.user_cache import build_once, cache_folder, fingerprint
 from brim.rehearsal import stubs
@@ -24,6 +25,7 @@ from brim.rehearsal.device import LIBRARY, SOURCES
 
 PROCESSORS = ("x86_64", "aarch64")
 _OLDEST, _NEWEST = (12, 0), (13, 99)  # the CUDA versions whose structures the sources know
+_CUDNN = {12: 90_100, 13: 92_000}  # by CUDA's version, of a PyTorch that does not say which it wants
 
 
 def build(site_packages: Path, folder: Path | None = None, *, packages: Sequence[Path] = ()) -> Path:
@@ -53,10 +55,12 @@ def build(site_packages: Path, folder: Path | None = None, *, packages: Sequence
     launchers = sorted((site_packages / "triton" / "backends" / "nvidia").glob("driver.*"))
     libraries += stubs.extensions(packages, libraries)
     sources = sorted(SOURCES.glob("*.[ch]"))
-    key = fingerprint([*libraries, *launchers, *sources, Path(stubs.__file__), Path(__file__)], version)
+    number = version[0] * 1000 + version[1] * 10  # as cuda_runtime_api.h has it
+    versions = {"CUDART_VERSION": number, "CUDNN_VERSION": cudnn_version(site_packages) or _CUDNN[version[0]]}
+    key = fingerprint([*libraries, *launchers, *sources, Path(stubs.__file__), Path(__file__)], versions)
     name = f"cuda{version[0]}.{version[1]}-{key}"
     return build_once(
-        (folder or cache_folder() / "rehearsal") / name, lambda into: _compile(into, libraries, launchers, version)
+        (folder or cache_folder() / "rehearsal") / name, lambda into: _compile(into, libraries, launchers, versions)
     )
 
 
@@ -80,17 +84,11 @@ def _check_platform() -> None:
         )
 
 
-def _compile(into: Path, libraries: Sequence[Path], launchers: Sequence[Path], version: tuple[int, int]) -> None:
+def _compile(into: Path, libraries: Sequence[Path], launchers: Sequence[Path], versions: Mapping[str, int]) -> None:
     compiler = _compiler()
     symbols = stubs.wanted_by(libraries, launchers)
-    number = version[0] * 1000 + version[1] * 10  # as cuda_runtime_api.h has it
-    flags = [
-        "-std=gnu11",
-        "-O2",
-        "-fPIC",
-        "-fvisibility=hidden",
-        f"-DCUDART_VERSION={number}",
-    ]
+    flags = ["-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden"]
+    flags += [f"-D{name}={number}" for name, number in versions.items()]
     with tempfile.TemporaryDirectory(dir=into) as scratch:
         scratch_folder = Path(scratch)
         sources = sorted(SOURCES.glob("*.c"))

@@ -9,11 +9,12 @@
 
 #define DIMENSIONS 8
 
-API size_t cudnnGetVersion(void) { return CUDART_VERSION >= 13000 ? 92000 : 90100; }
+API size_t cudnnGetVersion(void) { return CUDNN_VERSION; }
 API size_t cudnnGetCudartVersion(void) { return CUDART_VERSION; }
 API int cudnnGetProperty(int property, int *value) {
   size_t version = cudnnGetVersion();
-  *value = (int)(property == 0 ? version / 10000 : property == 1 ? version % 10000 / 100 : version % 100);
+  size_t major = version >= 90000 ? 10000 : 1000; /* 9.20.0 is 92000, 8.9.2 was 8902 */
+  *value = (int)(property == 0 ? version / major : property == 1 ? version % major / 100 : version % 100);
   return 0;
 }
 API const char *cudnnGetErrorString(int status) { return status ? "cuDNN error" : "success"; }

@@ -4,7 +4,8 @@
  * Device memory is host memory that is committed when somebody writes to it; copies and memsets are real; kernels are
  * counted, never run. What no file here defines gets a generated stub that is counted and returns 0.
  *
- * All sources are compiled with -DCUDART_VERSION=<as cuda_runtime_api.h has it>, e.g. 13000. */
+ * All sources are compiled with -DCUDART_VERSION=<as cuda_runtime_api.h has it>, e.g. 13000, and
+ * -DCUDNN_VERSION=<as cudnnGetVersion gives it>, e.g. 92000. */
 #ifndef BRIM_DEVICE_H
 #define BRIM_DEVICE_H
 

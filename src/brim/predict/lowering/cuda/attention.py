@@ -6,10 +6,18 @@ called on fake tensors, which gives their outputs and autograd's use of them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
+
+from brim.catalog.cudnn import installed_cudnn_version
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
+_BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # at::SDPBackend
+_ORDER = ("flash", "efficient", "math", "cudnn")
+_ORDER_WITH_CUDNN = ("cudnn", "flash", "efficient", "math")
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def attention(
@@ -105,87 +113,176 @@ def choose(
     gqa: bool,
     capability: tuple[int, int],
 ) -> str:
-    """``flash``, ``cudnn``, ``efficient`` or ``math``, in the order in which PyTorch tries them."""
-    inputs = (query, key, value)
-    if any(t.dim() != 4 for t in inputs) or not all(t.stride(-1) == 1 for t in inputs):
-        return "math"
-    if _cudnn_takes(*inputs, gqa, capability):
-        return "cudnn"
-    if mask is None and _flash_takes(*inputs, dropout, causal, gqa, capability):
-        return "flash"
-    return "efficient" if _efficient_takes(*inputs, capability) else "math"
+    """``flash``, ``cudnn``, ``efficient`` or ``math``: the first of PyTorch's order that takes the call.
+
+    Raises RuntimeError where none that is enabled does, as PyTorch.
+    """
+    call = _Call(query, key, value, mask, dropout, causal, gqa, capability)
+    takes = {"cudnn": _cudnn_takes, "flash": _flash_takes, "efficient": _efficient_takes, "math": _math_takes}
+    for backend in _order(capability):
+        if takes[backend](call):
+            return backend
+    raise RuntimeError("No available kernel. Aborting execution.")
 
 
 def with_sums(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]) -> str | None:
     """``flash`` or ``efficient``, whichever a program takes that calls one by itself, without mask and dropout; None
     where neither runs."""
-    if any(tensor.dim() != 4 or tensor.stride(-1) != 1 for tensor in (query, key, value)):
-        return None
-    if query.size(-1) % 8 == 0 and _flash_takes(query, key, value, 0.0, False, True, capability):
+    call = _Call(query, key, value, None, 0.0, False, True, capability)
+    if query.size(-1) % 8 == 0 and _flash_takes(call):
         return "flash"
     keys, values = (tensor[:, :1].expand(-1, query.size(1), -1, -1) for tensor in (key, value))
-    return "efficient" if _efficient_takes(query, keys, values, capability) else None
+    return "efficient" if _efficient_takes(replace(call, key=keys, value=values)) else None
 
 
-def _heads_fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gqa: bool) -> bool:
-    heads = (query.size(1), key.size(1), value.size(1))
-    return len(set(heads)) == 1 or (gqa and heads[0] % heads[1] == 0 and heads[1] == heads[2])
+@dataclass(frozen=True)
+class _Call:
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    causal: bool
+    gqa: bool
+    capability: tuple[int, int]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.query, self.key, self.value
+
+    @property
+    def head_sizes(self) -> tuple[int, int, int]:
+        return self.query.size(-1), self.key.size(-1), self.value.size(-1)
+
+    @property
+    def is_half(self) -> bool:
+        """Of the 16-bit types that tensor cores of the GPU take."""
+        return self.query.dtype in (_HALF if self.capability >= (8, 0) else _HALF[:1])
+
+    def is_dense(self, *, one_number_a_head: bool, grouped: bool) -> bool:
+        """What every fused kernel asks of strides, lengths, batches and heads (``dense_constraints``).
+
+        ``one_number_a_head``: strides of heads of one number do not matter. ``grouped``: knows grouped queries.
+        """
+        if any(tensor.dim() != 4 for tensor in self.tensors) or 0 in (self.query.size(2), self.key.size(2)):
+            return False
+        steps = all(tensor.stride(-1) == 1 for tensor in self.tensors)
+        if not (steps or (one_number_a_head and self.query.size(-1) == 1)):
+            return False
+        if self.mask is not None and self.mask.stride(-1) != 1:
+            return False
+        return len({tensor.size(0) for tensor in self.tensors}) == 1 and self._heads_fit(grouped)
+
+    def _heads_fit(self, grouped: bool) -> bool:
+        queries, keys, values = (tensor.size(1) for tensor in self.tensors)
+        return keys == values and (queries % keys == 0 if self.gqa and grouped else queries == keys)
 
 
-def _cudnn_takes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gqa: bool, capability: tuple[int, int]
-) -> bool:
-    """cuDNN comes first on Hopper and B200 with cuDNN > 9.15, which ships with CUDA 13 builds."""
-    size, value_size = query.size(-1), value.size(-1)
+def _order(capability: tuple[int, int]) -> tuple[str, ...]:
+    """The order in which PyTorch asks: ``priority_order``, or what the program has set by ``sdpa_kernel``."""
+    asked = tuple(_BACKENDS[number] for number in torch._C._get_sdp_priority_order() if number in _BACKENDS)
+    if asked not in (_ORDER, _ORDER_WITH_CUDNN):
+        return asked
+    preferred = capability[0] in (9, 10) and installed_cudnn_version(_TORCH) > 91_500
+    return _ORDER_WITH_CUDNN if preferred else _ORDER
+
+
+def _math_takes(call: _Call) -> bool:
+    return bool(torch.backends.cuda.math_sdp_enabled())
+
+
+def _cudnn_takes(call: _Call) -> bool:
     return (
-        capability[0] in (9, 10)
-        and torch.backends.cuda.cudnn_sdp_enabled()
-        and query.dtype in _HALF
-        and size % 8 == 0
-        and value_size % 8 == 0
-        and max(size, value_size) <= 128
-        and _heads_fit(query, key, value, gqa)
-        and key.size(2) > 1
-        and query.size(2) > 1
+        torch.backends.cuda.cudnn_sdp_enabled()
+        and (8, 0) <= call.capability <= (12, 1)
+        and (
+            not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled()
+        )
+        and call.is_half
+        and call.is_dense(one_number_a_head=True, grouped=True)
+        and _cudnn_takes_mask(call)
+        and (_TORCH < (2, 12) or (call.dropout * 16).is_integer())
+        and _cudnn_takes_heads(call)
+        and call.key.size(2) > 1
+        and not (call.query.size(2) == 1 and _cudnn_needs_queries(call))
     )
 
 
-def _flash_takes(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout: float,
-    causal: bool,
-    gqa: bool,
-    capability: tuple[int, int],
-) -> bool:
-    size = query.size(-1)
-    small_registers = capability in ((8, 6), (8, 9), (12, 0))
+def _cudnn_needs_queries(call: _Call) -> bool:
+    """More than one a sequence."""
+    return call.dropout > 0 or (_TORCH >= (2, 14) and call.capability[0] == 10)
+
+
+def _must_be_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _cudnn_takes_mask(call: _Call) -> bool:
+    """``check_attn_mask_shape``."""
+    mask = call.mask
+    if mask is None:
+        return True
+    batch, heads, tokens = call.query.shape[:3]
+    fits = mask.size(-2) in (tokens, 1) and mask.size(-1) in (call.key.size(2), 1)
+    if mask.dim() == 4:
+        fits = fits and mask.size(0) in (1, batch) and mask.size(1) in (1, heads)
+    return fits and mask.dim() in (2, 4) and not mask.requires_grad
+
+
+def _cudnn_takes_heads(call: _Call) -> bool:
+    size, _, value_size = call.head_sizes
+    large = call.capability == (9, 0) or (_TORCH >= (2, 14) and call.capability[0] == 10)
+    if _TORCH < (2, 14):
+        limit = 256 if large else 128
+    else:
+        knows_256 = large and installed_cudnn_version(_TORCH) > 92_200
+        limit = 256 if knows_256 else 192 if large and (size, value_size) == (192, 128) else 128
+        trained = max(size, value_size) <= 128 or (size, value_size) in ((192, 128), (256, 256))
+        if knows_256 and _needs_grad(*call.tensors) and not trained:
+            return False
+    return max(size, value_size) <= limit and size % 8 == value_size % 8 == 0
+
+
+def _flash_takes(call: _Call) -> bool:
+    sizes = call.head_sizes
+    few_registers = (8, 6) <= call.capability <= (8, 9) or call.capability in ((12, 0), (12, 1))
+    trains = _needs_grad(*call.tensors) and few_registers
     return (
-        capability >= (8, 0)
-        and torch.backends.cuda.flash_sdp_enabled()
-        and query.dtype in _HALF
-        and size == key.size(-1) == value.size(-1)
-        and size <= 256
-        and _heads_fit(query, key, value, gqa)
-        and not (causal and query.size(2) == 0 and key.size(2) != 0)
-        and not (_needs_grad(query, key, value) and size > 192 and small_registers and dropout > 0)
+        torch.backends.cuda.flash_sdp_enabled()
+        and (8, 0) <= call.capability <= (12, 1)
+        and call.mask is None
+        and call.is_half
+        and call.is_dense(one_number_a_head=True, grouped=True)
+        and len(set(sizes)) == 1
+        and sizes[0] <= 256
+        and not (trains and (192 < sizes[0] <= 224 or (sizes[0] > 192 and call.dropout > 0)))
+        and not (call.causal and call.query.size(2) != call.key.size(2))
     )
 
 
-def _efficient_takes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]
-) -> bool:
-    align = (8 if query.dtype in _HALF else 4) if capability >= (7, 0) else 1
+def _efficient_takes(call: _Call) -> bool:
+    size, key_size, value_size = call.head_sizes
+    # ``minimum_gemm_alignment``: 16 bytes where tensor cores multiply.
+    align = 8 if call.query.dtype in _HALF else 4
+    align = align if call.capability >= (8, 0) or (align == 8 and call.capability >= (7, 0)) else 1
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()
-        and query.dtype in (*_HALF, torch.float32)
-        and query.size(1) == key.size(1) == value.size(1)
-        and query.size(-1) == key.size(-1)
-        and query.size(-1) % align == 0
-        and value.size(-1) % align == 0
-        and query.size(2) > 0
+        and (5, 0) <= call.capability <= (12, 1)
+        and (call.is_half or call.query.dtype == torch.float32)
+        and call.is_dense(one_number_a_head=False, grouped=_TORCH >= (2, 14))
+        and size == key_size
+        and size > 0
+        and value_size > 0
+        and size % align == 0
+        and value_size % align == 0
+        and (
+            _TORCH < (2, 13) or call.capability < (8, 0) or all(_begins_at(align, tensor) for tensor in call.tensors)
+        )
     )
+
+
+def _begins_at(multiple: int, tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 0 or tensor.storage_offset() % multiple == 0
 
 
 def _pad_last(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
@@ -226,11 +323,15 @@ def _math(
     if gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-    scores = query @ (key * root).transpose(-2, -1)
+    # One name for scores and weights, as there: what it held is freed as soon as the next is made.
+    weights = query @ (key * root).transpose(-2, -1)
     if mask is not None:
-        scores = scores.add_(mask) if not torch.is_grad_enabled() else scores + mask.to(scores.dtype)
-    weights = _aten._safe_softmax(scores, -1)
+        plain = torch._C._functorch.peek_interpreter_stack() is None
+        weights = weights.add_(mask) if plain else weights + mask
+    weights = _aten._safe_softmax(weights, -1)
     if dropout > 0:
         weights = torch.native_dropout(weights, dropout, True)[0]
+    returned = weights.to(origin)  # made before the product; nobody who calls the function gets it
     mixed: torch.Tensor = (weights @ value).to(origin)
+    del returned
     return mixed

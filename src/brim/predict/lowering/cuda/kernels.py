@@ -314,7 +314,13 @@ def _cudnn_attention(kernel: Kernel) -> None:
 
 
 def _cudnn_attention_backward(kernel: Kernel) -> None:
-    """cudnn-frontend's scaled_dot_product_flash_attention: the query's gradient and row sums in float32."""
+    """cudnn-frontend's scaled_dot_product_flash_attention: the query's gradient and row sums in float32.
+
+    cudnn/MHA.cpp copies a gradient first whose heads are not laid out number by number.
+    """
+    grad = kernel.arg("grad_out")
+    if grad.stride(-1) != 1:
+        kernel.temp(grad.numel() * grad.element_size())
     kernel.emit()
     batch, heads, rows, size = kernel.arg("query").shape
     kernel.temp(batch * heads * rows * (size + 1) * 4)
