@@ -10,8 +10,9 @@ has those that are known. What is known beforehand:
   operand of another layout once more.
 * On the one GPU that was measured (``measurements/convolution_workspaces.jsonl.gz``: an H200, cuDNN 9.19) the
   transposed operands, and the partial sums of the weight's gradient, are nearly all that there is. ``_Direct`` has
-  the rules; which operands are transposed is the heuristics' choice, and its thresholds here are fitted to two
-  thirds of the measured layers (``tests/null/predict/test_cuda_convolutions.py`` compares with the others).
+  the rules. Their form was found in all of the measured layers; which operands are transposed is the heuristics'
+  choice, and its thresholds are fitted to two thirds (``tests/null/predict/test_cuda_convolutions.py`` compares with
+  the others).
 """
 
 from __future__ import annotations
