@@ -17,6 +17,7 @@ from brim.predict.lowering.cuda import indexing as cuda_indexing
 from brim.predict.lowering.cuda import norms as cuda_norms
 from brim.predict.lowering.cuda import recurrent as cuda_recurrent
 from brim.predict.lowering.cuda import reductions as cuda_reductions
+from brim.predict.lowering.cuda import resampling as cuda_resampling
 from brim.predict.lowering.cuda import sorting as cuda_sorting
 from brim.predict.lowering.cuda.linear_algebra import LinearAlgebra
 from brim.predict.lowering.kernel import (
@@ -105,8 +106,9 @@ def _readable(tensor: torch.Tensor) -> bool:
 
 def _statistics_in_float(kernel: Kernel) -> None:
     """cuda/layer_norm_kernel.cu, Normalization.cuh: statistics of half-precision inputs are float32."""
-    if kernel.func is _aten.native_layer_norm.default and not kernel.arg("input").is_contiguous():
-        kernel.temp(nbytes(kernel.arg("input")))
+    for name in ("input", "weight", "bias") if kernel.func is _aten.native_layer_norm.default else ():
+        value = kernel.arg(name)
+        kernel.temp(0 if value is None or value.is_contiguous() else nbytes(value))
     kernel.emit(0)
     for index in range(1, len(kernel.outputs)):
         kernel.emit(index, bytes=kernel.outputs[index].numel() * max(4, kernel.outputs[index].element_size()))
@@ -271,6 +273,17 @@ def _contiguous_after(*names: str) -> Rule:
     return rule
 
 
+def _contiguous_before(*names: str) -> Rule:
+    def rule(kernel: Kernel) -> None:
+        for name in names:
+            value = kernel.arg(name)
+            if isinstance(value, torch.Tensor) and not value.is_contiguous():
+                kernel.temp(nbytes(value))
+        kernel.emit()
+
+    return rule
+
+
 def _softmax_backward(kernel: Kernel) -> None:
     """cuda/SoftMax.cu: ``grad * output`` is made first (the logarithm's backward needs no such product)."""
     _contiguous_after("grad_output", "output")(kernel)
@@ -416,14 +429,6 @@ def _unfold_backward(kernel: Kernel) -> None:
         kernel.temp(min(kernel.arg("input_sizes")[dim], reached) * 8)
 
 
-def _layer_norm_backward(kernel: Kernel) -> None:
-    """cuda/layer_norm_kernel.cu reads a gradient and an input that are contiguous."""
-    for name in ("grad_out", "input"):
-        if not kernel.arg(name).is_contiguous():
-            kernel.temp(nbytes(kernel.arg(name)))
-    kernel.emit()
-
-
 def _renorm(kernel: Kernel) -> None:
     """cuda/Renorm.cu: norms, in float32 for half precision, and then what each part is multiplied by."""
     kernel.emit()
@@ -470,6 +475,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._efficientzerotensor.default: _zero_tensor,
     _aten._chunk_cat.default: _chunk_cat,
     **cuda_norms.RULES,
+    **cuda_resampling.RULES,
     **cuda_sorting.RULES,
     _aten.native_layer_norm.default: _statistics_in_float,
     _aten.max_pool2d_with_indices.default: _pooled,
@@ -512,7 +518,11 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._fft_r2c.default: _fourier,
     _aten._fft_c2c.default: _fourier,
     _aten.unfold_backward.default: _unfold_backward,
-    _aten.native_layer_norm_backward.default: _layer_norm_backward,
+    _aten.native_layer_norm_backward.default: _contiguous_before("grad_out", "input", "weight"),
+    _aten.nll_loss_forward.default: _contiguous_after("self"),
+    _aten.nll_loss_backward.default: _contiguous_after("self"),
+    _aten._cdist_forward.default: _contiguous_before("x1", "x2"),
+    _aten._cdist_backward.default: _contiguous_before("x1", "x2"),
     _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_attention_backward,
     _aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,

@@ -74,10 +74,10 @@ def fake_backward(
 
 
 def _contiguous(kernel: Kernel) -> None:
-    for name in ("grad_out", "input"):
+    for name in ("grad_out", "input", "weight"):
         if any(argument.name == name for argument in kernel.func._schema.arguments):
             tensor = kernel.arg(name)
-            if not tensor.is_contiguous():
+            if tensor is not None and not tensor.is_contiguous():
                 kernel.temp(nbytes(tensor))
     kernel.emit()
 
