@@ -52,6 +52,7 @@ def taken(on_device: OnDevice) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_takes_what_the_cuda_build_asks_for(taken: dict[str, Any], name: str) -> None:
     made = brim.trace(CASES[name], steps=1, target="cuda", capability=(9, 0))

@@ -485,6 +485,31 @@ def test_dtypes_that_autocast_makes_one_are_taken(name: str):
     trace(lambda: step, steps=1)
 
 
+def test_nodes_of_backward_passes_are_numbered_by_the_thread_of_the_device():
+    """On PyTorch's CUDA build the numbers are 4, 5, 4 and 12, then 15, 16, 17 and 25."""
+    orders = []
+
+    def build():
+        net = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1)).cuda()
+        places = torch.rand(40, 2, device="cuda")
+
+        def step():
+            at = places.clone().requires_grad_(True)
+            value = net(at)
+            slope = torch.autograd.grad(value, at, torch.ones_like(value), create_graph=True)[0]
+            part = slope[:, :1]
+            curve = torch.autograd.grad(part, at, torch.ones_like(part), create_graph=True)[0]
+            (slope.pow(2).mean() + curve.pow(2).mean()).backward()
+            orders.append([made.grad_fn._sequence_nr() for made in (value, part, slope, curve)])
+
+        return step
+
+    trace(build, steps=2)
+    (first, part, slope, curve), second = orders
+    assert first == slope < part < curve
+    assert second == sorted(second)
+
+
 def test_unique_elements_are_let_go_once_they_are_joined():
     """TensorCompare.cpp, ``isin_sorting``: 353,280 bytes on PyTorch's CUDA build."""
 
