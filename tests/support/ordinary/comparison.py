@@ -102,8 +102,9 @@ def compared(rows: list[Row], environment: Environment | None, values: str = "al
     for answer in (*on_device(plain, environment), *on_device(computing, environment, values=values)):
         found[answer["name"]] = answered(found[answer["name"]], answer)
     lacking = [one for one in computing if values == "all" and found[one.name].true_allocated is None]
+    before = {row.program.name: row for row in rows}
     for answer in on_device(lacking, environment, values="whole"):
-        found[answer["name"]] = answered(found[answer["name"]], answer)
+        found[answer["name"]] = answered(before[answer["name"]], answer)
     return list(found.values())
 
 
