@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import brim
 from brim.estimation.simulation import lives
-from support.cuda_operators import CASES
+from support.cuda_operators import CASES, REFUSED
 
 if TYPE_CHECKING:
     from conftest import OnDevice
@@ -22,7 +22,7 @@ PROGRAM = """
     warnings.simplefilter("ignore")
     sys.path.insert(0, {folder!r})
     import torch
-    from support.cuda_operators import CASES
+    from support.cuda_operators import CASES, MADE_ONE, REFUSED
     result = {{}}
     for name, build in CASES.items():
         torch._C._cuda_clearCublasWorkspaces()  # each as in a process of its own
@@ -34,17 +34,27 @@ PROGRAM = """
         result[name] = torch.cuda.max_memory_allocated() - before
         step = None
         gc.collect()
+    result["refused"] = []
+    for name, call in REFUSED.items():
+        try:
+            call()
+        except RuntimeError:
+            result["refused"].append(name)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        for call in MADE_ONE.values():
+            call()
 """
 
 
 @pytest.fixture(scope="module")
-def taken(on_device: OnDevice) -> dict[str, int]:
-    found: dict[str, int] = on_device.run(PROGRAM.format(folder=str(Path(__file__).parents[1])))
+def taken(on_device: OnDevice) -> dict[str, Any]:
+    found: dict[str, Any] = on_device.run(PROGRAM.format(folder=str(Path(__file__).parents[1])))
     return found
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_takes_what_the_cuda_build_asks_for(taken: dict[str, int], name: str) -> None:
+def test_a_step_takes_what_the_cuda_build_asks_for(taken: dict[str, Any], name: str) -> None:
     made = brim.trace(CASES[name], steps=1, target="cuda", capability=(9, 0))
     held = peak = 0
     for storage, born, _ in lives(made):
@@ -52,3 +62,8 @@ def test_a_step_takes_what_the_cuda_build_asks_for(taken: dict[str, int], name: 
             held += -(-storage.bytes // 512) * 512 * (1 if born else -1)
             peak = max(peak, held)
     assert peak == taken[name]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_dtypes_that_a_trace_refuses_are_refused_by_the_cuda_build(taken: dict[str, Any], name: str) -> None:
+    assert name in taken["refused"]

@@ -12,11 +12,13 @@ from support.ordinary.comparison import compared, traced
 NAMES = (
     "checkpoints_written_and_read", "cifar_tutorial", "ddpm_with_ema", "dense_batches_from_sparse_features",
     "global_filters_of_an_image", "gradients_per_sample_with_noise", "graph_attention_by_scatter", "gru_cells",
+    "heat_equation_by_hessians", "images_as_sines_with_their_gradients",
     "imagenet_example_with_accuracy", "llama_like_with_rms_norm_bf16", "llama_like_with_rms_norm_fp32",
     "llava_with_an_image_each", "lstm_cells", "masked_lm", "metrics_reduced_over_a_group_of_one", "nanogpt",
     "nested_tensors_of_sentences", "point_cloud_neighbours", "rotary_positions_by_complex_numbers",
-    "scripted_modules", "spectral_and_weight_norm", "text_classification_by_embedding_bag", "unet_segmentation",
-    "vae_example", "vit_fp16_scaler_fused_adamw", "word_language_model",
+    "r1_penalty_of_a_discriminator", "scripted_modules", "spectral_and_weight_norm",
+    "text_classification_by_embedding_bag", "unet_segmentation", "vae_example", "vit_fp16_scaler_fused_adamw",
+    "word_language_model",
 )  # fmt: skip
 
 

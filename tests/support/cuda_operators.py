@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -324,4 +325,52 @@ CASES: dict[str, Build] = {
     "batch norm of rows evaluated": _layer(lambda: nn.BatchNorm1d(64).eval(), 5000, 64),
     "bfloat16 batch norm": _layer(lambda: nn.BatchNorm2d(64).bfloat16(), 8, 64, 16, 17, dtype=torch.bfloat16),
     "bfloat16 batch norm, channels last": _layer(lambda: nn.BatchNorm2d(64), 8, 64, 16, 16, dtype=torch.bfloat16),
+}  # fmt: skip
+
+
+def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(*shape, device="cuda", dtype=dtype)
+
+
+_half, _whole = partial(_ones, dtype=torch.bfloat16), partial(_ones, dtype=torch.int64)
+# What CUDA refuses for its dtypes.
+REFUSED: dict[str, Callable[[], Any]] = {
+    "product": lambda: _half(8, 8) @ _ones(8, 8),
+    "matrix times vector": lambda: _half(8, 8) @ _ones(8),
+    "bias": lambda: F.linear(_ones(8, 8), _ones(8, 8), _half(8)),
+    "convolution": lambda: F.conv2d(_half(1, 3, 8, 8), _ones(4, 3, 3, 3)),
+    "transposed convolution": lambda: F.conv_transpose2d(_half(1, 3, 8, 8), _ones(3, 4, 3, 3)),
+    "layer norm": lambda: F.layer_norm(_half(4, 8), (8,), _ones(8), _ones(8)),
+    "group norm": lambda: F.group_norm(_half(4, 8, 4), 2, _ones(8), _ones(8)),
+    "batch norm": lambda: F.batch_norm(_ones(4, 8, 4), _ones(8), _ones(8), _half(8), _half(8), training=True),
+    "sampled grid": lambda: F.grid_sample(_half(1, 3, 8, 8), _ones(1, 4, 4, 2), align_corners=False),
+    "weights of classes": lambda: F.cross_entropy(_half(8, 8), _whole(8), weight=_ones(8)),
+    "classes": lambda: F.cross_entropy(_ones(8, 8), _ones(8, dtype=torch.int32)),
+    "labels": lambda: F.binary_cross_entropy(_ones(8, 8), _whole(8, 8)),
+    "product of whole numbers": lambda: _whole(8, 8) @ _whole(8, 8),
+    "batched product of whole numbers": lambda: _whole(2, 8, 8) @ _whole(2, 8, 8),
+    "softmax of whole numbers": lambda: _whole(8, 8).softmax(-1),
+    "pooled whole numbers": lambda: F.max_pool2d(_whole(1, 3, 8, 8), 2),
+    "variance of whole numbers": lambda: _whole(8, 8).std(),
+    "draws by whole numbers": lambda: torch.multinomial(_whole(8, 8), 2),
+    "Cholesky of halves": lambda: torch.linalg.cholesky(_half(8, 8)),
+    "QR of halves": lambda: torch.linalg.qr(_half(8, 8)),
+    "distances of halves": lambda: torch.cdist(_half(8, 8), _half(8, 8)),
+    "attention": lambda: F.scaled_dot_product_attention(
+        _half(1, 2, 8, 16), _ones(1, 2, 8, 16), _ones(1, 2, 8, 16)
+    ),
+    "mask of attention": lambda: F.scaled_dot_product_attention(
+        *[_ones(1, 2, 8, 16)] * 3, attn_mask=_whole(8, 8)
+    ),
+}  # fmt: skip
+# Under autocast operands become one dtype.
+MADE_ONE: dict[str, Callable[[], Any]] = {
+    "linear": lambda: F.linear(_ones(8, 8), _half(8, 8), _ones(8)),
+    "convolution": lambda: F.conv2d(_half(1, 3, 8, 8), _ones(4, 3, 3, 3), _ones(4)),
+    "layer norm": lambda: F.layer_norm(_half(4, 8), (8,), _ones(8), _ones(8)),
+    "batch norm": lambda: F.batch_norm(_half(4, 8), *[_ones(8)] * 4, training=True),
+    "weights of classes": lambda: F.cross_entropy(_half(8, 8), _whole(8), weight=_ones(8)),
+    "attention": lambda: F.scaled_dot_product_attention(
+        _ones(1, 2, 8, 16), _half(1, 2, 8, 16), _half(1, 2, 8, 16), attn_mask=_ones(8, 8)
+    ),
 }  # fmt: skip

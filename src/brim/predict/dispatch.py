@@ -35,6 +35,7 @@ from brim.predict import failures, inplace, sparse
 from brim.predict.flops import Work, is_view, op_name, op_work
 from brim.predict.host_residency import Resting
 from brim.predict.lowering import flex_attention
+from brim.predict.lowering.cuda import dtypes
 from brim.predict.lowering.cuda.composites import COMPOSITES
 from brim.predict.lowering.fakes import FAKES
 from brim.predict.lowering.kernel import Kernel, Rule
@@ -157,6 +158,8 @@ class RecordingMode(TorchDispatchMode):
                 return self._seen(func, args, kwargs | {"device": _CPU})
         if self.pretends and func.overloadpacket in _NOT_FOR_CUDA and self._place(func, args, kwargs):
             raise failures.no_cuda_kernel(func)
+        if self.pretends and func in dtypes.CHECKS and self._place(func, args, kwargs):
+            dtypes.check(func, args)
         if (self._sparse is not None and sparse.given(args, kwargs)) or sparse.makes(func, args):
             return self._of_sparse(func, args, kwargs)
         func = inplace.as_plain(func, args)

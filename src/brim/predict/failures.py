@@ -14,7 +14,7 @@ import torch
 from brim.errors import OperationError, UnsupportedError
 
 # What sees the program's calls of PyTorch, and its backward passes.
-_HANDLERS = ("__torch_function__", "__torch_dispatch__", "_run_backward")
+_HANDLERS = ("__torch_function__", "__torch_dispatch__", "_run_backward", "attention")
 _NO_DATA = "its data is not allocated yet"  # PyTorch's C++ code, when it reads a fake tensor
 # PyTorch's C++ code, when it has no memory to read, no object of that kind, or no CUDA.
 _FAKE = (

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from torch.nested._internal.nested_int import NestedIntNode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from brim.predict.backward_order import BackwardOrder
 from brim.predict.compiled.torch_compile import as_written, is_fused
 from brim.predict.dispatch import RecordingMode
 from brim.predict.io_boundary import as_tensor_of_file, models_save_nothing, outside_world
@@ -198,6 +200,8 @@ def _reentering(mode: ValueMode) -> Callable[..., Any]:
     """``Tensor.backward`` is itself a call that the mode sees, and a mode is off while it handles a call; what runs
     within the backward pass (recomputation, hooks) must be seen too."""
     run: Callable[..., Any] = torch.autograd.graph._engine_run_backward
+    if mode.recording.pretends:
+        run = partial(BackwardOrder().run, run)
 
     def _run_backward(*args: Any, **kwargs: Any) -> Any:
         if any(other is mode for other in _get_current_function_mode_stack()):

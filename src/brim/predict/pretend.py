@@ -28,6 +28,7 @@ from brim.predict.data_parallel import data_parallel
 from brim.predict.dispatch import RecordingMode, wraps
 from brim.predict.lazy_parameters import carried
 from brim.predict.lowering.cuda import attention as cuda_attention
+from brim.predict.lowering.cuda import dtypes
 from brim.predict.lowering.cuda import formulas as cuda_formulas
 from brim.predict.lowering.cuda import norms as cuda_norms
 from brim.predict.lowering.cuda import recurrent as cuda_recurrent
@@ -195,6 +196,8 @@ class PretendCuda(ValueMode):
         options = dict(zip(names, args, strict=False)) | kwargs
         if isinstance(query, NestedTensor):
             return _jagged_attention(query, key, value, **options)
+        if not torch.is_autocast_enabled("cuda"):  # which makes them one
+            dtypes.check_attention(query, key, value, options.get("attn_mask"))
         with self.recording.factories(self._any_on_device((query,))):
             return cuda_attention.attention(query, key, value, capability=self.capability, **options)
 

@@ -11,7 +11,9 @@ from torch import nn
 
 from brim.core import Category, Trace
 from brim.errors import BrimError, OperationError
+from brim.estimation.simulation import lives
 from brim.predict.tracer import trace
+from support.cuda_operators import MADE_ONE, REFUSED
 
 WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
 
@@ -466,6 +468,62 @@ def test_a_mask_that_is_broadcast_keeps_its_values():
 def test_what_cuda_refuses_is_refused_with_its_line(call, said: str):
     with pytest.raises(BrimError, match=rf"(?s){said}.*test_pretend_cuda\.py:\d+"):
         trace(lambda: call, steps=1)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_dtypes_that_cuda_refuses_are_refused_with_their_line(name: str):
+    with pytest.raises(OperationError, match=r"(?s)(dtype|not implemented for).*cuda_operators\.py:\d+"):
+        trace(lambda: REFUSED[name], steps=1)
+
+
+@pytest.mark.parametrize("name", MADE_ONE)
+def test_dtypes_that_autocast_makes_one_are_taken(name: str):
+    def step():
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            MADE_ONE[name]()
+
+    trace(lambda: step, steps=1)
+
+
+def test_nodes_of_backward_passes_are_numbered_by_the_thread_of_the_device():
+    """On PyTorch's CUDA build the numbers are 4, 5, 4 and 12, then 15, 16, 17 and 25."""
+    orders = []
+
+    def build():
+        net = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1)).cuda()
+        places = torch.rand(40, 2, device="cuda")
+
+        def step():
+            at = places.clone().requires_grad_(True)
+            value = net(at)
+            slope = torch.autograd.grad(value, at, torch.ones_like(value), create_graph=True)[0]
+            part = slope[:, :1]
+            curve = torch.autograd.grad(part, at, torch.ones_like(part), create_graph=True)[0]
+            (slope.pow(2).mean() + curve.pow(2).mean()).backward()
+            orders.append([made.grad_fn._sequence_nr() for made in (value, part, slope, curve)])
+
+        return step
+
+    trace(build, steps=2)
+    (first, part, slope, curve), second = orders
+    assert first == slope < part < curve
+    assert second == sorted(second)
+
+
+def test_unique_elements_are_let_go_once_they_are_joined():
+    """TensorCompare.cpp, ``isin_sorting``: 353,280 bytes on PyTorch's CUDA build."""
+
+    def build():
+        elements, wanted = torch.arange(5000, device="cuda"), torch.arange(1000, device="cuda")
+        return lambda: torch.isin(elements, wanted)
+
+    made = trace(build, steps=1)
+    held = peak = 0
+    for storage, born, _ in lives(made):
+        if (storage.born if born else storage.died or 0) >= made.step_starts[0]:
+            held += -(-storage.bytes // 512) * 512 * (1 if born else -1)
+            peak = max(peak, held)
+    assert peak == 353_280
 
 
 def test_a_matrix_exponential_has_powers_of_the_matrix_and_says_that_norms_decide():

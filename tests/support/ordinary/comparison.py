@@ -93,6 +93,7 @@ def compared(rows: list[Row], environment: Environment | None, values: str = "al
     """The rows with what the programs took ``on_device``.
 
     ``values``: ``all`` computes every number of all programs, ``whole`` whole numbers of those that ask for them.
+    With ``all``, programs with an operator that the CPU has no kernel for run once more with whole numbers.
     """
     found = {row.program.name: row for row in rows}
     traced = [row.program for row in rows if row.allocated is not None and not (environment and row.program.merges)]
@@ -100,6 +101,10 @@ def compared(rows: list[Row], environment: Environment | None, values: str = "al
     computing = [one for one in traced if one not in plain]
     for answer in (*on_device(plain, environment), *on_device(computing, environment, values=values)):
         found[answer["name"]] = answered(found[answer["name"]], answer)
+    lacking = [one for one in computing if values == "all" and found[one.name].true_allocated is None]
+    before = {row.program.name: row for row in rows}
+    for answer in on_device(lacking, environment, values="whole"):
+        found[answer["name"]] = answered(before[answer["name"]], answer)
     return list(found.values())
 
 

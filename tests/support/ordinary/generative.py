@@ -295,3 +295,71 @@ def style_transfer_by_gram_matrices() -> Step:
         optimizer.step()
 
     return step
+
+
+@program
+def discrete_autoencoder_by_gumbel_softmax() -> Step:
+    encoder = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 30 * 10)).cuda()
+    decoder = nn.Sequential(nn.Linear(30 * 10, 256), nn.ReLU(), nn.Linear(256, 784)).cuda()
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-3)
+    images = torch.rand(100, 784, device="cuda")
+
+    def step() -> None:
+        logits = encoder(images).view(-1, 30, 10)
+        drawn = F.gumbel_softmax(logits, tau=0.7, hard=True)
+        loss = F.binary_cross_entropy_with_logits(decoder(drawn.flatten(1)), images, reduction="sum")
+        posterior = logits.softmax(dim=-1)
+        loss = loss + (posterior * (posterior * 10 + 1e-20).log()).sum()
+        optimizer.zero_grad()
+        (loss / len(images)).backward()
+        optimizer.step()
+
+    return step
+
+
+@program
+def weights_made_by_a_hypernetwork() -> Step:
+    """A convolution of its own for each image, all of a batch in one by groups."""
+    hyper, head = nn.Linear(32, 8 * 3 * 9).cuda(), nn.Linear(8, 10).cuda()
+    optimizer = torch.optim.RMSprop([*hyper.parameters(), *head.parameters()], lr=1e-3, momentum=0.9, centered=True)
+    images, codes = torch.randn(32, 3, 32, 32, device="cuda"), torch.randn(32, 32, device="cuda")
+    labels = torch.arange(32, device="cuda") % 10
+
+    def step() -> None:
+        kernels = hyper(codes).view(32 * 8, 3, 3, 3)
+        made = F.conv2d(images.reshape(1, 32 * 3, 32, 32), kernels, padding=1, groups=32).view(32, 8, 32, 32)
+        optimizer.zero_grad()
+        F.cross_entropy(head(F.silu(made).mean(dim=(2, 3))), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+@program
+def images_as_sines_with_their_gradients() -> Step:
+    """SIREN, arXiv 2006.09661: pictures fitted by their gradients and Laplacians."""
+
+    class Sine(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sin(30 * x)
+
+    layers = [layer for width in (2, 64, 64) for layer in (nn.Linear(width, 64), Sine())]
+    net = nn.Sequential(*layers, nn.Linear(64, 1)).cuda()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-4)
+    axis = torch.linspace(-1, 1, 64, device="cuda")
+    places = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), dim=-1).view(-1, 2)
+    target = torch.randn(4096, 2, device="cuda")
+
+    def step() -> None:
+        at = places.clone().requires_grad_(True)
+        value = net(at)
+        gradient = torch.autograd.grad(value, at, torch.ones_like(value), create_graph=True)[0]
+        laplacian = torch.zeros_like(value)
+        for dim in range(2):
+            one = gradient[:, dim : dim + 1]
+            laplacian += torch.autograd.grad(one, at, torch.ones_like(one), create_graph=True)[0][:, dim : dim + 1]
+        optimizer.zero_grad()
+        (F.mse_loss(gradient, target) + 1e-4 * laplacian.pow(2).mean()).backward()
+        optimizer.step()
+
+    return step

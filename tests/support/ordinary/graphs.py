@@ -366,3 +366,28 @@ def two_tower_recommender_with_hashed_features() -> Step:
         return F.cross_entropy(users @ items.t(), torch.arange(128, device="cuda"))
 
     return _fit([*table.parameters(), *net.parameters()], loss_of)
+
+
+@program
+def graphs_pooled_by_best_scores() -> Step:
+    """Top-k pooling of dense graphs, as Graph U-Nets have it (arXiv 1905.05178), and back by scattering."""
+    embed, score, mix, out = (layer.cuda() for layer in (
+        nn.Linear(16, 64), nn.Linear(64, 1), nn.Linear(64, 64), nn.Linear(64, 5)
+    ))  # fmt: skip
+    optimizer = torch.optim.Adam([p for layer in (embed, score, mix, out) for p in layer.parameters()])
+    nodes, labels = torch.randn(16, 100, 16, device="cuda"), torch.arange(1600, device="cuda").view(16, 100) % 5
+    edges = (torch.rand(16, 100, 100, device="cuda") < 0.1).float()
+
+    def step() -> None:
+        hidden = F.relu(embed(edges @ nodes / edges.sum(dim=-1, keepdim=True).clamp(min=1)))
+        values, chosen = score(hidden).squeeze(-1).topk(50, dim=1)
+        rows = chosen[..., None].expand(-1, -1, 64)
+        pooled = hidden.gather(1, rows) * torch.sigmoid(values)[..., None]
+        part = edges.gather(1, chosen[..., None].expand(-1, -1, 100)).gather(2, chosen[:, None].expand(-1, 50, -1))
+        pooled = F.relu(mix((part @ part) @ pooled))
+        whole = torch.zeros_like(hidden).scatter(1, rows, pooled) + hidden
+        optimizer.zero_grad()
+        F.cross_entropy(out(whole).flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+
+    return step

@@ -177,3 +177,121 @@ def spectrogram_classifier() -> Step:
         return F.cross_entropy(model(power.log1p()[:, None]), torch.arange(8, device="cuda"))
 
     return _trained(model, loss_of)
+
+
+@program
+def conditional_random_field_tagger() -> Step:
+    """The forward algorithm over padded sentences, and Viterbi's path of each."""
+    embedding, scorer = nn.Embedding(500, 64).cuda(), nn.Linear(64, 9).cuda()
+    transitions = nn.Parameter(torch.zeros(9, 9, device="cuda"))
+    optimizer = torch.optim.Adam([*embedding.parameters(), *scorer.parameters(), transitions], lr=0.01)
+    words = torch.arange(16 * 30, device="cuda").view(16, 30) % 500
+    tags = words % 9
+    mask = torch.arange(30, device="cuda")[None] < (10 + torch.arange(16, device="cuda") % 20)[:, None]
+
+    def step() -> None:
+        scores = scorer(embedding(words))  # batch, time, tags
+        alpha = scores[:, 0]
+        for time in range(1, scores.shape[1]):
+            reached = torch.logsumexp(alpha[:, :, None] + transitions[None] + scores[:, time, None], dim=1)
+            alpha = torch.where(mask[:, time, None], reached, alpha)
+        own = scores.gather(2, tags[..., None]).squeeze(-1)
+        moves = transitions[tags[:, :-1], tags[:, 1:]]
+        gold = (own * mask).sum(dim=1) + (moves * mask[:, 1:]).sum(dim=1)
+        optimizer.zero_grad()
+        (torch.logsumexp(alpha, dim=1) - gold).mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            best, paths = scores[:, 0], []
+            for time in range(1, scores.shape[1]):
+                best, back = (best[:, :, None] + transitions).max(dim=1)
+                best = best + scores[:, time]
+                paths.append(back)
+            tag = best.argmax(dim=1, keepdim=True)
+            for back in reversed(paths):
+                tag = back.gather(1, tag)
+
+    return step
+
+
+@program
+def beam_search_beside_training() -> Step:
+    encoder, decoder = nn.Embedding(200, 128).cuda(), nn.Embedding(200, 128).cuda()
+    mix, head = nn.MultiheadAttention(128, 4, batch_first=True).cuda(), nn.Linear(128, 200).cuda()
+    modules = nn.ModuleList([encoder, decoder, mix, head])
+    optimizer = torch.optim.Adam(modules.parameters())
+    source, target = (torch.arange(8 * 12, device="cuda").view(8, 12) * step % 200 for step in (3, 7))
+
+    def logits_of(memory: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        causal = torch.ones(tokens.shape[1], memory.shape[1], dtype=torch.bool, device="cuda").triu(1)
+        query = decoder(tokens)
+        return head(query + mix(query, memory, memory, attn_mask=causal, need_weights=False)[0])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        logits = logits_of(encoder(source), target[:, :-1])
+        F.cross_entropy(logits.transpose(1, 2), target[:, 1:]).backward()
+        optimizer.step()
+        with torch.no_grad():
+            memory = encoder(source).repeat_interleave(4, dim=0)
+            beams = torch.zeros(32, 1, dtype=torch.long, device="cuda")
+            scores = torch.full((8, 4), float("-inf"), device="cuda")
+            scores[:, 0] = 0
+            for _ in range(6):
+                following = logits_of(memory, beams)[:, -1].log_softmax(dim=-1).view(8, 4, -1)
+                scores, chosen = (scores[..., None] + following).view(8, -1).topk(4, dim=-1)
+                origin = (chosen // 200 + 4 * torch.arange(8, device="cuda")[:, None]).view(-1)
+                beams = torch.cat([beams[origin], (chosen % 200).view(-1, 1)], dim=1)
+
+    return step
+
+
+@program
+def forecasts_by_student_distributions() -> Step:
+    """As DeepAR's, arXiv 1704.04110: cells unrolled, likelihoods by distributions, samples drawn behind."""
+    cell, head = nn.LSTMCell(4, 64).cuda(), nn.Linear(64, 3).cuda()
+    optimizer = torch.optim.Adam([*cell.parameters(), *head.parameters()])
+    series = torch.randn(32, 24, 4, device="cuda")
+
+    def spread(hidden: torch.Tensor) -> torch.distributions.StudentT:
+        degrees, mean, scale = head(hidden).unbind(dim=-1)
+        return torch.distributions.StudentT(2 + F.softplus(degrees), mean, F.softplus(scale) + 1e-3)
+
+    def step() -> None:
+        state, losses = (series.new_zeros(32, 64), series.new_zeros(32, 64)), []
+        for time in range(series.shape[1] - 1):
+            state = cell(series[:, time], state)
+            losses.append(-spread(state[0]).log_prob(series[:, time + 1, 0]))
+        optimizer.zero_grad()
+        torch.stack(losses, dim=1).mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            spread(state[0]).sample((20,)).quantile(0.9, dim=0)
+
+    return step
+
+
+@program
+def lists_ranked_by_sorted_likelihoods() -> Step:
+    """ListMLE and an approximate NDCG over padded lists."""
+    net = nn.Sequential(nn.Linear(46, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 1)).cuda()
+    optimizer = torch.optim.Adagrad(net.parameters(), lr=0.01)
+    features = torch.randn(64, 40, 46, device="cuda")
+    relevance = (torch.arange(64 * 40, device="cuda").view(64, 40) * 13 % 5).float()
+    padded = torch.arange(40, device="cuda")[None] >= (20 + torch.arange(64, device="cuda") % 20)[:, None]
+
+    def step() -> None:
+        scores = net(features).squeeze(-1).masked_fill(padded, float("-inf"))
+        order = relevance.masked_fill(padded, -1).argsort(dim=-1, descending=True)
+        inside = ~padded.gather(1, order)
+        ranked = scores.gather(1, order).masked_fill(~inside, -1e9)
+        behind = ranked.flip(-1).logcumsumexp(dim=-1).flip(-1)
+        loss = ((behind - ranked) * inside).sum(dim=-1).mean()
+        places = 1 + torch.sigmoid(ranked[:, None] - ranked[:, :, None]).sum(dim=-1)
+        gains = (2 ** relevance.gather(1, order) - 1) * inside
+        loss = loss - (gains / torch.log2(1 + places)).sum(dim=-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step

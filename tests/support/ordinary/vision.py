@@ -427,3 +427,173 @@ def resnet_channels_last_bf16() -> Step:
         optimizer.zero_grad()
 
     return step
+
+
+@program
+def momentum_contrast_with_a_queue() -> Step:
+    """He et al., arXiv 1911.05722: keys of earlier batches are negatives; the encoder of keys follows by momentum."""
+
+    def encoder() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(4),
+                             nn.Flatten(), nn.Linear(512, 128)).cuda()  # fmt: skip
+
+    query_net, key_net = encoder(), encoder()
+    key_net.load_state_dict(query_net.state_dict())
+    for parameter in key_net.parameters():
+        parameter.requires_grad_(False)
+    queue = F.normalize(torch.randn(128, 4096, device="cuda"), dim=0)
+    place = torch.zeros(1, dtype=torch.long)
+    optimizer = torch.optim.SGD(query_net.parameters(), lr=0.03, momentum=0.9, weight_decay=1e-4)
+    images = torch.randn(64, 3, 32, 32, device="cuda")
+
+    def step() -> None:
+        query = F.normalize(query_net(images), dim=1)
+        with torch.no_grad():
+            for ours, theirs in zip(query_net.parameters(), key_net.parameters(), strict=True):
+                theirs.data = theirs.data * 0.999 + ours.data * 0.001
+            shuffled = torch.randperm(len(images), device="cuda")
+            key = F.normalize(key_net(images[shuffled]), dim=1)[torch.argsort(shuffled)]
+        positive = torch.einsum("nc,nc->n", query, key).unsqueeze(-1)
+        negative = torch.einsum("nc,ck->nk", query, queue.clone().detach())
+        logits = torch.cat([positive, negative], dim=1) / 0.07
+        loss = F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device="cuda"))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        begin = int(place)
+        queue[:, begin : begin + len(key)] = key.T
+        place[0] = (begin + len(key)) % queue.shape[1]
+
+    return step
+
+
+@program
+def capsules_with_dynamic_routing() -> Step:
+    """Sabour et al., arXiv 1710.09829."""
+
+    class Capsules(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.primary = nn.Conv2d(1, 64, 9), nn.Conv2d(64, 64, 9, 2)
+            self.weight = nn.Parameter(0.01 * torch.randn(1, 288, 10, 16, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            primary = squash(self.primary(F.relu(self.stem(x))).view(len(x), 8, -1).transpose(1, 2))
+            votes = (self.weight @ primary[:, :, None, :, None]).squeeze(-1)  # batch, primary, classes, 16
+            agreement = torch.zeros(*votes.shape[:3], 1, device=x.device)
+            for turn in range(3):
+                pose = squash((agreement.softmax(dim=2) * votes).sum(dim=1, keepdim=True))
+                if turn < 2:
+                    agreement = agreement + (votes * pose).sum(dim=-1, keepdim=True)
+            return pose.squeeze(1)
+
+    def squash(x: torch.Tensor) -> torch.Tensor:
+        square = x.pow(2).sum(dim=-1, keepdim=True)
+        return square / (1 + square) * x / (square.sqrt() + 1e-8)
+
+    net = Capsules().cuda()
+    optimizer = torch.optim.Adam(net.parameters())
+    images, labels = torch.rand(32, 1, 28, 28, device="cuda"), torch.arange(32, device="cuda") % 10
+
+    def step() -> None:
+        lengths = net(images).norm(dim=-1)
+        target = torch.eye(10, device="cuda").index_select(0, labels)
+        loss = target * F.relu(0.9 - lengths) ** 2 + 0.5 * (1 - target) * F.relu(lengths - 0.1) ** 2
+        optimizer.zero_grad()
+        loss.sum(dim=1).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+@program
+def volumes_in_patches_by_a_three_dimensional_unet() -> Step:
+    def double(source: int, target: int) -> nn.Sequential:
+        parts: list[nn.Module] = []
+        for inputs in (source, target):
+            parts += [nn.Conv3d(inputs, target, 3, padding=1), nn.InstanceNorm3d(target, affine=True), nn.LeakyReLU()]
+        return nn.Sequential(*parts)
+
+    down, middle, up = double(1, 8).cuda(), double(8, 16).cuda(), double(24, 8).cuda()
+    head = nn.Conv3d(8, 3, 1).cuda()
+    parts = nn.ModuleList([down, middle, up, head])
+    optimizer = torch.optim.SGD(parts.parameters(), lr=0.01, momentum=0.99, nesterov=True)
+    volume = torch.randn(1, 1, 48, 48, 48, device="cuda")
+    labels = (torch.arange(48**3, device="cuda") % 3).view(1, 1, 48, 48, 48)
+
+    def patches(of: torch.Tensor) -> torch.Tensor:
+        for dim in (2, 3, 4):
+            of = of.unfold(dim, 24, 24)
+        return of.permute(0, 2, 3, 4, 1, 5, 6, 7).reshape(-1, of.shape[1], 24, 24, 24)
+
+    def step() -> None:
+        x, y = patches(volume), patches(labels)
+        left = down(x)
+        right = F.interpolate(middle(F.max_pool3d(left, 2)), scale_factor=2, mode="trilinear", align_corners=False)
+        logits = head(up(torch.cat([left, right], dim=1)))
+        one_hot = torch.zeros_like(logits).scatter_(1, y, 1)
+        probabilities = logits.softmax(dim=1)
+        overlap = (probabilities * one_hot).sum(dim=(2, 3, 4))
+        total = (probabilities + one_hot).sum(dim=(2, 3, 4))
+        loss = F.cross_entropy(logits, y.squeeze(1)) + 1 - ((2 * overlap + 1e-5) / (total + 1e-5)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parts.parameters(), 12)
+        optimizer.step()
+
+    return step
+
+
+@program
+def stochastic_depth_with_scaled_layers() -> Step:
+    class Block(nn.Module):
+        def __init__(self, rate: float) -> None:
+            super().__init__()
+            self.rate, self.scale = rate, nn.Parameter(1e-5 * torch.ones(96))
+            self.norm, self.wide, self.narrow = nn.LayerNorm(96), nn.Linear(96, 384), nn.Linear(384, 96)
+            self.depthwise = nn.Conv2d(96, 96, 7, padding=3, groups=96)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+            y = (self.scale * self.narrow(F.gelu(self.wide(y)))).permute(0, 3, 1, 2)
+            kept = x.new_empty(len(x), 1, 1, 1).bernoulli_(1 - self.rate).div_(1 - self.rate)
+            return x + y * kept
+
+    net = nn.Sequential(nn.Conv2d(3, 96, 4, 4), *[Block(0.1 * depth) for depth in range(4)],
+                        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 10)).cuda()  # fmt: skip
+    optimizer = torch.optim.AdamW(net.parameters(), lr=4e-3)
+    images, labels = torch.randn(32, 3, 64, 64, device="cuda"), torch.arange(32, device="cuda") % 10
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = F.cross_entropy(net(images), labels, label_smoothing=0.1)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+@program
+def faces_by_angular_margins_and_centers() -> Step:
+    """ArcFace, arXiv 1801.07698, beside a center loss whose centers move without gradients."""
+    backbone = nn.Sequential(nn.Conv2d(3, 32, 3, 2), nn.PReLU(32), nn.Flatten(), nn.Linear(32 * 15 * 15, 64)).cuda()
+    weight = nn.Parameter(torch.randn(500, 64, device="cuda"))
+    centers = torch.zeros(500, 64, device="cuda")
+    optimizer = torch.optim.SGD([*backbone.parameters(), weight], lr=0.1, momentum=0.9, weight_decay=5e-4)
+    images, labels = torch.randn(64, 3, 32, 32, device="cuda"), torch.arange(64, device="cuda") * 7 % 500
+
+    def step() -> None:
+        features = backbone(images)
+        cosine = F.linear(F.normalize(features), F.normalize(weight)).clamp(-1 + 1e-7, 1 - 1e-7)
+        margin = torch.zeros_like(cosine).scatter_(1, labels[:, None], 0.5)
+        loss = F.cross_entropy(64 * torch.cos(torch.acos(cosine) + margin), labels)
+        loss = loss + 0.01 * (features - centers[labels]).pow(2).sum(dim=1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            counts = torch.bincount(labels, minlength=500).clamp(min=1)
+            centers.index_add_(0, labels, 0.5 * (features - centers[labels]) / counts[labels][:, None])
+
+    return step

@@ -35,8 +35,11 @@ def _renamed(trace: Trace, pattern: re.Pattern[str], name: Callable[[re.Match[st
             new_names[module] = pattern.sub(name, module, count=1)
         return new_names[module]
 
-    ops = tuple(replace(op, module=of(op.module)) for op in trace.ops)
-    storages = tuple(replace(storage, module=of(storage.module)) for storage in trace.storages)
+    ops = tuple(op if of(op.module) == op.module else replace(op, module=of(op.module)) for op in trace.ops)
+    storages = tuple(
+        storage if of(storage.module) == storage.module else replace(storage, module=of(storage.module))
+        for storage in trace.storages
+    )
     return replace(trace, ops=ops, storages=storages)
 
 

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -264,15 +265,44 @@ def alone(ranks: int, rank: int = 0) -> Iterator[None]:
     try:
         with ExitStack() as stack:
             for name in ("propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached"):
-                unseen = _unseen(
-                    vars(ShardingPropagator)[name]
-                )  # whole shapes, which no rank works out by operations
+                # Whole shapes, which no rank works out by operations.
+                unseen = _unseen(_each_kind_once(vars(ShardingPropagator)[name]))
                 stack.enter_context(mock.patch.object(ShardingPropagator, name, unseen))
             for name in ("__init__", "__getitem__", "_concatenate"):
                 stack.enter_context(mock.patch.object(DeviceMesh, name, _unseen(vars(DeviceMesh)[name])))
             yield
     finally:
         dist.destroy_process_group()
+
+
+def _each_kind_once(propagate: Any) -> Any:
+    """How an operator on lists is sharded or what shapes it gives, asked of each kind of tensor once: PyTorch asks of
+    every tensor in a list (torch/distributed/tensor/_ops/single_dim_strategy.py, ``expanded_foreach_strategy``)."""
+
+    @functools.wraps(propagate)
+    def call(self: Any, schema: OpSchema) -> Any:
+        lists = [arg for arg in schema.args_schema if isinstance(arg, list | tuple)]
+        if not schema.op.name().startswith("aten::_foreach_") or len({len(one) for one in lists}) != 1:
+            return propagate(self, schema)
+        kinds: dict[Any, int] = {}  # of the tensors, or numbers, at one place of all lists
+        places = [kinds.setdefault(at_place, len(kinds)) for at_place in zip(*lists, strict=True)]
+        if len(kinds) == len(places):
+            return propagate(self, schema)
+        few = iter(zip(*kinds, strict=True))
+        args = (type(arg)(next(few)) if isinstance(arg, list | tuple) else arg for arg in schema.args_schema)
+        found = propagate(self, OpSchema(schema.op, tuple(args), schema.kwargs_schema, schema.schema_info))
+        if not isinstance(found, OutputSharding):
+            return _at(found, places)
+        if found.needs_redistribute:  # which arguments are sent, and how
+            return propagate(self, schema)
+        return OutputSharding(_at(found.output_spec, places), None)
+
+    return call
+
+
+def _at(kinds: Any, places: Iterable[int]) -> Any:
+    """The elements of a list, by the number of each one's kind; what is no list as it is."""
+    return type(kinds)(kinds[place] for place in places) if isinstance(kinds, list | tuple) else kinds
 
 
 def _unseen(function: Any) -> Any:

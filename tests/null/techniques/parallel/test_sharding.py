@@ -154,3 +154,30 @@ def test_a_process_that_was_a_rank_tells_of_errors_as_before():
         pass
     assert sys.excepthook is hook
     assert not dist.is_initialized()
+
+
+def test_an_operator_on_lists_is_propagated_once_for_each_kind_of_tensor(monkeypatch):
+    """And an optimizer that steps over them gives each parameter what it gives it alone."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    lengths = []
+    plain = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def counting(self, schema):
+        lengths.extend(len(arg) for arg in schema.args_schema if isinstance(arg, list | tuple))
+        return plain(self, schema)
+
+    monkeypatch.setattr(ShardingPropagator, "_propagate_tensor_meta_non_cached", counting)
+    with sharding.alone(4):
+        model = llama(layers=6)
+        sharding.apply(model, sharding.mesh_of(4, 1, "cpu"), sharding.Sharding(zero=3))
+        parameters = list(model.parameters())
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+        optimizer.step()
+        states = [optimizer.state[parameter]["exp_avg"] for parameter in parameters]
+    assert [state.shape for state in states] == [parameter.shape for parameter in parameters]
+    assert [state.placements for state in states] == [parameter.placements for parameter in parameters]
+    kinds = {(parameter.shape, parameter.placements) for parameter in parameters}
+    assert len(kinds) < len(parameters) and max(lengths) == len(kinds)

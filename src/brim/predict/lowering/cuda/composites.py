@@ -26,7 +26,9 @@ def _isin(
     else:
         first, order = _aten._unique.default(elements, False, True)
         second = _aten._unique.default(wanted, False)[0]
-    values, places = torch.cat((first, second)).sort(stable=True, dim=0, descending=False)
+    joined = torch.cat((first, second))  # kept to the end, as its parts are not
+    del first, second
+    values, places = joined.sort(stable=True, dim=0, descending=False)
     repeated = torch.empty_like(values, dtype=torch.bool)
     repeated[:-1].copy_(values[1:].ne(values[:-1]) if invert else values[1:].eq(values[:-1]))
     repeated[-1].fill_(invert)
