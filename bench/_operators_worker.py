@@ -21,10 +21,26 @@ _LINE = re.compile(r"\.py:\d+")
 _BLOCK_BYTES = 512
 
 
-def samples(most: int) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
+def _laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same numbers in another order: one of operators.py's ``LAYOUTS``."""
+    if tensor.layout != torch.strided or tensor.dim() < 2:
+        return tensor
+    if layout == "transposed":
+        return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "cut":
+        rows = tensor.new_zeros(*tensor.shape[:-1], tensor.size(-1) + 3)
+        rows[..., 1:-2] = tensor
+        return rows[..., 1:-2]
+    if layout == "channels-last" and tensor.dim() in (4, 5):
+        return tensor.contiguous(memory_format=torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d)
+    return tensor
+
+
+def samples(most: int, layout: str, half: bool) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
     """Up to ``most`` of each operator: a name, and what moves its inputs to the GPU and returns a step."""
     for op in op_db:
-        dtype = next((one for one in _DTYPES if one in op.dtypesIfCUDA), None)
+        dtypes = (torch.bfloat16,) if half else _DTYPES
+        dtype = next((one for one in dtypes if one in op.dtypesIfCUDA), None)
         if dtype is None:
             continue
         grad = dtype.is_floating_point and op.supports_autograd
@@ -35,14 +51,14 @@ def samples(most: int) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
             continue
         for number, sample in enumerate(made):
             name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
-            yield f"{name}:{number}", _build(op, sample)
+            yield f"{name}:{number}", _build(op, sample, layout)
 
 
-def _build(op: Any, sample: Any) -> Callable[[], Callable[[], Any]]:
+def _build(op: Any, sample: Any, layout: str) -> Callable[[], Callable[[], Any]]:
     inputs = (sample.input, sample.args, sample.kwargs)
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().cuda().requires_grad_(tensor.requires_grad)
+        return _laid_out(tensor.detach().cuda(), layout).requires_grad_(tensor.requires_grad)
 
     def build() -> Callable[[], Any]:
         first, args, kwargs = tree_map_only(torch.Tensor, move, inputs)
@@ -103,11 +119,18 @@ def traced(build: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    how, most, begin, names = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), set(sys.argv[4:])
+    how, most, begin, layout, half = (
+        sys.argv[1],
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        sys.argv[4],
+        sys.argv[5] == "half",
+    )
+    names = set(sys.argv[6:])
     warnings.simplefilter("ignore")
     gc.freeze()  # the table of all operators is not looked through for each sample
     run = measured if how == "device" else traced
-    for number, (name, build) in enumerate(samples(most)):
+    for number, (name, build) in enumerate(samples(most, layout, half)):
         if number < begin or (names and name.partition(":")[0] not in names):
             continue
         print(json.dumps({"number": number, "name": name}), flush=True)

@@ -28,6 +28,7 @@ from brim.rehearsal.environment import find
 from brim.rehearsal.settings import DeviceSettings
 
 CARD = "H100"
+LAYOUTS = ("plain", "transposed", "cut", "channels-last")  # cut: out of rows that are longer
 # Their outputs are as long as there are values that fit: the rehearsal device finds none.
 _BY_VALUES = {
     "argwhere", "combinations", "index_put", "masked_scatter", "masked_select", "nonzero", "nonzero_static",
@@ -36,11 +37,14 @@ _BY_VALUES = {
 _NOT_TOLD = ("off", "not on the device", "by values")
 
 
-def run(how: str, python: str, variables: dict[str, str], most: int, names: list[str]) -> Iterator[dict[str, Any]]:
+def run(
+    how: str, python: str, variables: dict[str, str], options: argparse.Namespace, names: list[str]
+) -> Iterator[dict[str, Any]]:
     """What the worker says of each sample, in processes as many as it takes."""
+    kind = [options.layout, "half" if options.half else "first"]
     worker, begin = str(Path(__file__).with_name("_operators_worker.py")), 0
     while True:
-        command = [python, worker, how, str(most), str(begin), *names]
+        command = [python, worker, how, str(options.most), str(begin), *kind, *names]
         current: dict[str, Any] | None = None
         with subprocess.Popen(
             command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -79,6 +83,10 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="operators (default: all)")
     parser.add_argument("--python", type=Path, required=True, help="a Python that `brim rehearse` runs with")
     parser.add_argument("--most", type=int, default=3, help="samples of each operator (default: 3)")
+    parser.add_argument("--layout", choices=LAYOUTS, default="plain", help="how the elements of inputs lie")
+    parser.add_argument(
+        "--half", action="store_true", help="in bfloat16 (default: the first type that a sample takes)"
+    )
     parser.add_argument("--output", type=Path, help="a JSON file for the table")
     options = parser.parse_args()
     environment = find(options.python)
@@ -88,12 +96,12 @@ def main() -> None:
     paths = [str(source), os.environ.get("PYTHONPATH", "")]
     plain = {**os.environ, "PYTHONPATH": ":".join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     device_variables = environment.variables(DeviceSettings.of(CARD), plain)
-    traces = {one["name"]: one for one in run("trace", sys.executable, plain, options.most, options.names)}
-    found = run("device", str(environment.python), device_variables, options.most, options.names)
+    traces = {one["name"]: one for one in run("trace", sys.executable, plain, options, options.names)}
+    found = run("device", str(environment.python), device_variables, options, options.names)
     devices = {one["name"]: one for one in found}
     others = {name.partition(":")[0] for name, one in traces.items() if verdict(one, devices.get(name)) in _NOT_TOLD}
     computing = device_variables | force.environment("all", device_variables)
-    again = run("device", str(environment.python), computing, options.most, sorted(others)) if others else ()
+    again = run("device", str(environment.python), computing, options, sorted(others)) if others else ()
     computed = {one["name"]: one for one in again}
     rows = [
         {"name": name, "verdict": verdict(one, devices.get(name), computed.get(name)), "peak_bytes": one.get("peak"),
