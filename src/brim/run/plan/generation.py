@@ -19,20 +19,20 @@ from brim.planner.placing import least_s
 from brim.planner.schedule import COMPUTE, Schedule, way
 from brim.planner.streaming import CHOICES, plan_of
 from brim.run.generate.choose import GenerationStrategy, older_tokens_s, search_generation
+from brim.run.generate.pass_seconds import processor_of
 from brim.run.generate.predicted_timeline import foreseen
 from brim.run.plan.choosing import best_plan
 from brim.run.plan.least import in_the_least
 from brim.run.plan.opening import Subjects
 from brim.run.plan.request import (
     LOSSY,
-    PLAN_FILE,
     Effect,
     Machine,
     Proposal,
     Request,
     exact_bytes,
 )
-from brim.run.plan.subject import DTYPES, Subject, processor_of
+from brim.run.plan.subject import DTYPES, Subject
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
@@ -127,7 +127,7 @@ def _processor_alone(subject: Subject) -> Iterator[Subject]:
     machine = subject.machine
     if machine.hardware.compute == VRAM:
         budget = {tier: count for tier, count in machine.budget_bytes.items() if tier != VRAM}
-        yield subject.on(replace(machine, hardware=processor_of(machine), budget_bytes=budget))
+        yield subject.on(replace(machine, hardware=processor_of(machine.hardware), budget_bytes=budget))
 
 
 def search(subject: Subject) -> Found:
@@ -253,9 +253,6 @@ def _cache_effects(candidate: Found) -> Iterator[Effect]:
 
 def _command(request: Request, machine: Machine, candidate: Found) -> str:
     words = ["brim", "generate", str(request.model)]
-    if COMPUTE_RAM in candidate.plan.choices(STREAMING).values():  # which only a plan asks for
-        prompts = ["--prompt", "..."] if request.batch == 1 else ["--prompts", "FILE"]
-        return shlex.join([*words, *prompts, "--max-new-tokens", str(request.new_tokens), "--plan", PLAN_FILE])
     words += ["--prompt", "..."] if request.batch == 1 else ["--prompts", "FILE", "--batch", str(request.batch)]
     words += ["--max-new-tokens", str(request.new_tokens)]
     hardware, budget = candidate.subject.machine.hardware, candidate.subject.machine.budget_bytes

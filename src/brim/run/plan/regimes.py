@@ -26,11 +26,12 @@ from brim.planner import Job
 from brim.planner.passes import pass_s
 from brim.planner.streaming import CHOICES
 from brim.run.generate.choose import GenerationCase, GenerationSearch
+from brim.run.generate.pass_seconds import processor_of
 from brim.run.plan.choosing import Cut, best_plan
 from brim.run.plan.opening import open_subject
 from brim.run.plan.regimes_picture import picture
 from brim.run.plan.request import Machine, Request
-from brim.run.plan.subject import Subject, processor_of
+from brim.run.plan.subject import Subject
 from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME, RING_SLOTS
 from brim.units import format_seconds
@@ -239,7 +240,9 @@ class _Study:
     @cached_property
     def _alone(self) -> tuple[float | None, float | None]:
         machine = self.subject.machine
-        host = replace(machine, hardware=processor_of(machine), budget_bytes={RAM: machine.budget_bytes[RAM]})
+        host = replace(
+            machine, hardware=processor_of(machine.hardware), budget_bytes={RAM: machine.budget_bytes[RAM]}
+        )
         return self._planned(self.subject.on(host), host.budget_bytes, CHOICES, True)
 
     def _of(self, subject: Subject, prompt: bool) -> list[tuple[Cut, Job]]:

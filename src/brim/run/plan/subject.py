@@ -9,9 +9,6 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from brim.core import Hardware
-from brim.core.hardware import RAM, VRAM
-from brim.measure.probe import probe
 from brim.run.fit.step_memory import Inputs, Observation
 from brim.run.generate.choose import GenerationCase, Wanted
 from brim.run.generate.depth import Shallow
@@ -23,9 +20,6 @@ from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.weight_streaming import Weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# A processor that nobody measured: 8 cores that do two products of 8 floats a cycle at 3.5 GHz reach 0.9 Tflop/s, and
-# large products come to about two thirds of that. Only prompts and batches depend on it.
-_HOST_FLOPS_PER_S = 0.6e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +61,7 @@ class Subject:
 
     @cached_property
     def _seconds(self) -> PassSeconds:
-        hardware = self.machine.hardware
-        host = processor_of(self.machine) if hardware.compute == VRAM else None
-        return PassSeconds(module=self.module, hardware=hardware, measures=True, host=host)
+        return PassSeconds(module=self.module, hardware=self.machine.hardware, measures=True)
 
     @property
     def shape(self) -> kv_cache.CacheShape | None:
@@ -80,9 +72,7 @@ class Subject:
 
     @property
     def case(self) -> GenerationCase:
-        """What ``brim plan`` asks: as ``brim generate``, but the processor beside a GPU may compute blocks, and what
-        was never measured on this machine is measured.
-        """
+        """What ``brim plan`` asks: as ``brim generate``, but what was never measured on this machine is measured."""
         inputs = self.inputs
         return GenerationCase(
             name=self.name,
@@ -107,18 +97,4 @@ class Subject:
         return self.seen.observations[sizes]
 
 
-def processor_of(machine: Machine) -> Hardware:
-    """The processor beside the GPU of ``machine``, as a machine of its own."""
-    hardware = machine.hardware
-    if hardware.compute == RAM:
-        return hardware
-    here = probe()
-    if (here.name, here.compute) == (hardware.name, hardware.compute):
-        return probe(device="cpu")
-    tiers = tuple(tier for tier in hardware.tiers if tier.name != VRAM)
-    links = tuple(link for link in hardware.links if VRAM not in (link.source, link.target))
-    rates = {"float32": _HOST_FLOPS_PER_S, "bfloat16": _HOST_FLOPS_PER_S}
-    return replace(hardware, compute=RAM, tiers=tiers, links=links, flops_per_s=rates, name=f"{hardware.name}'s host")
-
-
-__all__ = ["DTYPES", "Seen", "Subject", "processor_of"]
+__all__ = ["DTYPES", "Seen", "Subject"]
