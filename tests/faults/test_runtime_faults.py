@@ -127,7 +127,8 @@ def test_a_failed_read_while_loading_is_one_error_that_leaves_nothing(
         with disk.failing(lambda call, n=n: call == n):
             try:
                 model = load_streamed(saved_llama, least)
-                model(torch.arange(4)[None])
+                for _ in range(2):  # the last reads of a call are for the next one, which hears of them
+                    model(torch.arange(4)[None])
             except TransferError as error:
                 assert "model.safetensors" in str(error)
             else:
