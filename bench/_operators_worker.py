@@ -119,19 +119,12 @@ def traced(build: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    how, most, begin, layout, half = (
-        sys.argv[1],
-        int(sys.argv[2]),
-        int(sys.argv[3]),
-        sys.argv[4],
-        sys.argv[5] == "half",
-    )
-    names = set(sys.argv[6:])
+    how, most, begin, layout, dtypes, *names = sys.argv[1:]
     warnings.simplefilter("ignore")
     gc.freeze()  # the table of all operators is not looked through for each sample
     run = measured if how == "device" else traced
-    for number, (name, build) in enumerate(samples(most, layout, half)):
-        if number < begin or (names and name.partition(":")[0] not in names):
+    for number, (name, build) in enumerate(samples(int(most), layout, dtypes == "half")):
+        if number < int(begin) or (names and name.partition(":")[0] not in names):
             continue
         print(json.dumps({"number": number, "name": name}), flush=True)
         try:

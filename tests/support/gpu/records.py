@@ -81,12 +81,17 @@ def show(records: list[Record], predicted: dict[str, Record]) -> None:
         cap = record.get("capped")
         table.add_row(name, *cells, "" if not cap else "ok" if cap["ok"] else "failed", (note or "")[:80])
     console.print(table)
+    convolutional = {record["case"]["name"] for record in records if record["case"]["family"] == "cnn"}
     totals = Table(title=f"{len(records)} runs", title_justify="left")
-    for column in ("quantity", "rows", "median", "p95", "max"):
+    for column in ("of", "quantity", "rows", "within 0.01 %", "median", "p95", "max"):
         totals.add_column(column, justify="right")
-    for quantity, rows in found.items():
-        if rows:
-            told = summary([error for _, error in rows])
-            totals.add_row(quantity, str(told["rows"]), *(f"{told[key]:.3%}" for key in ("median", "p95", "max")))
+    for of, counts in (("all", lambda name: True), ("convolutional networks", convolutional.__contains__),
+                       ("others", lambda name: name not in convolutional)):  # fmt: skip
+        for quantity, rows in found.items():
+            if errors_of := [error for name, error in rows if counts(name)]:
+                told = summary(errors_of)
+                exact = sum(abs(error) <= 1e-4 for error in errors_of)
+                totals.add_row(of, quantity, str(told["rows"]), str(exact),
+                               *(f"{told[key]:.3%}" for key in ("median", "p95", "max")))  # fmt: skip
     console.print(totals)
     console.print(f"capped at the upper bound: {capped(records)}")

@@ -41,6 +41,10 @@ class Kernel:
             self.script.append(("alloc", self._handles, int(bytes)))
         return self._handles
 
+    def contiguous(self, tensor: torch.Tensor | None) -> int:
+        """Take what ``contiguous()`` copies of the tensor: nothing where it is dense, or not given."""
+        return self.temp(0 if tensor is None or tensor.is_contiguous() else nbytes(tensor))
+
     def workspace(self, bytes: int, reduction: Reduction) -> int:
         """Take a reduction's workspace, which is written down where it is empty too: it is not at other sizes."""
         self._handles += 1
@@ -82,6 +86,28 @@ class Kernel:
 
 
 Rule = Callable[[Kernel], None]
+
+
+def contiguous_before(*names: str) -> Rule:
+    """A kernel that reads dense copies of these arguments, made before its outputs."""
+
+    def rule(kernel: Kernel) -> None:
+        for name in names:
+            kernel.contiguous(kernel.arg(name))
+        kernel.emit()
+
+    return rule
+
+
+def contiguous_after(*names: str) -> Rule:
+    """As ``contiguous_before``; the copies are made after the outputs."""
+
+    def rule(kernel: Kernel) -> None:
+        kernel.emit()
+        for name in names:
+            kernel.contiguous(kernel.arg(name))
+
+    return rule
 
 
 def dense_or_channels_last(tensor: torch.Tensor) -> bool:

@@ -195,9 +195,7 @@ def _cudnn_takes(call: _Call) -> bool:
     return (
         torch.backends.cuda.cudnn_sdp_enabled()
         and (8, 0) <= call.capability <= (12, 1)
-        and (
-            not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled()
-        )
+        and not _must_be_deterministic()
         and call.is_half
         and call.is_dense(one_number_a_head=True, grouped=True)
         and _cudnn_takes_mask(call)
@@ -230,17 +228,18 @@ def _cudnn_takes_mask(call: _Call) -> bool:
 
 
 def _cudnn_takes_heads(call: _Call) -> bool:
-    size, _, value_size = call.head_sizes
-    large = call.capability == (9, 0) or (_TORCH >= (2, 14) and call.capability[0] == 10)
+    """``check_cudnn_tensor_shapes``, ``check_cudnn_d256_bprop_head_dim``."""
+    sizes = size, value_size = call.query.size(-1), call.value.size(-1)
+    if size % 8 or value_size % 8 or max(sizes) <= 128:
+        return not (size % 8 or value_size % 8)
+    hopper, blackwell = call.capability == (9, 0), call.capability[0] == 10
     if _TORCH < (2, 14):
-        limit = 256 if large else 128
-    else:
-        knows_256 = large and installed_cudnn_version(_TORCH) > 92_200
-        limit = 256 if knows_256 else 192 if large and (size, value_size) == (192, 128) else 128
-        trained = max(size, value_size) <= 128 or (size, value_size) in ((192, 128), (256, 256))
-        if knows_256 and _needs_grad(*call.tensors) and not trained:
-            return False
-    return max(size, value_size) <= limit and size % 8 == value_size % 8 == 0
+        return hopper and max(sizes) <= 256
+    if not (hopper or blackwell) or max(sizes) > 256:
+        return False
+    trains = _needs_grad(*call.tensors)
+    knows_256 = installed_cudnn_version(_TORCH) > 92_200
+    return sizes == (192, 128) or (knows_256 and (not trains or sizes == (256, 256)))
 
 
 def _flash_takes(call: _Call) -> bool:

@@ -98,7 +98,7 @@ def _segments(kernel: Kernel) -> None:
     lengths, offsets = kernel.arg("lengths"), kernel.arg("offsets")
     forward = kernel.func is _aten.segment_reduce.default
     if not forward:
-        kernel.temp(0 if kernel.arg("grad").is_contiguous() else nbytes(kernel.arg("grad")))
+        kernel.contiguous(kernel.arg("grad"))
     if lengths is None:
         kernel.emit()
         kernel.temp((offsets.size(-1) - 1) * (offsets.numel() // offsets.size(-1)) * offsets.element_size())
@@ -236,7 +236,7 @@ def _positions(kernel: Kernel, source: torch.Tensor, multiprocessors: int, write
 
 def _embedding(kernel: Kernel) -> None:
     """Embedding.cpp: rows are selected by indices in one dimension."""
-    kernel.temp(0 if kernel.arg("indices").is_contiguous() else nbytes(kernel.arg("indices")))
+    kernel.contiguous(kernel.arg("indices"))
     kernel.emit()
 
 
@@ -244,7 +244,7 @@ def _embedding_backward(kernel: Kernel, multiprocessors: int) -> None:
     """Above 3,072 indices are sorted, and gradients of one row are summed in parts of ten."""
     gradient, indices, rows = kernel.args[0], kernel.args[1], kernel.args[2]
     dense = None if gradient.is_contiguous() else kernel.temp(nbytes(gradient))
-    kernel.temp(0 if indices.is_contiguous() else nbytes(indices))
+    kernel.contiguous(indices)
     if indices.numel() <= _UNSORTED_ROWS and not kernel.arg("scale_grad_by_freq"):
         kernel.emit()
         return
@@ -303,7 +303,7 @@ def _number(kernel: Kernel, tensor: torch.Tensor) -> int:
 def _embedding_bag_backward(kernel: Kernel) -> None:
     """cuda/EmbeddingBag.cu: except for the largest, indices are sorted however few there are."""
     gradient, indices = kernel.arg("grad"), kernel.arg("indices")
-    dense = kernel.temp(0 if gradient.is_contiguous() else nbytes(gradient))
+    dense = kernel.contiguous(gradient)
     if kernel.arg("mode") == _LARGEST or not indices.numel():
         kernel.emit()
     else:

@@ -23,6 +23,8 @@ from brim.predict.lowering.cuda.linear_algebra import LinearAlgebra
 from brim.predict.lowering.kernel import (
     Kernel,
     Rule,
+    contiguous_after,
+    contiguous_before,
     copied_bytes,
     dense_or_channels_last,
     has_channels_last,
@@ -107,8 +109,7 @@ def _readable(tensor: torch.Tensor) -> bool:
 def _statistics_in_float(kernel: Kernel) -> None:
     """cuda/layer_norm_kernel.cu, Normalization.cuh: statistics of half-precision inputs are float32."""
     for name in ("input", "weight", "bias") if kernel.func is _aten.native_layer_norm.default else ():
-        value = kernel.arg(name)
-        kernel.temp(0 if value is None or value.is_contiguous() else nbytes(value))
+        kernel.contiguous(kernel.arg(name))
     kernel.emit(0)
     for index in range(1, len(kernel.outputs)):
         kernel.emit(index, bytes=kernel.outputs[index].numel() * max(4, kernel.outputs[index].element_size()))
@@ -262,31 +263,9 @@ def _elementwise_loss(kernel: Kernel) -> None:
         kernel.emit()
 
 
-def _contiguous_after(*names: str) -> Rule:
-    def rule(kernel: Kernel) -> None:
-        kernel.emit()
-        for name in names:
-            value = kernel.arg(name)
-            if isinstance(value, torch.Tensor) and not value.is_contiguous():
-                kernel.temp(nbytes(value))
-
-    return rule
-
-
-def _contiguous_before(*names: str) -> Rule:
-    def rule(kernel: Kernel) -> None:
-        for name in names:
-            value = kernel.arg(name)
-            if isinstance(value, torch.Tensor) and not value.is_contiguous():
-                kernel.temp(nbytes(value))
-        kernel.emit()
-
-    return rule
-
-
 def _softmax_backward(kernel: Kernel) -> None:
     """cuda/SoftMax.cu: ``grad * output`` is made first (the logarithm's backward needs no such product)."""
-    _contiguous_after("grad_output", "output")(kernel)
+    contiguous_after("grad_output", "output")(kernel)
     grad, output = kernel.arg("grad_output"), kernel.arg("output")
     kernel.temp(grad.numel() * torch.promote_types(grad.dtype, output.dtype).itemsize)
 
@@ -501,10 +480,10 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.huber_loss.default: _elementwise_loss,
     _aten.soft_margin_loss.default: _binary_cross_entropy,
     _aten.binary_cross_entropy.default: _binary_cross_entropy,
-    _aten._softmax.default: _contiguous_after("self"),
-    _aten._log_softmax.default: _contiguous_after("self"),
+    _aten._softmax.default: contiguous_after("self"),
+    _aten._log_softmax.default: contiguous_after("self"),
     _aten._softmax_backward_data.default: _softmax_backward,
-    _aten._log_softmax_backward_data.default: _contiguous_after("grad_output", "output"),
+    _aten._log_softmax_backward_data.default: contiguous_after("grad_output", "output"),
     _aten._safe_softmax.default: _safe_softmax,
     _aten._ctc_loss.default: _ctc_loss,
     _aten._ctc_loss.Tensor: _ctc_loss,
@@ -518,11 +497,11 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._fft_r2c.default: _fourier,
     _aten._fft_c2c.default: _fourier,
     _aten.unfold_backward.default: _unfold_backward,
-    _aten.native_layer_norm_backward.default: _contiguous_before("grad_out", "input", "weight"),
-    _aten.nll_loss_forward.default: _contiguous_after("self"),
-    _aten.nll_loss_backward.default: _contiguous_after("self"),
-    _aten._cdist_forward.default: _contiguous_before("x1", "x2"),
-    _aten._cdist_backward.default: _contiguous_before("x1", "x2"),
+    _aten.native_layer_norm_backward.default: contiguous_before("grad_out", "input", "weight"),
+    _aten.nll_loss_forward.default: contiguous_after("self"),
+    _aten.nll_loss_backward.default: contiguous_after("self"),
+    _aten._cdist_forward.default: contiguous_before("x1", "x2"),
+    _aten._cdist_backward.default: contiguous_before("x1", "x2"),
     _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_attention_backward,
     _aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,

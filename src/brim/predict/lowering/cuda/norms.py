@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from brim.predict.lowering.kernel import Kernel, Rule, is_channels_last, nbytes
+from brim.predict.lowering.kernel import Rule, contiguous_before, is_channels_last
 
 _aten = torch.ops.aten
 
@@ -73,16 +73,7 @@ def fake_backward(
     return first, torch.empty(weight.shape, dtype=weight.dtype) if wanted[1] and weight is not None else None
 
 
-def _contiguous(kernel: Kernel) -> None:
-    for name in ("grad_out", "input", "weight"):
-        if any(argument.name == name for argument in kernel.func._schema.arguments):
-            tensor = kernel.arg(name)
-            if tensor is not None and not tensor.is_contiguous():
-                kernel.temp(nbytes(tensor))
-    kernel.emit()
-
-
 RULES: dict[torch._ops.OpOverload, Rule] = {
-    _aten._fused_rms_norm.default: _contiguous,
-    _aten._fused_rms_norm_backward.default: _contiguous,
+    _aten._fused_rms_norm.default: contiguous_before("input", "weight"),
+    _aten._fused_rms_norm_backward.default: contiguous_before("grad_out", "input", "weight"),
 }
