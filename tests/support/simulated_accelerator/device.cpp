@@ -6,9 +6,9 @@
 #include <ATen/detail/XPUHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
-#include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -169,12 +169,15 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
 
 at::Scalar local_scalar(const at::Tensor& tensor) { return on_cpu(tensor).item(); }
 
+// With the CPU's kernel, whose sums are then those of a layer that the plan leaves to the processor.
 at::Tensor attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
     double dropout, bool causal, std::optional<double> scale, bool grouped) {
-  const auto made = at::_scaled_dot_product_attention_math(
-      query, key, value, mask, dropout, causal, std::nullopt, scale, grouped);
-  return std::get<0>(made);
+  const auto there = [](const at::Tensor& tensor) { return tensor.to(at::kCPU); };
+  const auto masked = mask.has_value() ? std::optional<at::Tensor>(there(*mask)) : std::nullopt;
+  const auto made = at::scaled_dot_product_attention(
+      there(query), there(key), there(value), masked, dropout, causal, scale, grouped);
+  return made.to(query.device());
 }
 
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) { at::native::cpu_fallback(op, stack); }
