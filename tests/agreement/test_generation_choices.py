@@ -19,7 +19,6 @@ from brim.run.fit.step_memory import Inputs
 from brim.run.generate.choose import GenerationStrategy, search_generation
 from brim.run.generate.inputs import encode
 from brim.run.generate.load import loading_case, materialize
-from brim.run.generate.pass_seconds import PassSeconds
 from brim.run.generate.plan import generation_case
 from brim.run.generate.predicted_timeline import foreseen
 from brim.run.generate.request import Request as Generating
@@ -128,15 +127,15 @@ def test_the_picture_of_a_plan_shows_the_seconds_that_it_promises(
 
 
 @pytest.mark.thorough
-def test_a_plan_with_older_tokens_in_ram_is_drawn_with_the_wait_for_them(
-    models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PassSeconds, "host", None)  # where the processor computes, no token rests
-    asked = Request(model=models["llama of 8 layers"], seq=1900, new_tokens=100, batch=16, precision="fp32")
+def test_a_plan_with_older_tokens_in_ram_is_drawn_with_the_wait_for_them(models: Mapping[str, Path]) -> None:
+    # Where the processor computes, no token rests.
+    asked = Request(
+        model=models["llama of 8 layers"], seq=1900, new_tokens=100, batch=16, precision="fp32", host_compute=False
+    )
     on = Machine(hardware=GPU, budget_bytes={VRAM: 440 * MIB, RAM: 2 * GIB}, assumed=("all of it",))
-    subject = open_subject(asked, on)
-    found = search_generation(subject.case)
+    found = search_generation(open_subject(asked, on).case)
     assert found.plan.settings[kv_cache.RESTING_TOKENS] > 0
+    assert COMPUTE_RAM not in found.plan.choices(STREAMING).values()
     drawn = foreseen(found, 12)
     assert steady_s(drawn) == pytest.approx(found.plan.promise.step_s, rel=1e-9)
     room = found.placement

@@ -73,6 +73,12 @@ _AUTO_OR = _AutoOr()
 @device_option
 @click.option("--precision", help="fp32, bf16, fp16, int8, int4 or fp8; converted once. Default: as stored.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Run exactly the plan in this file of brim plan.")
+@click.option(
+    "--host-compute/--no-host-compute",
+    default=True,
+    help="Let the processor compute blocks where that is faster; its last bits are others than the GPU's.  "
+    "[default: it may]",
+)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--system", help="What the chat template puts before the prompt, or a conversation.")
 @click.option(

@@ -86,6 +86,12 @@ _OPTIONS = [
         help="What comes first: the fastest, the smallest, or the fastest that rounds no weights.",
     ),
     click.option("--lossless", is_flag=True, help="Never round weights to 8 bits or fewer."),
+    click.option(
+        "--host-compute/--no-host-compute",
+        default=True,
+        help="Let the processor compute blocks of a generation where that is faster; its last bits differ from the "
+        "GPU's.  [default: it may]",
+    ),
     click.option("--top", type=_COUNT, default=5, show_default=True, help="At most so many plans."),
     click.option("--gpus", type=_COUNT, help="Split training over so many GPUs, and search the splits."),
     click.option("--gpus-per-node", type=_COUNT, help="GPUs of one machine, beside --gpus. [default: 8]"),

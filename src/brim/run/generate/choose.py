@@ -45,7 +45,7 @@ class Wanted:
     """What is to be generated at most. ``batch`` and ``chunk`` None: as many sequences, as much at once, as fit.
 
     ``lengths``: tokens of each prompt. ``drawn``: tokens are drawn. ``continued``: turns of one conversation, each of
-    which has a mask over those before it.
+    which has a mask over those before it. ``host_compute``: the processor beside a GPU may compute blocks.
     """
 
     lengths: tuple[int, ...]
@@ -54,6 +54,7 @@ class Wanted:
     chunk: int | None = None
     drawn: bool = False
     continued: bool = False
+    host_compute: bool = True
 
     def padded(self, batch: int) -> bool:
         """Whether prompts of several lengths meet in a batch."""

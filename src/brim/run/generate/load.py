@@ -43,14 +43,15 @@ def load(
     inputs: Inputs | None = None,
     dtype: torch.dtype | None = None,
     quantization: str | Quantization | None = None,
+    host_compute: bool = True,
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """Load a model for inference, in a memory budget that also holds while it is loaded.
 
     The module behaves as if all its weights were in memory; those that do not fit are streamed from RAM or from the
-    checkpoint on disk. What it computes is equal, bit for bit, to a model that is all in memory. Call it under
-    ``torch.no_grad()``. The KV cache is transformers' own: it counts as activations, up to the tokens of ``inputs``,
-    and nothing keeps it from growing further.
+    checkpoint on disk. What it computes is equal, bit for bit, to a model that is all in memory, as far as the same
+    device computes it: see ``host_compute``. Call it under ``torch.no_grad()``. The KV cache is transformers' own: it
+    counts as activations, up to the tokens of ``inputs``, and nothing keeps it from growing further.
 
     Args:
         model: A Hugging Face folder (safetensors), a ``.gguf`` file, or a hub id.
@@ -65,6 +66,8 @@ def load(
         quantization: ``"int8"``, ``"int4"``, ``"fp8"`` or a ``Quantization``: linear layers in fewer bits, which
             takes less to hold and to move, and gives other results. The first time, they are quantized into the
             user's cache folder. None: as stored.
+        host_compute: Whether the processor may compute the blocks that it has in RAM, where that is faster than
+            bringing them to the GPU. Its kernels round otherwise than the GPU's; False keeps every bit.
         trust_remote_code: Whether Python code in the model's folder may run.
 
     Returns:
@@ -90,7 +93,7 @@ def load(
             opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
         else:
             opened = open_quantized(model, quantization, dtype=dtype, trust_remote_code=trust_remote_code)
-        return load_opened(opened, hardware, budget, inputs, start_bytes, kind)
+        return load_opened(opened, hardware, budget, inputs, start_bytes, kind, host_compute=host_compute)
 
 
 def load_opened(
@@ -100,6 +103,8 @@ def load_opened(
     inputs: Inputs | None,
     start_bytes: int,
     device: Device = "auto",
+    *,
+    host_compute: bool = True,
 ) -> nn.Module:
     """The weights of an opened model, placed; ``start_bytes`` is the resident set that the budget counts from."""
     module = opened.module
@@ -110,7 +115,8 @@ def load_opened(
     spent_bytes = spent(start_bytes)
     for size in sizes:
         try:
-            strategy = search_generation(loading_case(opened, hardware, budget, size, spent_bytes))
+            case = loading_case(opened, hardware, budget, size, spent_bytes, host_compute=host_compute)
+            strategy = search_generation(case)
             break
         except BudgetError:
             if size is sizes[-1]:
@@ -126,6 +132,8 @@ def loading_case(
     budget: Mapping[str, int],
     inputs: Inputs,
     spent_bytes: Mapping[str, int],
+    *,
+    host_compute: bool = True,
 ) -> GenerationCase:
     """What ``brim.load`` asks: as ``brim generate``, of a model that whoever calls it gives a cache of its own."""
     return GenerationCase(
@@ -135,12 +143,15 @@ def loading_case(
         hardware=hardware,
         budget_bytes=budget,
         wanted=Wanted(
-            lengths=(inputs.prompt,) * inputs.batch, new_tokens=inputs.total - inputs.prompt, batch=inputs.batch
+            lengths=(inputs.prompt,) * inputs.batch,
+            new_tokens=inputs.total - inputs.prompt,
+            batch=inputs.batch,
+            host_compute=host_compute,
         ),
         shape=None,
         watch=lambda sizes: watch_inference(opened.module, inputs),
         spent_bytes=lambda: spent_bytes,
-        seconds=PassSeconds(module=opened.module, hardware=hardware),
+        seconds=PassSeconds(module=opened.module, hardware=hardware, host_compute=host_compute),
     )
 
 

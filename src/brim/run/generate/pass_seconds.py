@@ -37,17 +37,19 @@ class PassSeconds:
     """Seconds of blocks on ``hardware``, for every partition of ``module``.
 
     Where ``hardware`` is this machine, they are those that were measured, if these passes ever were; ``measures``: if
-    not, they are now, which takes seconds and the RAM of a few blocks. Else they are by rates.
+    not, they are now, which takes seconds and the RAM of a few blocks. Else they are by rates. ``host_compute``:
+    whether the processor beside a GPU may compute blocks.
     """
 
     module: nn.Module
     hardware: Hardware
     measures: bool = False
+    host_compute: bool = True
 
     @cached_property
     def host(self) -> Hardware | None:
-        """The processor beside a GPU, which may compute blocks; None where there is none beside."""
-        return processor_of(self.hardware) if self.hardware.compute == VRAM else None
+        """The processor beside a GPU, which may compute blocks; None where there is none beside, or it may not."""
+        return processor_of(self.hardware) if self.host_compute and self.hardware.compute == VRAM else None
 
     @cached_property
     def is_here(self) -> bool:

@@ -100,7 +100,7 @@ def generation_case(
         shape=passes.shape(),
         watch=passes.watch,
         spent_bytes=spent_bytes,
-        seconds=PassSeconds(module=opened.module, hardware=hardware),
+        seconds=PassSeconds(module=opened.module, hardware=hardware, host_compute=wanted.host_compute),
     )
 
 

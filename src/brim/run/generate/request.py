@@ -51,7 +51,8 @@ class Request:
     prompts go through the model together; "auto" is as many as fit. ``prefill_chunk``: how many tokens of a prompt
     do; "auto" is all of them, or the largest part that fits. ``precision`` None: as the weights are stored. ``plan``:
     a file of ``brim plan``, which says all of that, and the budget. ``stop``: texts before which an answer ends.
-    ``system``: what the chat template puts before the prompt.
+    ``system``: what the chat template puts before the prompt. ``host_compute``: whether the processor may compute
+    blocks that rest in RAM, whose last bits are then others than the GPU's.
     """
 
     model: str | Path
@@ -68,6 +69,7 @@ class Request:
     prefill_chunk: int | Literal["auto"] = "auto"
     precision: str | None = None
     plan: str | Path | None = None
+    host_compute: bool = True
     trust_remote_code: bool = False
     verify: bool = False
 
@@ -87,6 +89,7 @@ class Request:
         settled = {"--vram": self.vram, "--ram": self.ram, "--precision": self.precision}
         settled |= {"--batch": self.batch, "--prefill-chunk": self.prefill_chunk}
         given = [option for option, value in settled.items() if value not in (None, "auto")]
+        given += ["--no-host-compute"] * (not self.host_compute)
         if self.plan is not None and given:
             raise UsageError(
                 f"Cannot use {', '.join(given)} with a plan.", "The plan decides that.", "Leave out one."
@@ -276,6 +279,7 @@ class OpenedRun:
             chunk=None if chunk == "auto" else chunk,
             drawn=self.sampling.draws,
             continued=self.context is not None,
+            host_compute=self._request.host_compute,
         )
 
     def batches(self) -> Iterator[Batch]:

@@ -15,7 +15,7 @@ def plan(
     ram: str | int | None = None, disk: str | int | None = None,
     batch: int = 1, seq: int = 1024, new_tokens: int = 128,
     precision: str | None = None, optimizer: str = "adamw", method: Method = "full",
-    prefer: str = "speed", lossless: bool = False, top: int = 5,
+    prefer: str = "speed", lossless: bool = False, host_compute: bool = True, top: int = 5,
     precisions: bool = False, router_statistics: str | None = None,
 ) -> Answer:  # fmt: skip
     """Find the fastest ways to run or train a model in what a machine has. No weights are read.
@@ -44,6 +44,8 @@ def plan(
         prefer: What comes first: ``"speed"``, ``"memory"`` (the least in the compute tier), or ``"quality"`` (the
             fastest that rounds no weights).
         lossless: Take no precision that rounds weights to 8 bits or fewer.
+        host_compute: For generating: whether the processor beside a GPU may compute blocks that rest in RAM. It
+            rounds otherwise than the GPU; False keeps every bit.
         top: How many ways at most.
         precisions: For generating: also tell what each kind of block takes in 8 bits and in 16.
         router_statistics: For generating with a mixture of experts: plan by what its routers do in a short run, which
@@ -61,6 +63,7 @@ def plan(
     """
     request = Request(
         model=model, task=task, gpu=gpu, vram=vram, ram=ram, disk=disk, batch=batch, seq=seq, new_tokens=new_tokens,
-        precision=precision, optimizer=optimizer, method=method, prefer=prefer, lossless=lossless, top=top,
+        precision=precision, optimizer=optimizer, method=method, prefer=prefer, lossless=lossless,
+        host_compute=host_compute, top=top,
     )  # fmt: skip
     return answer(request, precisions=precisions, router_statistics=router_statistics)

@@ -261,6 +261,8 @@ def _command(request: Request, machine: Machine, candidate: Found) -> str:
     elif hardware.compute == VRAM:
         words += ["--vram", exact_bytes(budget[VRAM])]
     words += ["--ram", exact_bytes(budget[RAM])]
+    if not request.host_compute and hardware.compute == VRAM:
+        words.append("--no-host-compute")
     if candidate.subject.precision != candidate.subject.own_precision:
         words += ["--precision", candidate.subject.precision]
     return shlex.join(words)

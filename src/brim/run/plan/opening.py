@@ -114,6 +114,7 @@ def _opened(request: Request, machine: Machine, inputs: Inputs) -> Subject:
         weights=weights,
         inputs=inputs,
         machine=machine,
+        host_compute=request.host_compute,
     )
     return replace(subject, spent_bytes=_spent(subject, opened, start_bytes))
 
@@ -159,6 +160,7 @@ def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | N
         weights=Weights(sources=pretended_sources(module)),
         inputs=inputs,
         machine=machine,
+        host_compute=request.host_compute,
         spent_bytes=_IMAGINED_SPENT,
         shallow=_shallow(source, workload, meant, kept, module),
     )

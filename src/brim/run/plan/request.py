@@ -56,6 +56,7 @@ class Request:
     method: Method = "full"
     prefer: str = "speed"
     lossless: bool = False
+    host_compute: bool = True
     top: int = 5
 
     def check(self) -> None:
@@ -90,7 +91,10 @@ class Request:
             option = f"--{option_field.name.replace('_', '-')}"
             if option_field.name in (VRAM, RAM, DISK):
                 value = exact_bytes(value)
-            words += [option] if value is True else [option, str(value)]
+            if isinstance(value, bool):
+                words.append(option if value else f"--no-{option.removeprefix('--')}")
+            else:
+                words += [option, str(value)]
         return shlex.join(words)
 
 

@@ -45,6 +45,7 @@ class Subject:
     inputs: Inputs
     machine: Machine
     own_precision: str = "fp32"  # that of the configuration
+    host_compute: bool = True
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
     routers: Routers = field(default_factory=dict)
     shallow: Shallow | None = field(default=None, compare=False)
@@ -61,7 +62,9 @@ class Subject:
 
     @cached_property
     def _seconds(self) -> PassSeconds:
-        return PassSeconds(module=self.module, hardware=self.machine.hardware, measures=True)
+        return PassSeconds(
+            module=self.module, hardware=self.machine.hardware, measures=True, host_compute=self.host_compute
+        )
 
     @property
     def shape(self) -> kv_cache.CacheShape | None:
@@ -81,7 +84,10 @@ class Subject:
             hardware=self.machine.hardware,
             budget_bytes=self.machine.budget_bytes,
             wanted=Wanted(
-                lengths=(inputs.prompt,) * inputs.batch, new_tokens=inputs.total - inputs.prompt, batch=inputs.batch
+                lengths=(inputs.prompt,) * inputs.batch,
+                new_tokens=inputs.total - inputs.prompt,
+                batch=inputs.batch,
+                host_compute=self.host_compute,
             ),
             shape=self.shape,
             watch=self._watch,

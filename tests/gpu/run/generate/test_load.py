@@ -48,7 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @torch.no_grad()
 def choices_after_a_call(folder: Path, rests: str) -> set[str]:
     vram, ram = BUDGETS[rests]
-    model = brim.load(folder, vram=vram, ram=ram, device="cuda")
+    model = brim.load(folder, vram=vram, ram=ram, device="cuda", host_compute=False)
     seen: set[int] = set()
 
     def look(layer: torch.nn.Module, args: object) -> None:
