@@ -34,17 +34,33 @@ def expected(saved: Path) -> list[int]:
     return [int(token) for token in out[0][ids.shape[1] :]]
 
 
-@pytest.mark.parametrize("vram_bytes", [104 * MIB, 128 * MIB, 168 * MIB], ids=lambda count: f"{count // MIB} MiB")
-def test_every_token_fits_the_planned_cache_and_the_budget(saved: Path, expected: list[int], vram_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("vram_bytes", "host_compute"),
+    [(104 * MIB, False), (128 * MIB, True), (168 * MIB, False)],
+    ids=["104 MiB", "128 MiB, the processor may compute", "168 MiB"],
+)
+def test_every_token_fits_the_planned_cache_and_the_budget(
+    saved: Path, expected: list[int], vram_bytes: int, host_compute: bool
+) -> None:
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()  # they count too
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
     made = generate(
-        Request(model=saved, prompt=PROMPT, max_new_tokens=NEW, vram=vram_bytes, ram="2GiB", device="cuda")
+        Request(
+            model=saved,
+            prompt=PROMPT,
+            max_new_tokens=NEW,
+            vram=vram_bytes,
+            ram="2GiB",
+            device="cuda",
+            host_compute=host_compute,
+        )
     )
     assert made.token_ids == expected
     assert len(made.token_ids) == NEW  # as many as the cache was planned for
-    assert len(set(made.plan.choices("weight_streaming").values())) == 2  # some stay, some stream
+    choices = set(made.plan.choices("weight_streaming").values())
+    assert {"resident"} < choices  # some stay, some do not
+    assert host_compute or len(choices) == 2
     assert torch.cuda.max_memory_reserved() - before <= vram_bytes
