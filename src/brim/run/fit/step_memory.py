@@ -213,24 +213,30 @@ class Inputs:
 def watch_inference(module: nn.Module, inputs: Inputs) -> Observation:
     """The prompt's pass and the last token's of a transformers model; its KV cache counts as activations."""
     config: Any = module.config
-    generates = hasattr(module, "generate") and module.can_generate() and not config.is_encoder_decoder  # type: ignore[operator]
-    if not generates:
-        return watch_example(module, _dummy(module, inputs.batch, inputs.prompt))
+    if not generates(module) or config.is_encoder_decoder:
+        return watch_example(module, dummy_inputs(module, inputs.batch, inputs.prompt))
 
     def run(call: Callable[..., Any], watch: StepWatch) -> None:
         with watch.named(PROMPT):
-            call(**_dummy(module, inputs.batch, inputs.prompt), use_cache=True, logits_to_keep=1)
+            call(**dummy_inputs(module, inputs.batch, inputs.prompt), use_cache=True, logits_to_keep=1)
         with watch.uncounted():  # filling the cache at once is only a way to get there
-            past = call(**_dummy(module, inputs.batch, max(inputs.total - 1, 1)), use_cache=True, logits_to_keep=1)
+            past = call(
+                **dummy_inputs(module, inputs.batch, max(inputs.total - 1, 1)), use_cache=True, logits_to_keep=1
+            )
             state = cache_input(module, cache_of(past))
             del past
         with watch.named(TOKEN):
-            call(**_dummy(module, inputs.batch, 1), **state, use_cache=True, logits_to_keep=1)
+            call(**dummy_inputs(module, inputs.batch, 1), **state, use_cache=True, logits_to_keep=1)
 
     return watch_step(module, run)
 
 
-def _dummy(module: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:
+def generates(module: nn.Module) -> bool:
+    """Whether it is one of transformers' models that make text."""
+    return hasattr(module, "generate") and bool(module.can_generate())  # type: ignore[operator]
+
+
+def dummy_inputs(module: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:
     """Inputs of the right kind without values that matter."""
     config: Any = module.config
     name = getattr(module, "main_input_name", "input_ids")

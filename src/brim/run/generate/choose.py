@@ -10,33 +10,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
 from brim.core import Decision, Hardware, Plan
-from brim.core.hardware import RAM
+from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.memory.pool import round_up
 from brim.planner import Job
 from brim.run.fit.step_memory import Observation
 from brim.run.generate.memory import Sizes
 from brim.run.generate.pass_seconds import PassSeconds
-from brim.run.plan.choosing import Cut, Need, best_plan, cuts, job_of
-from brim.run.plan.proof import proved, taken
+from brim.run.plan.choosing import Cut, Need, best_plan, cuts, found_with_more, job_of
+from brim.run.plan.proof import proved, taken, told
 from brim.techniques.blocks import Partition
 from brim.techniques.experts.router_statistics import RouterStatistics
 from brim.techniques.experts.technique import EXPERT_SLOTS
 from brim.techniques.experts.technique import NAME as EXPERTS
 from brim.techniques.kv_offload import cache as kv_cache
-from brim.techniques.streaming.placement import COMPUTE_RAM
+from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import RING_SLOTS, Weights
 from brim.units import format_bytes
+
+if TYPE_CHECKING:
+    from brim.run.generate.device_memory import DeviceMemory
 
 # A plan's settings, beside those of weight streaming.
 BATCH, PROMPT_TOKENS, TOTAL_TOKENS, CHUNK_TOKENS = "batch", "prompt_tokens", "total_tokens", "prefill_chunk"
 _CHUNK_STEPS = 16  # the largest chunk that fits is found to a sixteenth of the prompt
 _WORTH_TOKENS = 256  # prompts are not cut into less than this for the sake of a larger batch: each chunk is a pass
+_PROOFS = 8  # plans that are tried, each in less than the one before
+_SEGMENT_BYTES = 2 << 20  # what the allocator asks the driver for is a multiple of it
 T = TypeVar("T")
 
 
@@ -86,7 +92,8 @@ class GenerationCase:
 
     ``shape`` None: the model keeps its own cache. ``watch`` makes the passes of some sizes on fake tensors.
     ``spent_bytes``: what the program takes per tier beside tensors, asked once a pass was watched, as that leaves
-    something behind. ``routers``: what those of a mixture of experts were seen to do.
+    something behind. ``routers``: what those of a mixture of experts were seen to do. ``called``: a program calls
+    the model, not ``generate``.
     """
 
     name: str
@@ -100,6 +107,16 @@ class GenerationCase:
     spent_bytes: Callable[[], Mapping[str, int]]
     seconds: PassSeconds
     routers: Mapping[str, RouterStatistics] = field(default_factory=dict)
+    called: bool = False
+
+    @cached_property
+    def device_memory(self) -> DeviceMemory | None:
+        """What foresees what PyTorch's allocator will reserve; None where the GPU is not the one that is here."""
+        if self.hardware.compute != VRAM or not self.seconds.is_here:
+            return None
+        from brim.run.generate.device_memory import DeviceMemory  # traces and simulates: elsewhere not needed
+
+        return DeviceMemory(self.module, self.hardware, self.weights)
 
     @cached_property
     def prompt(self) -> int:
@@ -184,6 +201,67 @@ class GenerationSearch:
         self._cuts: KnownCuts | None = None
 
     def run(self) -> GenerationStrategy:
+        """Where the GPU is here, what its allocator will reserve stays within the budget as well."""
+        case, memory = self.case, self.case.device_memory
+        if memory is None:
+            return self._run()
+        budget = case.budget_bytes
+        try:
+            return self._within(budget, memory)
+        except BudgetError as error:
+            strategy = found_with_more(lambda more: self._within(more, memory), budget, error)
+            peaks = strategy.plan.promise.peak_bytes
+            smallest = {tier: count for tier, count in peaks.items() if count > budget.get(tier, count)}
+            if not smallest:
+                return _promising(strategy, peaks[VRAM], budget)
+            raise BudgetError(
+                f"Cannot run {case.name} in {told(budget)}.",
+                f"The smallest plan takes {told(smallest)}, including what PyTorch and cuBLAS hold.",
+                f"Give {told(smallest)} or more, or a shorter input.",
+                smallest_bytes=smallest,
+            ) from error
+
+    def _within(self, budget: Mapping[str, int], memory: DeviceMemory) -> GenerationStrategy:
+        """As long as its allocator would reserve more of the GPU than there is, the next plan has less."""
+        spare = 0
+        for _ in range(_PROOFS):
+            search = self._with_budget({**budget, VRAM: max(0, budget[VRAM] - spare)})
+            try:
+                strategy = search._run()
+            except BudgetError as error:
+                if spare and VRAM in error.smallest_bytes:
+                    error.smallest_bytes[VRAM] += spare
+                raise
+            reserved = search._reserved_bytes(memory, strategy, budget[VRAM])
+            if reserved <= budget[VRAM]:
+                return _promising(strategy, reserved, budget)
+            spare += round_up(reserved - budget[VRAM], _SEGMENT_BYTES)
+        raise BudgetError(
+            f"Cannot run {self.case.name} in {told(budget)}.",
+            f"{_PROOFS} plans were tried; of the last one PyTorch would reserve {format_bytes(reserved)}.",
+            f"Give {format_bytes(reserved)} of VRAM or more.",
+            smallest_bytes={VRAM: reserved},
+        )
+
+    def _reserved_bytes(self, memory: DeviceMemory, strategy: GenerationStrategy, vram_bytes: int) -> int:
+        from brim.run.generate.device_memory import Passes
+
+        called = self.case.called
+        passes = Passes(sizes=strategy.sizes, placement=strategy.placement, called=called)
+        # A run has the process to itself and is held to its budget; a program that calls the model is not.
+        limit_bytes = None if called else vram_bytes
+        return memory.reserved_bytes(strategy.partition, strategy.plan, passes, limit_bytes)
+
+    def _with_budget(self, budget: Mapping[str, int]) -> GenerationSearch:
+        """The same search in another budget."""
+        if budget == self.case.budget_bytes:
+            return self
+        other = GenerationSearch(replace(self.case, budget_bytes=budget))
+        other._seen, other._cuts = self._seen, self._cuts
+        vars(other)["_spent_bytes"] = self._spent_bytes
+        return other
+
+    def _run(self) -> GenerationStrategy:
         wanted = self.case.wanted
         batch = wanted.batch or _largest(len(wanted.lengths), 1, self._with_short_chunks).sizes.batch
         return self._with_batch(min(batch, len(wanted.lengths)), self._with_chunks)
@@ -360,7 +438,32 @@ class GenerationSearch:
             )
         known = {RING_SLOTS: 0, BATCH: batch, PROMPT_TOKENS: prompt, TOTAL_TOKENS: total, **settings}
         fixed = self._with_more(replace(fixed, settings=known), sizes, need.step_bytes)
-        return self._strategy(sizes, resting, cut, fixed, need)
+        strategy = self._strategy(sizes, resting, cut, fixed, need)
+        choices = fixed.choices(STREAMING)
+        passing = [b.name for b in strategy.job.blocks if b.uses and choices.get(b.name) in (FROM_RAM, FROM_DISK)]
+        if passing and not known[RING_SLOTS]:
+            raise UsageError(
+                f"Cannot use the plan for {fixed.model}.",
+                f"It streams {len(passing)} blocks and has no slots to stream them through.",
+                "Make a new one: brim plan MODEL ... --output FILE.",
+            )
+        return self._held(strategy)
+
+    def _held(self, strategy: GenerationStrategy) -> GenerationStrategy:
+        """A plan that was made elsewhere, or by another PyTorch, promises what the allocator here will reserve."""
+        memory, plan = self.case.device_memory, strategy.plan
+        if memory is None:
+            return strategy
+        budget_bytes = plan.budget_bytes[VRAM]
+        reserved = self._reserved_bytes(memory, strategy, budget_bytes)
+        if reserved > budget_bytes:
+            raise BudgetError(
+                f"Cannot use the plan for {plan.model} on this GPU.",
+                f"PyTorch would reserve {format_bytes(reserved)} of VRAM, of {format_bytes(budget_bytes)}.",
+                "Make a new one on this machine: brim plan MODEL ... --output FILE.",
+                smallest_bytes={VRAM: reserved},
+            )
+        return _promising(strategy, reserved, plan.budget_bytes)
 
     def _with_more(self, fixed: Plan, sizes: Sizes, step_bytes: int) -> Plan:
         """``fixed`` with what drawing and prompts of several lengths take more: it was made without them."""
@@ -379,6 +482,14 @@ class GenerationSearch:
                 smallest_bytes={tier: peak[tier]},
             )
         return replace(fixed, promise=replace(fixed.promise, peak_bytes=peak))
+
+
+def _promising(strategy: GenerationStrategy, vram_bytes: int, budget_bytes: Mapping[str, int]) -> GenerationStrategy:
+    """``strategy``, in that budget, with a promise of no less than ``vram_bytes`` of VRAM."""
+    peak = dict(strategy.plan.promise.peak_bytes)
+    peak[VRAM] = max(vram_bytes, peak.get(VRAM, 0))
+    promise = replace(strategy.plan.promise, peak_bytes=peak)
+    return replace(strategy, plan=replace(strategy.plan, promise=promise, budget_bytes=dict(budget_bytes)))
 
 
 def kept_by_model(plan: Plan) -> bool:

@@ -152,6 +152,7 @@ def loading_case(
         watch=lambda sizes: watch_inference(opened.module, inputs),
         spent_bytes=lambda: spent_bytes,
         seconds=PassSeconds(module=opened.module, hardware=hardware, host_compute=host_compute),
+        called=True,
     )
 
 
@@ -244,6 +245,9 @@ def warm_up(module: nn.Module, hardware: Hardware, rows: int, device: str = "aut
         nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
         if accelerator is not None:
             _load_kernels(x)
+    del x
+    if accelerator is not None:
+        accelerator.empty_cache()  # but for the libraries' workspaces
 
 
 def _load_kernels(states: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -51,7 +51,7 @@ class Loaded:
         return kv_cache.apply(self.module, placement, self.handle.memory)
 
 
-def load_for_generation(
+def choose_generation(
     opened: OpenedModel,
     hardware: Hardware,
     budget: Mapping[str, int],
@@ -60,22 +60,32 @@ def load_for_generation(
     device: Device = "auto",
     *,
     fixed: Plan | None = None,
-    on_loaded: Callable[[int, int], None] = lambda done, total: None,
-) -> Loaded:
-    """The weights of an opened model, placed so that what is ``wanted`` fits beside them.
+) -> GenerationStrategy:
+    """How what is ``wanted`` fits beside the weights of an opened model, which is materialized.
 
-    ``start_bytes`` is the resident set that the budget counts from. ``fixed``: exactly this plan. ``on_loaded``
-    hears how many bytes of weights have been loaded, of how many. Raises BudgetError with the smallest budget that
-    does when nothing fits.
+    ``start_bytes`` is the resident set that the budget counts from. ``fixed``: exactly this plan. Raises BudgetError
+    with the smallest budget that does when nothing fits.
     """
     module = opened.module
     materialize(module, opened)
     warm_up(module, hardware, max(wanted.lengths) * (wanted.batch or 1), device)
     case = generation_case(opened, hardware, budget, wanted, lambda: spent(start_bytes))
-    strategy = search_generation(case) if fixed is None else follow(case, fixed)
-    telling = replace(case.weights, loaded=_Told(strategy, on_loaded))
-    handle = put_in_force(module, strategy.partition, strategy.plan, hardware, telling, device)
-    return Loaded(module=module, handle=handle, strategy=strategy)
+    return search_generation(case) if fixed is None else follow(case, fixed)
+
+
+def load_for_generation(
+    opened: OpenedModel,
+    hardware: Hardware,
+    strategy: GenerationStrategy,
+    device: Device = "auto",
+    *,
+    on_loaded: Callable[[int, int], None] = lambda done, total: None,
+) -> Loaded:
+    """The weights of an opened model, placed as was chosen. ``on_loaded`` hears how many bytes have been loaded, of
+    how many."""
+    weights = Weights(sources=by_parameter(opened), verify=verifier(opened), loaded=_Told(strategy, on_loaded))
+    handle = put_in_force(opened.module, strategy.partition, strategy.plan, hardware, weights, device)
+    return Loaded(module=opened.module, handle=handle, strategy=strategy)
 
 
 def generation_case(
@@ -117,4 +127,4 @@ class _Told:
         self._on_loaded(self._done, self._total)
 
 
-__all__ = ["Loaded", "generation_case", "load_for_generation"]
+__all__ = ["Loaded", "choose_generation", "generation_case", "load_for_generation"]

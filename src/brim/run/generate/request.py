@@ -17,7 +17,7 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UsageError
 from brim.measure.monitor import Monitor, Usage
 from brim.memory import heap
-from brim.run.fit.machine import Device, budgets, machine, on
+from brim.run.fit.machine import Device, budgets, held_to, machine, on
 from brim.run.generate import predicted_timeline
 from brim.run.generate.choose import Wanted
 from brim.run.generate.inputs import Batch, batches, check, encode
@@ -32,7 +32,7 @@ from brim.run.generate.loop import (
     run_batch,
     seeded,
 )
-from brim.run.generate.plan import Loaded, load_for_generation
+from brim.run.generate.plan import Loaded, choose_generation, load_for_generation
 from brim.run.generate.sampling import GREEDY, Sampling, check_stops, cut
 from brim.run.generate.token_clock import Clock
 from brim.run.model.opening import OpenedModel, open_tokenizer, prepare, verify_files
@@ -390,16 +390,17 @@ def _opened_here(
         on_stage("loading weights")
         fixed = file.plan if file else None
         wanted, device = run.wanted(), request.device
-        run._loaded = load_for_generation(
-            opened, hardware, budget, wanted, start_bytes, device, fixed=fixed, on_loaded=on_loaded
-        )
-        try:
-            on_stage("generating")
-            handle = run.loaded.handle
-            with ComputeSpans(opened.module, [name for name, _ in handle.blocks], handle.memory):
-                yield run
-        finally:
-            run.loaded.handle.close()
+        limited = held_to(budget, device)  # from before the first product, whose workspace the budget includes
+        strategy = choose_generation(opened, hardware, budget, wanted, start_bytes, device, fixed=fixed)
+        with limited():
+            run._loaded = load_for_generation(opened, hardware, strategy, device, on_loaded=on_loaded)
+            try:
+                on_stage("generating")
+                handle = run.loaded.handle
+                with ComputeSpans(opened.module, [name for name, _ in handle.blocks], handle.memory):
+                    yield run
+            finally:
+                run.loaded.handle.close()
         run.usage = monitor.usage()
 
 

@@ -134,10 +134,9 @@ def _check_decisions(file: PlanFile) -> None:
     decided = [(decision.technique, decision.block) for decision in plan.decisions]
     if len(set(decided)) < len(decided):
         raise FormatError(asked, f"It has two decisions on {next(d for d in decided if decided.count(d) > 1)}.")
-    moved = set(plan.choices(weight_streaming.NAME).values()) - {RESIDENT}
     wrong = {name: count for name, count in plan.settings.items() if not 0 <= count < _MOST}
-    if wrong or (moved - {COMPUTE_RAM} and not 1 <= plan.settings.get(RING_SLOTS, 0) <= _MOST_SLOTS):
-        raise FormatError(asked, f"Its settings are out of range: {wrong or dict(plan.settings)}.")
+    if wrong:
+        raise FormatError(asked, f"Its settings are out of range: {wrong}.")
     if plan.settings.get(RING_SLOTS, 0) > _MOST_SLOTS:
         raise FormatError(asked, f"It has {plan.settings[RING_SLOTS]} slots; at most {_MOST_SLOTS} are useful.")
 

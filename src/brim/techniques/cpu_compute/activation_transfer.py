@@ -150,10 +150,11 @@ class _Mapping:
 
     def children(self, value: Any) -> Any:
         """A container's children mapped, it itself in any case."""
-        mapped = pytree.tree_map(self, value, is_leaf=lambda part: part is not value)
-        same = pytree.tree_leaves(mapped, is_leaf=lambda part: part is not mapped)
-        were = pytree.tree_leaves(value, is_leaf=lambda part: part is not value)
-        return value if all(before is after for before, after in zip(same, were, strict=True)) else mapped
+        were, structure = _parts_of(value)
+        parts = [self(part) for part in were]
+        if all(before is after for before, after in zip(were, parts, strict=True)):
+            return value
+        return pytree.tree_unflatten(parts, structure)
 
     def _dataclass(self, value: Any) -> Any:
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -164,6 +165,16 @@ class _Mapping:
         for name, part in mapped.items():
             object.__setattr__(copied, name, part)
         return copied
+
+
+def _parts_of(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """What a container holds itself, and what puts such a container together."""
+    outer = [value]
+    try:
+        return pytree.tree_flatten(value, is_leaf=lambda part: part is not outer[0])
+    finally:
+        # pytree's own function refers to itself: it, and what ``is_leaf`` knows, stay until garbage is collected.
+        outer.clear()
 
 
 def _refill(container: Any, values: Any) -> None:

@@ -159,7 +159,7 @@ class PlannedCache(Cache):
             if placement.resting:
                 self._resting = RestingLayers(memory, self._records(), placement.tokens, placement.resting, SLOTS)
             for index, shape in placement.shape.planned:
-                layers[index] = _Layer(self._room(index, shape), placement.tokens)
+                layers[index] = PlannedLayer(self._room(index, shape), placement.tokens)
         except BaseException:
             self.remove()
             raise
@@ -190,13 +190,19 @@ class PlannedCache(Cache):
 
         Returns how many are held then: none where a layer of another kind cannot be cut back.
         """
-        own = [layer for layer in self.layers if isinstance(layer, _Layer)]
+        own = [layer for layer in self.layers if isinstance(layer, PlannedLayer)]
         kept = min(tokens, int(self.get_seq_length())) if len(own) == len(self.layers) else 0
         if not kept:
             self.reset()  # type: ignore[no-untyped-call]
         for layer in own if kept else ():
             layer.keep(kept)
         return kept
+
+    def pretend(self, tokens: int) -> None:
+        """Be as if ``tokens`` tokens were held, whatever their values: to see on fake tensors what comes then."""
+        for layer in self.layers:
+            if isinstance(layer, PlannedLayer):
+                layer.keep(tokens)
 
     def remove(self) -> None:
         """Give the memory back; what is under way is waited for. A second call does nothing."""
@@ -260,7 +266,7 @@ class _RestingRoom:
 _Room = _WholeRoom | _RestingRoom
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
+class PlannedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """One layer as transformers sees it. ``keys`` and ``values``: what the last call was given."""
 
     is_sliding = False

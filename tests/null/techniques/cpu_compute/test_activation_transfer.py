@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections import namedtuple
 from typing import Any
 
@@ -55,6 +57,21 @@ def test_nested_arguments_and_results_keep_their_form() -> None:
     assert made["held"].name == "n"
     assert torch.equal(made["held"].value, 2 * x)
     assert (made["none"], made["n"]) == (None, 3)
+
+
+def test_what_went_there_is_not_kept_until_garbage_is_collected() -> None:
+    """In a pass over many layers it would be the activations of all of them."""
+    x = torch.ones(2, 3)
+    gone = weakref.ref(x)
+    gc.disable()
+    try:
+        made = call(lambda one, two: (one[0] + 1, two), [x, 5], {"deep": (x, [x])})
+        del x
+        assert gone() is made[1]["deep"][0]  # what comes back is what was given
+        del made
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
