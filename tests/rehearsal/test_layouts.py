@@ -76,12 +76,60 @@ TRANSPOSED = """
     compare("nll_loss", lambda: build(lambda x: F.nll_loss(x, labels.cuda()), (4096, 1000)))
 """
 
+ACROSS = """
+    import itertools
+
+    LAYOUTS = {"whole": lambda x: x, "transposed": lambda x: x.t(), "cut": lambda x: x[:, 1:],
+               "rows": lambda x: x[1:], "every other": lambda x: x[:, ::2], "row": lambda x: x[:1].expand(x.shape),
+               "one": lambda x: x[:1, :1]}
+
+    def moved(layout, there, dtype, late):
+        x = LAYOUTS[layout](torch.zeros(512, 512, device="cpu" if there == "cuda" else "cuda"))
+
+        def step():
+            kept = x.to(there, dtype, non_blocking=late)
+
+        return step
+
+    def written(into, out_of, there, dtype, late):
+        x = torch.zeros(512, 512, device="cpu" if there == "cuda" else "cuda", dtype=dtype)
+        y = torch.zeros(512, 512, device=there)
+        source, target = LAYOUTS[out_of](x), LAYOUTS[into](y)
+        if source.shape != target.shape:  # of what broadcasts as well
+            source = x[:target.shape[0], :target.shape[1]]
+
+        def step():
+            target.copy_(source, non_blocking=late)
+
+        return step
+
+    def assigned(dtype):
+        x, host = torch.zeros(512, 512, device="cuda"), torch.zeros(511, 510, dtype=dtype)
+
+        def step():
+            x[1:, 2:] = host
+            x[0] = host[0, :1]
+            x[:, 0] = torch.tensor(1.0)
+
+        return step
+
+    dtypes = (torch.float32, torch.float16, torch.float64)
+    for there, dtype, late in itertools.product(("cpu", "cuda"), dtypes, (False, True)):
+        for layout in LAYOUTS:
+            compare(f"{layout} to {there} {dtype} {late}", lambda: moved(layout, there, dtype, late))
+        for into, out_of in itertools.product(("whole", "transposed", "cut", "rows"), LAYOUTS):
+            name = f"{out_of} into {into} of {there} {dtype} {late}"
+            compare(name, lambda: written(into, out_of, there, dtype, late))
+    for dtype in dtypes:
+        compare(f"assigned {dtype}", lambda: assigned(dtype))
+"""
+
 
 def _differ(found: dict[str, Any]) -> dict[str, Any]:
     assert found
     return {name: (trace, device) for name, (trace, device) in found.items() if trace != device}
 
 
-@pytest.mark.parametrize("programs", [RESAMPLED, TRANSPOSED], ids=["resampled", "transposed"])
+@pytest.mark.parametrize("programs", [RESAMPLED, TRANSPOSED, ACROSS], ids=["resampled", "transposed", "across"])
 def test_copies_of_what_lies_in_another_order(on_device: OnDevice, programs: str) -> None:
     assert _differ(on_device.run(textwrap.dedent(PEAKS) + textwrap.dedent(programs))) == {}

@@ -38,13 +38,15 @@ from brim.predict.lowering import flex_attention
 from brim.predict.lowering.cuda import dtypes
 from brim.predict.lowering.cuda.composites import COMPOSITES
 from brim.predict.lowering.fakes import FAKES
-from brim.predict.lowering.kernel import Kernel, Rule
+from brim.predict.lowering.kernel import Crossing, Kernel, Rule
 from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Life, Recorder
 from brim.predict.shapes import Answer, result_of
 from brim.predict.values.assumptions import Values
 
 _add = torch.ops.aten.add.Tensor
+_to_copy = torch.ops.aten._to_copy.default
+_COPIES = (_to_copy, torch.ops.aten.copy_.default)
 _IN_PYTHON = ("torch_nn", "flex_lib")  # PyTorch writes these operators in Python, of others
 _device_of = torch.ops.prim.device.default
 # Below autograd these are made of others, on every device.
@@ -239,8 +241,9 @@ class RecordingMode(TorchDispatchMode):
         resized = self._resized(func, args, kwargs)
         in_ram = self.resting.used and self.resting.made_of(life.in_ram for life in self._lives_of(args, kwargs))
         on_device = self._place(func, args, kwargs)
+        crossing = self._crossing(func, args, on_device)
         # Until a program names a device, its tensors may be meant to be there: what they take is then the device's.
-        counts = (on_device or not recorder.uses_device) and not in_ram
+        counts = (on_device or crossing is not None or not recorder.uses_device) and not in_ram
         rule = self._rule_for(func) if counts else None
         if fresh or resized or rule is not None or not is_view(func):
             index = recorder.begin_op(self.resting.named(op_name(func, args)), phase, module)
@@ -248,8 +251,7 @@ class RecordingMode(TorchDispatchMode):
             if answer is not None:
                 answer.work = work
             recorder.describe_op(index, work, in_ram=in_ram)
-            from_host = self._placed is True and not any(life.on_device for life in self._lives_of(args, kwargs))
-            kernel = Kernel(func, args, kwargs, [tensor for tensor, _ in fresh], result, on_device, from_host)
+            kernel = Kernel(func, args, kwargs, [tensor for tensor, _ in fresh], result, on_device, crossing)
             if rule is not None:
                 kernel.stream = recorder.stream()
                 rule(kernel)
@@ -416,10 +418,11 @@ class RecordingMode(TorchDispatchMode):
         kernel.emit()
         recorder, lives = self.recorder, {}
         factory = not any(True for _ in _tensors(kernel.args))
+        works_on_device = on_device or kernel.crossing is not None
         for what, handle, bytes in kernel.script:
             if what == "alloc":
                 lives[handle] = recorder.alloc(
-                    bytes, phase=phase, module=module, on_device=on_device, category=Category.TEMPORARY,
+                    bytes, phase=phase, module=module, on_device=works_on_device, category=Category.TEMPORARY,
                     reduction=kernel.reductions.get(handle),
                 )  # fmt: skip
             elif what == "keep":
@@ -462,6 +465,20 @@ class RecordingMode(TorchDispatchMode):
         if lives := self._lives_of(args, kwargs):
             return any(life.on_device for life in lives)
         return self.on_device or (torch._C._current_graph_task_id() != -1 and self.recorder.uses_device)
+
+    def _crossing(self, func: torch._ops.OpOverload, args: tuple[Any, ...], on_device: bool) -> Crossing | None:
+        """Which way a copy crosses between host and device, where a program tells them apart."""
+        if not self.recorder.uses_device or func not in _COPIES:
+            return None
+        target, source = (None, args[0]) if func is _to_copy else args[:2]
+        ends_there = on_device if target is None else self._lies_on_device(target)
+        if ends_there == self._lies_on_device(source):
+            return None
+        return Crossing.TO_DEVICE if ends_there else Crossing.TO_HOST
+
+    def _lies_on_device(self, tensor: torch.Tensor) -> bool:
+        life = self.life_of(tensor)
+        return life is not None and life.on_device
 
 
 def mark(name: str) -> None:

@@ -238,10 +238,7 @@ class PretendCuda(ValueMode):
 def _copied(
     recording: RecordingMode, source: torch.Tensor, cuda: bool, dtype: torch.dtype, options: dict[str, Any]
 ) -> torch.Tensor:
-    """On the other device. Where nobody waits, it is converted on the GPU (cuda/Copy.cu), before it goes."""
-    if not cuda and options.get("non_blocking") and dtype != source.dtype:
-        with recording.placed(True):
-            source = torch.Tensor.to(source, dtype)
+    """On the other device."""
     with recording.placed(cuda):
         return torch.Tensor.to(source, dtype, copy=True, **options)
 

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
 
 from brim.core.trace import Reduction
+
+
+class Crossing(Enum):
+    """Which way a copy goes between host and device."""
+
+    TO_DEVICE = "to the device"
+    TO_HOST = "to the host"
 
 
 @dataclass(slots=True)
@@ -25,7 +33,7 @@ class Kernel:
     outputs: list[torch.Tensor]
     result: Any
     on_device: bool = True  # False: of tensors on the host, which are the device's in a program that names none
-    from_host: bool = False  # whether a device's result is made of what lies on the host
+    crossing: Crossing | None = None  # of a copy
     stream: int = 0  # the number of the stream that it runs on
     script: list[tuple[str, int, int]] = field(default_factory=list)  # (what, handle or output, bytes)
     libraries: list[str] = field(default_factory=list)  # whose workspaces it keeps, by the handles of these

@@ -21,6 +21,7 @@ from brim.predict.lowering.cuda import resampling as cuda_resampling
 from brim.predict.lowering.cuda import sorting as cuda_sorting
 from brim.predict.lowering.cuda.linear_algebra import LinearAlgebra
 from brim.predict.lowering.kernel import (
+    Crossing,
     Kernel,
     Rule,
     contiguous_after,
@@ -221,15 +222,39 @@ def _dropout(kernel: Kernel) -> None:
     kernel.emit(0)
 
 
-def _copy_from_host(kernel: Kernel) -> None:
-    """cuda/Copy.cu: what comes from the host is laid out otherwise once it is there. It is converted before it comes,
-    or where nobody waits for it, after."""
+def _copy(kernel: Kernel) -> None:
+    """cuda/Copy.cu, ``copy_kernel_cuda``: only what is of one type and lies alike goes to or from the host as it is.
+
+    The GPU converts where nobody waits for the copy, the host where somebody does; either side makes it dense.
+    """
     kernel.emit()
-    source, target = kernel.args[0], kernel.result
-    other_layout = not target.is_contiguous() and source.stride() != target.stride()
-    late = bool(kernel.arg("non_blocking"))
-    if kernel.from_host and (other_layout or (late and source.dtype is not target.dtype)):
-        kernel.temp(nbytes(source if late else target))
+    if kernel.crossing is None:
+        return
+    target, source = (kernel.result, kernel.args[0]) if kernel.func is _aten._to_copy.default else kernel.args[:2]
+    same_type = source.dtype is target.dtype
+    if same_type and _lie_alike(target, source):
+        return
+    converts = bool(kernel.arg("non_blocking")) and not same_type
+    if kernel.crossing is Crossing.TO_DEVICE:
+        if converts or not target.is_contiguous():
+            kernel.temp(target.numel() * (source if converts else target).element_size())
+        return
+    dense = source.expand(target.shape).is_contiguous()
+    if converts:
+        kernel.temp(source.numel() * target.element_size())
+        kept = torch._prims_common.is_non_overlapping_and_dense_or_false(source)
+        dense = target.shape == source.shape and (dense or not kept)  # the layout of what is dense is kept
+    if not dense:
+        kernel.temp(target.numel() * (target if converts else source).element_size())
+
+
+def _lie_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors are dense, and their elements in one order."""
+    if first.numel() == 1:
+        return second.numel() == 1
+    strides = [[s for s, size in zip(t.stride(), t.shape, strict=True) if size > 1] for t in (first, second)]
+    dense = torch._prims_common.is_non_overlapping_and_dense_or_false(first)
+    return first.shape == second.shape and strides[0] == strides[1] and dense
 
 
 def _group_norm(kernel: Kernel) -> None:
@@ -472,7 +497,8 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._native_batch_norm_legit.no_stats: _batch_norm,
     _aten.native_batch_norm_backward.default: _batch_norm_backward,
     _aten.native_dropout.default: _dropout,
-    _aten._to_copy.default: _copy_from_host,
+    _aten._to_copy.default: _copy,
+    _aten.copy_.default: _copy,
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
     _aten.mse_loss.default: _structured_loss,
