@@ -36,9 +36,33 @@ def _laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     return tensor
 
 
-def samples(most: int, layout: str, half: bool) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
-    """Up to ``most`` of each operator: a name, and what moves its inputs to the GPU and returns a step."""
+def _grown(op: Any, sample: Any, times: int) -> tuple[Any, ...] | None:
+    """A sample with so many times as many rows; None where the operator does not take that."""
+    first = next((one for one in tree_leaves(sample.input) if isinstance(one, torch.Tensor) and one.dim()), None)
+    if first is None or first.layout != torch.strided:
+        return None
+
+    def longer(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim() or tensor.size(0) != first.size(0):
+            return tensor
+        return tensor.detach().repeat(times, *[1] * (tensor.dim() - 1)).requires_grad_(tensor.requires_grad)
+
+    made: tuple[Any, ...] = tree_map_only(torch.Tensor, longer, (sample.input, sample.args, sample.kwargs))
+    try:
+        op(made[0], *made[1], **made[2])
+    except Exception:  # whatever says that its inputs do not belong together
+        return None
+    return made
+
+
+def samples(
+    names: list[str], most: int, layout: str, half: bool, times: int
+) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
+    """Up to ``most`` of each operator (all, or ``names``): a name, and what moves its inputs to the GPU and returns a
+    step."""
     for op in op_db:
+        if names and _name(op) not in names:
+            continue
         dtypes = (torch.bfloat16,) if half else _DTYPES
         dtype = next((one for one in dtypes if one in op.dtypesIfCUDA), None)
         if dtype is None:
@@ -50,13 +74,16 @@ def samples(most: int, layout: str, half: bool) -> Iterator[tuple[str, Callable[
         except Exception:  # such samples need what this machine lacks
             continue
         for number, sample in enumerate(made):
-            name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
-            yield f"{name}:{number}", _build(op, sample, layout)
+            inputs = _grown(op, sample, times) if times > 1 else (sample.input, sample.args, sample.kwargs)
+            if inputs is not None:
+                yield f"{_name(op)}:{number}", _build(op, inputs, layout)
 
 
-def _build(op: Any, sample: Any, layout: str) -> Callable[[], Callable[[], Any]]:
-    inputs = (sample.input, sample.args, sample.kwargs)
+def _name(op: Any) -> str:
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
 
+
+def _build(op: Any, inputs: tuple[Any, ...], layout: str) -> Callable[[], Callable[[], Any]]:
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return _laid_out(tensor.detach().cuda(), layout).requires_grad_(tensor.requires_grad)
 
@@ -119,12 +146,12 @@ def traced(build: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    how, most, begin, layout, dtypes, *names = sys.argv[1:]
+    how, most, begin, layout, dtypes, times, *names = sys.argv[1:]
     warnings.simplefilter("ignore")
     gc.freeze()  # the table of all operators is not looked through for each sample
     run = measured if how == "device" else traced
-    for number, (name, build) in enumerate(samples(int(most), layout, dtypes == "half")):
-        if number < int(begin) or (names and name.partition(":")[0] not in names):
+    for number, (name, build) in enumerate(samples(names, int(most), layout, dtypes == "half", int(times))):
+        if number < int(begin):
             continue
         print(json.dumps({"number": number, "name": name}), flush=True)
         try:

@@ -41,7 +41,7 @@ def run(
     how: str, python: str, variables: dict[str, str], options: argparse.Namespace, names: list[str]
 ) -> Iterator[dict[str, Any]]:
     """What the worker says of each sample, in processes as many as it takes."""
-    kind = [options.layout, "half" if options.half else "first"]
+    kind = [options.layout, "half" if options.half else "first", str(options.rows)]
     worker, begin = str(Path(__file__).with_name("_operators_worker.py")), 0
     while True:
         command = [python, worker, how, str(options.most), str(begin), *kind, *names]
@@ -87,6 +87,10 @@ def main() -> None:
     parser.add_argument(
         "--half", action="store_true", help="in bfloat16 (default: the first type that a sample takes)"
     )
+    parser.add_argument(
+        "--rows", type=int, default=1, help="times as many rows, where operators take them: of the samples' own few "
+        "a block of 512 bytes hides what is copied (default: 1)",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, help="a JSON file for the table")
     options = parser.parse_args()
     environment = find(options.python)

@@ -1,4 +1,5 @@
-"""Kernels that copy what lies in another order than they read: a trace against the rehearsal device, to the byte."""
+"""Kernels that copy what lies in another order than they read, and formulas of gradients at sizes at which what they
+take shows: a trace against the rehearsal device, to the byte."""
 
 from __future__ import annotations
 
@@ -124,12 +125,82 @@ ACROSS = """
         compare(f"assigned {dtype}", lambda: assigned(dtype))
 """
 
+CHANNELS_LAST = """
+    def build(function):
+        x = torch.zeros(4, 36, 64, 66, device="cuda").contiguous(memory_format=torch.channels_last).requires_grad_()
+
+        def step():
+            out = function(x)
+            out.backward(torch.ones(out.shape, device="cuda"))
+
+        return step
+
+    compare("pixel_shuffle", lambda: build(lambda x: F.pixel_shuffle(x, 3)))
+    compare("pixel_unshuffle", lambda: build(lambda x: F.pixel_unshuffle(x, 2)))
+    compare("channel_shuffle", lambda: build(lambda x: F.channel_shuffle(x, 4)))
+    compare("adaptive_max_pool2d", lambda: build(lambda x: F.adaptive_max_pool2d(x, 16)))
+    compare("adaptive_avg_pool2d", lambda: build(lambda x: F.adaptive_avg_pool2d(x, 16)))
+    compare("max_pool2d", lambda: build(lambda x: F.max_pool2d(x, 2)))
+    compare("unfold", lambda: build(lambda x: F.unfold(x, 3)))
+"""
+
+FORMULAS = """
+    from brim.predict.lowering.cuda import convolution
+
+    convolution._MEASURED = None  # the device's cuDNN has one engine, without a workspace
+
+    def build(function, *shapes, strided=lambda x: x):
+        tensors = [strided(torch.ones(*shape, device="cuda")).requires_grad_() for shape in shapes]
+
+        def step():
+            out = function(*tensors)
+            out.backward(torch.ones(out.shape, device="cuda"))
+
+        return step
+
+    of_ones = lambda *shape: torch.ones(*shape, device="cuda")
+    labels = lambda *shape: torch.ones(*shape, device="cuda", dtype=torch.int64)
+
+    def with_logits(x):
+        return F.binary_cross_entropy_with_logits(x, of_ones(800, 640), pos_weight=of_ones(640))
+
+    def ctc(x, steps):
+        lengths = torch.full((8,), steps), torch.full((8,), 20)
+        return F.ctc_loss(x.log_softmax(-1).transpose(0, 1), labels(8, 20), *lengths)
+
+    compare("bce", lambda: build(with_logits, (800, 640)))
+    plain = lambda x: F.binary_cross_entropy_with_logits(x, of_ones(800, 640))
+    compare("bce without", lambda: build(plain, (800, 640)))
+    for steps in (100, 300):
+        compare(f"ctc {steps}", lambda: build(lambda x: ctc(x, steps), (8, steps, 4000)))
+        compare(f"ctc {steps} few", lambda: build(lambda x: ctc(x, steps), (8, steps, 40)))
+    compare("unfold", lambda: build(lambda x: F.unfold(x, 3), (4, 36, 64, 66)))
+    compare("fold", lambda: build(lambda x: F.fold(x, (64, 64), 8, stride=8), (8, 1024, 64)))
+    compare("fold of more", lambda: build(lambda x: F.fold(x, (16, 16), 3), (8, 36, 196)))
+    compare("conv1d", lambda: build(lambda x, w: F.conv1d(x[:, :, :-3], w), (16, 64, 700), (96, 64, 5)))
+    compare("conv1d transposed", lambda: build(lambda x, w: F.conv1d(x.mT, w), (16, 700, 64), (96, 64, 5)))
+    multilabel = lambda x: F.multilabel_margin_loss(x, labels(1000, 400).t())
+    compare("multilabel", lambda: build(multilabel, (1000, 400), strided=torch.t))
+    half = dict(device="cuda", dtype=torch.bfloat16)
+    compare("mm to float32", lambda: lambda: torch.mm(torch.ones(512, 256, **half), torch.ones(256, 512, **half),
+                                                      out_dtype=torch.float32))
+"""
+
+
+PROGRAMS = {
+    "resampled": RESAMPLED,
+    "transposed": TRANSPOSED,
+    "across": ACROSS,
+    "channels last": CHANNELS_LAST,
+    "formulas": FORMULAS,
+}
+
 
 def _differ(found: dict[str, Any]) -> dict[str, Any]:
     assert found
     return {name: (trace, device) for name, (trace, device) in found.items() if trace != device}
 
 
-@pytest.mark.parametrize("programs", [RESAMPLED, TRANSPOSED, ACROSS], ids=["resampled", "transposed", "across"])
-def test_copies_of_what_lies_in_another_order(on_device: OnDevice, programs: str) -> None:
-    assert _differ(on_device.run(textwrap.dedent(PEAKS) + textwrap.dedent(programs))) == {}
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_trace_takes_what_the_kernels_do(on_device: OnDevice, name: str) -> None:
+    assert _differ(on_device.run(textwrap.dedent(PEAKS) + textwrap.dedent(PROGRAMS[name]))) == {}

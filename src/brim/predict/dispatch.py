@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -78,6 +79,15 @@ _COMPARED: dict[torch._ops.OpOverload, Callable[..., Any]] = {
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
+@dataclass(slots=True)
+class _Entry:
+    """A storage that was seen. ``fake_bytes``: of the fake one, where kernels may really make a larger one."""
+
+    life: Life
+    storage: weakref.ref[torch.UntypedStorage]
+    fake_bytes: int
+
+
 class RecordingMode(TorchDispatchMode):
     """Records into ``recorder`` every operation of the fake tensors below it.
 
@@ -95,7 +105,7 @@ class RecordingMode(TorchDispatchMode):
         self.recorder, self.modules, self.values = recorder, modules, values
         self._rule_for = rule_for
         self.resting = Resting()
-        self._live: dict[int, tuple[Life, weakref.ref[torch.UntypedStorage]]] = {}
+        self._live: dict[int, _Entry] = {}
         self.on_device = True  # whether factories make their tensors on the device that is traced
         self._placed: bool | None = None
         self.pretends = False  # whether a CUDA device is pretended, by fake tensors of the CPU
@@ -323,11 +333,14 @@ class RecordingMode(TorchDispatchMode):
     # -- storages ------------------------------------------------------------------------------------------------
 
     def life_of(self, tensor: torch.Tensor) -> Life | None:
+        entry = self._entry_of(tensor)
+        return entry.life if entry else None
+
+    def _entry_of(self, tensor: torch.Tensor) -> _Entry | None:
         tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor is this rank's share of it
         if self._sparse is not None and sparse.is_sparse(tensor):
             tensor = sparse.values_of(tensor)
-        entry = self._live.get(tensor.untyped_storage()._cdata)
-        return entry[0] if entry else None
+        return self._live.get(tensor.untyped_storage()._cdata)
 
     def _lives_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Life]:
         return [life for t in (*_tensors(args), *_tensors(list(kwargs.values()))) if (life := self.life_of(t))]
@@ -346,7 +359,7 @@ class RecordingMode(TorchDispatchMode):
             life.in_ram = self.resting.used = True
 
     def lives(self) -> Iterator[Life]:
-        return (life for life, _ in self._live.values())
+        return (entry.life for entry in self._live.values())
 
     def mark(self, tensor: object, category: Category, module: int = -1) -> None:
         """Say what a tensor is, and which module it belongs to (-1: the one that made it)."""
@@ -385,31 +398,31 @@ class RecordingMode(TorchDispatchMode):
             return []
         resized = []
         for tensor in (*_tensors(args), *_tensors(list(kwargs.values()))):
-            life = self.life_of(tensor)
-            if life is not None and life.bytes != (now := tensor.untyped_storage().nbytes()):
-                resized.append((life, now))
+            entry = self._entry_of(tensor)
+            if entry is not None and entry.fake_bytes != (now := tensor.untyped_storage().nbytes()):
+                resized.append((entry.life, now))
         return resized
 
     def resized_storage(self, storage: torch.UntypedStorage) -> None:
         """A storage was resized by itself, not by an operation: FSDP2 lets whole weights go and makes room for
         them."""
         entry = self._live.get(storage._cdata)
-        if entry is None or entry[0].bytes == storage.nbytes():
+        if entry is None or entry.fake_bytes == storage.nbytes():
             return
-        life, phase = entry[0], self.phase()
+        life, phase = entry.life, self.phase()
         self.recorder.free(life, phase)  # nothing is copied: what was there is not kept
-        fresh = self.recorder.alloc(
-            storage.nbytes(), phase=phase, module=life.module, dtype=life.dtype, on_device=life.on_device
+        entry.fake_bytes = storage.nbytes()
+        entry.life = self.recorder.alloc(
+            entry.fake_bytes, phase=phase, module=life.module, dtype=life.dtype, on_device=life.on_device
         )
-        self._live[storage._cdata] = (fresh, entry[1])
 
     def _resize(self, life: Life, bytes: int, phase: Phase) -> None:
         """A resized storage takes the new bytes before it lets the old go (they are copied over)."""
-        key = next(key for key, (other, _) in self._live.items() if other is life)
-        fresh = self.recorder.alloc(
+        entry = next(entry for entry in self._live.values() if entry.life is life)
+        entry.fake_bytes = bytes
+        entry.life = self.recorder.alloc(
             bytes, phase=phase, module=life.module, dtype=life.dtype, on_device=life.on_device, category=life.category
         )
-        self._live[key] = (fresh, self._live[key][1])
         self.recorder.free(life, phase)
 
     def _play(
@@ -453,10 +466,9 @@ class RecordingMode(TorchDispatchMode):
         key = storage._cdata
 
         def died(_: object) -> None:
-            now, _reference = self._live.pop(key)
-            self.recorder.free(now, self.phase())
+            self.recorder.free(self._live.pop(key).life, self.phase())
 
-        self._live[key] = (life, weakref.ref(storage, died))
+        self._live[key] = _Entry(life=life, storage=weakref.ref(storage, died), fake_bytes=storage.nbytes())
 
     def _place(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """An operation's results lie where its inputs lie; without inputs, where the caller's context says."""

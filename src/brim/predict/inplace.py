@@ -17,6 +17,7 @@ _aten = torch.ops.aten
 
 # How often a tensor that only the caller in C++ holds is counted while a dispatch mode looks at it; so its storage.
 _TENSOR_USES, _STORAGE_USES = 4, 2
+_CHAINED = 2  # more, of a chain whose parts gave the same tensor back: C++ holds it for each of them
 _MORE_USES = {_aten.index_put.default: 1}  # the formula itself holds the tensor too
 
 # Backward formulas that write into a tensor they have just made (torch/csrc/autograd/FunctionsManual.cpp,
@@ -43,9 +44,11 @@ def as_plain(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch._ops.O
         if len(args) == 2 and _called_by_engine() and _may_be_overwritten(func, args[0]) and not _formula_adds():
             # InputBuffer's accumulate, torch/csrc/autograd/input_buffer.cpp
             return _aten.add_.Tensor if _fits(args[0], args[1]) else func
-    elif func is _aten.mul.Tensor:
-        if _in_node(*_MULTIPLYING) and _called_by_engine() and _may_be_overwritten(func, args[0]):
-            return _aten.mul_.Tensor if _fits(args[0], args[1]) else func
+    elif func in _OF_LOSSES:
+        of_logits = _in_node(_OF_LOGITS) and not _is_differentiated(_TARGET)  # which multiplies into a new tensor
+        known = of_logits or (func is _aten.mul.Tensor and _in_node("BinaryCrossEntropyBackward"))
+        if known and _called_by_engine() and _may_be_overwritten(func, args[0], _CHAINED * of_logits):
+            return _OF_LOSSES[func] if _fits(args[0], args[1]) else func
     elif func in _ON_FRESH_TENSOR and _called_by_engine() and _may_be_overwritten(func, args[0]):
         if func in _LOGICAL and not _fits(args[0], args[1]):
             return func
@@ -55,7 +58,9 @@ def as_plain(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch._ops.O
 
 # Nodes whose formulas make a copy whatever the tensor: they fill, scatter and add into it.
 _INTO_COPIES = ("ScatterReduce", "IndexReduce", "Xlogy", "SpecialXlog1Py")
-_MULTIPLYING = ("BinaryCrossEntropyBackward",)  # nodes that scale what they have just made
+# What formulas of losses do with what they have just made.
+_OF_LOSSES = {_aten.mul.Tensor: _aten.mul_.Tensor, _aten.sub.Tensor: _aten.sub_.Tensor}
+_OF_LOGITS, _TARGET = "BinaryCrossEntropyWithLogits", 1  # the node, and its input that seldom has a gradient
 _LOGICAL = (_aten.logical_and.default, _aten.logical_or.default)
 
 
@@ -88,6 +93,11 @@ def _formula_adds() -> bool:
 def _in_node(*names: str) -> bool:
     node = torch._C._current_autograd_node()
     return node is not None and node.name().startswith(names)
+
+
+def _is_differentiated(input: int) -> bool:
+    node = torch._C._current_autograd_node()
+    return node is not None and node.next_functions[input][0] is not None
 
 
 def add_bias(output: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -139,10 +149,10 @@ def _called_by_engine() -> bool:
 _WRAPPERS = ("_seen", "__torch_dispatch__", "_fn", "inner")  # PyTorch may wrap the dispatch so that dynamo skips it
 
 
-def _may_be_overwritten(func: torch._ops.OpOverload, tensor: torch.Tensor) -> bool:
+def _may_be_overwritten(func: torch._ops.OpOverload, tensor: torch.Tensor, more_uses: int = 0) -> bool:
     storage = tensor.untyped_storage()
     return (
-        tensor._use_count() <= _TENSOR_USES + _MORE_USES.get(func, 0)  # type: ignore[attr-defined]
+        tensor._use_count() <= _TENSOR_USES + _MORE_USES.get(func, more_uses)  # type: ignore[attr-defined]
         and torch._C._storage_Use_Count(storage._cdata) <= _STORAGE_USES
         and torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
     )

@@ -60,7 +60,9 @@ def _backward(kernel: Kernel, workspace: _Workspace) -> None:
     """Convolution.cpp, cudnn/ConvShared.cpp: a gradient that is not dense is copied first."""
     y, x, w = kernel.arg("grad_output"), kernel.arg("input"), kernel.arg("weight")
     _note_engine(kernel, x, w)
-    last = _channels_last(x, w)
+    last, x_is_copied = _channels_last(x, w), x.dim() == 3  # of one dimension, to begin with
+    if x_is_copied:
+        kernel.contiguous(x)
     if not y.is_contiguous(memory_format=_LAST[y.dim()] if last else torch.contiguous_format):
         kernel.temp(nbytes(y))
     gradients = range(sum(kernel.arg("output_mask")[:2]))  # of the input, then of the weight
@@ -72,7 +74,7 @@ def _backward(kernel: Kernel, workspace: _Workspace) -> None:
     directions: tuple[tuple[Direction, torch.Tensor], ...] = (("input", w), ("weight", x))
     made = [one for one, wanted in zip(directions, kernel.arg("output_mask")[:2], strict=True) if wanted]
     for output, (direction, other) in zip(gradients, made, strict=True):
-        copy = kernel.temp(_copied_bytes(other, x, w))
+        copy = kernel.temp(0 if other is x and x_is_copied else _copied_bytes(other, x, w))
         kernel.emit(output)
         kernel.free(kernel.temp(workspace(kernel, x, w, y, direction)))
         kernel.free(copy)

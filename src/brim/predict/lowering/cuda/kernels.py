@@ -40,12 +40,15 @@ _CHUNK_BLOCK_BYTES = 128 * 16  # that a block of threads copies
 _MOST_TRAINED_BY_CUDNN, _MOST_EVALUATED_BY_CUDNN = 880_801, 65_535  # samples of a batch norm
 _MOST_ELEMENTS_OF_CUDNN = (1 << 31) - 1
 _LEAST_BLOCKS_OF_CHANNELS = 8  # fewer are not worth it: one block of threads does the work
+_SMALL_CTC = 450  # a sum of steps, samples and labels up to which one kernel makes the gradient of a CTC loss
 _ALWAYS = (_aten.dot.default, _aten.vdot.default)  # they ask for cuBLAS whatever there is to multiply
 _GEMM = (
     _aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm_.default, _aten.addmm.out, _aten.bmm.default,
     _aten.bmm.out, _aten.baddbmm.default, _aten.baddbmm_.default, _aten.mv.default, _aten.addmv.default,
     _aten.addmv_.default, _aten.dot.default, _aten.vdot.default, _aten.addbmm.default,
     _aten._addmm_activation.default, _aten._scaled_mm.default,
+    _aten.mm.dtype, _aten.mm.dtype_out, _aten.addmm.dtype, _aten.addmm.dtype_out, _aten.bmm.dtype,
+    _aten.bmm.dtype_out, _aten.baddbmm.dtype, _aten.baddbmm.dtype_out,
 )  # fmt: skip
 # Products that cuBLASLt makes together with what is added to them.
 _LT_ALWAYS = (_aten._addmm_activation.default, _aten._scaled_mm.default)
@@ -129,6 +132,35 @@ def _pooled_backward(kernel: Kernel) -> None:
     kernel.temp(0 if gradient.is_contiguous(memory_format=layout) else nbytes(gradient))
     kernel.temp(copied_bytes(source))
     kernel.emit()
+
+
+def _resized_like_input(kernel: Kernel) -> None:
+    """cuda/Im2Col.cu, cuda/Col2Im.cu: the result begins as large as the input, and its storage never shrinks."""
+    source, result = kernel.arg("self"), kernel.result
+    if nbytes(result) <= nbytes(source):
+        kernel.emit(0, bytes=nbytes(source))
+        kernel.contiguous(source)
+        return
+    first = kernel.temp(nbytes(source))
+    copy = kernel.contiguous(source)
+    kernel.emit()
+    kernel.free(first)
+    kernel.free(copy)
+
+
+def _adaptive_max_pool(kernel: Kernel) -> None:
+    """cuda/AdaptiveMaxPooling2d.cu writes what is dense, and copies it where the channels are to be last."""
+    kernel.emit()
+    for output in kernel.result:
+        kernel.contiguous(output)
+    source = kernel.arg("self")
+    kernel.contiguous(source if source.dim() == 4 else None)
+
+
+def _adaptive_max_pool_backward(kernel: Kernel) -> None:
+    kernel.emit()
+    for tensor in (kernel.arg("grad_output"), kernel.arg("indices"), kernel.result):
+        kernel.contiguous(tensor)
 
 
 def _trains(kernel: Kernel) -> bool:
@@ -350,6 +382,23 @@ def _binary_cross_entropy(kernel: Kernel) -> None:
         kernel.temp(kernel.arg("self").element_size())
 
 
+def _multilabel_margin(kernel: Kernel) -> None:
+    """cuda/MultiLabelMarginCriterion.cu: dense operands, and a loss of each sample before they are added up."""
+    source = kernel.arg("self")
+    kernel.contiguous(source)
+    kernel.contiguous(kernel.arg("target"))
+    kernel.emit(1)
+    if kernel.arg("reduction") and source.dim() == 2:
+        kernel.temp(source.size(0) * source.element_size())
+    kernel.emit(0)
+
+
+def _multilabel_margin_backward(kernel: Kernel) -> None:
+    kernel.emit()
+    kernel.contiguous(kernel.arg("self"))
+    kernel.contiguous(kernel.arg("target"))
+
+
 def _ctc_lengths(kernel: Kernel) -> None:
     """cuda/LossCTC.cu: where each target begins, and both kinds of lengths, on the device."""
     scores = kernel.arg("log_probs")
@@ -365,9 +414,24 @@ def _ctc_loss(kernel: Kernel) -> None:
 
 
 def _ctc_backward(kernel: Kernel) -> None:
+    """cuda/LossCTC.cu, ``ctc_loss_backward_gpu_template``: where there is much, the blanks' part of the gradient is
+    the logsumexp of every other state."""
     _ctc_lengths(kernel)
-    kernel.temp(nbytes(kernel.arg("log_alpha")))
+    alpha, scores = kernel.arg("log_alpha"), kernel.arg("log_probs")
+    kernel.temp(nbytes(alpha))
     kernel.emit()
+    batch, steps, states = alpha.shape
+    if 2 * steps + batch * 24 // 10 + scores.size(-1) * 2 // 10 <= _SMALL_CTC:
+        return
+    rows, blanks = batch * steps, batch * steps * (states // 2 + 1) * alpha.element_size()
+    summed = kernel.temp(blanks)
+    maxima = kernel.temp(rows * alpha.element_size())
+    absolute = kernel.temp(rows * alpha.element_size())
+    kernel.free(kernel.temp(rows))  # which of them are infinite
+    kernel.free(absolute)
+    exponentials, result = kernel.temp(blanks), kernel.temp(rows * alpha.element_size())
+    for done in (exponentials, maxima, result, summed):
+        kernel.free(done)
 
 
 def _log_sigmoid(kernel: Kernel) -> None:
@@ -488,7 +552,10 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.avg_pool2d_backward.default: _pooled_backward,
     _aten.max_pool3d_with_indices.default: _pooled,
     _aten.avg_pool3d.default: _pooled,
-    _aten.adaptive_max_pool2d.default: _pooled,
+    _aten.im2col.default: _resized_like_input,
+    _aten.col2im.default: _resized_like_input,
+    _aten.adaptive_max_pool2d.default: _adaptive_max_pool,
+    _aten.adaptive_max_pool2d_backward.default: _adaptive_max_pool_backward,
     _aten._adaptive_avg_pool2d.default: _pooled,
     _aten.native_batch_norm.default: _batch_norm,
     _aten._batch_norm_with_update.default: _batch_norm,
@@ -511,6 +578,8 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._softmax_backward_data.default: _softmax_backward,
     _aten._log_softmax_backward_data.default: contiguous_after("grad_output", "output"),
     _aten._safe_softmax.default: _safe_softmax,
+    _aten.multilabel_margin_loss_forward.default: _multilabel_margin,
+    _aten.multilabel_margin_loss_backward.default: _multilabel_margin_backward,
     _aten._ctc_loss.default: _ctc_loss,
     _aten._ctc_loss.Tensor: _ctc_loss,
     _aten._ctc_loss_backward.Tensor: _ctc_backward,
