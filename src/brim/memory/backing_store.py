@@ -269,6 +269,11 @@ class RamStore:
     def settle(self) -> None:
         self._memory.engine.finish(self._saved)
 
+    def settle_copies(self) -> None:
+        """Wait until no copy writes here, nor reads from here: what lies here may be changed in place."""
+        self.settle()
+        self._memory.engine.finish(Settled(self._loaded))
+
     def rest(self) -> list[torch.Tensor | None]:
         return list(self._views)
 
@@ -295,8 +300,7 @@ class RamStore:
         return words[:: max(1, words.numel() // _SAMPLED_WORDS)].clone()
 
     def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.settle()
-        self._memory.engine.finish(Settled(self._loaded))  # a copy that was prefetched may still read the old values
+        self.settle_copies()  # one that was prefetched may still read the old values
         for view, tensor in zip(self._views, tensors, strict=True):
             if self._memory.fake or tensor.data_ptr() != view.data_ptr():
                 view.copy_(tensor)

@@ -9,6 +9,7 @@ from brim.core import Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.memory.tiers import device_memory
 from brim.techniques.blocks import find_blocks
+from brim.techniques.optimizer_offload import technique as optimizer_offload
 from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, Weights, apply
 from support.streamed_training import IDS, Net, plan_of
 
@@ -58,3 +59,35 @@ def test_steps_of_adamw_block_by_block(choice: str, tied: bool, repeats: bool) -
     handle.remove()
     for name, value in twin.state_dict().items():
         assert torch.equal(net.state_dict()[name], value.cpu()), name
+
+
+@pytest.mark.parametrize("gradients", ["keep", RAM])
+def test_weights_that_rest_in_ram_are_stepped_there(gradients: str) -> None:
+    """What the processor steps, and what the device computes with from then on, is the RAM that weights rest in."""
+    net, twin = Net(), Net().cuda()
+    partition, device = find_blocks(net), torch.device("cuda", torch.cuda.current_device())
+    memory = device_memory(
+        Timeline("training", measured=True), vram_bytes=64 << 20, ram_bytes=64 << 20, device=device
+    )
+    plan = plan_of(partition, FROM_RAM, 3)
+    weights = apply(net, partition, plan, memory, Weights(), training=True)
+    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (net, twin))
+    offload = optimizer_offload.apply(net, ours, memory, states=RAM, gradients=gradients, streaming=weights)
+    moved = memory.recorder.copied_bytes
+    for _ in range(4):
+        losses = [loss_of(net), loss_of(twin)]
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+        for loss in losses:
+            loss.backward()
+        down, up = moved.get((VRAM, RAM), 0), moved[RAM, VRAM]
+        gradient_bytes = 0 if gradients == RAM else sum(p.nbytes for p in twin.parameters())
+        ours.step()
+        assert moved.get((VRAM, RAM), 0) - down == gradient_bytes
+        assert moved[RAM, VRAM] == up
+        theirs.step()
+        for one in (ours, theirs):
+            one.zero_grad()
+    for name, value in twin.state_dict().items():
+        torch.testing.assert_close(weights.value(name), value.cpu(), rtol=1e-4, atol=1e-5)
+    offload.remove()
+    weights.remove()

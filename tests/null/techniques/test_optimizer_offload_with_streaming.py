@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from brim.core.hardware import RAM, VRAM
 from brim.techniques.blocks import find_blocks
 from brim.techniques.optimizer_offload import technique as optimizer_offload
 from brim.techniques.streaming import weight_streaming
+from brim.techniques.streaming.weight_streaming import FROM_RAM
 from support import streamed_training as streamed
 
 PLACES = [
@@ -63,3 +65,55 @@ def test_nothing_stays_and_nothing_differs(
     weights.remove()
     for (name, one), other in zip(net.named_parameters(), twin.named_parameters(), strict=True):
         assert torch.equal(one, other[1]), name
+
+
+@pytest.mark.parametrize("gradients", ["keep", "ram"])
+def test_weights_that_rest_in_ram_are_stepped_there(gradients: str) -> None:
+    """No weight crosses the link for an update, down or up again: only gradients go down."""
+    net, twin = streamed.Net(), streamed.Net()
+    optimizer, plain = (torch.optim.AdamW(n.parameters(), lr=1e-2) for n in (net, twin))
+    partition, memory = find_blocks(net), streamed.memory_for("ram")
+    plan = streamed.plan_of(partition, FROM_RAM, 3)
+    weights = weight_streaming.apply(net, partition, plan, memory, weight_streaming.Weights(), training=True)
+    offload = optimizer_offload.apply(net, optimizer, memory, states=RAM, gradients=gradients, streaming=weights)
+    moved = memory.recorder.copied_bytes
+    for _ in range(3):
+        streamed.loss_of(net).backward()
+        streamed.loss_of(twin).backward()
+        down, up = moved.get((VRAM, RAM), 0), moved[RAM, VRAM]
+        gradient_bytes = 0 if gradients == RAM else sum(p.nbytes for p in twin.parameters())
+        optimizer.step()
+        assert moved.get((VRAM, RAM), 0) - down == gradient_bytes
+        assert moved[RAM, VRAM] == up
+        plain.step()
+        for one in (optimizer, plain):
+            one.zero_grad()
+        assert streamed.loss_of(net).item() == streamed.loss_of(twin).item()
+        for name, value in twin.state_dict().items():
+            assert torch.equal(weights.value(name), value), name
+    offload.remove()
+    weights.remove()
+    for (name, one), other in zip(net.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_an_update_that_fails_leaves_weights_and_gradients_where_they_were() -> None:
+    net = streamed.Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    partition, memory = find_blocks(net), streamed.memory_for("ram")
+    plan = streamed.plan_of(partition, FROM_RAM, 3)
+    weights = weight_streaming.apply(net, partition, plan, memory, weight_streaming.Weights(), training=True)
+    before = {name: weights.value(name) for name in net.state_dict()}
+    streamed.loss_of(net).backward()
+    gradients = [p.grad for p in net.parameters()]
+    streamed_ones = [p for _, block in weights.blocks for p in block]
+    assert weights.rests_in_ram(streamed_ones)
+    with pytest.raises(ZeroDivisionError), weights.updating_at_rest(streamed_ones):
+        assert all(p.grad is None for p in streamed_ones)
+        assert not weights.rests_in_ram(streamed_ones)
+        raise ZeroDivisionError
+    assert [p.grad for p in net.parameters()] == gradients
+    assert all(torch.equal(weights.value(name), value) for name, value in before.items())
+    assert weights.rests_in_ram(streamed_ones)
+    optimizer.zero_grad()
+    weights.remove()

@@ -50,7 +50,7 @@ class BackgroundUpdates:
         nobody has promised. Raises what an earlier update raised.
         """
         begin, end = self._room(sum(2 * tensor_bytes(parameter) for parameter, _ in tensors))
-        carried = self._host_copy.carry([(p, gradient, False) for p, gradient in tensors], begin, label)
+        carried = self._host_copy.carry([(p, gradient, False, False) for p, gradient in tensors], begin, label)
         carried.arrive()
         # From here on the values may change at any time, so code that saved them must be notified.
         torch.autograd.graph.increment_version([p for p, _ in tensors])

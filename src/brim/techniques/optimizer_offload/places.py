@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +32,10 @@ class Streaming(Protocol):
     def blocks(self) -> Sequence[tuple[str, Sequence[nn.Parameter]]]: ...
 
     def updating(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]: ...
+
+    def rests_in_ram(self, parameters: Iterable[nn.Parameter]) -> bool: ...
+
+    def updating_at_rest(self, parameters: Iterable[nn.Parameter]) -> contextlib.AbstractContextManager[Any]: ...
 
     def is_updated_by(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None: ...
 
@@ -119,14 +123,21 @@ class Places:
 
     @contextlib.contextmanager
     def unit(
-        self, optimizer: Optimizer, index: int, number: int, gradients: Sequence[Here | None], soon: Sequence[int]
+        self,
+        optimizer: Optimizer,
+        index: int,
+        number: int,
+        gradients: Sequence[Here | None],
+        soon: Sequence[int],
+        resting: Collection[int],
     ) -> Iterator[None]:
-        """Within: ``optimizer`` has a unit of a block and nothing else, in RAM. ``soon``: the blocks after it."""
+        """Within: ``optimizer`` has a unit of a block and nothing else, in RAM. ``soon``: the blocks after it.
+        ``resting``: the numbers of the block's parameters that point to where they rest in RAM."""
         block, states, in_ram = self._blocks[index], self.states, self.host_copy.stepping_in_ram
         if self.units(index, gradients) < states.units(index):
             with (
                 states.gathered(index),
-                in_ram(block.parameters, gradients, block.name),
+                in_ram(block.parameters, gradients, block.name, resting),
                 narrowed(optimizer, block.parameters),
             ):
                 yield
@@ -138,7 +149,8 @@ class Places:
             index, number, stepping=[gradient is not None for gradient in part_gradients]
         ) as stand_ins:
             states.expect([index, *soon], number + 1)
-            with in_ram(stand_ins, part_gradients, block.name), narrowed(optimizer, owners, stand_ins):
+            parts_at_rest = [place for place, part in enumerate(parts) if part.parameter in resting]
+            with in_ram(stand_ins, part_gradients, block.name, parts_at_rest), narrowed(optimizer, owners, stand_ins):
                 yield
 
     @property

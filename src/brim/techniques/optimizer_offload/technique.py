@@ -245,13 +245,16 @@ class OptimizerOffload:
             self._update_in_background(index, soon, dropping=dropping)
             return
         self._background.join()
-        with (
-            torch.no_grad(),
-            self._bound(block),
-            self._places.gradients.present(index, dropping=dropping) as gradients,
-        ):
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            streamed = [number for number, p in enumerate(block.parameters) if id(p) in self._streamed]
+            resting = streamed if leaves and self._rest_in_ram(block, streamed) else []
+            if streamed and not resting:
+                stack.enter_context(self._bound(block))
+            gradients = stack.enter_context(self._places.gradients.present(index, dropping=dropping))
+            if resting:  # after their gradients were looked at, which are not where they rest
+                stack.enter_context(self._at_rest(block))
             if leaves:
-                self._update_units(index, gradients, soon)
+                self._update_units(index, gradients, soon, resting)
                 return
             self._places.states.expect(soon)
             self._places.gradients.expect(soon)
@@ -260,12 +263,14 @@ class OptimizerOffload:
                 self._done.add(index)
                 raw_step(self.optimizer)(self.optimizer)
 
-    def _update_units(self, index: int, gradients: Sequence[Here | None], soon: Sequence[int]) -> None:
+    def _update_units(
+        self, index: int, gradients: Sequence[Here | None], soon: Sequence[int], resting: Collection[int]
+    ) -> None:
         """What of a block is updated at once, one after the other. After an error it goes on with the next one."""
         self._places.gradients.expect(soon)
         count = self._places.units(index, gradients)
         for number in range(self._begun.get(index, 0), count):
-            with self._places.unit(self.optimizer, index, number, gradients, soon):
+            with self._places.unit(self.optimizer, index, number, gradients, soon, resting):
                 self._begun[index] = number + 1
                 if number + 1 == count:
                     self._done.add(index)
@@ -300,6 +305,16 @@ class OptimizerOffload:
         if self._streaming is None or not streamed:
             return contextlib.nullcontext()
         return self._streaming.updating(streamed)
+
+    def _rest_in_ram(self, block: StateBlock, numbers: Sequence[int]) -> bool:
+        """Whether these parameters of a block can be stepped where they rest."""
+        streaming = self._streaming
+        return streaming is not None and streaming.rests_in_ram([block.parameters[number] for number in numbers])
+
+    def _at_rest(self, block: StateBlock) -> contextlib.AbstractContextManager[Any]:
+        """Streamed weights point to where they rest in RAM within."""
+        assert self._streaming is not None
+        return self._streaming.updating_at_rest([p for p in block.parameters if id(p) in self._streamed])
 
     def _settle(self) -> None:
         """Streamed weights are new where they rest: from here on code that reads or writes them does so there."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import torch
 from torch import nn
 
+from brim.memory.backing_store import RamStore
 from brim.techniques.cpu_compute.technique import HostCompute
 from brim.techniques.streaming.block_state import Streamed
 from brim.techniques.streaming.streamed_blocks import StreamedBlocks
@@ -26,6 +27,59 @@ def updating(
             yield
         finally:  # fused optimizers leave no trace in the versions
             torch.autograd.graph.increment_version([p for p in parameters if p.requires_grad])
+
+
+def rests_in_ram(streamed_blocks: StreamedBlocks, host: HostCompute | None, ids: Set[int]) -> bool:
+    """Whether the blocks of these parameters lie in RAM beside a GPU, and nobody uses them."""
+    blocks = [s for s in streamed_blocks if any(id(p) in ids for p in s.parameters)]
+    memory = streamed_blocks.memory
+    apart = memory.host is not None and not memory.fake  # in a trace nothing is in RAM
+    used = any(s.uses or (host is not None and host.has(s)) for s in blocks)
+    streamed = {id(p) for s in blocks for p in s.parameters}
+    return apart and not used and ids <= streamed and all(isinstance(s.store, RamStore) for s in blocks)
+
+
+@contextlib.contextmanager
+def updating_at_rest(streamed_blocks: StreamedBlocks, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within, the parameters, which ``rests_in_ram`` is true of, point to where they rest, and have no gradients.
+
+    So what steps them in RAM changes them for good, and no weight crosses the link.
+    """
+    ids = {id(parameter) for parameter in parameters}
+    blocks = [s for s in streamed_blocks if not ids.isdisjoint(id(p) for p in s.parameters)]
+    gradients = [p.grad for p in parameters]
+    with contextlib.ExitStack() as stack:
+        for parameter in parameters:
+            parameter.grad = None  # which must be where the parameter is
+        stack.callback(_give_back, parameters, gradients)
+        for streamed in blocks:
+            stack.enter_context(_where_it_rests(streamed_blocks, streamed))
+        try:
+            yield
+        finally:
+            torch.autograd.graph.increment_version([p for p in parameters if p.requires_grad])
+
+
+def _give_back(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _where_it_rests(streamed_blocks: StreamedBlocks, streamed: Streamed) -> Iterator[None]:
+    store = streamed.store
+    assert isinstance(store, RamStore)
+    streamed_blocks.adopt_changes(streamed)
+    streamed_blocks.drop_copies_of(streamed)
+    store.settle_copies()
+    streamed_blocks.bind(streamed, [view for view in store.rest() if view is not None])
+    streamed.uses += 1
+    try:
+        yield
+    finally:
+        streamed.uses -= 1
+        store.write_back([p.data for p in streamed.parameters])
+        streamed.rest()
 
 
 def _held(

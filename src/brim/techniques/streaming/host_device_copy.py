@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,13 +37,15 @@ class Carried:
         self._host_copy, self._label, self._mark = host_copy, label, mark
         self._parameters: list[nn.Parameter] = []
         self._places: list[torch.Tensor] = []
+        self._brought: list[bool] = []  # whether what is in a place goes back
         self._gradients: list[torch.Tensor] = []
         self._passing: list[_Passing] = []
 
-    def add(self, parameter: nn.Parameter, place: torch.Tensor, passing: _Passing) -> None:
+    def add(self, parameter: nn.Parameter, place: torch.Tensor, passing: _Passing | None) -> None:
         self._parameters.append(parameter)
         self._places.append(place)
-        self._passing.append(passing)
+        self._brought.append(passing is not None)
+        self._passing += [passing] if passing is not None else []
 
     def add_gradient(self, place: torch.Tensor, passing: _Passing | None) -> None:
         self._gradients.append(place)
@@ -64,7 +66,9 @@ class Carried:
             yield
         finally:
             _swap(self._parameters, data, before)
-            self._host_copy.up(self._places, data, self._mark, self._label)
+            places = [place for place, brought in zip(self._places, self._brought, strict=True) if brought]
+            targets = [target for target, brought in zip(data, self._brought, strict=True) if brought]
+            self._host_copy.up(places, targets, self._mark, self._label)
 
 
 class HostDeviceCopy:
@@ -124,25 +128,38 @@ class HostDeviceCopy:
 
     @contextlib.contextmanager
     def stepping_in_ram(
-        self, parameters: Sequence[nn.Parameter], gradients: Sequence[tuple[torch.Tensor, bool] | None], label: str
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[tuple[torch.Tensor, bool] | None],
+        label: str,
+        resting: Collection[int] = (),
     ) -> Iterator[None]:
         """Within, ``parameters`` with a gradient are in RAM, with it; a flag says of a gradient that it is there.
 
-        Where RAM is the compute tier only the gradients are set.
+        ``resting``: the numbers of those that point to where they rest in RAM. Where RAM is the compute tier only the
+        gradients are set.
         """
         if self._work is None:
             with _gradients_set(parameters, [g[0] if g else None for g in gradients]):
                 yield
             return
-        with self.carry([(p, *g) for p, g in zip(parameters, gradients, strict=True) if g], 0, label).stepping():
+        pairs = enumerate(zip(parameters, gradients, strict=True))
+        tensors = [(parameter, *g, number in resting) for number, (parameter, g) in pairs if g]
+        with self.carry(tensors, 0, label).stepping():
             yield
 
-    def carry(self, tensors: Sequence[tuple[nn.Parameter, torch.Tensor, bool]], at: int, label: str) -> Carried:
-        """Begin to bring parameters and their gradients (a flag: it is in RAM) to ``at`` in the room for them."""
+    def carry(self, tensors: Sequence[tuple[nn.Parameter, torch.Tensor, bool, bool]], at: int, label: str) -> Carried:
+        """Begin to bring parameters and their gradients to ``at`` in the room for them.
+
+        Flags: the gradient is in RAM, the parameter points to where it rests in RAM.
+        """
         carried = Carried(self, label, self._memory.engine.mark())
-        for parameter, gradient, in_ram in tensors:
-            place, at = self._room(parameter, at)
-            carried.add(parameter, place, self._start_down(parameter, place, label))
+        for parameter, gradient, in_ram, rests in tensors:
+            if rests:
+                carried.add(parameter, parameter.detach(), None)
+            else:
+                place, at = self._room(parameter, at)
+                carried.add(parameter, place, self._start_down(parameter, place, label))
             if in_ram:
                 carried.add_gradient(gradient, None)
                 continue

@@ -143,10 +143,14 @@ class StreamedBlocks:
     def adopt_changes(self, streamed: Streamed) -> None:
         """What was written to the parameters at rest becomes the block's values; copies of the old ones go."""
         if not streamed.uses and streamed.adopt_changes():
-            if streamed.index in self.carriers:
-                self.carriers[streamed.index].forget({streamed.index})
-            if streamed.index in self.drop_copies:
-                self.drop_copies[streamed.index]()
+            self.drop_copies_of(streamed)
+
+    def drop_copies_of(self, streamed: Streamed) -> None:
+        """Of a block that is not in use, and whose values change where they rest."""
+        if streamed.index in self.carriers:
+            self.carriers[streamed.index].forget({streamed.index})
+        if streamed.index in self.drop_copies:
+            self.drop_copies[streamed.index]()
 
     def adopt_all_changes(self) -> None:
         for streamed in self._blocks:

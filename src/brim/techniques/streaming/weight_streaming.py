@@ -25,7 +25,7 @@ from brim.techniques.experts.backing_store import ExpertsStore
 from brim.techniques.experts.technique import CachedExperts, expert_layers, passing_sources
 from brim.techniques.streaming.backward_streaming import BackwardStreaming
 from brim.techniques.streaming.block_state import Streamed
-from brim.techniques.streaming.gather_for_update import updating
+from brim.techniques.streaming.gather_for_update import rests_in_ram, updating, updating_at_rest
 from brim.techniques.streaming.guards import Guards
 from brim.techniques.streaming.hooks import (
     BlockHooks,
@@ -366,6 +366,19 @@ class WeightStreaming:
         model's, BudgetError where a table that is only looked up from finds no room.
         """
         with updating(self._streamed_blocks, self._host, self._to_update(what)):
+            yield
+
+    def rests_in_ram(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether all of these lie in RAM beside a GPU now, where ``updating_at_rest`` lets them be changed."""
+        return rests_in_ram(self._streamed_blocks, self._host, {id(p) for p in parameters})
+
+    @contextlib.contextmanager
+    def updating_at_rest(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Within, these parameters point to where they rest in RAM, without gradients. No weight is copied.
+
+        Raises UsageError for what is not the model's.
+        """
+        with updating_at_rest(self._streamed_blocks, self._to_update(parameters)):
             yield
 
     def _to_update(self, what: str | Iterable[nn.Parameter]) -> list[nn.Parameter]:

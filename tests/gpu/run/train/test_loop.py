@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from brim.errors import BudgetError
 from brim.run.train import saving
@@ -72,6 +73,30 @@ def test_products_have_the_precision_that_was_promised(precision, dtype, llama, 
     assert torch.backends.cuda.matmul.fp32_precision == before
     assert products and set(products) == {dtype}
     assert result.losses[-1] < result.losses[0]
+
+
+class _ScaledProducts(TorchDispatchMode):
+    """The types of operands of products that are scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operands: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._scaled_mm.default:
+            self.operands |= {args[0].dtype, args[1].dtype}
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_in_eight_bits(llama, text, tmp_path):
+    pytest.importorskip("torchao")
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    with _ScaledProducts() as seen:
+        result = run(llama, text, tmp_path, precision="fp8")
+    assert seen.operands == {torch.float8_e4m3fn, torch.float8_e5m2} or seen.operands == {torch.float8_e4m3fn}
+    assert result.losses[-1] < result.losses[0]
+    assert torch.cuda.max_memory_reserved() - before <= result.plan.promise.peak_bytes["vram"]
 
 
 @pytest.mark.parametrize(

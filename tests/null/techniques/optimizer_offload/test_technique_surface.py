@@ -313,6 +313,12 @@ class Slots:
     def updating(self, parameters: Any) -> Any:
         return _Bound(self, parameters)
 
+    def rests_in_ram(self, parameters: Any) -> bool:
+        return False
+
+    def updating_at_rest(self, parameters: Any) -> Any:
+        raise AssertionError("they do not rest in RAM")
+
     def is_updated_by(self, optimizer: torch.optim.Optimizer, parameters: Any) -> None:
         """Weights here are at home whenever they are not bound."""
 
