@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -62,7 +64,8 @@ def test_steps_of_adamw_block_by_block(choice: str, tied: bool, repeats: bool) -
 
 
 @pytest.mark.parametrize("gradients", ["keep", RAM])
-def test_weights_that_rest_in_ram_are_stepped_there(gradients: str) -> None:
+@pytest.mark.parametrize("early", [False, True], ids=["step", "final"])
+def test_weights_that_rest_in_ram_are_stepped_there(early: bool, gradients: str) -> None:
     """What the processor steps, and what the device computes with from then on, is the RAM that weights rest in."""
     net, twin = Net(), Net().cuda()
     partition, device = find_blocks(net), torch.device("cuda", torch.cuda.current_device())
@@ -77,12 +80,13 @@ def test_weights_that_rest_in_ram_are_stepped_there(gradients: str) -> None:
     for _ in range(4):
         losses = [loss_of(net), loss_of(twin)]
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
-        for loss in losses:
-            loss.backward()
-        down, up = moved.get((VRAM, RAM), 0), moved[RAM, VRAM]
-        gradient_bytes = 0 if gradients == RAM else sum(p.nbytes for p in twin.parameters())
+        down = moved.get((VRAM, RAM), 0)
+        with offload.final() if early else contextlib.nullcontext():
+            losses[0].backward()
+        losses[1].backward()
+        up = moved[RAM, VRAM]
         ours.step()
-        assert moved.get((VRAM, RAM), 0) - down == gradient_bytes
+        assert moved[VRAM, RAM] - down == sum(p.nbytes for p in twin.parameters())  # the gradients
         assert moved[RAM, VRAM] == up
         theirs.step()
         for one in (ours, theirs):

@@ -20,7 +20,8 @@ class Streamed:
     """``device`` is where kernels work, ``apart`` from where blocks rest or not; ``uses`` counts the calls under way
     that need the block. ``on_write`` is called when a parameter at rest was written to.
 
-    ``fake``: parameters have no values, and at rest they stay where they were; only their versions tell.
+    ``stale``: it was changed where it rests while in use, so that its slot does not hold it any more. ``fake``:
+    parameters have no values, and at rest they stay where they were; only their versions tell.
     """
 
     index: int
@@ -34,6 +35,7 @@ class Streamed:
     versions: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     uses: int = 0
+    stale: bool = False
     verified: bool = False
     on_write: Callable[[Streamed], None] | None = None
     _hollows: dict[int, torch.Tensor] = field(default_factory=dict)  # made once: each takes a kernel

@@ -30,13 +30,13 @@ def updating(
 
 
 def rests_in_ram(streamed_blocks: StreamedBlocks, host: HostCompute | None, ids: Set[int]) -> bool:
-    """Whether the blocks of these parameters lie in RAM beside a GPU, and nobody uses them."""
+    """Whether the blocks of these parameters lie in RAM beside a GPU, as they are."""
     blocks = [s for s in streamed_blocks if any(id(p) in ids for p in s.parameters)]
     memory = streamed_blocks.memory
     apart = memory.host is not None and not memory.fake  # in a trace nothing is in RAM
-    used = any(s.uses or (host is not None and host.has(s)) for s in blocks)
+    elsewhere = any((s.uses and s.is_changed()) or (host is not None and host.has(s)) for s in blocks)
     streamed = {id(p) for s in blocks for p in s.parameters}
-    return apart and not used and ids <= streamed and all(isinstance(s.store, RamStore) for s in blocks)
+    return apart and not elsewhere and ids <= streamed and all(isinstance(s.store, RamStore) for s in blocks)
 
 
 @contextlib.contextmanager
@@ -69,8 +69,10 @@ def _give_back(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Ten
 def _where_it_rests(streamed_blocks: StreamedBlocks, streamed: Streamed) -> Iterator[None]:
     store = streamed.store
     assert isinstance(store, RamStore)
-    streamed_blocks.adopt_changes(streamed)
-    streamed_blocks.drop_copies_of(streamed)
+    in_slot = [p.data for p in streamed.parameters] if streamed.uses else None  # in a backward pass, which is over it
+    if in_slot is None:
+        streamed_blocks.adopt_changes(streamed)
+        streamed_blocks.drop_copies_of(streamed)
     store.settle_copies()
     streamed_blocks.bind(streamed, [view for view in store.rest() if view is not None])
     streamed.uses += 1
@@ -79,7 +81,11 @@ def _where_it_rests(streamed_blocks: StreamedBlocks, streamed: Streamed) -> Iter
     finally:
         streamed.uses -= 1
         store.write_back([p.data for p in streamed.parameters])
-        streamed.rest()
+        if in_slot is None:
+            streamed.rest()
+        else:
+            streamed.bind(in_slot)
+            streamed.stale = True
 
 
 def _held(

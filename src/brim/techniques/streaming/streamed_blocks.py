@@ -108,6 +108,7 @@ class StreamedBlocks:
             return
         carrier = self.carriers[streamed.index]
         saved = changed = streamed.is_changed()
+        stale, streamed.stale = streamed.stale, False
         try:
             if changed:
                 saved = False
@@ -118,7 +119,7 @@ class StreamedBlocks:
         finally:  # a full scratch disk loses the change, not the slot
             streamed.rest()
             carrier.release(streamed.index)
-            if changed and not saved:
+            if stale or (changed and not saved):
                 carrier.forget({streamed.index})
 
     def _save(self, streamed: Streamed) -> None:
@@ -135,7 +136,7 @@ class StreamedBlocks:
             if streamed.uses:
                 if streamed.is_changed():  # after the interrupt, before this
                     streamed.store.write_back([p.data for p in streamed.parameters])
-                streamed.uses = 0
+                streamed.uses, streamed.stale = 0, False
                 streamed.rest()
 
     # -- changes at rest
