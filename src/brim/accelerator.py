@@ -238,6 +238,18 @@ def kinds() -> tuple[str, ...]:
     return tuple(NAMES) if own in ("privateuseone", *NAMES) else (*NAMES, own)
 
 
+def pci_address(device: torch.device) -> str | None:
+    """Where a CUDA device hangs on the bus, as Linux writes it (``"0000:3b:00.0"``); None: not known."""
+    import torch
+
+    if device.type != CUDA:
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(properties, "pci_bus_id"):  # an older PyTorch's
+        return None
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+
+
 def page_lock(address: int, bytes: int) -> int:
     """Lock pages of RAM for the current CUDA device (``cudaHostRegister``). Gives 0, or CUDA's error."""
     import torch

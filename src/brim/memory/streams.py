@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from brim.accelerator import Accelerator, of, page_lock, page_unlock
+from brim.accelerator import Accelerator, of, page_lock, page_unlock, pci_address
 from brim.core.hardware import RAM
 from brim.errors import BrimError
 from brim.memory.checkpoint_files import Extent
 from brim.memory.direct_io import OpenFiles
 from brim.memory.layout import Move, ReadRun
+from brim.memory.numa import near
 from brim.memory.pool import PAGE_BYTES, Buffer, HostSource, private_mapping, round_up
 from brim.memory.recorder import Recorder
 from brim.memory.transfer import Settled, ThreadEngine, Ticket, Waitable, _Lane, copied_bytes, whole
@@ -76,7 +77,7 @@ class _Locked(mmap.mmap):
         address = ctypes.addressof(ctypes.c_char.from_buffer(self)) + start
         with contextlib.suppress(OSError):  # an old kernel: a fork copies them
             self.madvise(_MADV_WIPEONFORK)
-        with of(device).current():
+        with of(device).current(), near(pci_address(device)):  # pages are touched as they are locked
             error = page_lock(address, bytes)
         if error:
             return error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from brim import accelerator
 from brim.measure import device_rates
+from brim.memory import numa, streams
 from brim.memory.streams import PinnedSource
 from support.placed import place
 
@@ -39,6 +41,19 @@ def test_an_address_can_be_locked_again_once_its_last_view_is_gone(bytes):
     del view
     assert not torch.frombuffer(bytearray(8), dtype=torch.uint8).is_pinned()
     assert address
+
+
+def test_pages_are_locked_by_a_processor_of_the_gpu_s_node(monkeypatch):
+    allowed, seen = os.sched_getaffinity(0), []
+    lock = streams.page_lock
+    monkeypatch.setattr(
+        numa, "processors_near", lambda pci_address, system: asked.append(pci_address) or {min(allowed)}
+    )
+    monkeypatch.setattr(streams, "page_lock", lambda *args: seen.append(os.sched_getaffinity(0)) or lock(*args))
+    asked = []
+    assert PinnedSource(DEVICE).make(MIB).is_pinned()
+    assert seen == [{min(allowed)}] and os.sched_getaffinity(0) == allowed
+    assert all(re.fullmatch(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.0", address) for address in asked) and asked
 
 
 def test_a_refused_lock_leaves_memory_that_is_copied_all_the_same(monkeypatch):
