@@ -18,6 +18,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import brim
+from brim.cli import main
 from brim.core import Hardware, Link, Plan, Tier
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.estimation.models import find_model
@@ -39,6 +40,8 @@ from brim.run.train.strategy.ladder import Orders
 from brim.run.train.strategy.search import Planner
 from brim.techniques.streaming.placement import RESIDENT
 from brim.units import GIB, MIB
+from support.generating import save_words_llama
+from support.trainings import write_text
 
 GPU = Hardware(
     name="a card",
@@ -235,3 +238,23 @@ def test_brim_s_own_loop_is_told_the_same_by_plan_and_train(
     assert (found.choice, found.step_s) == (choice, seconds)
     assert found.prediction.peak_bytes.get(VRAM) == bytes.get(VRAM)
     assert found.prediction.peak_bytes[DISK] == bytes[DISK]
+
+
+@pytest.mark.thorough
+def test_pages_and_json_show_the_seconds_that_plan_and_train_promise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, text = save_words_llama(tmp_path / "llama", layers=2), write_text(tmp_path / "text.txt")
+    options = ["--ram", "4GiB", "--seq", "64", "--json"]
+    commands = {
+        "plan": ["--task", "train"],
+        "train": ["--data", str(text), "--output", str(tmp_path / "out"), "--steps", "2", "--device", "cpu"],
+    }
+    for command, more in commands.items():
+        page = tmp_path / f"{command}.html"
+        assert main([command, str(folder), *options, *more, "--html", str(page)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        promise = (found["plans"][0] if command == "plan" else found)["plan"]["promise"]
+        assert repr(promise["step_s"]) in page.read_text()
+        if command == "plan":
+            assert found["plans"][0]["step_s"] == promise["step_s"]
