@@ -325,6 +325,15 @@ class OpenedRun:
         }
 
 
+def _device(request: Request) -> Device:
+    """A plan may be for the processor of a machine that has a GPU."""
+    if request.plan is None or request.device != "auto":
+        return request.device
+    from brim.run.plan import file as plan_file
+
+    return "cpu" if plan_file.read(request.plan).hardware.compute == RAM else request.device
+
+
 @contextlib.contextmanager
 def _opened(
     request: Request,
@@ -341,7 +350,7 @@ def _opened(
     """
     request.check()
     with (
-        on(request.device) as device,
+        on(_device(request)) as device,
         _opened_here(replace(request, device=device), prompts, on_stage, on_loaded, context=context) as run,
     ):
         yield run
@@ -373,7 +382,8 @@ def _opened_here(
     if precision is not None:
         on_stage("converting the weights (once)")
         _open(request, directory, precision)
-    hardware = reading_from(hardware, directory, budget_bytes=budget[hardware.compute])
+    # A plan for another tier than this device's has none; it is refused below, with all else that differs.
+    hardware = reading_from(hardware, directory, budget_bytes=budget.get(hardware.compute, 0))
     heap.return_freed_memory()  # what a long prompt's pass frees is counted as long as the heap keeps it
     with Monitor() as monitor:
         start_bytes = int(psutil.Process().memory_info().rss)

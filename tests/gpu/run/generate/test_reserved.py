@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import brim
-from brim.errors import BudgetError
+from brim.errors import BudgetError, UsageError
 from brim.run.fit.step_memory import Inputs
 from brim.run.generate.request import Request, generate, generate_many
 from brim.run.generate.sampling import Sampling
@@ -155,14 +155,26 @@ def test_many_prompts_keep_the_promise(batch: Any, folders: Callable[[str], Path
 
 def test_a_plan_file_is_what_runs(folders: Callable[[str], Path], tmp_path: Path) -> None:
     folder, file = folders("llama"), tmp_path / "plan.json"
-    answer = plan(Planning(model=folder, vram=110 * MIB, ram="2GiB", seq=64, new_tokens=5, top=1))
-    plan_file.write(file, answer)
-    (best,) = answer.proposals
+    answer = plan(Planning(model=folder, vram=110 * MIB, ram="2GiB", seq=64, new_tokens=5))
+    place, best = next((n, one) for n, one in enumerate(answer.proposals) if "vram" in one.plan.budget_bytes)
+    plan_file.write(file, answer, place)
     before = _clear()
     made = generate(Request(model=folder, prompt=said(7), max_new_tokens=5, plan=file, device="cuda"))
     reserved = torch.cuda.max_memory_reserved() - before
     assert made.plan.decisions == best.plan.decisions
     assert reserved <= made.promised_bytes["vram"] <= 110 * MIB
+
+
+def test_a_plan_for_the_processor_is_followed_there(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    folder, file = folders("llama"), tmp_path / "plan.json"
+    answer = plan(Planning(model=folder, vram=110 * MIB, ram="2GiB", seq=64, new_tokens=5))
+    place = next(n for n, one in enumerate(answer.proposals) if "vram" not in one.plan.budget_bytes)
+    plan_file.write(file, answer, place)
+    before = _clear()
+    made = generate(Request(model=folder, prompt=said(7), max_new_tokens=5, plan=file))
+    assert len(made.token_ids) == 5 and torch.cuda.max_memory_reserved() == before
+    with pytest.raises(UsageError, match="Cannot use the plan"):
+        generate(Request(model=folder, prompt=said(7), max_new_tokens=5, plan=file, device="cuda"))
 
 
 @pytest.mark.parametrize("name", MODELS)
