@@ -483,6 +483,8 @@ class RecordingMode(TorchDispatchMode):
         if not self.recorder.uses_device or func not in _COPIES:
             return None
         target, source = (None, args[0]) if func is _to_copy else args[:2]
+        if not isinstance(source, torch.Tensor):  # a number that a formula writes
+            return None
         ends_there = on_device if target is None else self._lies_on_device(target)
         if ends_there == self._lies_on_device(source):
             return None
