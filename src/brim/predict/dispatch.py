@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import (
 )
 
 from brim.core import Category, Phase
+from brim.core.trace import TO_DEVICE, TO_RAM
 from brim.predict import failures, inplace, sparse
 from brim.predict.flops import Work, is_view, op_name, op_work
 from brim.predict.host_residency import Resting
@@ -39,7 +40,7 @@ from brim.predict.lowering import flex_attention
 from brim.predict.lowering.cuda import dtypes
 from brim.predict.lowering.cuda.composites import COMPOSITES
 from brim.predict.lowering.fakes import FAKES
-from brim.predict.lowering.kernel import Crossing, Kernel, Rule
+from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Life, Recorder
 from brim.predict.shapes import Answer, result_of
@@ -81,7 +82,10 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 @dataclass(slots=True)
 class _Entry:
-    """A storage that was seen. ``fake_bytes``: of the fake one, where kernels may really make a larger one."""
+    """A storage that was seen. ``fake_bytes``: of the fake one, where kernels may really make a larger one.
+
+    ``storage`` is held for what it calls when the storage dies: that ends ``life``.
+    """
 
     life: Life
     storage: weakref.ref[torch.UntypedStorage]
@@ -478,7 +482,7 @@ class RecordingMode(TorchDispatchMode):
             return any(life.on_device for life in lives)
         return self.on_device or (torch._C._current_graph_task_id() != -1 and self.recorder.uses_device)
 
-    def _crossing(self, func: torch._ops.OpOverload, args: tuple[Any, ...], on_device: bool) -> Crossing | None:
+    def _crossing(self, func: torch._ops.OpOverload, args: tuple[Any, ...], on_device: bool) -> str | None:
         """Which way a copy crosses between host and device, where a program tells them apart."""
         if not self.recorder.uses_device or func not in _COPIES:
             return None
@@ -488,7 +492,7 @@ class RecordingMode(TorchDispatchMode):
         ends_there = on_device if target is None else self._lies_on_device(target)
         if ends_there == self._lies_on_device(source):
             return None
-        return Crossing.TO_DEVICE if ends_there else Crossing.TO_HOST
+        return TO_DEVICE if ends_there else TO_RAM
 
     def _lies_on_device(self, tensor: torch.Tensor) -> bool:
         life = self.life_of(tensor)

@@ -152,7 +152,7 @@ _WRAPPERS = ("_seen", "__torch_dispatch__", "_fn", "inner")  # PyTorch may wrap 
 def _may_be_overwritten(func: torch._ops.OpOverload, tensor: torch.Tensor, more_uses: int = 0) -> bool:
     storage = tensor.untyped_storage()
     return (
-        tensor._use_count() <= _TENSOR_USES + _MORE_USES.get(func, more_uses)  # type: ignore[attr-defined]
+        tensor._use_count() <= _TENSOR_USES + _MORE_USES.get(func, 0) + more_uses  # type: ignore[attr-defined]
         and torch._C._storage_Use_Count(storage._cdata) <= _STORAGE_USES
         and torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
     )

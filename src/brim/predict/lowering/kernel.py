@@ -8,19 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
 
 from brim.core.trace import Reduction
-
-
-class Crossing(Enum):
-    """Which way a copy goes between host and device."""
-
-    TO_DEVICE = "to the device"
-    TO_HOST = "to the host"
 
 
 @dataclass(slots=True)
@@ -33,7 +25,7 @@ class Kernel:
     outputs: list[torch.Tensor]
     result: Any
     on_device: bool = True  # False: of tensors on the host, which are the device's in a program that names none
-    crossing: Crossing | None = None  # of a copy
+    crossing: str | None = None  # of a copy between host and device: TO_DEVICE or TO_RAM
     stream: int = 0  # the number of the stream that it runs on
     script: list[tuple[str, int, int]] = field(default_factory=list)  # (what, handle or output, bytes)
     libraries: list[str] = field(default_factory=list)  # whose workspaces it keeps, by the handles of these

@@ -183,9 +183,7 @@ class Search:
 
     def follow(self, file: PlanFile) -> TrainingStrategy:
         """What a file's plan decided, proved for the budget that there is now. Raises UsageError for another's."""
-        from brim.run.plan import file as plan_file
-
-        plan_file.check(file, model=self.model, hardware=self.hardware, task="train")
+        file.check(model=self.model, hardware=self.hardware, task="train")
         choice = Choice.of(file.plan)
         if choice.in_backward or choice.chunk_tokens or choice.streams or choice.precision != "fp32":
             raise UsageError(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
+from brim.allocator.config import SMALL_SEGMENT_BYTES
 from brim.core import Decision, Hardware, Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
@@ -42,7 +43,6 @@ BATCH, PROMPT_TOKENS, TOTAL_TOKENS, CHUNK_TOKENS = "batch", "prompt_tokens", "to
 _CHUNK_STEPS = 16  # the largest chunk that fits is found to a sixteenth of the prompt
 _WORTH_TOKENS = 256  # prompts are not cut into less than this for the sake of a larger batch: each chunk is a pass
 _PROOFS = 8  # plans that are tried, each in less than the one before
-_SEGMENT_BYTES = 2 << 20  # what the allocator asks the driver for is a multiple of it
 T = TypeVar("T")
 
 
@@ -235,7 +235,7 @@ class GenerationSearch:
             reserved = search._reserved_bytes(memory, strategy, budget[VRAM])
             if reserved <= budget[VRAM]:
                 return _promising(strategy, reserved, budget)
-            spare += round_up(reserved - budget[VRAM], _SEGMENT_BYTES)
+            spare += round_up(reserved - budget[VRAM], SMALL_SEGMENT_BYTES)
         raise BudgetError(
             f"Cannot run {self.case.name} in {told(budget)}.",
             f"{_PROOFS} plans were tried; of the last one PyTorch would reserve {format_bytes(reserved)}.",
@@ -256,9 +256,9 @@ class GenerationSearch:
         """The same search in another budget."""
         if budget == self.case.budget_bytes:
             return self
-        other = GenerationSearch(replace(self.case, budget_bytes=budget))
+        case = replace(self.case, budget_bytes=budget, spent_bytes=lambda: self._spent_bytes)
+        other = GenerationSearch(case)
         other._seen, other._cuts = self._seen, self._cuts
-        vars(other)["_spent_bytes"] = self._spent_bytes
         return other
 
     def _run(self) -> GenerationStrategy:

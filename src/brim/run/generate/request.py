@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 import torch
@@ -39,6 +39,9 @@ from brim.run.model.opening import OpenedModel, open_tokenizer, prepare, verify_
 from brim.run.model.quantized import PRECISIONS, open_as
 from brim.run.timing.drives import reading_from
 from brim.run.timing.spans import ComputeSpans
+
+if TYPE_CHECKING:
+    from brim.run.plan.file import PlanFile
 
 DEFAULT_CONTEXT = 4096  # tokens of a conversation
 
@@ -325,13 +328,10 @@ class OpenedRun:
         }
 
 
-def _device(request: Request) -> Device:
-    """A plan may be for the processor of a machine that has a GPU."""
-    if request.plan is None or request.device != "auto":
-        return request.device
-    from brim.run.plan import file as plan_file
+def _read(path: str | Path) -> PlanFile:
+    from brim.run.plan import file  # most have no plan, and start sooner without all that searches one
 
-    return "cpu" if plan_file.read(request.plan).hardware.compute == RAM else request.device
+    return file.read(path)
 
 
 @contextlib.contextmanager
@@ -349,9 +349,12 @@ def _opened(
     usual.
     """
     request.check()
+    file = None if request.plan is None else _read(request.plan)
+    # A plan may be for the processor of a machine that has a GPU.
+    named = "cpu" if file and request.device == "auto" and file.hardware.compute == RAM else request.device
     with (
-        on(_device(request)) as device,
-        _opened_here(replace(request, device=device), prompts, on_stage, on_loaded, context=context) as run,
+        on(named) as device,
+        _opened_here(replace(request, device=device), file, prompts, on_stage, on_loaded, context=context) as run,
     ):
         yield run
 
@@ -359,17 +362,13 @@ def _opened(
 @contextlib.contextmanager
 def _opened_here(
     request: Request,
+    file: PlanFile | None,
     prompts: Sequence[str],
     on_stage: Callable[[str], None],
     on_loaded: Callable[[int, int], None],
     *,
     context: int | None,
 ) -> Iterator[OpenedRun]:
-    file = None
-    if request.plan is not None:  # most have none, and start sooner without all that searches plans
-        from brim.run.plan import file as plan_file
-
-        file = plan_file.read(request.plan)
     precision = request.precision if file is None else file.request.precision
     on_stage("measuring this machine (once)")
     hardware = machine(request.device)
@@ -390,7 +389,7 @@ def _opened_here(
         opened = _open(request, directory, precision)
         _refuse_others(opened)
         if file is not None:
-            plan_file.check(file, model=opened.module, hardware=hardware, task="generate")
+            file.check(model=opened.module, hardware=hardware, task="generate")
         tokenizer = open_tokenizer(opened)
         rows = [encode(tokenizer, prompt, request.chat, request.system) for prompt in prompts]
         check(opened.module, opened.name, rows, request.max_new_tokens)

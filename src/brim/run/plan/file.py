@@ -89,6 +89,23 @@ class PlanFile:
     def to_json(self) -> dict[str, Any]:
         return codec.to_json(self, VERSION)
 
+    def check(self, *, model: nn.Module, hardware: Hardware, task: str) -> None:
+        """Raise UsageError, naming all that differs, where the plan was not made for this.
+
+        ``model`` is the module as it was opened, before anything is applied to it (adapters do not matter). A machine
+        must be of the same name and compute tier, and have what the plan may take.
+        """
+        differences = [*_version(self), *_task(self, task), *_machine(self, hardware)]
+        if not differences:  # the models of two tasks may well be equal, and those of two machines are
+            differences += _model(self, model)
+        if differences:
+            command = f"brim plan {self.request.model} --task {task} --output FILE"
+            raise UsageError(
+                f"Cannot use the plan for {self.plan.model} (task {self.plan.task}, {self.plan.hardware}).",
+                "\n".join(differences),
+                f"Make a plan for this case: {command}",
+            )
+
 
 def write(path: str | Path, answer: Answer, index: int = 0) -> None:
     """Write the proposal ``index`` of ``answer``. Raises UsageError where that is impossible."""
@@ -162,24 +179,6 @@ def _check_choices(file: PlanFile, asked: str) -> None:
         if decision.technique == PRECISION and decision.choice != (file.request.precision or decision.choice):
             problem = f"Its precision is {decision.choice}, but it was made for {file.request.precision}."
             raise FormatError(asked, problem)
-
-
-def check(file: PlanFile, *, model: nn.Module, hardware: Hardware, task: str) -> None:
-    """Raise UsageError, naming all that differs, where ``file`` was not made for this.
-
-    ``model`` is the module as it was opened, before anything is applied to it (adapters do not matter). A machine
-    must be of the same name and compute tier, and have what the plan may take.
-    """
-    differences = [*_version(file), *_task(file, task), *_machine(file, hardware)]
-    if not differences:  # the models of two tasks may well be equal, and those of two machines are
-        differences += _model(file, model)
-    if differences:
-        command = f"brim plan {file.request.model} --task {task} --output FILE"
-        raise UsageError(
-            f"Cannot use the plan for {file.plan.model} (task {file.plan.task}, {file.plan.hardware}).",
-            "\n".join(differences),
-            f"Make a plan for this case: {command}",
-        )
 
 
 def _version(file: PlanFile) -> Iterator[str]:

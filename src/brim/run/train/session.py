@@ -20,7 +20,6 @@ from brim.run.fit.machine import Device, make_memory
 from brim.run.fit.step import Fitted, apply_choice
 from brim.run.generate.load import warm_up
 from brim.run.model.training_model import Method, TrainingModel, make_optimizer, open_training_model
-from brim.run.plan import file as plan_file
 from brim.run.plan.file import PlanFile
 from brim.run.plan.training import program_bytes, training_limits
 from brim.run.timing.spans import ComputeSpans
@@ -103,7 +102,7 @@ class Session:
             trust_remote_code=terms.trust_remote_code,
         )
         if terms.plan is not None:
-            plan_file.check(terms.plan, model=training_model.module, hardware=terms.hardware, task="train")
+            terms.plan.check(model=training_model.module, hardware=terms.hardware, task="train")
         warm_up(training_model.module, terms.hardware, terms.seq)
         planner = Planner(training_case(terms, training_model))
         strategy = _chosen(planner, terms, rung, plan)

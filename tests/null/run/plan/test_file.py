@@ -19,7 +19,7 @@ from brim.errors import FormatError, UnsupportedError, UsageError
 from brim.run.model.opening import open_model
 from brim.run.model.training_model import open_training_model
 from brim.run.plan import file as plan_file
-from brim.run.plan.file import PlanFile, check, described, fingerprint
+from brim.run.plan.file import PlanFile, described, fingerprint
 from brim.run.plan.request import Answer, Machine, Proposal, Request
 from brim.units import GIB
 from support.tiny_model import save_llama
@@ -81,18 +81,18 @@ def test_what_was_written_is_read_back(llama: Path, written: Path) -> None:
 
 
 def test_it_is_accepted_for_what_it_was_made_for(llama: Path, written: Path) -> None:
-    check(plan_file.read(written), model=module(llama), hardware=GPU, task="generate")
+    plan_file.read(written).check(model=module(llama), hardware=GPU, task="generate")
 
 
 def test_a_machine_that_has_more_is_accepted(llama: Path, written: Path) -> None:
     tiers = tuple(replace(tier, capacity_bytes=2 * tier.capacity_bytes) for tier in GPU.tiers)
-    check(plan_file.read(written), model=module(llama), hardware=replace(GPU, tiers=tiers), task="generate")
+    plan_file.read(written).check(model=module(llama), hardware=replace(GPU, tiers=tiers), task="generate")
 
 
 def test_a_plan_of_another_version_is_refused(llama: Path, written: Path) -> None:
     file = replace(plan_file.read(written), brim="0.0.1")
     with pytest.raises(UsageError, match=r"made by brim 0\.0\.1, and this is"):
-        check(file, model=module(llama), hardware=GPU, task="generate")
+        file.check(model=module(llama), hardware=GPU, task="generate")
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ def test_another_model_is_refused_by_what_differs(
 ) -> None:
     other = save_llama(tmp_path / "other", **{"hidden": 64, **options})
     with pytest.raises(UsageError, match=told):
-        check(plan_file.read(written), model=module(other), hardware=GPU, task="generate")
+        plan_file.read(written).check(model=module(other), hardware=GPU, task="generate")
 
 
 def test_the_same_model_in_another_dtype_is_refused_where_it_runs_as_it_is_stored(llama: Path, written: Path) -> None:
     other = module(llama, dtype=torch.bfloat16, convert=True)
     with pytest.raises(UsageError, match=r"1 x float32\[300, 64\], and this model has 1 x bfloat16\[300, 64\]"):
-        check(plan_file.read(written), model=other, hardware=GPU, task="generate")
+        plan_file.read(written).check(model=other, hardware=GPU, task="generate")
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -126,7 +126,7 @@ def test_a_plan_to_train_is_accepted_for_the_model_as_training_opens_it(
     path = tmp_path / "plan.json"
     plan_file.write(path, answer(llama, task="train", method=method))
     training_model = open_training_model(llama, method=method, precision="bf16", seed=0)
-    check(plan_file.read(path), model=training_model.module, hardware=GPU, task="train")
+    plan_file.read(path).check(model=training_model.module, hardware=GPU, task="train")
 
 
 def changed(**tiers: int) -> Hardware:
@@ -148,12 +148,12 @@ def test_another_machine_is_refused_by_what_differs(
     llama: Path, written: Path, hardware: Hardware, told: str
 ) -> None:
     with pytest.raises(UsageError, match=told):
-        check(plan_file.read(written), model=module(llama), hardware=hardware, task="generate")
+        plan_file.read(written).check(model=module(llama), hardware=hardware, task="generate")
 
 
 def test_all_that_differs_is_told_at_once(llama: Path, written: Path) -> None:
     with pytest.raises(UsageError) as raised:
-        check(plan_file.read(written), model=module(llama), hardware=changed(vram=GIB, ram=GIB), task="train")
+        plan_file.read(written).check(model=module(llama), hardware=changed(vram=GIB, ram=GIB), task="train")
     text = str(raised.value)
     assert "the task generate, and this is train" in text
     assert "VRAM" in text and "RAM" in text

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 _aten = torch.ops.aten
+_ON_EVERY_DEVICE = torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
 
 
 def _isin(
@@ -36,26 +38,9 @@ def _isin(
     return result.copy_(mask[: elements.numel()].view(elements.shape) if assume_unique else mask[order])
 
 
-def _pixel_shuffle(tensor: torch.Tensor, factor: int) -> torch.Tensor:
-    """PixelShuffle.cpp, ``math_pixel_shuffle``: the result is dense whatever the layout of what it is made of."""
-    *batch, channels, height, width = tensor.shape
-    parts = tensor.reshape(*batch, channels // factor**2, factor, factor, height, width)
-    lead, at = range(len(batch)), len(batch)
-    moved = parts.permute(*lead, at, at + 3, at + 1, at + 4, at + 2).clone(memory_format=torch.contiguous_format)
-    return moved.view(*batch, channels // factor**2, height * factor, width * factor)
-
-
-def _pixel_unshuffle(tensor: torch.Tensor, factor: int) -> torch.Tensor:
-    """PixelShuffle.cpp, ``math_pixel_unshuffle``."""
-    *batch, channels, height, width = tensor.shape
-    parts = tensor.reshape(*batch, channels, height // factor, factor, width // factor, factor)
-    lead, at = range(len(batch)), len(batch)
-    moved = parts.permute(*lead, at, at + 2, at + 4, at + 1, at + 3).clone(memory_format=torch.contiguous_format)
-    return moved.view(*batch, channels * factor**2, height // factor, width // factor)
-
-
 COMPOSITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten.isin.Tensor_Tensor: _isin,
-    _aten.pixel_shuffle.default: _pixel_shuffle,
-    _aten.pixel_unshuffle.default: _pixel_unshuffle,
+    # PixelShuffle.cpp: the result is dense whatever the layout of what it is made of.
+    _aten.pixel_shuffle.default: partial(_aten.pixel_shuffle.default._op_dk, _ON_EVERY_DEVICE),
+    _aten.pixel_unshuffle.default: partial(_aten.pixel_unshuffle.default._op_dk, _ON_EVERY_DEVICE),
 }

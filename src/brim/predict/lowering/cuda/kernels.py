@@ -11,6 +11,7 @@ from math import ceil
 
 import torch
 
+from brim.core.trace import TO_DEVICE
 from brim.predict.lowering.cuda import convolution as cuda_convolution
 from brim.predict.lowering.cuda import efficient_attention as cuda_efficient_attention
 from brim.predict.lowering.cuda import indexing as cuda_indexing
@@ -21,7 +22,6 @@ from brim.predict.lowering.cuda import resampling as cuda_resampling
 from brim.predict.lowering.cuda import sorting as cuda_sorting
 from brim.predict.lowering.cuda.linear_algebra import LinearAlgebra
 from brim.predict.lowering.kernel import (
-    Crossing,
     Kernel,
     Rule,
     contiguous_after,
@@ -267,7 +267,7 @@ def _copy(kernel: Kernel) -> None:
     if same_type and _lie_alike(target, source):
         return
     converts = bool(kernel.arg("non_blocking")) and not same_type
-    if kernel.crossing is Crossing.TO_DEVICE:
+    if kernel.crossing == TO_DEVICE:
         if converts or not target.is_contiguous():
             kernel.temp(target.numel() * (source if converts else target).element_size())
         return
