@@ -253,7 +253,7 @@ def _trainings(cell: Cell, folder: Path) -> Iterator[Point]:
             continue
         if found is None:  # more than this machine has
             continue
-        made = found.chosen.plan(
+        made = found.choice.plan(
             model=folder.name,
             hardware=machine.hardware.name,
             budget_bytes=machine.budget_bytes,
