@@ -22,11 +22,17 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check src tests bench examples docs
 	$(BIN)/ruff format --check src tests bench examples docs
 
+# No test runs the benches: of them it is checked that what they name, call and give to it is still there.
+BENCHES = --config-file= --ignore-missing-imports --follow-imports=silent $(addprefix --disable-error-code=, \
+    arg-type assignment call-overload dict-item func-returns-value index list-item misc operator union-attr var-annotated)
+
 types: $(VENV)/.ready
 	$(BIN)/mypy
+	MYPYPATH=src:bench:tests $(BIN)/mypy $(BENCHES) bench/*.py
 
 layers: $(VENV)/.ready
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python bench/size_and_shape.py
 
 # Waiting threads let others work: beside another process, those that spin take the core that it needs. Bytecode is
 # kept also where the environment says not to: tests start some hundred processes, and each would compile brim anew.
@@ -40,7 +46,7 @@ unit: $(VENV)/.ready
 reference: $(VENV)/.ready
 	$(BIN)/python docs/make_reference.py
 
-# Tests of more than two seconds each, 20 minutes together: before a change lands.
+# Tests of more than two seconds each, half an hour together: before a change lands.
 thorough: $(VENV)/.ready
 	$(PYTEST) -m 'thorough and not slow and not rehearsal'
 
@@ -55,7 +61,7 @@ check: $(VENV)/.ready
 slow: $(VENV)/.ready
 	PYTHONDONTWRITEBYTECODE= HYPOTHESIS_PROFILE=default $(BIN)/pytest -n 2 -m 'slow or hypothesis'
 
-# PyTorch's CUDA build on a GPU that is not there: fetched and built under .rehearsal (0.8 GB), which stays. What tests of
+# PyTorch's CUDA build on a GPU that is not there: fetched and built under .rehearsal (1.5 GB), which stays. What tests of
 # GPUs compute is computed on the CPU; those that measure seconds have nothing to measure. Copies happen as late as CUDA
 # allows, so a wait that is missing in a lane fails the test that goes through it.
 ON_GPU ?= tests/gpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shlex
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import _checkpoint as checkpoints
-from brim.cli.plan.command import INFEASIBLE
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError
 from brim.planner.step_profile import FULL, KEEP, BlockProfile, Frame, Way
 from brim.planner.streaming import plan_of
+from brim.processes import python_command
 from brim.run.generate.choose import search_generation
 from brim.run.plan import file as plan_file
 from brim.run.plan.opening import open_subject
@@ -180,9 +179,9 @@ def _chosen(request: Request, directory: Path) -> Plan | None:
     """What `brim plan` says in a process of its own, to which libraries are new as to a run; None: nothing fits."""
     with tempfile.TemporaryDirectory(prefix="planner-", dir=directory) as scratch:
         file = Path(scratch) / "plan.json"
-        command = [sys.executable, "-m", *shlex.split(request.command()), "--output", str(file)]
+        command = python_command("-m", *shlex.split(request.command()), "--output", file)
         done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode == INFEASIBLE:
+        if done.returncode == BudgetError.exit_code:
             return None
         if done.returncode:
             raise RuntimeError(f"{shlex.join(command)}: {done.stderr[-500:]}")

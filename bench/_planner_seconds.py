@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from brim.processes import python_command
 from brim.units import format_seconds
 
 GAP = 0.01
@@ -58,7 +58,7 @@ def rows(threads: int) -> Iterator[dict[str, Any]]:
 def _row(case: Case, threads: int) -> dict[str, Any]:
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         before, begin_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        command = [sys.executable, "-m", "brim", "plan", *case.words, "--json"]
+        command = python_command("-m", "brim", "plan", *case.words, "--json")
         done = subprocess.run(command, stdout=out, stderr=err, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
         wall_s, after = time.perf_counter() - begin_s, resource.getrusage(resource.RUSAGE_CHILDREN)
         for file in (out, err):

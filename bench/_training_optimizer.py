@@ -19,7 +19,8 @@ from torch import nn
 
 from brim.core import Timeline
 from brim.memory.tiers import cpu_memory
-from brim.techniques.optimizer_offload.technique import BLOCK_BYTES, apply
+from brim.techniques.optimizer_offload.state_blocks import BLOCK_BYTES
+from brim.techniques.optimizer_offload.technique import apply
 
 MIB = 1 << 20
 _CHUNK_BYTES = 16 * MIB
@@ -59,7 +60,7 @@ def measure(
         parameter.grad = torch.randn_like(parameter)
     twin = _resident(size)
     handle = apply(model, optimizer, memory, states="disk", block_bytes=block_bytes, buffer_bytes=buffer_bytes)
-    records = handle._places.states.records
+    records = handle._storage.states.records
     try:
         optimizer.step()  # makes the states
         records.settle()

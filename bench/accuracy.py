@@ -12,6 +12,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -34,7 +35,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # of the libraries that build the models
     console, documents = Console(width=200), []
     for source in chosen:
-        module = importlib.import_module(f"support.accuracy.{source}")
+        module: Any = importlib.import_module(f"support.accuracy.{source}")
         if given.resume and hasattr(module, "predict"):
             module.predict = table.remembered(module.predict, given.resume)
         rows = module.rows(given.only)

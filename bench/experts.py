@@ -76,7 +76,7 @@ def _of_a_model(tokens: int, experts: int, chosen: int) -> list[Visits]:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
+    config = Qwen3MoeConfig(  # type: ignore[call-arg]  # head_dim is one of its keywords
         hidden_size=64,
         intermediate_size=64,
         moe_intermediate_size=16,

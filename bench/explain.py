@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -28,12 +27,14 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from multiprocessing import Process
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from _harness import machine_facts
+from brim.processes import python_command
 from support import synthetic_snapshot, synthetic_trace
 
 JSON = Path(__file__).resolve().parents[1] / "measurements" / "explain_cpu.jsonl"
@@ -129,28 +130,32 @@ def _prepare(folder: Path, events: int) -> None:
     for path, write in zip(_files(folder, events), (synthetic_snapshot.write, synthetic_trace.write), strict=True):
         if path.exists():
             continue
-        partial = path.with_stem(f"{path.stem}_partial")
-        maker = multiprocessing.get_context("spawn").Process(target=write, args=(partial, events))
-        maker.start()
-        maker.join()
-        partial.replace(path)
+        unfinished = path.with_stem(f"{path.stem}_partial")
+        process = Process(target=write, args=(unfinished, events))
+        process.start()
+        process.join()
+        unfinished.replace(path)
 
 
 def _contenders(folder: Path, events: int, options: argparse.Namespace) -> Iterator[tuple[str, Path, list[str]]]:
     recording, trace = _files(folder, events)
     out = folder / "out"
-    python, viz = [sys.executable, "-c"], [sys.executable, "-m", "torch.cuda._memory_viz"]
+    viz = python_command("-m", "torch.cuda._memory_viz")
     contenders: list[tuple[str, Path, list[str]]] = [
-        ("brim explain", recording, [*python, _BRIM, "explain", str(recording), "--json"]),
-        ("brim explain --html", recording, [*python, _BRIM, "explain", str(recording), "--html", str(out)]),
-        ("_memory_viz trace_plot", recording, [*python, _VIZ, "trace_plot", str(recording), str(out)]),
-        ("_memory_viz segment_plot", recording, [*python, _VIZ, "segment_plot", str(recording), str(out)]),
+        ("brim explain", recording, python_command("-c", _BRIM, "explain", str(recording), "--json")),
+        (
+            "brim explain --html",
+            recording,
+            python_command("-c", _BRIM, "explain", str(recording), "--html", str(out)),
+        ),
+        ("_memory_viz trace_plot", recording, python_command("-c", _VIZ, "trace_plot", str(recording), str(out))),
+        ("_memory_viz segment_plot", recording, python_command("-c", _VIZ, "segment_plot", str(recording), str(out))),
         ("_memory_viz trace", recording, [*viz, "trace", str(recording)]),
-        ("brim explain", trace, [*python, _BRIM, "explain", str(trace), "--json"]),
-        ("brim explain --html", trace, [*python, _BRIM, "explain", str(trace), "--html", str(out)]),
+        ("brim explain", trace, python_command("-c", _BRIM, "explain", str(trace), "--json")),
+        ("brim explain --html", trace, python_command("-c", _BRIM, "explain", str(trace), "--html", str(out))),
     ]
     if options.peer_python:
-        contenders.append(("HTA", trace, [options.peer_python, "-c", _HTA, str(trace)]))
+        contenders.append(("HTA", trace, python_command("-c", _HTA, trace, interpreter=options.peer_python)))
     few = events >= LARGE_EVENTS and not options.all
     yield from (one for one in contenders if not few or one[0] in _REPORTS)
 

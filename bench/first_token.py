@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from _harness import machine_facts
+from brim.processes import python_command
 from quantization import _smollm2
 
 JSON = Path(__file__).resolve().parents[1] / "measurements" / "first_token_cpu.json"
@@ -56,7 +57,7 @@ def start_ups(runs: int) -> dict[str, dict[str, float]]:
     """Medians of what each of START_UPS takes: ``seconds`` of the clock, and ``cpu_s``."""
     found = {}
     for name, (code, arguments) in START_UPS.items():
-        command, times = [sys.executable, "-m", "brim", *arguments], []
+        command, times = python_command("-m", "brim", *arguments), []
         for _ in range(runs + 1):  # the first brings files into the page cache
             began_s = time.monotonic()
             cpu_s = cpu_seconds(command, code)
@@ -90,8 +91,8 @@ def main() -> None:
 
     folder = str(prepare(options.model or _smollm2()))
     commands = {
-        "transformers": [sys.executable, "-c", _PLAIN, folder, _PROMPT],
-        "brim": [sys.executable, "-m", "brim", "generate", folder, "--prompt", _PROMPT, "--max-new-tokens", "1"],
+        "transformers": python_command("-c", _PLAIN, folder, _PROMPT),
+        "brim": python_command("-m", "brim", "generate", folder, "--prompt", _PROMPT, "--max-new-tokens", "1"),
     }
     for command in commands.values():
         cpu_seconds(command)  # files come into the page cache, and this machine is measured

@@ -3,11 +3,15 @@
     pip install atheris
     python bench/fuzz.py gguf --inputs 1000000          # one reader; a line to measurements/fuzz.jsonl
     python bench/fuzz.py all --seconds 600              # each for ten minutes, one after the other
+    python bench/fuzz.py --growth                       # inputs of megabytes, and what twice as much takes
     python bench/fuzz.py --table                        # what was recorded
 
 An input may be read or be refused by a BrimError. Anything else, more than a minute for one, or a process of more
 than 2 GiB ends the campaign; the input is left beside as ``crash-...``. What libFuzzer finds to reach new code is
 kept in --corpus, and begun with the next time.
+
+Those inputs are small. ``--growth`` makes large ones, many of each kind of part that a file can have many of, and
+twice as many: that may take three times the CPU time at most; time that grows with the square is four times as much.
 """
 
 from __future__ import annotations
@@ -16,8 +20,11 @@ import argparse
 import contextlib
 import io
 import json
+import math
+import os
 import pickle
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -30,6 +37,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
+
+from brim.errors import BrimError  # noqa: E402
+
 RESULTS = ROOT / "measurements" / "fuzz.jsonl"
 _MOST_MIB, _ONE_INPUT_S = 2048, 60  # of the clock: others may use the machine
 _MOST_INPUTS = 100_000  # of a process: atheris keeps what NumPy's comparisons give, some 12 KB for an input with rows
@@ -129,16 +139,16 @@ def _snapshot_rows(folder: Path) -> tuple[Target, list[bytes]]:
         events.append(row | ({"compile_context": "N/A"} if number % 5 else {}))
     plain = [{name: event[name] for name in ("action", "addr", "size")} for event in events]
     seeds = [pickle.dumps({"segments": [], "device_traces": [some]}, protocol=4) for some in (events, plain)]
-    at_once = snapshot._Reader.many
+    at_once = snapshot._Reader.replace_many
 
     def one_by_one(data: bytes) -> Any:
-        snapshot._Reader.many = lambda self, table: None  # type: ignore[method-assign]
+        snapshot._Reader.replace_many = lambda self, table: None  # type: ignore[method-assign]
         try:
             return _parts(snapshot.parse(data))
         except snapshot.FormatError:
             return None
         finally:
-            snapshot._Reader.many = at_once  # type: ignore[method-assign]
+            snapshot._Reader.replace_many = at_once  # type: ignore[method-assign]
 
     def read(data: bytes) -> object:
         try:
@@ -269,7 +279,8 @@ def _plan(folder: Path) -> tuple[Target, list[bytes]]:
 def _checkpoint(folder: Path) -> tuple[Target, list[bytes]]:
     from brim.run.checkpoint import manifest as manifests
 
-    entry = manifests.FileEntry(**{name: 4 if kind == "int" else {} for name, kind in _fields(manifests.FileEntry)})
+    tensor = manifests.TensorEntry(dtype="F32", shape=(1,), checksum="0" * 16)
+    entry = manifests.FileEntry(bytes=4, checksum="0" * 16, tensors={"w": tensor})
     made = manifests.Manifest(brim="0", step=1, files={"model.safetensors": entry}, state={"seed": 1})
     path = folder / manifests.MANIFEST_NAME
 
@@ -291,8 +302,221 @@ def _checkpoint(folder: Path) -> tuple[Target, list[bytes]]:
     return read, [manifests.to_text(made).encode()]
 
 
-def _fields(kind: Any) -> list[tuple[str, str]]:
-    return [(name, str(field.type)) for name, field in kind.__dataclass_fields__.items()]
+def _gguf_conversion(folder: Path) -> tuple[Target, list[bytes]]:
+    """All of it but the weights' own bytes: config, module, tokenizer."""
+    from brim.run.model.gguf import _convert
+    from brim.run.model.gguf_header import check_header
+
+    path, into = folder / "model.gguf", folder / "converted"
+
+    def read(data: bytes) -> object:
+        path.write_bytes(data)
+        check_header(path)
+        into.mkdir(exist_ok=True)
+        return _convert(path, into)
+
+    return read, [_tiny_gguf(16)]
+
+
+def _tiny_gguf(words: int) -> bytes:
+    """A llama of one block with a vocabulary of that many."""
+    import gguf
+    import numpy as np
+
+    path = _memory_folder() / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(32)
+    writer.add_embedding_length(8)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(16)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(words)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["<s>", "</s>", "a", "b", "ab", *(f"w{number}" for number in range(words - 5))])
+    writer.add_token_types([3, 3] + [1] * (words - 2))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    shapes = {"token_embd": (words, 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,)}
+    shapes |= {f"blk.0.attn_{name}": (size, 8) for name, size in (("q", 8), ("k", 4), ("v", 4), ("output", 8))}
+    shapes |= {"blk.0.ffn_gate": (16, 8), "blk.0.ffn_up": (16, 8), "blk.0.ffn_down": (8, 16)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    made = path.read_bytes()
+    shutil.rmtree(path.parent)
+    return made
+
+
+def _data(folder: Path) -> tuple[Target, list[bytes]]:
+    """Training data: lines, the elements of a list, and text."""
+    from brim.run.data.lines import Lines
+    from brim.run.data.packed import text_pieces
+
+    lines, elements, text = folder / "data.jsonl", folder / "data.json", folder / "data.txt"
+
+    def read(data: bytes) -> object:
+        read_rows = 0
+        for path in (lines, elements):
+            path.write_bytes(data)
+            with contextlib.suppress(BrimError):
+                rows = Lines(path)
+                read_rows += sum(bool(rows.row(index)) for index in range(len(rows)))
+        text.write_bytes(data)
+        return read_rows, sum(map(len, text_pieces(text)))
+
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    others = [
+        {"text": "a b"},
+        {"instruction": "a", "output": "b"},
+        {"conversations": [{"from": "gpt", "value": "a"}]},
+    ]
+    return read, [json.dumps(row).encode() for row in (chat, [chat, chat], *others)]
+
+
+def _conversation(folder: Path) -> tuple[Target, list[bytes]]:
+    """A conversation as tokens, by a template that marks no answers."""
+    from brim.run.data.chat import ChatEncoder
+    from brim.run.data.lines import Lines
+
+    encoder, path = ChatEncoder(_tokenizer(folder, CHATML)), folder / "data.jsonl"
+
+    def read(data: bytes) -> object:
+        path.write_bytes(data)
+        return encoder.encode(Lines(path).row(0), "data.jsonl")
+
+    return read, [_turns(2)]
+
+
+def _template(folder: Path) -> tuple[Target, list[bytes]]:
+    from brim.run.generate.inputs import encode
+
+    tokenizer = _tokenizer(folder, None)
+
+    def read(data: bytes) -> object:
+        tokenizer.chat_template = data.decode("utf-8", "replace")
+        return encode(tokenizer, "hello", True)
+
+    return read, [
+        CHATML.encode(),
+        b"{{ messages[0].content | tojson * 3 }}",
+        b"{% for n in range(9) %}{{ n ** 9 }}{% endfor %}",
+    ]
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<s>' + m.role + '\n' + m.content + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+)
+
+
+def _tokenizer(folder: Path, template: str | None) -> Any:
+    from transformers import AutoTokenizer
+
+    from support.tiny_model import save_tokenizer
+
+    save_tokenizer(folder, chat_template=template)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _turns(count: int) -> bytes:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[n % 2], "content": f"turn {n} says {n * n}"} for n in range(2 * count)]
+    return json.dumps({"messages": messages}).encode()
+
+
+def _config(folder: Path) -> tuple[Target, list[bytes]]:
+    from brim.estimation.models import find_model, transformers_config
+    from brim.run.model.architecture import read_config
+
+    def read(data: bytes) -> object:
+        (folder / "config.json").write_bytes(data)
+        with contextlib.suppress(BrimError):
+            transformers_config(find_model(folder))
+        return read_config(folder, trust_remote_code=False)
+
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 1}
+    parts = {"model_type": "llava", "text_config": llama, "vision_config": {"model_type": "clip_vision_model"}}
+    return read, [json.dumps(config).encode() for config in (llama, parts)]
+
+
+def _nsight(folder: Path) -> tuple[Target, list[bytes]]:
+    from brim.profiles.nsight import read as read_nsight
+    from support.nsight_database import write
+
+    path = folder / "report.sqlite"
+
+    def read(data: bytes) -> object:
+        path.write_bytes(data)
+        return read_nsight(path)
+
+    made = write(folder / "made.sqlite", _kernels(3))
+    return read, [made.read_bytes()]
+
+
+def _kernels(count: int) -> dict[str, list[dict[str, Any]]]:
+    from support.nsight_database import THREAD, on_device
+
+    kernels = [on_device(10 * n, 10 * n + 5, n, demangledName=n, shortName=n) for n in range(count)]
+    calls = [
+        {"start": 10 * n - 9, "end": 10 * n - 8, "globalTid": THREAD, "correlationId": n, "nameId": n}
+        for n in range(count)
+    ]
+    names = [{"id": n, "value": f"kernel {n}"} for n in range(count)]
+    return {
+        "StringIds": names, "CUPTI_ACTIVITY_KIND_KERNEL": kernels, "CUPTI_ACTIVITY_KIND_RUNTIME": calls
+    }  # fmt: skip
+
+
+def _prompts(folder: Path) -> tuple[Target, list[bytes]]:
+    from brim.run.generate.inputs import read_prompts
+
+    texts, lines = folder / "prompts.txt", folder / "prompts.jsonl"
+
+    def read(data: bytes) -> None:
+        for path in (texts, lines):
+            path.write_bytes(data)
+            with contextlib.suppress(BrimError):
+                read_prompts(path)
+
+    return read, [b"a\nb\n", b'{"prompt": "a"}\n{"prompt": "b"}\n']
+
+
+def _cache(folder: Path) -> tuple[Target, list[bytes]]:
+    """Our own cache: rates of this machine, measured figures, remembered passes. Damage is a warning."""
+    from brim.core import Hardware, Link, Tier
+    from brim.measure.probe import _load
+    from brim.run.generate.remembered_passes import _checked
+    from brim.run.timing.measurement_cache import Remembered
+
+    path = folder / "hardware.json"
+    figures = Remembered("fuzzed", ())
+    figures._path = folder / "figures.json"
+    tiers = Tier(name="ram", capacity_bytes=8, bytes_per_s=1.0), Tier(name="disk", capacity_bytes=8, bytes_per_s=1.0)
+    link = Link(source="disk", target="ram", bytes_per_s=1.0)
+    hardware = Hardware(name="h", compute="ram", tiers=tiers, links=(link,), flops_per_s={"float32": 1.0}, source="")
+    passes = {
+        "shape": {"layers": [[2, 4, 4, "float32"], None], "only_attention": True, "shared": False},
+        "uses": [{"paths": ["", "a"], "read": {"w": [[0, 1]]}}],
+        "seen": {"s": {"step_bytes": 5, "uses": 0, "passes": {"token": {"a": [1, 2, 3, "float32"]}}}},
+    }
+
+    def read(data: bytes) -> object:
+        for file in (path, figures._path):
+            file.write_bytes(data)
+        found = _load(path)
+        known = figures._read()
+        with contextlib.suppress(ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+            _checked(json.loads(data))
+        return found, known
+
+    figures_text = json.dumps({"a": [[1.0, 0.5], 1.0]})
+    return read, [json.dumps(hardware.to_json()).encode(), figures_text.encode(), json.dumps(passes).encode()]
 
 
 READERS: dict[str, Callable[[Path], tuple[Target, list[bytes]]]] = {
@@ -308,7 +532,229 @@ READERS: dict[str, Callable[[Path], tuple[Target, list[bytes]]]] = {
     "timeline": _timeline,
     "plan": _plan,
     "checkpoint": _checkpoint,
+    "config": _config,
+    "gguf conversion": _gguf_conversion,
+    "training data": _data,
+    "conversation": _conversation,
+    "template": _template,
+    "nsight": _nsight,
+    "prompts": _prompts,
+    "cache": _cache,
 }
+
+
+def _header_of(entries: list[str]) -> bytes:
+    text = f"{{{','.join(entries)}}}".encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+def _tensors(count: int, last: int = -1) -> list[str]:
+    names = [*range(count), *([last] if last >= 0 else [])]
+    return [f'"{n}":{{"dtype":"U8","shape":[1],"data_offsets":[{n},{n + 1}]}}' for n in names]
+
+
+def _gguf_with(entries: bytes, tensors: bytes, counts: tuple[int, int]) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, *counts) + entries + tensors + bytes(64)
+
+
+def _gguf_text(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def _gguf_tensors(count: int) -> bytes:
+    return _gguf_with(
+        b"", b"".join(_gguf_text(f"w{n}") + struct.pack("<IQIQ", 1, 1, 0, 0) for n in range(count)), (count, 0)
+    )
+
+
+def _gguf_array(count: int) -> bytes:
+    words = b"".join(_gguf_text(f"word {n}") for n in range(count))
+    return _gguf_with(_gguf_text("tokens") + struct.pack("<IIQ", 9, 8, count) + words, b"", (0, 1))
+
+
+def _gguf_keys(count: int) -> bytes:
+    return _gguf_with(b"".join(_gguf_text(f"k{n}") + struct.pack("<II", 4, n) for n in range(count)), b"", (0, count))
+
+
+def _events(count: int) -> bytes:
+    memory = [
+        {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": n, "pid": 1, "tid": 5,
+         "args": {"Addr": n // 2, "Bytes": (1 - 2 * (n % 2)) * 512, "Device Type": 1, "Device Id": 0}}
+        for n in range(count)
+    ]  # fmt: skip
+    kernels = [
+        {"ph": "X", "cat": "kernel", "name": f"k{n}", "ts": n, "dur": 1, "pid": 0, "tid": 7,
+         "args": {"device": 0, "stream": 7, "correlation": n}}
+        for n in range(count)
+    ]  # fmt: skip
+    return json.dumps({"schemaVersion": 1, "traceEvents": memory + kernels}).encode()
+
+
+def _snapshot_of(count: int) -> bytes:
+    frames = [{"name": f"f{n}", "filename": "a.py", "line": n} for n in range(count // 4 + 1)]
+    events = [
+        {"action": "alloc" if n % 2 == 0 else "free_completed", "addr": 512 * (n // 2 + 1), "size": 512, "stream": 0,
+         "time_us": n, "frames": [frames[n // 4]]}
+        for n in range(count)
+    ]  # fmt: skip
+    return pickle.dumps({"segments": [], "device_traces": [events], "allocator_settings": {}}, protocol=4)
+
+
+def _held_blocks(count: int) -> bytes:
+    blocks = [
+        {"address": 512 * n, "size": 512, "requested_size": 500, "state": "active_allocated", "frames": []}
+        for n in range(1, count + 1)
+    ]
+    segment = {
+        "device": 0, "address": 512, "total_size": 512 * count, "allocated_size": 512 * count, "stream": 0,
+        "active_size": 512 * count, "requested_size": 500 * count, "segment_type": "large", "blocks": blocks,
+        "segment_pool_id": (0, 0), "is_expandable": False,
+    }  # fmt: skip
+    return pickle.dumps({"segments": [segment], "device_traces": [[]], "allocator_settings": {}}, protocol=4)
+
+
+def _timeline_of(count: int) -> bytes:
+    from brim.core import EventKind, Timeline
+
+    made = Timeline("run", measured=True)
+    for number in range(count):
+        made.add(EventKind.ALLOC, "vram", 512, storage=number, label=f"l{number}", category="activation")
+    return json.dumps(made.to_json()).encode()
+
+
+def _plan_of(count: int) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        document = json.loads(_plan(Path(folder))[1][0])
+    one = document["plan"]["decisions"][0]
+    document["plan"]["decisions"] = [one | {"block": str(n)} for n in [*range(count), count - 1]]
+    document["parameters"] = {f"w{n} float32[2]": 1 for n in range(count)}
+    return json.dumps(document).encode()
+
+
+def _manifest_of(count: int) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        document = json.loads(_checkpoint(Path(folder))[1][0])
+    [entry] = document["files"].values()
+    document["files"] = {f"f{n}": entry for n in range(count)}
+    return json.dumps(document).encode()
+
+
+def _nsight_of(count: int) -> bytes:
+    from support.nsight_database import write
+
+    with tempfile.TemporaryDirectory() as folder:
+        return write(Path(folder) / "made.sqlite", _kernels(count)).read_bytes()
+
+
+def _log_of(count: int) -> bytes:
+    line = "step {}: loss 1.0, torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB\n"
+    return "".join(line.format(n) for n in range(count)).encode()
+
+
+def _json_of(count: int) -> bytes:
+    return json.dumps({"model_type": "llama"} | {f"key_{n}": [n, {"depth": 1}] for n in range(count)}).encode()
+
+
+def _shape_of(count: int) -> bytes:
+    sizes = ",".join(["9" * 18] * count)
+    return _header_of([f'"w":{{"dtype":"U8","shape":[{sizes}],"data_offsets":[0,1]}}'])
+
+
+def _index_of(count: int, name: Callable[[int], str] = str, shard: Callable[[int], str] | None = None) -> bytes:
+    shards = shard or (lambda number: "a.safetensors")
+    entries = ",".join(f'"{name(number)}":"{shards(number)}"' for number in range(count))
+    return f'{{"weight_map":{{{entries}}}}}'.encode()
+
+
+def _aliases_of(count: int) -> bytes:
+    return _index_of(count, shard=lambda number: "./" * (number % 50) + "a.safetensors")
+
+
+def _layers_of(count: int) -> bytes:
+    return json.dumps({"model_type": "llama", "layer_types": ["a"] * count}).encode()
+
+
+def _figures_of(count: int) -> bytes:
+    return json.dumps({str(number): [[1.0, 0.5], 1.0] for number in range(count)}).encode()
+
+
+# Many of one part of a file: the reader, how many there are, and the file. Some hundred kilobytes to some megabytes.
+GROWTHS: dict[str, tuple[str, int, Callable[[int], bytes]]] = {
+    "tensors of safetensors": ("safetensors", 20_000, lambda n: _header_of(_tensors(n)) + bytes(n)),
+    "a key that comes twice": ("safetensors", 40_000, lambda n: _header_of(_tensors(n, n - 1))),
+    "sizes of a shape": ("safetensors", 200_000, _shape_of),
+    "nested arrays": ("safetensors header", 400_000, lambda n: b'{"a":' + b"[" * n),
+    "names of an index": ("safetensors index", 100_000, _index_of),
+    "names of a shard": ("safetensors index", 2_000, _aliases_of),
+    "a name that comes twice": ("safetensors index", 100_000, lambda n: _index_of(n, lambda k: str(k % (n - 1)))),
+    "tensors of GGUF": ("gguf", 40_000, _gguf_tensors),
+    "words of GGUF": ("gguf", 100_000, _gguf_array),
+    "keys of GGUF": ("gguf", 60_000, _gguf_keys),
+    "words converted": ("gguf conversion", 4_000, lambda n: _tiny_gguf(n)),
+    "events of a snapshot": ("snapshot", 20_000, _snapshot_of),
+    "blocks of a snapshot": ("snapshot", 20_000, _held_blocks),
+    "events replayed": ("recording", 5_000, _snapshot_of),
+    "blocks replayed": ("recording", 5_000, _held_blocks),
+    "lines of a log": ("log", 3_000, _log_of),
+    "one line of a log": ("log", 3_000, lambda n: _log_of(n).replace(b"\n", b" ")),
+    "numbers in a line": ("log", 50_000, lambda n: b"CUDA out of memory. " + b"1 " * n),
+    "events of a trace": ("profile", 5_000, _events),
+    "events of a timeline": ("timeline", 10_000, _timeline_of),
+    "decisions of a plan": ("plan", 10_000, _plan_of),
+    "files of a checkpoint": ("checkpoint", 10_000, _manifest_of),
+    "keys of a config": ("config", 2_000, _json_of),
+    "layers in a config": ("config", 100_000, _layers_of),
+    "lines of data": ("training data", 4_000, lambda n: b"\n".join([_turns(2)] * n)),
+    "elements of data": ("training data", 4_000, lambda n: b"[" + b",".join([_turns(2)] * n) + b"]"),
+    "messages of data": ("training data", 20_000, _turns),
+    "blank lines of data": ("training data", 500_000, lambda n: b"\n" * n + b'{"text": "a"}'),
+    "quotes in data": ("training data", 300_000, lambda n: b'["' + b'\\"' * n + b'"]'),
+    "words without a line": ("training data", 1_000_000, lambda n: b"a b\n\n" * (n // 4)),
+    "turns of a conversation": ("conversation", 500, _turns),
+    "text of a template": ("template", 2_000, lambda n: b"{{ 1 }}a" * n),
+    "kernels of Nsight": ("nsight", 4_000, _nsight_of),
+    "prompts": ("prompts", 100_000, lambda n: b'{"prompt": "a"}\n' * n),
+    "figures of the cache": ("cache", 20_000, _figures_of),
+}
+_LINEAR, _NOISE_S, _TRIES = 3.0, 0.1, 4  # of CPU time, for twice as much; the least of so many tries
+
+
+def growth(name: str, share: float = 1.0) -> dict[str, Any]:
+    """CPU seconds of reading one of ``GROWTHS``, and of twice as much. ``share``: of the number of parts."""
+    reader, count, make = GROWTHS[name]
+    folder = _memory_folder()
+    try:
+        target, _ = READERS[reader](folder)
+        data, twice = (make(many * int(count * share)) for many in (1, 2))
+        _cpu_s(target, data)  # which loads libraries too
+        cpu_s, twice_cpu_s, linear = math.inf, math.inf, False
+        for _ in range(_TRIES):
+            cpu_s, twice_cpu_s = min(cpu_s, _cpu_s(target, data)), min(twice_cpu_s, _cpu_s(target, twice))
+            linear = twice_cpu_s <= _LINEAR * cpu_s + _NOISE_S
+            if linear:
+                break
+        return {
+            "reader": reader, "growth": name, "bytes": len(data), "cpu_s": cpu_s, "twice_cpu_s": twice_cpu_s,
+            "linear": linear,
+        }  # fmt: skip
+    finally:
+        shutil.rmtree(folder)
+
+
+def _cpu_s(target: Target, data: bytes) -> float:
+    """Of this process and of those that it started."""
+    import psutil
+
+    def used_s() -> float:
+        children = psutil.Process().children(recursive=True)
+        own_and_ended = os.times()
+        return sum(own_and_ended[:4]) + sum(sum(child.cpu_times()[:2]) for child in children)
+
+    began_s = used_s()
+    with contextlib.suppress(BrimError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        target(data)
+    return round(used_s() - began_s, 3)
 
 
 def _campaign(name: str, corpus: Path, inputs: int, seconds: float) -> None:
@@ -316,8 +762,6 @@ def _campaign(name: str, corpus: Path, inputs: int, seconds: float) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["brim"]):
-        from brim.errors import BrimError
-
         folder = _memory_folder()
         target, seeds = READERS[name](folder)
     warnings.simplefilter("ignore")
@@ -376,6 +820,7 @@ def _process(name: str, corpus: Path, inputs: int, seconds: float) -> tuple[str,
 
 def _table() -> None:
     rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    rows, grown = [row for row in rows if "inputs" in row], [row for row in rows if "growth" in row]
     print("| reader | inputs | crashes | peak of the process |\n|---|---:|---:|---:|")
     total = 0
     for name in READERS:
@@ -385,6 +830,9 @@ def _table() -> None:
         peak = max((row["peak_rss_mib"] for row in mine), default=0)
         print(f"| {name} | {count:,} | {sum(row['crashes'] for row in mine)} | {peak} MiB |")
     print(f"| all | {total:,} | {sum(row['crashes'] for row in rows)} | |")
+    print("\n| many | bytes | CPU | of twice as much |\n|---|---:|---:|---:|")
+    for row in {row["growth"]: row for row in grown}.values():
+        print(f"| {row['growth']} | {row['bytes']:,} | {row['cpu_s']:.2f} s | {row['twice_cpu_s']:.2f} s |")
 
 
 def main() -> int:
@@ -393,12 +841,22 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=0, help="how many; 0: as long as --seconds say")
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--corpus", type=Path, help="where inputs that reach new code are kept")
+    parser.add_argument("--growth", action="store_true", help="read large inputs, and twice as large ones")
     parser.add_argument("--table", action="store_true", help="print what was recorded")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.table:
         _table()
         return 0
+    if options.growth:
+        rows = []
+        for name, (reader, _, _) in GROWTHS.items():
+            if options.reader in (None, "all", reader):
+                rows.append(growth(name))
+                print(json.dumps(rows[-1]), flush=True)
+        with RESULTS.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        return 0 if all(row["linear"] for row in rows) else 1
     if options.reader is None or not (options.inputs or options.seconds):
         parser.error("name a reader, and --inputs or --seconds")
     corpus = options.corpus or Path(tempfile.gettempdir()) / "brim-fuzz-corpus"

@@ -34,7 +34,7 @@ from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.run.fit.machine import Need, machine, make_plan, put_in_force
 from brim.techniques.blocks import Partition
-from brim.techniques.streaming.placement import loads_for
+from brim.techniques.streaming.placement import loading_triggers
 from brim.techniques.streaming.weight_streaming import (
     COMPUTE_RAM,
     FROM_RAM,
@@ -125,7 +125,7 @@ def _hybrids(rows: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
 def _measure(model: Any, partition: Partition, plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
     choices = plan.choices(NAME)
     # Of a table only rows are needed, wherever it is.
-    sizes = {block.name: block.bytes * bool(loads_for(block)) for block in partition.blocks}
+    sizes = {block.name: block.bytes * bool(loading_triggers(block)) for block in partition.blocks}
     handle = put_in_force(model, partition, plan, machine(options.device), Weights(), options.device)
     ids = torch.zeros(1, 1, dtype=torch.long, device=handle.memory.device)
     with torch.inference_mode():

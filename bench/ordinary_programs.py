@@ -25,9 +25,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from brim.device.environment import find
 from brim.predict.lowering.cuda import convolution
 from brim.rehearsal import force
-from brim.rehearsal.environment import find
 from support.ordinary import programs
 from support.ordinary.comparison import CARD, Row, answered, compared, traced
 from support.ordinary.worker import STEPS

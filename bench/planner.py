@@ -39,6 +39,7 @@ import _planner_points as points
 import _planner_report as report
 import _planner_seconds as seconds
 from brim.measure.user_cache import cache_folder
+from brim.processes import python_command
 from brim.units import format_seconds, parse_bytes
 
 PACKAGES = ("brim", "torch", "transformers")
@@ -176,7 +177,7 @@ def _measured(options: argparse.Namespace, cell: points.Cell, point: points.Poin
         file = scratch / "plan.json"
         points.write(file, cell, point)
         folder = points.checkpoint(cell, options.directory)
-        command = [sys.executable, "-m", "brim", *cell.arguments(folder, file, scratch), "--json"]
+        command = python_command("-m", "brim", *cell.arguments(folder, file, scratch), "--json")
         harness.drop_page_cache([folder])
         done = subprocess.run(
             command,

@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from brim.processes import python_command
+
 BATCH, SEQ, LAYERS, HIDDEN = 4, 32, 4, 64
 IN_RAM = {"offload_shards": True}
 WAYS: dict[str, dict[str, Any]] = {
@@ -58,8 +60,8 @@ def train(folder: str, output: str, ways: str) -> None:
 
 
 def measured(ranks: int, folder: Path, output: Path) -> dict[str, list[int]]:
-    words = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
-    words += ["localhost:0", "--nproc-per-node", str(ranks), __file__, str(folder), str(output)]
+    words = python_command("-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+    words += ["--nproc-per-node", str(ranks), __file__, str(folder), str(output)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*words, json.dumps(splits(ranks))], env=environment, stdout=subprocess.PIPE, text=True, check=True

@@ -15,8 +15,8 @@ import resource
 import tempfile
 from pathlib import Path
 
+from brim.device.environment import find
 from brim.rehearsal import values_library
-from brim.rehearsal.environment import find
 from brim.rehearsal.rehearse import Request, rehearse_program
 from brim.units import format_bytes
 

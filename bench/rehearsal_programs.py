@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from brim.rehearsal.environment import Environment, find
-from brim.rehearsal.settings import DeviceSettings
+from brim.device.environment import Environment, find
+from brim.device.settings import DeviceSettings
+from brim.processes import python_command
 from brim.units import format_bytes
 
 HERE = Path(__file__).parent
@@ -132,8 +133,8 @@ def rehearsed(program: Program, python: Path, inputs: Path, folder: Path, card: 
     names = {path.name: str(path) for path in inputs.iterdir()}
     arguments = [text.format(**names) for text in program.arguments]
     target = ["-m", program.target] if program.module else [_copied(program.target, folder)]
-    gpu = ["--gpu", card, "--python", str(python), "--json"]
-    command = [sys.executable, "-m", "brim", "rehearse", *gpu, *program.options, *target, *arguments]
+    gpu = ["--gpu", card, f"--python={python}", "--json"]
+    command = python_command("-m", "brim", "rehearse", *gpu, *program.options, *target, *arguments)
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(inputs.parent / "hub")}
     begun_s = time.monotonic()
     try:

@@ -20,13 +20,13 @@ import os
 import resource
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from _harness import Spread, machine_facts
+from brim.processes import python_command
 from brim.units import format_seconds
 
 IMPORTS = "import torch\n"
@@ -76,7 +76,7 @@ def once(script: Path, arguments: list[str], options: list[str] | None, folder: 
         "PYTHONDONTWRITEBYTECODE", None
     )  # brim and the program alike are compiled once, as installed ones
     before, begin_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    command = [sys.executable, *brim, str(script), *arguments]
+    command = python_command(*brim, script, *arguments)
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     after, end_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     if done.stderr:

@@ -12,12 +12,13 @@ import resource
 import sys
 import tempfile
 import time
+from multiprocessing import Process
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from brim.recordings import snapshot
-from brim.recordings.replay import replay
+from brim.recordings.timeline import recorded_run
 from support.synthetic_snapshot import write
 
 
@@ -33,7 +34,7 @@ def measure(path: Path) -> dict[str, float]:
     peak = peak_rss_bytes()
     start = time.perf_counter()
     for history in found.devices:
-        replay(history)
+        recorded_run(history, "run")
     size = path.stat().st_size
     return {
         "events": len(found.devices[0].actions),
@@ -55,11 +56,10 @@ def main() -> None:
         path = options.file
         if path is None:
             path = Path(folder) / "run.pickle"
-            import multiprocessing
-
-            maker = multiprocessing.get_context("spawn").Process(target=write, args=(path, options.events))
-            maker.start()  # in a process of its own, so that its memory does not count
-            maker.join()
+            # In a process of its own, so that its memory does not count.
+            process = Process(target=write, args=(path, options.events))
+            process.start()
+            process.join()
         row = measure(path)
     for name, value in row.items():
         print(f"{name:20} {value:,.2f}")

@@ -26,6 +26,7 @@ from rich.table import Table
 
 import _checkpoint as checkpoints
 import _harness as harness
+from brim.processes import python_command
 from brim.units import format_bytes, parse_bytes
 
 MODEL = checkpoints.Shape(hidden=2048, intermediate=5632, layers=10, heads=32, kv_heads=8, vocabulary=16_000)
@@ -74,7 +75,7 @@ def _run(folder: Path, batch: str, budget_bytes: int, options: argparse.Namespac
         file = Path(scratch, "prompts.txt")
         words = " ".join("abc"[number % 3] for number in range(options.prompt_tokens))
         file.write_text(f"{words}\n" * count)
-        command = [sys.executable, "-m", "brim", "generate", str(folder), "--prompts", str(file), "--json"]
+        command = python_command("-m", "brim", "generate", folder, "--prompts", file, "--json")
         command += [
             "--no-chat",
             "--batch",

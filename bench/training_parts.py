@@ -17,7 +17,7 @@ from pathlib import Path
 
 import _harness as harness
 import _training_optimizer as optimizer
-from brim.techniques.optimizer_offload.technique import BLOCK_BYTES
+from brim.techniques.optimizer_offload.state_blocks import BLOCK_BYTES
 from brim.units import format_bytes, parse_bytes
 
 

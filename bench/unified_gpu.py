@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from _harness import machine_facts
+from brim.processes import python_command
 from brim.units import format_seconds, parse_bytes
 
 WIDTH = 8192
@@ -75,7 +76,7 @@ print(json.dumps({{"tokens": found, "unified": None if unified is None else unif
 def once(way: str, vram: int, total: int) -> dict[str, Any]:
     """What one process found: by tokens, seconds a pass and the sum of the output; or the error it ended with."""
     work = WORK.format(width=WIDTH, passes=PASSES, warm_up=WARM_UP)
-    command = [sys.executable, "-c", work, way, str(vram), str(total), json.dumps(TOKENS)]
+    command = python_command("-c", work, way, str(vram), str(total), json.dumps(TOKENS))
     begin_s = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(

@@ -67,6 +67,8 @@ _SECTIONS: dict[str, list[tuple[str, str, _Members]]] = {
         ("brim.core", "Trace", ()),
         ("brim.core", "Op", ()),
         ("brim.core", "Storage", ()),
+        ("brim.core.leak", "Leak", ("fills_memory",)),
+        ("brim.core.leak", "LeakingLine", ()),
         ("brim.core", "Category", ()),
         ("brim.core", "Phase", ()),
         ("brim.core", "Plan", ("choices",)),
@@ -78,10 +80,10 @@ _SECTIONS: dict[str, list[tuple[str, str, _Members]]] = {
         ("brim.core.timeline", "PeakBytes", None),
     ],
     "Rehearsals in processes of your own": [
-        ("brim.rehearsal.environment", "find", None),
-        ("brim.rehearsal.environment", "prepare", None),
-        ("brim.rehearsal.environment", "Environment", None),
-        ("brim.rehearsal.settings", "DeviceSettings", ("of",)),
+        ("brim.device.environment", "find", None),
+        ("brim.device.environment", "prepare", None),
+        ("brim.device.environment", "Environment", None),
+        ("brim.device.settings", "DeviceSettings", ("of",)),
     ],
     "Errors": [
         ("brim.errors", name, ())
@@ -120,7 +122,7 @@ def _class(kind: type, members: _Members, missing: list[str]) -> Iterator[str]:
         yield _described(kind, kind.__name__, [*inspect.signature(kind).parameters], {}, missing)
         return
     yield f"### {kind.__name__}\n"
-    bases = [base.__name__ for base in kind.__bases__ if base is not object and not issubclass(kind, Enum)]
+    bases = [base.__name__ for base in kind.__bases__ if issubclass(kind, Exception)]
     derived = f", derived from {' and '.join(bases)}" if bases else ""
     yield f"`{kind.__module__}.{kind.__name__}`{derived}\n"
     types = {field.name: str(field.type) for field in fields(kind)} if is_dataclass(kind) else {}

@@ -19,6 +19,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from brim.processes import python_command
 from brim.units import format_bytes, format_seconds
 
 PROMPT = "Explain in two sentences why the sky is blue."
@@ -67,7 +68,7 @@ class Run:
 
 def run(code: str, *arguments: object) -> Run:
     """Run a program; its resident set is sampled every 5 ms from the moment that it says "ready"."""
-    command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
+    command = python_command("-W", "ignore", "-c", code, *map(str, arguments))
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None and child.stdout is not None
     if child.stdout.readline().strip() != "ready":

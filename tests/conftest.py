@@ -16,12 +16,16 @@ from hypothesis import settings
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM
 from brim.measure import probe as probing
+from support.garbage import collect_threads
 from support.machine import cache, probed_home, share_conversions
 
 __all__ = ["cache", "probed_home"]
 
 # The same examples in every run: what fails before a change lands fails because of it. `make slow` tries new ones.
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# On a busy machine commands take longer, and a test says what is to be in a log.
+os.environ.setdefault("BRIM_LOG_EVERY_S", "600")
 
 
 # What a shell starts behind a script's back ignores Ctrl-C, and so would all that tests start and interrupt.
@@ -50,8 +54,11 @@ def known_machine() -> Hardware:
 
 @pytest.fixture(scope="module", autouse=True)
 def only_what_comes_now_is_garbage() -> None:
-    """Or each collection, of which brim asks for many, would look through the millions of objects of all imports."""
-    gc.collect()
+    """Or each collection, of which brim asks for many, would look through the millions of objects of all imports.
+
+    What is frozen is never freed: a model whose thread is in the middle of a job is waited for.
+    """
+    collect_threads()
     gc.freeze()
 
 
@@ -72,5 +79,5 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory, known_machine: Hardware
         patch.setenv("XDG_CACHE_HOME", str(home))
         share_conversions(home, tmp_path_factory)
         facts = probing._fingerprint(None, home / "brim")
-        probing._remember(known_machine, probing._remembered_at(facts))
+        probing._store(known_machine, probing._cache_file(facts))
         yield home

@@ -1,8 +1,8 @@
-"""The accelerators that PyTorch knows, each by torch's module for it. The one place that tells them apart.
+"""A common interface over PyTorch's accelerator modules; no other module tells backends apart.
 
-What every backend has a word for is asked in that word: ``torch.cuda`` (CUDA, and ROCm, which takes its name),
-``torch.xpu`` (Intel), ``torch.npu`` (Ascend, by torch_npu), ``torch.mps`` (Apple), or a backend that is registered as
-PrivateUse1 under a name of its own. What a backend lacks is refused, by one error that names it.
+The modules are ``torch.cuda`` (CUDA and ROCm), ``torch.xpu`` (Intel), ``torch.npu`` (Ascend, by torch_npu),
+``torch.mps`` (Apple), or a backend registered as PrivateUse1 under a name of its own. A function that a backend lacks
+raises UnsupportedError.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 CUDA = "cuda"
 NAMES = {CUDA: "CUDA", "xpu": "Intel XPU", "npu": "Ascend NPU", "mps": "Apple MPS"}
 
-# Where a backend has another name for it than torch.cuda.
+# Functions that a backend may name otherwise than torch.cuda.
 _OTHER_NAMES = {"memory_allocated": "current_allocated_memory", "memory_reserved": "driver_allocated_memory"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """One kind of device. ``module`` is torch's for it (``torch.cuda``, ``torch.xpu``), ``device`` where tensors go.
+    """A backend's module (``torch.cuda``, ``torch.xpu``) and the device that tensors are put on.
 
-    Its current device is meant wherever no ``index`` is given.
+    Methods without an ``index`` use the backend's current device.
     """
 
     type: str
@@ -39,64 +39,65 @@ class Accelerator:
 
     @property
     def name(self) -> str:
-        """What its driver calls it, or its kind where the backend does not tell."""
-        told = hasattr(self.module, "get_device_name")
-        return str(self.module.get_device_name()) if told else NAMES.get(self.type, self.type)
+        """The driver's name of the device, else the backend's name."""
+        if hasattr(self.module, "get_device_name"):
+            return str(self.module.get_device_name())
+        return NAMES.get(self.type, self.type)
 
     @property
     def index(self) -> int:
-        """The number of its ``device``; of the current one where that has none."""
-        return int(self._ask("current_device")) if self.device.index is None else self.device.index
+        """The number of ``device``, else of the current device."""
+        return int(self._call("current_device")) if self.device.index is None else self.device.index
 
     def count(self) -> int:
-        """How many devices of this kind there are."""
-        return int(self._ask("device_count"))
+        """Return the number of devices of this kind."""
+        return int(self._call("device_count"))
 
     @property
     def has_streams(self) -> bool:
-        """Whether copies can be put in streams of their own and be timed by events. MPS has one queue."""
+        """True if the backend has streams and events. MPS has one queue."""
         return all(hasattr(self.module, word) for word in ("Stream", "Event", "stream"))
 
     def memory_bytes(self) -> tuple[int, int]:
-        """What the driver says is free, and all that there is."""
+        """Return the free and the total bytes of the current device."""
         if hasattr(self.module, "mem_get_info"):
             free, total = self.module.mem_get_info()
             return int(free), int(total)
-        if hasattr(self.module, "recommended_max_memory"):  # MPS: of the RAM that processor and GPU share
+        if hasattr(self.module, "recommended_max_memory"):  # MPS: part of the RAM that processor and GPU share
             total = int(self.module.recommended_max_memory())
             return max(0, total - self.reserved_bytes()), total
         raise self._lacks("mem_get_info")
 
     def allocated_bytes(self) -> int:
-        """What tensors take now."""
-        return int(self._ask("memory_allocated"))
+        """Return the bytes that tensors take now."""
+        return int(self._call("memory_allocated"))
 
     def reserved_bytes(self) -> int:
-        """What PyTorch's allocator holds for them."""
-        return int(self._ask("memory_reserved"))
+        """Return the bytes of the allocator's segments."""
+        return int(self._call("memory_reserved"))
 
     def peak_bytes(self, index: int) -> tuple[int, int]:
-        """The most that was allocated and reserved on a device since ``reset_peaks``."""
-        return int(self._ask("max_memory_allocated", index)), int(self._ask("max_memory_reserved", index))
+        """Return the peaks of allocated and reserved bytes on a device since ``reset_peaks``."""
+        return int(self._call("max_memory_allocated", index)), int(self._call("max_memory_reserved", index))
 
     def reset_peaks(self, index: int) -> None:
-        self._ask("reset_peak_memory_stats", index)
+        self._call("reset_peak_memory_stats", index)
 
     def counts_memory(self) -> bool:
-        """Whether PyTorch's own allocator serves its tensors: another (RMM's) has neither statistics nor a limit."""
+        """True if PyTorch's own allocator serves the tensors. RMM's has neither statistics nor a limit."""
         return self.type != CUDA or self.module.memory.get_allocator_backend() != "pluggable"
 
     def memory_fraction(self) -> float:
-        """How much of the device the program lets PyTorch's allocator have; 1 where nothing limits it."""
+        """Return the share of the device that PyTorch's allocator may take; 1 without a limit."""
         limited = self.counts_memory() and hasattr(self.module, "get_per_process_memory_fraction")
         return float(self.module.get_per_process_memory_fraction()) if limited else 1.0
 
     @contextlib.contextmanager
     def limited(self, limit_bytes: int) -> Iterator[None]:
-        """Within, PyTorch's allocator takes no more of the device for its segments.
+        """Limit the segments of PyTorch's allocator to ``limit_bytes`` within the block.
 
-        It first gives back what no tensor needs, then says that memory ran out. Nothing where the backend has no such
-        limit.
+        At the limit the allocator releases its cache, then raises its out-of-memory error. Backends without such a
+        limit ignore this.
         """
         words = ("get_per_process_memory_fraction", "set_per_process_memory_fraction")
         if not (self.counts_memory() and all(hasattr(self.module, word) for word in words)):
@@ -113,66 +114,66 @@ class Accelerator:
                 limit(before)
 
     def synchronize(self) -> None:
-        """Wait until all that it was given to do is done."""
+        """Wait until the device has finished its work."""
         with self.current():
-            self._ask("synchronize")
+            self._call("synchronize")
 
     def empty_cache(self) -> None:
-        """Give back what PyTorch's allocator holds and no tensor needs."""
+        """Release the cached memory of PyTorch's allocator."""
         with self.current():
-            self._ask("empty_cache")
+            self._call("empty_cache")
 
     def current(self) -> AbstractContextManager[Any]:
-        """Within, ``device`` is this thread's current one. Nothing where it has no number."""
+        """Make ``device`` this thread's current device within the block; does nothing if it has no number."""
         if self.device.index is None:
             return contextlib.nullcontext()
-        return self._ask("device", self.device)  # type: ignore[no-any-return]
+        return self._call("device", self.device)  # type: ignore[no-any-return]
 
     def new_stream(self) -> Any:
-        """A queue of work beside others. Raises UnsupportedError where the backend has one queue only (MPS)."""
-        return self._ask("Stream", self.device)
+        """Return a new stream. Raises UnsupportedError if the backend has one queue only (MPS)."""
+        return self._call("Stream", self.device)
 
     def current_stream(self) -> Any:
-        return self._ask("current_stream", self.device)
+        return self._call("current_stream", self.device)
 
     def in_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Within, what is asked of the device goes to ``stream``."""
-        return self._ask("stream", stream)  # type: ignore[no-any-return]
+        """Put the device's work into ``stream`` within the block."""
+        return self._call("stream", stream)  # type: ignore[no-any-return]
 
     def new_event(self, *, timed: bool = False) -> Any:
-        """A mark that a stream can record, and others and the host can wait for. ``timed``: it tells when it was."""
+        """Return a new event; ``timed`` lets ``elapsed_time`` read it."""
         if timed:
-            return self._ask("Event", enable_timing=True)
-        # Threads wait for copies of milliseconds: CUDA lets them spin on a core that compute may want, unless told.
-        return self._ask("Event", blocking=True) if self.type == CUDA else self._ask("Event")
+            return self._call("Event", enable_timing=True)
+        # By default CUDA lets a thread that waits for a copy spin on a core that compute may want.
+        return self._call("Event", blocking=True) if self.type == CUDA else self._call("Event")
 
     def random_states(self) -> list[torch.Tensor]:
-        """Of the generator of each device; of the only one where the backend has one."""
+        """Return the state of each device's random generator."""
         if hasattr(self.module, "get_rng_state_all"):
             return list(self.module.get_rng_state_all())
-        return [self._ask("get_rng_state")]
+        return [self._call("get_rng_state")]
 
     def set_random_states(self, states: Sequence[torch.Tensor]) -> None:
-        """What ``random_states`` gave; of the devices that are there."""
+        """Restore the states that ``random_states`` returned; states of absent devices are ignored."""
         for index, state in enumerate(states[: self.count()]):
-            self._ask("set_rng_state", state, index)
+            self._call("set_rng_state", state, index)
 
-    def _ask(self, word: str, *arguments: Any, **named: Any) -> Any:
-        for name in (word, _OTHER_NAMES.get(word, word)):
+    def _call(self, function: str, *arguments: Any, **named: Any) -> Any:
+        for name in (function, _OTHER_NAMES.get(function, function)):
             if hasattr(self.module, name):
                 return getattr(self.module, name)(*arguments, **named)
-        raise self._lacks(word)
+        raise self._lacks(function)
 
-    def _lacks(self, word: str) -> UnsupportedError:
+    def _lacks(self, function: str) -> UnsupportedError:
         return UnsupportedError(
             f"Cannot use {NAMES.get(self.type, self.type)}.",
-            f"PyTorch's module for it has no {word} here.",
+            f"PyTorch's module for it has no {function} here.",
             "Use device cpu, or a newer build of the backend.",
         )
 
 
 def available(kind: str | None = None) -> Accelerator | None:
-    """The accelerator of type ``kind`` that torch sees here. ``kind`` None: CUDA, else what torch says is there."""
+    """Return the accelerator of type ``kind``, None if torch finds none. ``kind`` None: CUDA if present, else any."""
     import torch
 
     if kind in (None, CUDA) and torch.cuda.is_available():
@@ -184,14 +185,14 @@ def available(kind: str | None = None) -> Accelerator | None:
 
 
 def of(device: torch.device) -> Accelerator:
-    """The accelerator whose ``device`` that is."""
+    """Return the accelerator of ``device``."""
     import torch
 
     return Accelerator(type=device.type, module=torch.get_device_module(device), device=device)
 
 
-def begun() -> list[Accelerator]:
-    """The accelerators that this process has begun to use. Imports no torch and starts no device."""
+def initialized() -> list[Accelerator]:
+    """Return the accelerators that this process has initialized. Imports no torch and starts no device."""
     torch = sys.modules.get("torch")
     if torch is None:
         return []
@@ -204,26 +205,27 @@ def begun() -> list[Accelerator]:
 
 
 def in_use() -> list[tuple[Accelerator, int]]:
-    """Each device of the accelerators in ``begun``, of those that keep peaks, as MPS does not."""
-    counted = [accelerator for accelerator in begun() if hasattr(accelerator.module, "max_memory_reserved")]
+    """Return each device of the initialized accelerators that count peaks (MPS does not)."""
+    counted = [accelerator for accelerator in initialized() if hasattr(accelerator.module, "max_memory_reserved")]
     return [(accelerator, index) for accelerator in counted for index in range(accelerator.count())]
 
 
 def is_capturing() -> bool:
-    """Whether this thread records a graph of a device's work (CUDA graphs), to be replayed without its Python."""
-    asked = [
-        accelerator.module for accelerator in begun() if hasattr(accelerator.module, "is_current_stream_capturing")
-    ]
-    return any(module.is_current_stream_capturing() for module in asked)
+    """True if this thread's current stream captures a CUDA graph."""
+    return any(
+        accelerator.module.is_current_stream_capturing()
+        for accelerator in initialized()
+        if hasattr(accelerator.module, "is_current_stream_capturing")
+    )
 
 
 def random_states() -> dict[str, list[torch.Tensor]]:
-    """Of the generators of the accelerators in ``begun``, by kind."""
-    return {accelerator.type: accelerator.random_states() for accelerator in begun()}
+    """Return the states of the initialized accelerators' random generators, by kind."""
+    return {accelerator.type: accelerator.random_states() for accelerator in initialized()}
 
 
 def set_random_states(states: Mapping[str, Sequence[torch.Tensor]]) -> None:
-    """Go on where ``random_states`` was taken, of the accelerators that are here."""
+    """Restore the states that ``random_states`` returned, of the accelerators present."""
     for kind, generator_states in states.items():
         accelerator = available(kind)
         if accelerator is not None and generator_states:
@@ -231,7 +233,7 @@ def set_random_states(states: Mapping[str, Sequence[torch.Tensor]]) -> None:
 
 
 def kinds() -> tuple[str, ...]:
-    """The types of accelerators that this build of torch has a word for."""
+    """Return the types of accelerators that this build of torch names."""
     import torch
 
     own = torch._C._get_privateuse1_backend_name()
@@ -239,31 +241,31 @@ def kinds() -> tuple[str, ...]:
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Where a CUDA device hangs on the bus, as Linux writes it (``"0000:3b:00.0"``); None: not known."""
+    """Return a CUDA device's PCI address as Linux writes it (``"0000:3b:00.0"``); None if unknown."""
     import torch
 
     if device.type != CUDA:
         return None
     properties: Any = torch.cuda.get_device_properties(device)
-    if not hasattr(properties, "pci_bus_id"):  # an older PyTorch's
+    if not hasattr(properties, "pci_bus_id"):  # an older PyTorch
         return None
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def page_lock(address: int, bytes: int) -> int:
-    """Lock pages of RAM for the current CUDA device (``cudaHostRegister``). Gives 0, or CUDA's error."""
+    """Lock pages of RAM for the current CUDA device (``cudaHostRegister``). Return 0 or CUDA's error."""
     import torch
 
     error = int(torch.cuda.cudart().cudaHostRegister(address, bytes, 0))
     if error:
-        # Or the next kernel, whosever it is, would be said to have failed.
+        # Clears the error, which PyTorch would otherwise raise at the next kernel.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=CUDA)
     return error
 
 
 def page_unlock(address: int) -> None:
-    """Undo ``page_lock``. Code that copies from there or to it must have ended."""
+    """Undo ``page_lock``. Copies from and to these pages must have ended."""
     import torch
 
     torch.cuda.cudart().cudaHostUnregister(address)

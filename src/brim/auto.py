@@ -1,4 +1,4 @@
-"""``import brim.auto``: what ``brim run`` does, for programs that something else starts (torchrun, a notebook).
+"""``import brim.auto`` does what ``brim run`` does, for programs that something else starts (torchrun, a notebook).
 
 The settings come from the environment: ``BRIM_VRAM``, ``BRIM_RAM``, ``BRIM_MODE``, ``BRIM_DEVICE``, ``BRIM_REPORT``,
 with the meanings of ``brim run``'s options. In a process that ``brim run`` has started it does nothing.

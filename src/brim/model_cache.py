@@ -1,8 +1,8 @@
-"""What models of transformers call the cache that they take and return.
+"""The names under which transformers models take and return their cache.
 
-From 5.24 on all call it ``cache`` (transformers/generation/utils.py, ``ALL_CACHE_NAMES``); the older name still works
-there, with a warning, until 5.40. Before, models with attention called it ``past_key_values``, and those with
-recurrent states ``cache_params``. RWKV calls it ``state`` in every version.
+From 5.24 on it is ``cache`` (transformers/generation/utils.py, ``ALL_CACHE_NAMES``); the older names still work
+there, with a warning, until 5.40: ``past_key_values`` with attention, ``cache_params`` with recurrent states. RWKV
+has ``state`` in every version.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _MISSING = object()
 
 
 def cache_argument(model: Any) -> str | None:
-    """The argument of ``model.forward`` that takes what it keeps between tokens; None where there is none."""
+    """Return the name of the cache argument of ``model.forward``, None if it has none."""
     takes = inspect.signature(model.forward).parameters
     return next((name for name in _NAMES if name in takes), None)
 
 
 def cache_input(model: Any, cache: object) -> dict[str, Any]:
-    """Keyword arguments that give ``cache`` to ``model`` or its ``generate``; TypeError where it takes none."""
+    """Return the keyword arguments that pass ``cache`` to ``model``; TypeError if it takes none."""
     name = cache_argument(model)
     if name is None:
         raise TypeError(f"{type(model).__name__}.forward takes no cache.")
@@ -29,11 +29,8 @@ def cache_input(model: Any, cache: object) -> dict[str, Any]:
 
 
 def cache_of(output: object) -> Any:
-    """The cache that a model's ``output`` holds, of any kind; None where it holds none.
-
-    The first name that the output has is the one that counts: newer outputs answer to older names by a warning.
-    """
-    for name in _NAMES:
+    """Return the cache in a model's ``output``, None if it has none."""
+    for name in _NAMES:  # newest first: an output with a newer name warns about the older one
         value = getattr(output, name, _MISSING)
         if value is not _MISSING:
             return value
@@ -41,7 +38,7 @@ def cache_of(output: object) -> Any:
 
 
 def keeps_keys(model: Any, cache: object) -> bool:
-    """Whether some layer of a model's ``cache`` keeps the keys of all tokens. Recurrent states have taken them in."""
+    """True if some layer of ``cache`` keeps the keys of all tokens; recurrent states do not."""
     name = cache_argument(model)
     if name != "cache":
         return name == "past_key_values"

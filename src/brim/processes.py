@@ -1,31 +1,31 @@
-"""Child processes that do not outlive the one that started them, and folders that a killed one does not leave."""
+"""Child processes that end with their parent, and temporary folders that a killed process does not leave behind."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_LENGTH_BYTES = 8  # of an answer, before it
-_THEN_RUN = "import os, sys; from brim.processes import end_with_parent; end_with_parent(int(sys.argv[1])); " + (
+_BIND_AND_EXEC = (
+    "import os, sys; from brim.processes import end_with_parent; end_with_parent(int(sys.argv[1])); "
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
 
 
 def end_with_parent(parent: int) -> None:
-    """To be called in a child: however the process ``parent``, which started it, ends, even killed, this one is
-    killed too. On Linux; elsewhere nothing happens. A program that takes this one's place (``exec``) is bound too.
+    """Kill this child process when its ``parent`` ends, however it ends. Holds across ``exec``; Linux only.
 
-    The kernel looks at the parent's thread: the one that started the child has to wait for it.
+    The kernel watches the thread that started the child, so that thread has to wait for it.
     """
     if sys.platform != "linux":
         return
@@ -35,75 +35,63 @@ def end_with_parent(parent: int) -> None:
         sys.exit(1)
 
 
+def python_command(
+    *arguments: str | os.PathLike[str], interpreter: str | os.PathLike[str] | None = None
+) -> list[str]:
+    """Return the command that starts Python without importing from the current folder.
+
+    Modules (``-m``) and code (``-c``) get ``-P``, as Python would import from the current folder first. A file
+    imports its neighbours from its own folder, as always.
+
+    Args:
+        arguments: Python's options with ``-m`` or ``-c``, or a file; then the program's arguments.
+        interpreter: The Python to start. None: this one.
+    """
+    words = [os.fspath(argument) for argument in arguments]
+    safe = ["-P"] if words[0].startswith("-") else []
+    return [os.fspath(interpreter or sys.executable), *safe, *words]
+
+
 def bound(command: Sequence[str]) -> list[str]:
-    """``command`` (its program with its full path), to be started by this process, and to end with it."""
+    """Return ``command`` (its program with its full path) wrapped to end with this process."""
     source = str(Path(__file__).parents[1])
-    code = f"import sys; sys.path.insert(0, {source!r}); {_THEN_RUN}"
-    return [sys.executable, "-S", "-c", code, str(os.getpid()), *command]
+    code = f"import sys; sys.path.insert(0, {source!r}); {_BIND_AND_EXEC}"
+    return python_command("-S", "-c", code, str(os.getpid()), *command)
 
 
 @contextmanager
-def copied(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes | None]]:
-    """Call ``work`` in a copy of this process while the block runs in this one.
+def on_loopback() -> Iterator[None]:
+    """Bind process groups created within the block to the loopback, unless the user has named their interfaces.
 
-    What is given waits for the copy and tells what ``work`` returned; None: it raised, its process was killed, or
-    none can be started here. The copy ends with the block at the latest. Other threads are not in it, so there
-    should be none that hold a lock.
+    Gloo does not authenticate, and by default listens on the interface of the host's name.
     """
-    parent, child, read, write = os.getpid(), 0, -1, -1
+    names: list[str] = []
     with contextlib.suppress(OSError):
-        read, write = os.pipe()
-
-    def answer() -> bytes | None:
-        if not child:
-            return None
-        with open(read, "rb", closefd=False) as pipe:
-            told = pipe.read()
-        length = int.from_bytes(told[:_LENGTH_BYTES], "little")
-        return told[_LENGTH_BYTES:] if len(told) == _LENGTH_BYTES + length else None
-
+        names = [name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)][:1]
+    variables = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ]
+    os.environ.update({variable: name for variable in variables for name in names})
     try:
-        if write >= 0 and hasattr(os, "fork"):
-            with contextlib.suppress(OSError), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # NumPy's threads wait for work, of which a copy has none
-                child = os.fork()
-        if child == 0 and os.getpid() != parent:
-            os.close(read)
-            end_with_parent(parent)
-            made = work()
-            with open(write, "wb") as pipe:
-                pipe.write(len(made).to_bytes(_LENGTH_BYTES, "little") + made)
-            os._exit(0)
-        if write >= 0:
-            os.close(write)
-        yield answer
+        yield
     finally:
-        if os.getpid() != parent:
-            os._exit(1)
-        if read >= 0:
-            os.close(read)
-        if child:
-            with contextlib.suppress(OSError):
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+        for variable in variables:
+            os.environ.pop(variable, None)
 
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A folder among the system's temporary ones, gone at the end. What killed processes left under that prefix is
-    removed first.
+    """Create a temporary folder for the block, and first remove those with this prefix that killed processes left.
 
-    Its process holds a lock on it, which ends with the process, however that ends.
+    The process holds a lock on its folder, which the system releases however the process ends.
     """
     try:
         import fcntl
-    except ImportError:  # not there on Windows
+    except ImportError:  # Windows
         with tempfile.TemporaryDirectory(prefix=prefix) as path:
             yield Path(path)
         return
 
     def locked(folder: Path, how: int) -> int | None:
-        """A descriptor with the folder's lock; None if another process has it, or the folder is not this user's."""
+        """Lock the folder; None if another process holds the lock, or the folder is not this user's."""
         try:
             file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
@@ -128,7 +116,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
             if lock is None or not Path(path).exists():
                 if lock is not None:
                     os.close(lock)
-                continue  # taken, before it had its lock, for one that was left
+                continue  # another process took it for a folder left behind, before it was locked
             try:
                 yield Path(path)
             finally:

@@ -1,4 +1,4 @@
-"""Threads that begin or say why not, and that can be waited for whatever interrupts the wait."""
+"""Threads whose start fails with an error instead of hanging, and whose ``join`` survives interrupts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_LOOK_S = 1.0  # how long a waiter may sleep on where an exception has kept another one from waking it
+_POLL_S = 1.0  # a waiter interrupted before it passed on the lock does not wake the others
 _START_S = 30.0
-_HELD = (signal.SIGINT, signal.SIGTERM)
+_DEFERRED = (signal.SIGINT, signal.SIGTERM)
 
 
 class Flag:
-    """Is set once; many wait. Unlike ``threading.Event``'s, its lock cannot stay taken by a waiter whom Ctrl-C's
-    exception has torn out of the wait, where the one who sets it would wait for ever."""
+    """An event that is set once.
+
+    ``threading.Event`` can deadlock in ``set`` after Ctrl-C has interrupted a waiter that holds its lock.
+    """
 
     def __init__(self) -> None:
         self._is_set, self._closed = False, threading.Lock()
@@ -25,22 +27,21 @@ class Flag:
         return self._is_set
 
     def set(self) -> None:
-        """Once."""
         self._is_set = True
         self._closed.release()
 
     def wait(self) -> None:
         while not self._is_set:
-            if self._closed.acquire(timeout=_LOOK_S):
+            if self._closed.acquire(timeout=_POLL_S):
                 self._closed.release()
 
 
-class NoThread(MemoryError, RuntimeError):
-    """The system gave a new thread no memory, or allows no more of them (CPython: RuntimeError)."""
+class ThreadStartError(MemoryError, RuntimeError):
+    """The system has no memory for a new thread, or allows no more of them (CPython: RuntimeError)."""
 
 
-class _Begun(threading.Event):
-    """Is set by ``thread`` when it has begun. One that is given up does nothing if it begins after all."""
+class _Started(threading.Event):
+    """The ``_started`` event of a thread. A thread that starts after the wait has timed out does nothing."""
 
     def __init__(self, thread: threading.Thread) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class _Begun(threading.Event):
         with self._deciding:
             if not self.is_set():
                 self._given_up = True
-                raise NoThread(f"the thread {self._thread.name} was started, and did not begin")
+                raise ThreadStartError(f"the thread {self._thread.name} was started, and did not begin")
         return True
 
 
@@ -70,24 +71,23 @@ _start = threading.Thread.start
 
 
 def start(thread: threading.Thread) -> None:
-    """Start ``thread``. Raises NoThread where the system has no memory for it.
+    """Start ``thread``. Raises ThreadStartError if the system has no memory for it.
 
-    ``Thread.start`` of CPython waits for ever for a thread to which the system gave no memory for its first frame:
-    here half a minute.
+    CPython's ``Thread.start`` waits for ever for a thread that got no memory for its first frame; this waits 30 s.
     """
     if not thread.is_alive() and thread.ident is None:  # else Thread.start says what is wrong
-        vars(thread)["_started"] = _Begun(thread)  # what ``Thread.start`` waits for
+        vars(thread)["_started"] = _Started(thread)  # ``Thread.start`` waits for it
     try:
         _start(thread)
     except RuntimeError as error:
-        if isinstance(error, NoThread) or thread.ident is not None or "new thread" not in str(error):
+        if isinstance(error, ThreadStartError) or thread.ident is not None or "new thread" not in str(error):
             raise
-        raise NoThread(f"the thread {thread.name} was not started: {error}") from error
+        raise ThreadStartError(f"the thread {thread.name} was not started: {error}") from error
 
 
 @contextlib.contextmanager
-def starts_that_end() -> Iterator[None]:
-    """While open, all threads of the process start by ``start``, those of other libraries too."""
+def patched_thread_start() -> Iterator[None]:
+    """Start all threads of the process by ``start`` within the block, those of other libraries too."""
     before, threading.Thread.start = threading.Thread.start, start  # type: ignore[method-assign, assignment]
     try:
         yield
@@ -98,9 +98,8 @@ def starts_that_end() -> Iterator[None]:
 class Worker(threading.Thread):
     """A thread whose ``join`` returns only when its work is over.
 
-    ``Thread.join`` of CPython 3.11 takes a thread that is still at work for one that has ended, once an exception of
-    a signal handler has left the wait (``Thread._wait_for_tstate_lock``). The interpreter then ends under a thread in
-    PyTorch's code, which aborts the process.
+    After an exception in a signal handler, ``Thread.join`` of CPython 3.11 (``Thread._wait_for_tstate_lock``) returns
+    while the thread runs. The interpreter then ends under PyTorch's code, which aborts the process.
     """
 
     def __init__(self, target: Callable[[], None], name: str, *, daemon: bool) -> None:
@@ -108,10 +107,10 @@ class Worker(threading.Thread):
         self._over = Flag()
 
     def start(self) -> None:
-        with interrupts_held():
+        with deferred_interrupts():
             try:
                 start(self)
-            except NoThread:
+            except ThreadStartError:
                 self._over.set()
                 raise
 
@@ -129,18 +128,17 @@ class Worker(threading.Thread):
 
 
 @contextlib.contextmanager
-def interrupts_held() -> Iterator[None]:
-    """What SIGINT and SIGTERM do, they do when the block has ended: for moments in which an exception would leave a
-    lock taken or a thread without anyone who knows of it."""
-    if threading.current_thread() is not threading.main_thread():  # only that one hears signals
+def deferred_interrupts() -> Iterator[None]:
+    """Defer SIGINT and SIGTERM to the end of the block, which an exception must not leave with a lock taken."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
 
     def note(number: int, frame: Any) -> None:
-        came.append(number)
+        received.append(number)
 
-    before = {number: signal.getsignal(number) for number in _HELD}
+    before = {number: signal.getsignal(number) for number in _DEFERRED}
     handlers = {number: handler for number, handler in before.items() if handler is not None}  # None: not Python's
     for number in handlers:
         signal.signal(number, note)
@@ -149,5 +147,5 @@ def interrupts_held() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for late in came:
+        for late in received:
             signal.raise_signal(late)

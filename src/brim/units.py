@@ -1,4 +1,4 @@
-"""Bytes and seconds as people write them."""
+"""Read and write bytes and seconds with units."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _PATTERN = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*([a-z
 
 
 def is_share(text: str | int) -> bool:
-    """Whether it is written as a share, ``"80%"``: of what, the caller of ``parse_bytes`` says."""
+    """True for a percentage such as ``"80%"``."""
     return isinstance(text, str) and text.rstrip().endswith("%")
 
 
-def parse_bytes(text: str | int, whole_bytes: int | None = None) -> int:
-    """``"8GiB"``, ``"512 MB"``, ``"3g"`` (binary) or a plain number of bytes -> bytes, rounded down.
+def parse_bytes(text: str | int, total_bytes: int | None = None) -> int:
+    """Parse ``"8GiB"``, ``"512 MB"``, ``"3g"`` (binary) or a plain number of bytes; rounds down.
 
-    ``"80%"`` is that share of ``whole_bytes``. Raises UsageError for anything else, negative numbers, more than 100 %
-    and shares of nothing known included.
+    ``"80%"`` is that share of ``total_bytes``. Raises UsageError for anything else, for negative numbers, for more
+    than 100 % or a share of an unknown total, and for less than 1 MiB without a unit, which was probably forgotten.
     """
     if isinstance(text, int):
         if text < 0:
@@ -45,30 +45,38 @@ def parse_bytes(text: str | int, whole_bytes: int | None = None) -> int:
         return text
     match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
     if match is not None and match[2] == "%":
-        return _share(text, Fraction(match[1]) / 100, whole_bytes)
+        return _share(text, Fraction(match[1]) / 100, total_bytes)
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise UsageError(
             f"Cannot read {text!r} as an amount of memory.",
             todo="Write a number and a unit: 8GiB, 512MiB, 1.5GB, or plain bytes.",
         )
-    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    count = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    if not match[2] and 0 < count < MIB:
+        number = match[1]
+        raise UsageError(
+            f"Cannot use {number} as an amount of memory.",
+            f"Without a unit it is {format_bytes(count)}.",
+            f"Write {number}MiB or {number}GiB; {number}B if that many bytes are meant.",
+        )
+    return count
 
 
-def _share(text: str, share: Fraction, whole_bytes: int | None) -> int:
+def _share(text: str, share: Fraction, total_bytes: int | None) -> int:
     if share > 1:
         raise UsageError(
             f"Cannot use {text} as an amount of memory.", "It is more than the total.", "Give 100% or less."
         )
-    if whole_bytes is None:
+    if total_bytes is None:
         raise UsageError(
             f"Cannot use {text} as an amount of memory.", "The total is unknown.", "Give bytes, such as 8GiB."
         )
-    return int(share * whole_bytes)
+    return int(share * total_bytes)
 
 
 def format_bytes(count: int | float) -> str:
-    """Bytes with a binary unit and three digits at most: ``"2.61 GiB"``."""
+    """Write bytes with a binary unit and at most three digits: ``"2.61 GiB"``."""
     size = float(count)
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(size) >= 1000 and len(units) > 1:
@@ -79,7 +87,7 @@ def format_bytes(count: int | float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds with the unit that keeps one to three digits before the point: ``"12.3 ms"``."""
+    """Write seconds in the unit that keeps one to three digits before the point: ``"12.3 ms"``."""
     for limit, factor, unit in ((1e-6, 1e9, "ns"), (1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
         if abs(seconds) < limit:
             return f"{seconds * factor:.3g} {unit}"

@@ -1,3 +1,3 @@
-"""The version of brim, for code that writes it into a file: a leaf, as ``brim`` itself names nearly everything."""
+"""The version of brim, in a module that imports nothing."""
 
 __version__ = "0.1.0"

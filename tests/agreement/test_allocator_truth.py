@@ -7,7 +7,6 @@ import gzip
 import pytest
 
 from brim.recordings import snapshot
-from brim.recordings.replay import replay
 from support import allocator_runs
 
 RECORDS = sorted(allocator_runs.FOLDER.glob("*.pickle.gz"))
@@ -24,6 +23,6 @@ def test_a_real_random_run_is_replayed_exactly(path):
 @pytest.mark.parametrize("name", ["native", "expandable", "max_split", "roundup_list"])
 def test_a_simulated_run_of_the_same_kind_is(name):
     data = allocator_runs.run(allocator_runs.Simulated(allocator_runs.SETTINGS[name]), seed=5, events=400)
-    result = replay(snapshot.parse(gzip.decompress(gzip.compress(data)), name).devices[0])
+    result = allocator_runs.replay(snapshot.parse(gzip.decompress(gzip.compress(data)), name).devices[0])
     assert result.allocations > 100
     assert result.exact, result

@@ -11,6 +11,7 @@ import pytest
 
 from brim import catalog
 from brim.estimation.ranks.estimate import ParallelEstimate, estimate_ranks
+from brim.estimation.ranks.job import MegatronOptions
 from brim.estimation.ranks.split import Split
 from support.accuracy import ground_truth
 
@@ -57,7 +58,11 @@ def estimated(row: dict[str, str], folder: Path) -> ParallelEstimate:
         gpu="B200",
         checkpointing=recompute,
         precision="bf16",
-        fused_loss=row["ce_fusion"] == "1",
+        megatron=MegatronOptions(
+            cross_entropy_loss_fusion=row["ce_fusion"] == "1",
+            cross_entropy_fusion_impl="te",
+            create_attention_mask_in_dataloader=False,
+        ),
     )
 
 

@@ -64,7 +64,7 @@ def measured(kind: str, folder: Path, *args: Any, **options: Any) -> Facts:
     handle, step = stepper(memory, *args, **options)
     for _ in range(STEPS):
         step()
-    for records in (handle._places.states.records, handle._places.gradients.records):
+    for records in (handle._storage.states.records, handle._storage.gradients.records):
         if records is not None:
             records.settle()
     found = facts(memory, memory.recorder.timeline, handle.written_bytes_per_step)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from brim.errors import ABOVE_BUDGET
 from support import simulated_accelerator
 
 TESTS = Path(__file__).parents[1]
@@ -150,6 +151,7 @@ def test_a_model_is_loaded_and_generates(library: Path, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_commands_take_the_device_and_refuse_one_that_is_not_there(library: Path, tmp_path: Path) -> None:
     found = run(library, tmp_path, COMMANDS)
-    assert (found["generate"], found["train"], found["written"]) == (0, 0, ["model.safetensors"])
+    # What the device holds is in RAM here, where no promise for RAM has it: 3 says so.
+    assert (found["generate"], found["train"], found["written"]) == (0, ABOVE_BUDGET, ["model.safetensors"])
     assert found["none"] == 2
     assert "Ascend NPU" in found["said"]

@@ -15,6 +15,7 @@ from brim.allocator.out_of_memory import OutOfMemory
 from brim.cli import main
 from brim.core import EventKind, Timeline
 from brim.report.html.page import Table, View, write
+from brim.report.html.page import page as document_of
 from brim.units import MIB
 from support.simulated_recording import Recording
 
@@ -160,7 +161,7 @@ def test_blocks_across_mapped_ranges_make_them_one_segment(opened: Open, tmp_pat
     timeline.add(EventKind.SEGMENT_ALLOC, "vram", 50, address=5000)
     timeline.add(EventKind.ALLOC, "vram", 250, address=1020, storage=1, label="wide")
     timeline.add(EventKind.SEGMENT_FREE, "vram", 60, address=1340, stream=3)
-    write(tmp_path / "report.html", [View(timeline=timeline)], title="t")
+    write(tmp_path / "report.html", document_of([View(timeline=timeline)], title="t"))
     page = opened(tmp_path / "report.html")
     page.find_element(By.CSS_SELECTOR, "canvas.chart").send_keys(Keys.END)
     found = [
@@ -243,7 +244,7 @@ def test_lanes_alone_are_a_page_too(opened: Open, tmp_path: Path) -> None:
     for number in range(30_000):
         timeline.add(EventKind.COMPUTE, "vram", 0, time_s=number * 2e-3, duration_s=1e-3, stream=7, label="gemm")
         timeline.add(EventKind.IDLE, "vram", 0, time_s=number * 2e-3 + 1e-3, duration_s=5e-4, label="dataloader")
-    write(tmp_path / "report.html", [View(timeline=timeline)], title="A profile")
+    write(tmp_path / "report.html", document_of([View(timeline=timeline)], title="A profile"))
     page = opened(tmp_path / "report.html")
     lanes = page.execute_script("return window.brim.lanes")
     assert lanes == [{"name": "compute vram, stream 7", "busy_s": 30.0}, {"name": "idle vram", "busy_s": 15.0}]
@@ -268,7 +269,7 @@ def test_runs_whose_times_count_from_one_moment_are_drawn_and_zoomed_together(
             timeline.add(EventKind.ALLOC, "ram", 1 << 20, time_s=took_s * number / 19, storage=number, label="block")
         timeline.add(EventKind.COMPUTE, "ram", 0, time_s=0.0, duration_s=took_s, label="forward")
         views.append(View(timeline=timeline))
-    write(tmp_path / "report.html", views, title="Two runs", one_axis=one_axis)
+    write(tmp_path / "report.html", document_of(views, title="Two runs", one_axis=one_axis))
     page = opened(tmp_path / "report.html")
     titles = [head.text for head in page.find_elements(By.CSS_SELECTOR, "section.card h2")]
     assert ["measured" in title for title in titles] == [True, False]
@@ -296,7 +297,7 @@ def test_hostile_names_run_nothing_and_are_shown_as_they_are(opened: Open, tmp_p
     timeline.add(EventKind.OOM, "vram", 1 << 30, time_s=40.0, label=HOSTILE)
     path = tmp_path / "hostile.html"
     table = Table(title=HOSTILE, columns=(HOSTILE,), rows=((HOSTILE,),), note=HOSTILE)
-    write(path, [View(timeline=timeline, title=HOSTILE)], title=HOSTILE, tables=[table], notes=[HOSTILE])
+    write(path, document_of([View(timeline=timeline, title=HOSTILE)], title=HOSTILE, tables=[table], notes=[HOSTILE]))
     page = opened(path)
     ActionChains(page).move_to_element(chart(page)).perform()
     page.find_element(By.CSS_SELECTOR, "canvas.map").send_keys(Keys.ARROW_RIGHT)
@@ -349,7 +350,7 @@ def million() -> Timeline:
 
 def test_a_million_events_zoomed_to_single_ones(opened: Open, million: Timeline, tmp_path: Path) -> None:
     path = tmp_path / "million.html"
-    assert write(path, [View(timeline=million)], title="A million events") <= 10_000_000
+    assert write(path, document_of([View(timeline=million)], title="A million events")) <= 10_000_000
     page = opened(path)
     assert figures(page, "peak.allocated_bytes") == million.peak_bytes.allocated
     assert figures(page, "seen().exact") is False

@@ -28,8 +28,8 @@ COMMAND = ["--save-every", "1", "--seq", str(SEQ), "--batch", str(2 * BATCH), "-
 COMMAND += ["--timeout", "60"]
 RUNS = {
     "saved": ["--steps", "2"],
-    "spoiled": ["--steps", "6", "--resume", "--lr", "1e38"],
-    "no number": ["--steps", "6", "--resume", "--lr", "1e36", "--save-every", "5"],
+    "spoiled": ["--steps", "6", "--resume", "--change-settings", "--lr", "1e38"],
+    "no number": ["--steps", "6", "--resume", "--change-settings", "--lr", "1e36", "--save-every", "5"],
     "gone on": ["--steps", "6", "--resume"],
     "absurd": ["--steps", "6", "--overwrite", "--batch", str(10**9)],
 }

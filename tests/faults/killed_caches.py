@@ -124,7 +124,7 @@ def generating(model: str) -> Callable[[Path], object]:
 
 
 def building(site_packages: str) -> Callable[[Path], object]:
-    from brim.rehearsal import build
+    from brim.device import build
 
     def work(cache: Path) -> None:
         print(sorted(path.name for path in build.build(Path(site_packages)).iterdir()))

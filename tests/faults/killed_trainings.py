@@ -3,7 +3,8 @@
 killed_trainings.py MODEL DATA ROOT KILLS [--ranks N] [OPTION...] [--write]: a run that nobody kills, then runs that
 are killed at random moments and resumed until they are done, until there were KILLS of them; each as the command line
 runs it. Only what a step takes is predicted before forking, once: the children begin with the plan's figures in
-memory. With ranks, each run is N processes that train together, and all are killed at once. With --write, what came
+memory. One kill in eight falls into a new process that has to import, measure and plan first, with an empty cache.
+With ranks, each run is N processes that train together, and all are killed at once. With --write, what came
 of it is kept in measurements/kills.json.
 """
 
@@ -16,7 +17,9 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ import torch
 from kills import asked, keep
 
 from brim.cli import main
+from brim.errors import ABOVE_BUDGET
+from brim.processes import python_command
 from brim.run.checkpoint.reading import latest, steps
 from support.forked import as_ranks, forked, was_killed
 from support.trainings import BATCH, LR, SEQ, course, remember_predictions, same_weights
@@ -45,11 +50,18 @@ class Killer:
         self._root, self._choose = root, random.Random(0)
         self.reference = root / "whole"
         self.start_s, self.step_s = self._times()
+        self.planning = 0  # kills of processes that had not begun to train
+        self.new_s = 0.0
+        if ranks == 1:
+            self.new_s = self._new_until(root / "new", float("inf"))
 
     def _run(self, output: Path) -> int:
         def one() -> int:
             sys.stdout = sys.stderr
-            return main([*self._command, "--output", str(output), "--resume"])
+            code = main([*self._command, "--output", str(output), "--resume"])
+            return (
+                0 if code == ABOVE_BUDGET else code
+            )  # a copy of a process maps its libraries anew, and measures that
 
         def child() -> None:
             assert (as_ranks(self._ranks, one) if self._ranks > 1 else one()) == 0
@@ -66,12 +78,37 @@ class Killer:
         assert not was_killed(pid)
         return started_s - begin_s, (trained_s - started_s) / STEPS
 
+    def _new_until(self, output: Path, seconds: float) -> float:
+        """Start the command as a shell does, with nothing remembered, and kill it after ``seconds``, or as soon as it
+        trains. The seconds that it lived."""
+        before, begin_s = _inode(output), time.monotonic()
+        with tempfile.TemporaryDirectory(dir=self._root) as cache:
+            command = python_command("-m", "brim", *self._command, "--output", str(output), "--resume")
+            process = subprocess.Popen(
+                command, env=os.environ | {"XDG_CACHE_HOME": cache}, start_new_session=True,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            stop_s = begin_s + min(seconds, 180)
+            while time.monotonic() < stop_s and _inode(output) == before:
+                assert process.poll() is None, process.returncode
+                time.sleep(0.001)
+            lived_s = time.monotonic() - begin_s
+            self.planning += _inode(output) == before
+            os.killpg(process.pid, signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+        return lived_s
+
     def killed(self, output: Path) -> bool:
-        """One run, killed at a random moment while it begins (one in eight), or of one of the next steps, which it
-        reaches sooner or later on a busy machine, or of what comes after the last. Whether it was still there."""
+        """One run, killed at a random moment while it imports and plans (one in eight), while it begins (as many), or
+        of one of the next steps, which it reaches sooner or later on a busy machine, or of what comes after the last.
+        Whether it was still there."""
         before, done = _inode(output), max(steps(output), default=0)
+        phase = self._choose.random()
+        if self.new_s and phase >= 0.875:
+            self._new_until(output, self._choose.uniform(0, self.new_s))
+            return True
         pid = self._run(output)
-        if self._choose.random() < 0.125:
+        if phase < 0.125:
             time.sleep(self._choose.uniform(0, self.start_s))
         else:
             step = self._choose.randint(done, min(done + 4, STEPS))
@@ -127,7 +164,7 @@ def run(model: str, data: str, root: Path, kills: int, options: list[str]) -> di
         ends.append({"whole": whole, "left": left, "steps": [step for step, _ in course(output)]})
         if not whole:
             break
-    return {"resumed_at": resumed_at, "ends": ends}
+    return {"resumed_at": resumed_at, "ends": ends, "planning": killer.planning}
 
 
 if __name__ == "__main__":

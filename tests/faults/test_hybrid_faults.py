@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def test_a_file_that_is_cut_short_is_an_error_and_works_again_when_mended(tmp_pa
     partition, plan = with_experts(opened.module, "cpu", weights)
     handle = put_in_force(opened.module, partition, plan, machine("cpu"), weights, "cpu")
     want, path = opened.module(**GIVEN).logits, tmp_path / "model.safetensors"
-    whole = path.read_bytes()
+    whole, times = path.read_bytes(), path.stat()
     with path.open("r+b") as file:
         file.truncate(10_000)
     for _ in range(2):
@@ -147,6 +148,9 @@ def test_a_file_that_is_cut_short_is_an_error_and_works_again_when_mended(tmp_pa
     with pytest.raises(TransferError):
         handle.remove()
     path.write_bytes(whole)
+    with pytest.raises(TransferError, match="It was written to since its header was read"):
+        opened.module(**GIVEN)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # the file that it was, as a copy with its times is
     assert torch.equal(opened.module(**GIVEN).logits, want)
     handle.remove()
     assert torch.equal(opened.module(**GIVEN).logits, want)

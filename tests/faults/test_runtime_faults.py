@@ -141,7 +141,7 @@ def test_a_file_that_is_cut_short_during_the_run_is_an_error_and_works_again_whe
     model, ids = load_streamed(llama), torch.arange(20)[None]
     want = model(ids).logits
     path = llama / "model.safetensors"
-    whole = path.read_bytes()
+    whole, times = path.read_bytes(), path.stat()
     os.truncate(path, 100_000)
     for _ in range(3):
         with pytest.raises(TransferError, match=r"model\.safetensors.*\n.*ends .* too early"):
@@ -151,6 +151,9 @@ def test_a_file_that_is_cut_short_during_the_run_is_an_error_and_works_again_whe
         model.brim.remove()  # what is lost cannot come back; nothing has changed
     with path.open("r+b") as file:
         file.write(whole)
+    with pytest.raises(TransferError, match="It was written to since its header was read"):
+        model(ids)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # the file that it was, as a copy with its times is
     assert torch.equal(model(ids).logits, want)
     model.brim.remove()
     assert torch.equal(model(ids).logits, want)

@@ -12,7 +12,7 @@ from brim.core.hardware import DISK
 from brim.errors import BudgetError
 from brim.run.fit.step import Fitted
 from brim.run.train.loop import Training, train
-from brim.techniques.activation_offload.ways import ToDisk, ToRam
+from brim.techniques.activation_offload.activations import ToDisk, ToRam
 from support.failing import Allocations
 from support.tiny_model import held
 from support.trainings import course, request, same_weights

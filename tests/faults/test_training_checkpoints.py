@@ -22,6 +22,7 @@ from brim.errors import ModelError, TransferError
 from brim.run.checkpoint import manifest as checkpoint_manifest
 from brim.run.checkpoint.manifest import MANIFEST_NAME, read_manifest, to_text
 from brim.run.checkpoint.reading import latest, read, steps
+from brim.run.checkpoint.record import RECORD_NAME
 from brim.run.checkpoint.saver import Checkpointer, Tensors
 from support.saved_steps import content, hidden, is_whole, save, save_now, tensors_of, watched
 from support.tiny_model import held
@@ -150,7 +151,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(root: Path) 
     save_now(root, 2, 21)
     found = latest(root)
     assert found.state["seed"] == 21 and is_whole(found) and found.skipped == ()
-    assert sorted(path.name for path in root.iterdir()) == ["step-000001", "step-000002"]
+    assert sorted(path.name for path in root.iterdir()) == [RECORD_NAME, "step-000001", "step-000002"]
 
 
 def test_a_flipped_bit_in_a_weight_is_told_by_its_name(root: Path) -> None:

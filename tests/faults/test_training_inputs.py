@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from brim.cli import main
+from brim.errors import BudgetError
 from brim.run.checkpoint.reading import steps
 from support.tiny_model import held, save_tokenizer
 from support.trainings import course
@@ -42,9 +43,9 @@ def cli(tiny: Path, output: Path, scratch: Path, capsys: pytest.CaptureFixture[s
     return run
 
 
-def refused(outcome: tuple[int, str, str], *words: str) -> str:
-    code, out, err = outcome
-    assert (code, out) == (2, ""), err
+def refused(outcome: tuple[int, str, str], *words: str, code: int = 2) -> str:
+    ended, out, err = outcome
+    assert (ended, out) == (code, ""), err
     told = [line for line in err.strip().splitlines() if not line.startswith("Warning: ")]
     assert told[0].startswith("Error: ") and len(told) <= 3, err
     assert "Traceback" not in err
@@ -141,7 +142,7 @@ def test_a_disk_budget_that_is_too_small_says_what_would_do_and_that_does(
 ) -> None:
     orders = ["--offload-optimizer", "disk", "--stream-weights", "off", "--micro-batch", "2"]
     orders += ["--checkpointing", "none", "--offload-activations", "0", "--clip-norm", "1"]
-    err = refused(cli(text, "--disk", f"{tmp_path}:16KiB", *orders), "16 KiB of DISK")
+    err = refused(cli(text, "--disk", f"{tmp_path}:16KiB", *orders), "16 KiB of DISK", code=BudgetError.exit_code)
     least = re.search(r"--disk (\d+)MiB", err)
     assert least is not None, err
     code, out, err = cli(text, "--disk", f"{tmp_path}:{least[1]}MiB", *orders)
@@ -154,7 +155,10 @@ def test_a_step_that_spoils_the_weights_ends_it_and_the_checkpoint_before_is_the
 ) -> None:
     assert cli(text, "--steps", "2", "--save-every", "1")[0] == 0
     options = ["--steps", "6", "--save-every", "1", "--resume"]
-    refused(cli(text, "--lr", "1e38", *options), "values that are not finite", "--resume")
+    code, out, err = cli(text, "--lr", "1e38", "--change-settings", *options)
+    note, error = err.split("\n", 1)
+    assert note == "--lr is 1e+38 from here on; it was 2e-05 before."
+    refused((code, out, error), "values that are not finite", "--resume")
     assert steps(output) == [1, 2]
     code, _, err = cli(text, *options)
     assert code == 0, err

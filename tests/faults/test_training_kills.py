@@ -46,6 +46,7 @@ def test_a_run_killed_at_random_moments_and_resumed_is_the_run_that_nobody_kille
     kills, options = SETTINGS[name]
     found = killed(root, scratch, kills, options)
     assert len(found["resumed_at"]) >= kills
+    assert found["planning"] or name == "four ranks"
     assert len(set(found["resumed_at"])) >= min(4, kills - 1)  # at the beginning, and from several checkpoints
     for end in found["ends"]:
         assert end["whole"] and end["left"] == [], found
@@ -58,7 +59,7 @@ def test_ranks_that_train_into_nothing_stop_at_the_last_good_checkpoint(root: Pa
     """And what no machine has memory for is refused at once, on all of them by one error."""
     model, data = save_llama(root / "llama", hidden=16, layers=2), write_text(root / "text.txt")
     found = ran("ended_ranks.py", model, data, root)
-    assert [found[name]["code"] for name in found] == [0, 2, 2, 0, 2], found
+    assert [found[name]["code"] for name in found] == [0, 2, 2, 0, 3], found
     assert found["saved"]["saved"] == found["spoiled"]["saved"] == found["no number"]["saved"] == [1, 2]
     for name, why in (
         ("spoiled", "a factor too large for the type of the weights"),

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from brim import accelerator
+from brim import accelerator, device
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import RAM, VRAM
 from brim.errors import UnsupportedError
 from brim.measure import probe as probing
-from brim.rehearsal import device
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,7 +35,7 @@ def known_gpu(cache_home: Path, known_machine: Hardware) -> Iterator[Hardware | 
         flops_per_s={"float32": 20e12, "tf32": 80e12, "bfloat16": 160e12, "float16": 160e12, "float8_e4m3fn": 300e12},
     )
     facts = probing._fingerprint(accelerator.available(accelerator.CUDA), cache_home / "brim")
-    probing._remember(machine, probing._remembered_at(facts))
+    probing._store(machine, probing._cache_file(facts))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache_home))
         yield machine

@@ -21,7 +21,7 @@ from brim.accelerator import Accelerator
 from brim.core import Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.errors import UnsupportedError, UsageError
-from brim.measure import bandwidth, capacity, device_rates, monitor, nvml
+from brim.measure import bandwidth, capacity, device_rates
 from brim.measure.monitor import Monitor
 from brim.measure.probe import probe
 from brim.memory import streams as memory_streams
@@ -118,25 +118,6 @@ def test_a_monitor_adds_up_the_devices_of_a_backend_in_use(monkeypatch):
     usage = watching.usage()
     assert resets[:2] == [0, 1]
     assert (usage.vram_allocated_bytes, usage.vram_reserved_bytes) == (3 * MIB, 30 * MIB)
-    assert usage.vram_process_bytes is None
-
-
-@pytest.mark.parametrize(
-    ("told", "reserved", "expected"),
-    [
-        ([300, None], [200, 0], 200 + 100),  # nothing of this process is on the second
-        ([300, 50], [200, 0], 200 + 150),
-        ([300, None], [200, 10], None),
-        ([None, None], [0, 0], None),
-    ],
-)
-def test_a_gpu_that_is_not_used_leaves_the_process_s_memory_known(told, reserved, expected, monkeypatch):
-    gpu = Accelerator(type="cuda", module=None, device=CPU)
-    monkeypatch.setattr(accelerator, "in_use", lambda: [(gpu, 0), (gpu, 1)])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=index))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: reserved[index])
-    monkeypatch.setattr(nvml, "process_bytes", lambda uuid: told[int(uuid.removeprefix("GPU-"))])
-    assert monitor._vram_process_bytes(200) == expected
 
 
 @pytest.mark.parametrize("make", [xpu, mps])
@@ -297,9 +278,9 @@ CUDA_ALONE = {
     "errors.py": "accelerator.py stands on it",
     "predict": "what CUDA would do, traced on a machine without it",
     "estimation": "the same",
-    "rehearsal": "PyTorch's CUDA build on a device that is not there",
+    "device": "PyTorch's CUDA build on a device that is not there",
+    "rehearsal": "the same",
     "measure/watch.py": "PyTorch's recorder of memory is CUDA's",
-    "measure/watch_cuda.py": "the same",
     "measure/device_rates.py": "which CUDA devices multiply float8",
     "techniques/precision.py": "which CUDA devices multiply TF32 and float8",
     "run/fit/machine.py": "the compute capability, by which CUDA's kernels are predicted",

@@ -12,7 +12,7 @@ import pytest
 from brim.core import Timeline
 from brim.core.hardware import RAM
 from brim.errors import UnsupportedError
-from brim.memory import system
+from brim.memory import direct_io
 from brim.memory.pool import HostSource, Pool
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
@@ -43,5 +43,5 @@ def test_macos_flushes_and_forgets_as_far_as_it_can(monkeypatch: pytest.MonkeyPa
     with (tmp_path / "file").open("wb") as file:
         file.write(b"x")
         file.flush()
-        system.flush(file.fileno())
-        system.forget_cached(file.fileno())
+        direct_io.flush(file.fileno())
+        direct_io.drop_cached(file.fileno())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from brim.processes import bound, copied, temporary_folder
+from brim.processes import bound, temporary_folder
 from support.forked import forked
 
 PREFIX = "brim-of-a-test-"
@@ -109,70 +109,3 @@ def test_many_at_once_each_have_one_to_the_end(temporary: Path) -> None:
     for one in several:
         one.join()
     assert lost == [] and list(temporary.iterdir()) == []
-
-
-@linux
-def test_a_copy_of_a_process_answers() -> None:
-    here = os.getpid()
-    with copied(lambda: f"{os.getppid()}".encode() + b"!" * 1_000_000) as answer:
-        told = answer()
-    assert told == f"{here}".encode() + b"!" * 1_000_000
-
-
-@linux
-def test_a_copy_that_fails_or_is_killed_or_cannot_be_made_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> bytes:
-        raise ValueError
-
-    def is_killed() -> bytes:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return b"never"
-
-    def none() -> int:
-        raise BlockingIOError
-
-    for work in (fails, is_killed):
-        with copied(work) as answer:
-            assert answer() is None
-    monkeypatch.setattr(os, "fork", none)
-    with copied(fails) as answer:
-        assert answer() is None
-    monkeypatch.delattr(os, "fork")
-    with copied(fails) as answer:
-        assert answer() is None
-
-
-@linux
-def test_a_copy_ends_with_the_block_and_with_its_process(tmp_path: Path) -> None:
-    told = tmp_path / "pid"
-
-    def sleeps() -> bytes:
-        told.write_text(f"{os.getpid()}.")
-        time.sleep(60)
-        return b""
-
-    def begun() -> int:
-        while not (told.exists() and told.read_text().endswith(".")):
-            time.sleep(0.02)
-        return int(told.read_text()[:-1])
-
-    def block() -> None:
-        with copied(sleeps):
-            begun()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        block()
-    with pytest.raises(ProcessLookupError):
-        os.kill(begun(), 0)
-    told.unlink()
-
-    def waits() -> None:
-        with copied(sleeps) as answer:
-            answer()
-
-    pid = forked(waits)
-    copy = begun()
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert gone_within(copy, 10)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from brim import threads
-from brim.threads import Flag, NoThread, Worker, interrupts_held, starts_that_end
+from brim.threads import Flag, ThreadStartError, Worker, deferred_interrupts, patched_thread_start
 
 
 def test_a_wait_that_was_interrupted_is_not_the_end_of_the_thread() -> None:
@@ -49,7 +49,7 @@ def test_a_flag_wakes_all_who_wait() -> None:
 
 def test_signals_come_when_the_block_has_ended() -> None:
     reached = False
-    with pytest.raises(KeyboardInterrupt), interrupts_held():
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
         signal.raise_signal(signal.SIGINT)
         time.sleep(0)
         reached = True
@@ -71,7 +71,7 @@ def no_begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None
 
 def test_a_thread_that_never_begins_is_an_error(no_begin: list[Callable[[], None]]) -> None:
     worker = Worker(lambda: None, "brim-test", daemon=True)
-    with pytest.raises(NoThread, match="did not begin"):
+    with pytest.raises(ThreadStartError, match="did not begin"):
         worker.start()
     worker.join()  # there is nothing to wait for
 
@@ -81,7 +81,7 @@ def test_a_thread_that_begins_after_it_was_given_up_does_nothing(
 ) -> None:
     done: list[bool] = []
     thread = threading.Thread(target=lambda: done.append(True))
-    with pytest.raises(NoThread):
+    with pytest.raises(ThreadStartError):
         threads.start(thread)
     monkeypatch.undo()
     _thread.start_new_thread(no_begin[0], ())
@@ -93,7 +93,7 @@ def test_a_thread_that_begins_after_it_was_given_up_does_nothing(
 
 def test_threads_of_others_end_their_wait_too(no_begin: list[Callable[[], None]]) -> None:
     before = threading.Thread.start
-    with starts_that_end(), pytest.raises(MemoryError):
+    with patched_thread_start(), pytest.raises(MemoryError):
         threading.Thread(target=lambda: None).start()
     assert threading.Thread.start is before
 
@@ -104,7 +104,7 @@ def test_a_system_without_more_threads_is_out_of_memory(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(threading, "_start_new_thread", refuse)
     monkeypatch.setattr(threading, "_start_joinable_thread", refuse, raising=False)
-    with pytest.raises(NoThread, match="was not started"):
+    with pytest.raises(ThreadStartError, match="was not started"):
         threads.start(threading.Thread(target=lambda: None))
 
 
@@ -114,4 +114,4 @@ def test_what_is_wrong_with_a_start_is_told_as_ever() -> None:
     thread.join()
     with pytest.raises(RuntimeError, match="only be started once") as found:
         threads.start(thread)
-    assert not isinstance(found.value, NoThread)
+    assert not isinstance(found.value, ThreadStartError)

@@ -14,7 +14,7 @@ from brim.units import format_bytes, format_seconds, parse_bytes
         ("1.5GiB", 3 << 29),
         (".5k", 512),
         ("900MiB", 900 << 20),
-        ("17", 17),
+        ("17B", 17),
         (17, 17),
         ("0", 0),
         ("2TB", 2 * 10**12),
@@ -44,6 +44,19 @@ def test_parse_refuses_a_share(text, whole, says):
 def test_parse_refuses_what_looks_like_a_share(text):
     with pytest.raises(UsageError):
         parse_bytes(text, 1000)
+
+
+@pytest.mark.parametrize("text", ["300", " 8 ", "1", "1048575"])
+def test_parse_asks_what_a_small_number_without_a_unit_means(text: str) -> None:
+    number = text.strip()
+    with pytest.raises(UsageError, match=f"Write {number}MiB or {number}GiB; {number}B if"):
+        parse_bytes(text)
+    assert parse_bytes(f"{number}B") == int(number)
+
+
+@pytest.mark.parametrize("text", ["0", 300, "1048576", "314572800"])
+def test_parse_takes_numbers_of_bytes(text: str | int) -> None:
+    assert parse_bytes(text) == int(text)
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8 GiBs", "1e9", "8,5GiB", "nan", "8 GiB 3", -5])

@@ -14,15 +14,20 @@ from typing import Any
 import pytest
 
 import brim
+from brim.device.environment import Environment, find
+from brim.device.settings import DeviceSettings
 from brim.measure.user_cache import cache_folder
 from brim.predict.lowering.cuda import convolution
 from brim.rehearsal import force
-from brim.rehearsal.environment import Environment, find
-from brim.rehearsal.settings import DeviceSettings
 
 SOURCES = Path(brim.__file__).parents[1]
 CHECKOUT = Path(__file__).parents[2]
-_PRINT = "import json as _json\nprint('\\n' + _json.dumps(result))\n"
+# The interpreter's end would abort where a thread of PyTorch's backward pass is still freeing Python objects.
+_PRINT = """
+import json as _json, os as _os
+print('\\n' + _json.dumps(result), flush=True)
+_os._exit(0)
+"""
 
 
 @dataclass(frozen=True)

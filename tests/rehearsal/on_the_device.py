@@ -12,10 +12,10 @@ import os
 import sys
 from pathlib import Path
 
+from brim.device.environment import prepare
+from brim.device.settings import DeviceSettings
 from brim.errors import BrimError
 from brim.rehearsal import force
-from brim.rehearsal.environment import prepare
-from brim.rehearsal.settings import DeviceSettings
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -30,7 +30,10 @@ def main() -> None:
     try:
         named = os.environ.get("BRIM_REHEARSAL_PYTHON")
         python = prepare(
-            Path(named) if named else None, confirm=lambda what: not print(what), folder=CHECKOUT / ".rehearsal"
+            Path(named) if named else None,
+            confirm=lambda what: not print(what),
+            folder=CHECKOUT / ".rehearsal",
+            compiler=options.prepare,
         )
         settings = DeviceSettings.of(options.card, gpus=options.gpus, order=options.order)
         variables = python.variables(settings)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from brim.device import build as building
+from brim.device.build import build, cuda_version
+from brim.device.elf import ElfFile
+from brim.device.settings import DeviceSettings
 from brim.errors import FormatError, TransferError, UnsupportedError
-from brim.rehearsal import build as building
 from brim.rehearsal import values_library
-from brim.rehearsal.build import build, cuda_version
-from brim.rehearsal.elf import ElfFile
-from brim.rehearsal.settings import DeviceSettings
 
 VERSION = "__version__ = '2.13.0'\ncuda: Optional[str] = {cuda}\n"
 # A library as PyTorch's are: it wants CUDA's functions, one of them at a version, one that the device does not know.

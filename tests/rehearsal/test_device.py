@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 BASICS = """
     import gc, torch
-    from brim.rehearsal.device import loaded
+    from brim.device import loaded
     device, result = loaded(), {}
     x = torch.empty(10_000_000, device="cuda")
     result["allocated"], result["reserved"] = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()

@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from brim import cli
-from brim.cli.rehearse import notes_of
+from brim.cli.explain.answers import of_snapshot
+from brim.cli.explain.source import SNAPSHOT, Source
+from brim.cli.rehearse import _lines, notes_of
 from brim.rehearsal.rehearse import Rehearsal, Request, rehearse_program
 
 if TYPE_CHECKING:
@@ -178,3 +181,55 @@ def test_a_program_may_come_out_of_a_pipe(on_device: OnDevice, tmp_path: Path) -
         os.close(reading)
     assert done.returncode == 0, done.stderr
     assert "True" in done.stderr.split() and "It fits on L40S: the program ran to its end." in done.stdout
+
+
+def test_a_compiled_program_without_triton_is_told_how_to_get_it(on_device: OnDevice, tmp_path: Path) -> None:
+    without = replace(on_device, environment=replace(on_device.environment, compiler=None))
+    if without.environment.has_triton:
+        pytest.skip("Triton is installed beside this PyTorch")
+    program = "import torch\ntorch.compile(torch.nn.Linear(8, 8).cuda())(torch.ones(8, 8, device='cuda'))\n"
+    found = rehearsed(without, tmp_path, program)
+    assert (found.ended, found.fits) == ("failed", None)
+    assert found.snapshot is not None
+    explained = of_snapshot(Source(name="rehearsal", kind=SNAPSHOT, path=found.snapshot), ())
+    first, *rest = _lines(Request(target="program.py", gpu="RTX 4090"), found, explained)
+    assert first.startswith("The program failed: TritonMissing: Cannot find a working triton installation.")
+    assert any("rehearse with --compiler, which fetches it" in line for line in rest)
+    assert not any("Nothing failed" in line for line in rest)
+
+
+def test_a_compiled_program_is_rehearsed_with_triton(on_device: OnDevice, tmp_path: Path) -> None:
+    if not on_device.environment.has_triton:
+        pytest.skip("there is no Triton: run `make rehearsal`")
+    program = """
+import torch
+net = torch.compile(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU(), torch.nn.LayerNorm(512)).cuda())
+optimizer = torch.optim.AdamW(net.parameters())
+for step in range(100):
+    net(torch.randn(2048, 512, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    found = rehearsed(on_device, tmp_path, program)
+    assert found.ended == "enough" and found.fits is True
+    assert found.other_processes == 0
+
+
+def test_a_program_that_fits_by_giving_the_cache_back_is_told_so(
+    on_device: OnDevice, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "program.py"
+    target.write_text("""
+import torch
+for mib in (100, 140, 180, 220):
+    torch.empty(mib << 20, dtype=torch.uint8, device="cuda")
+""")
+    assert cli.main(["rehearse", "--gpu", "RTX 3060", "--vram", "900MiB", str(target)]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith(
+        "It fits on RTX 3060, though the safe upper bound is 278 MiB above the memory and the allocator had to give "
+        "its cache back once: the program ran to its end."
+    )
+    assert "safe upper bound: 1.15 GiB" in out
+    assert cli.main(["rehearse", "--gpu", "RTX 3060", str(target)]) == 0
+    assert capfd.readouterr().out.startswith("It fits on RTX 3060: the program ran to its end.")

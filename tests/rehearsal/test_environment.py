@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from brim.device import environment
+from brim.device.environment import find, prepare, slim
 from brim.errors import TransferError, UnsupportedError, UsageError
-from brim.rehearsal import environment
-from brim.rehearsal.environment import find, prepare, slim
 
 VERSION = "__version__ = '2.13.0{local}'\ncuda: Optional[str] = {cuda}\n"
 
 # An interpreter: what it says of its torch, and what its pip does with the folder named after --target.
 PYTHON = """#!/bin/sh
+[ "$1" = -P ] && shift
 case "$1 $2 $3" in
   "-c "*) echo '{look}' ;;
   "-m pip --version") echo pip ;;
@@ -65,6 +66,29 @@ def test_a_build_of_the_same_version_is_fetched_once_and_put_first(cpu: Interpre
     assert made.first == made.site_packages == folder / "torch-2.13.0-cpython-311"
     assert "--no-deps" in cpu.installs()[0] and cpu.installs()[0].endswith("torch===2.13.0")
     assert prepare(python, confirm=pytest.fail, folder=folder) == made == find(python, folder=folder)
+
+
+WITH_TRITON = (
+    INSTALLS
+    + """; case "$3" in
+  triton*) rm -r "$2/torch"; mkdir -p "$2/triton/backends/nvidia" ;;
+  *) mkdir "$2/torch-2.13.0.dist-info"
+     echo 'Requires-Dist: triton==3.7.1; platform_system == "Linux"' > "$2/torch-2.13.0.dist-info/METADATA" ;;
+esac"""
+)
+
+
+def test_triton_is_fetched_when_it_is_asked_for_in_the_version_that_pytorch_names(
+    cpu: Interpreter, tmp_path: Path
+) -> None:
+    python, folder = cpu.with_pip(WITH_TRITON), tmp_path / "cache"
+    assert not prepare(python, confirm=lambda _: True, folder=folder).has_triton
+    with pytest.raises(UsageError, match=r"triton==3\.7\.1 is needed for torch\.compile: a download of about 190 MB"):
+        prepare(python, confirm=lambda _: False, folder=folder, compiler=True)
+    made = prepare(python, confirm=lambda _: True, folder=folder, compiler=True)
+    assert made.has_triton and made.compiler == folder / "triton-for-torch-2.13.0-cpython-311"
+    assert len(cpu.installs()) == 2 and cpu.installs()[1].endswith("triton==3.7.1")
+    assert prepare(python, confirm=pytest.fail, folder=folder, compiler=True) == made == find(python, folder=folder)
 
 
 def test_when_pytorch_is_another_version_its_build_is_fetched_beside(cpu: Interpreter, tmp_path: Path) -> None:

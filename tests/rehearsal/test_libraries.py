@@ -15,7 +15,7 @@ MIB = 1 << 20
 HEAD = """
     import torch, warnings
     from torch import nn
-    from brim.rehearsal.device import loaded
+    from brim.device import loaded
     device, result = loaded(), {}
     def tried(function):
         try:

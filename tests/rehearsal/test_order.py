@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 HEAD = """
     import ctypes, mmap, torch
-    from brim.rehearsal.device import loaded
+    from brim.device import loaded
     device, result = loaded(), {}
     runtime = ctypes.CDLL("libbrimdevice.so")
     N = 1 << 16
@@ -180,7 +180,7 @@ STREAMED = """
     from torch import nn
     from brim.memory import streams
     from brim.memory.transfer import Done
-    from brim.rehearsal.device import loaded
+    from brim.device import loaded
     from support.placed import place
 
     def without(planted):
@@ -221,7 +221,7 @@ TRAINED = """
     from brim.memory import streams
     from brim.memory.tiers import device_memory
     from brim.memory.transfer import Done
-    from brim.rehearsal.device import loaded
+    from brim.device import loaded
     from brim.techniques.activation_offload import technique as activation_offload
     from brim.techniques.optimizer_offload import technique as optimizer_offload
 

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from brim import cli
-from brim.rehearsal.environment import find
+from brim.device.environment import find
+from brim.processes import python_command
 from brim.rehearsal.rehearse import Rehearsal, Request, rehearse_program
+from support.planted import plant_modules
 
 if TYPE_CHECKING:
     from conftest import OnDevice
@@ -106,6 +108,7 @@ def test_running_out_of_memory_is_explained_with_exit_code_3(
     snapshot, page = tmp_path / "kept.pickle", tmp_path / "page.html"
     python = str(on_device.environment.python)
     options = ["--gpu", "RTX 3060", "--python", python, "--json", "--snapshot", str(snapshot), "--html", str(page)]
+    options += ["--trials", "1"]
     assert cli.main(["rehearse", *options, str(training), "--batch", "64"]) == 3
     captured = capfd.readouterr()
     (found,) = json.loads(captured.out)["processes"]
@@ -117,6 +120,46 @@ def test_running_out_of_memory_is_explained_with_exit_code_3(
     assert page.read_text().startswith("<!doctype html>")
     assert cli.main(["explain", str(snapshot)]) == 0
     assert "train.py" in capfd.readouterr().out
+
+
+OPTIMIZER = """
+import sys, torch
+model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(16)]).cuda()
+fused = "--fused" in sys.argv
+optimizer = torch.optim.AdamW(model.parameters(), foreach=not fused, fused=fused)
+for step in range(5):
+    model(torch.randn(64, 2048, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_what_would_help_is_rehearsed_before_it_is_said_to_fit(
+    on_device: OnDevice, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program, snapshot = tmp_path / "program.py", tmp_path / "kept.pickle"
+    program.write_text(OPTIMIZER)
+    options = ["--gpu", "RTX 4090", "--vram", "1500MiB", "--python", str(on_device.environment.python), "--json"]
+    assert cli.main(["rehearse", *options, "--snapshot", str(snapshot), str(program)]) == 3
+    captured = capfd.readouterr()
+    assert "Rehearsing it again with: fused optimizer." in captured.err
+    (memory,) = json.loads(captured.out)["processes"][0]["memory"]
+    held = {share["name"]: share["bytes"] for share in memory["peak"]["by_category"]}
+    assert memory["phase"] == "optimizer" and memory["headline"].startswith("Out of memory in the optimizer's step")
+    assert held["optimizer_state"] == 2 * held["parameter"]
+    assert (
+        held["parameter"] <= held["gradient"] < held["parameter"] + 10 * MIB
+    )  # and a workspace of autograd's thread
+    assert held["optimizer_temporary"] >= 16 * MIB and not held.get("activation")
+    first = memory["advice"][0]
+    assert first["change"] == "fused optimizer" and first["rehearsed"]["fits"]
+    assert cli.main(["rehearse", *options, str(program), "--fused"]) == 0
+    (fused,) = json.loads(capfd.readouterr().out)["processes"]
+    assert fused["devices"][0]["process_bytes"] == first["rehearsed"]["process_bytes"]
+    assert cli.main(["explain", str(snapshot), "--json"]) == 0  # a recording alone tells the same, and no fit
+    (recorded,) = json.loads(capfd.readouterr().out)["devices"]
+    assert [one["change"] for one in recorded["advice"][:2]] == ["fused optimizer", "foreach=False"]
+    assert not any("fits" in one["text"] for one in recorded["advice"])
 
 
 def test_the_largest_value_that_fits_is_found(
@@ -212,27 +255,28 @@ def test_models_that_are_not_here_are_made_from_their_configuration(on_device: O
     assert weights < found.devices[0].allocated_bytes < weights + (16 << 20)
 
 
-def test_a_program_is_estimated_by_rehearsal_where_it_can_be(
+def test_an_estimate_of_a_program_is_what_its_rehearsal_takes(
     on_device: OnDevice, training: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if find() is None:
         pytest.skip("the CUDA build is another Python's: `brim estimate` goes by the one that runs it")
-    said = {}
-    for card, by in (("RTX 3060", []), ("RTX 3060", ["--by", "trace"]), ("RTX 4090", [])):
-        batch = "16" if card == "RTX 3060" else "64"
-        words = ["estimate", "--gpu", card, "--json", *by, str(training), "--", "--batch", batch]
-        assert cli.main(words) == 0, capfd.readouterr().err
+    estimates = {}
+    for card, batch in (("RTX 3060", "16"), ("RTX 4090", "64")):
+        words = ["estimate", "--gpu", card, "--json", str(training), "--", "--batch", batch]
+        assert cli.main(words) == (0 if card == "RTX 3060" else 3), capfd.readouterr().err
         captured = capfd.readouterr()
-        found = json.loads(captured.out)
-        said[batch, found["by"]] = found
-        assert f"By {found['by']}" in captured.err
-    rehearsal, trace, large = said["16", "rehearsal"], said["16", "trace"], said["64", "rehearsal"]
-    assert set(rehearsal) == set(trace) and rehearsal["fits"] is True and trace["fits"] is True
-    for what in ("allocated", "reserved", "process"):
-        assert rehearsal["peak_bytes"][what] == pytest.approx(trace["peak_bytes"][what], rel=0.01)
-    held = sum(rehearsal["at_peak_bytes"].values()) - rehearsal["at_peak_bytes"]["context"]
-    assert held == sum(rehearsal["per_module"].values()) <= rehearsal["peak_bytes"]["allocated"]
-    assert large["fits"] is False and large["peak_bytes"]["process"] > 24 << 30, "told as if it did fit"
+        estimates[batch] = json.loads(captured.out)
+        assert "the program really runs" in captured.err
+    small, large = estimates["16"], estimates["64"]
+    assert cli.main(["rehearse", "--gpu", "RTX 3060", "--json", str(training), "--batch", "16"]) == 0
+    (process,) = json.loads(capfd.readouterr().out)["processes"]
+    (device,) = process["devices"]
+    assert small["peak_bytes"] == {name: device[f"{name}_bytes"] for name in ("allocated", "reserved", "process")}
+    assert small["fits"] is True and small["by"] == "rehearsal"
+    tensors = sum(small["at_peak_bytes"].values()) - small["at_peak_bytes"]["context"]
+    assert tensors == sum(small["per_module"].values()) <= small["peak_bytes"]["allocated"]
+    assert large["fits"] is False and large["peak_bytes"]["process"] > 24 << 30, "as if it did fit"
+    assert any(note.startswith("it runs out in") and "what helps there" in note for note in large["notes"])
 
 
 CHEAP = ["mnist", "with_trainer"]
@@ -284,3 +328,35 @@ def test_a_step_of_a_notebook_runs_in_a_process_of_its_own(on_device: OnDevice, 
     assert done.returncode == 0, done.stderr
     ended, allocated = done.stdout.split()[-2:]
     assert ended == "finished" and int(allocated) > 8 * MIB
+
+
+@pytest.mark.parametrize("words", [["SCRIPT"], ["-m", "module"]], ids=["a file", "a module"])
+def test_only_the_program_itself_imports_from_the_current_folder(
+    on_device: OnDevice, tmp_path: Path, words: list[str]
+) -> None:
+    """A file imports its own neighbours, and ``-m`` what the current folder has, as for python."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "neighbour.py").write_text(f"NAME = {folder.name!r}\n")
+        (folder / "module.py").write_text("import sys, neighbour\nprint('beside', neighbour.NAME, sys.path[0])\n")
+    marker = None
+    if "-m" not in words:
+        marker = plant_modules(here)
+    words = [str(there / "module.py") if word == "SCRIPT" else word for word in words]
+    brim = python_command("-m", "brim", "rehearse", "--gpu", "L40S", f"--python={on_device.environment.python}")
+    done = subprocess.run([*brim, *words], cwd=here, capture_output=True, text=True)
+    beside = there if marker is not None else here
+    assert f"beside {beside.name} {beside}" in done.stderr, done.stdout + done.stderr
+    assert marker is None or not marker.exists(), marker.read_text()
+
+
+@pytest.mark.parametrize("before", [[], ["--"]])
+def test_arguments_of_a_program_go_after_it_with_and_without_dashes(
+    on_device: OnDevice, tmp_path: Path, before: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "program.py").write_text("import sys\nprint('given', sys.argv[1:])\n")
+    python = f"--python={on_device.environment.python}"
+    words = ["rehearse", "--gpu", "L40S", python, str(tmp_path / "program.py"), *before, "--batch", "2", "--", "x"]
+    assert cli.main(words) == 0
+    assert "given ['--batch', '2', '--', 'x']" in capfd.readouterr().err

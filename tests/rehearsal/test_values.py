@@ -65,7 +65,7 @@ WHOLE = """
 
 LATE = """
     import torch
-    from brim.rehearsal import device
+    from brim import device
 
     result = {}
     side, host = torch.cuda.Stream(), torch.arange(1 << 16).pin_memory()

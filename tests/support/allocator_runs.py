@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 from brim.allocator.out_of_memory import OutOfMemory
 from brim.recordings import snapshot
-from brim.recordings.replay import replay
+from brim.recordings.history import DeviceHistory
+from brim.recordings.replay import Replay
+from brim.recordings.timeline import recorded_run
 from brim.units import GIB, KIB, MIB
 from support.simulated_recording import Recording
 
@@ -114,6 +116,10 @@ class Simulated:
 
     def dump(self) -> bytes:
         return self.allocator.dump()
+
+
+def replay(history: DeviceHistory) -> Replay:
+    return recorded_run(history, "run").replay
 
 
 def replayed(path: Path) -> Any:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from brim.techniques.parallel import attention_kernels, context_parallel
-from brim.techniques.parallel.context_attention import Ring, attention
+from brim.techniques.parallel import context_parallel
+from brim.techniques.parallel.context_attention import Ring, attention, kernel_for
 
 
 def largest_errors(ranks: int, folder: Path, *, dtype: torch.dtype, groups: int, scale: float | None) -> list[float]:
@@ -37,7 +37,7 @@ def _work(rank: int, ranks: int, store: str, dtype: torch.dtype, groups: int, sc
     repeated = [tensor.repeat_interleave(groups, 1) for tensor in (key, value)]
     expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, is_causal=True, scale=scale)
     expected.backward(gradient.transpose(1, 2))
-    kernel: Any = attention_kernels.chosen(*mine)
+    kernel: Any = kernel_for(*mine)
     ring = Ring(group=dist.group.WORLD, rank=rank, ranks=ranks)  # type: ignore[arg-type]
     made = attention(*mine, ring, kernel, scale)
     made.backward(context_parallel.own(gradient, rank, ranks))

@@ -115,6 +115,8 @@ CASES: dict[str, Build] = {
     "FlexAttention with a cap": _flex("cap"),
     "FlexAttention with trained slopes": _flex("trained"),
     "layer norm of a part": _of(lambda x: F.layer_norm(x[..., 1:], (64,)), (300, 65), grad=False),
+    "outer products": _of(torch.bmm, (4, 64, 1), (4, 1, 96), grad=False),
+    "outer products with gradients": _of(torch.bmm, (4, 64, 1), (4, 1, 96)),
     "convolution of a part": _of(lambda x, w: F.conv2d(x[..., 1:], w), (8, 96, 56, 57), (32, 96, 3, 3)),
     "convolution by a part": _of(lambda x, w: F.conv2d(x, w[..., 1:]), (8, 96, 56, 57), (32, 96, 3, 4)),
     "depthwise convolution of a part": _of(

@@ -91,7 +91,7 @@ class Measured(Decisions):
         if not self.before_bytes:
             Decisions(launch.Settings(device="cpu"), lambda *_: None).decide(call)
             gc.collect()
-            heap.give_back()
+            heap.trim()
             type(self).high_water = HighWater()
             self.high_water.begin()
             nothing = torch.optim.SGD([torch.zeros(())])

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from brim.allocator.blocks import DEFAULT_POOL, Block, BlockPool
-from brim.allocator.caching_allocator import CachingAllocator
 from brim.allocator.config import AllocatorConfig
 from brim.allocator.device_memory import SimulatedDevice
 from brim.allocator.out_of_memory import OutOfMemory
 from brim.units import GIB
+from support.streams_and_captures import StreamsAndCaptures
 
 
 class _Reusing(SimulatedDevice):
@@ -28,7 +28,7 @@ class _Reusing(SimulatedDevice):
         self._given_back.append(address)
 
 
-class Recording(CachingAllocator):
+class Recording(StreamsAndCaptures):
     """Writes down what it does, as PyTorch's memory history does."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Recording(CachingAllocator):
             pools += [(private.small, name), (private.large, name)]
         names = {id(pool): name for pool, name in pools}
         known = [block for pool, _ in pools for block in pool.blocks.values()]
-        waiting = [self._events._deferred, *self._events._queues.values()]
+        waiting = [self.deferred, *self.queues.values()]
         known += [*self.live.values(), *(block for queue in waiting for block in queue)]
         return {block.address: (block, names[id(block.pool)]) for block in known}
 

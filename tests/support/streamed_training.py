@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from brim.core import Decision, Plan, Promise, Timeline
 from brim.memory.tiers import Memory, cpu_memory, emulated_memory
+from brim.memory.transfer import ThreadEngine
 from brim.techniques.blocks import Partition
 from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, NAME, RING_SLOTS
 
@@ -105,3 +106,11 @@ def wanted_gradients(**options: Any) -> dict[str, torch.Tensor]:
     twin = Net(**options)
     loss_of(twin).backward()
     return gradients(twin)
+
+
+def finish_copies(memory: Memory) -> None:
+    """Wait until the engine's threads have done everything that they were asked for."""
+    engine = memory.engine
+    assert isinstance(engine, ThreadEngine)
+    for lane in (engine._disk, engine._copy, engine._back, engine._write):
+        lane.submit(lambda: None).wait()

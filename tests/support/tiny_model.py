@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from support.garbage import collect_threads
 
 CHAT_TEMPLATE = "{% for message in messages %}[{{ message['content'] }}]{% endfor %}"
 
@@ -55,12 +54,7 @@ def save_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> N
 
 def held(*roots: Path) -> dict[str, Any]:
     """What this process holds that brim might have left: threads, open files, mappings and files under ``roots``."""
-    for _ in range(100):
-        gc.collect()
-        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("brim-")]
-        if not threads:
-            break
-        time.sleep(0.02)  # one that was dropped in the middle of a job ends with it
+    threads = collect_threads()
     files = []
     for link in Path("/proc/self/fd").iterdir():
         try:

@@ -73,14 +73,13 @@ def commands(folder: Path) -> list[list[str]]:
         " unallocated.\n"
     )
     (folder / "train.py").write_text(
-        "import torch\nmodel = torch.nn.Linear(8, 8)\noptimizer = torch.optim.AdamW(model.parameters())\n"
-        "while True:\n    model(torch.ones(2, 8)).sum().backward()\n    optimizer.step()\n"
+        "import torch\ndef build():\n    return torch.nn.Linear(8, 8), torch.ones(2, 8)\n"
     )
     sizes = ["--batch", "1", "--seq", "32"]
     return [
         ["--help"],
         ["estimate", str(folder / "config.json"), *sizes, "--gpu", "RTX 4090", "--json"],
-        ["estimate", str(folder / "train.py"), "--json"],
+        ["estimate", f"{folder / 'train.py'}:build", "--json"],
         ["plan", str(folder / "config.json"), "--task", "train", *sizes, "--gpu", "RTX 4090", "--json"],
         ["plan", str(folder / "config.json"), "--task", "generate", "--seq", "32", "--gpu", "RTX 4090", "--json"],
         ["explain", str(folder / "log.txt")],

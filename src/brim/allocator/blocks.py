@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 ADDRESS_BITS = 64
 ADDRESS_MASK = (1 << ADDRESS_BITS) - 1
-SIZE_SHIFT = 2 * ADDRESS_BITS  # of the numbers by which free blocks are ordered
+SIZE_SHIFT = 2 * ADDRESS_BITS  # of the keys that order free blocks
 PoolId = tuple[int, int]
 DEFAULT_POOL: PoolId = (0, 0)
 
@@ -31,10 +31,9 @@ class Block:
         "segment",
         "size",
         "stream",
-        "stream_uses",
     )
-    key: int  # of a free block: its number in its pool, ...
-    gc_base: int  # ... and the pool's clock when it came there
+    key: int  # of a free block: its key in its pool
+    gc_base: int  # of a free block: the pool's clock when it was inserted
 
     def __init__(
         self,
@@ -46,24 +45,23 @@ class Block:
         age: int = 0,
     ) -> None:
         self.address, self.size, self.stream, self.pool, self.segment = address, size, stream, pool, segment
-        self.age = age  # of its segment among all that were taken; 0 for all where addresses alone decide
+        self.age = age  # the number of its segment in order of allocation; 0 for all if addresses alone decide
         self.requested = 0
         self.allocated = False
         self.mapped = True
         self.prev: Block | None = None
         self.next: Block | None = None
-        self.stream_uses: set[int] | None = None  # other streams that touched it
-        self.event = -1  # of a recorded run: what allocated it
+        self.event = -1  # of a recorded run: the event that allocated it
         self.event_count = 0  # streams whose events it still waits for
 
     @property
     def is_free(self) -> bool:
-        """Neither in use nor waiting for another stream. True of unmapped blocks too."""
-        return not self.allocated and not self.event_count and not self.stream_uses
+        """True if neither in use nor waiting for another stream; also for unmapped blocks."""
+        return not self.allocated and not self.event_count
 
     @property
     def is_whole(self) -> bool:
-        """An entire ``cudaMalloc`` segment, not split."""
+        """True for an entire ``cudaMalloc`` segment that is not split."""
         return self.segment is None and self.prev is None and self.next is None
 
     def splice(self, before: Block | None, after: Block | None) -> None:
@@ -77,7 +75,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class AddressRange:
-    """The address space of one expandable segment; it is mapped in pages of ``page_bytes``."""
+    """The address space of an expandable segment, which is mapped in pages of ``page_bytes``."""
 
     address: int
     bytes: int
@@ -85,7 +83,7 @@ class AddressRange:
 
 
 class PrivatePool:
-    """Memory that serves one set of CUDA graph captures, or one ``MemPool``."""
+    """The memory of one set of CUDA graph captures, or of one ``MemPool``."""
 
     __slots__ = ("large", "small", "use_count")
 
@@ -96,10 +94,10 @@ class PrivatePool:
 
 
 class BlockPool:
-    """Free blocks of one size class, ordered by (stream, size, age, address) for best fit.
+    """The free blocks of a size class, ordered by (stream, size, age, address) for best fit.
 
-    A free block is in ``free[stream]`` as the number ``size << 128 | age << 64 | address``: one bisection finds
-    the smallest sufficient block of the oldest segment at the lowest address, as PyTorch's ordered set does.
+    ``free[stream]`` has a free block's key ``size << 128 | age << 64 | address``: one bisection finds the smallest
+    sufficient block of the oldest segment at the lowest address, as PyTorch's ordered set does.
     """
 
     __slots__ = ("blocks", "free", "get_free_calls", "holes", "private", "small", "unmapped")
@@ -136,11 +134,11 @@ class BlockPool:
         del self.holes[block.address]
 
     def ordered(self) -> list[Block]:
-        """The free blocks by (stream, size, age, address)."""
+        """Return the free blocks by (stream, size, age, address)."""
         return [self.blocks[key & ADDRESS_MASK] for stream in sorted(self.free) for key in self.free[stream]]
 
     def merge(self, block: Block, neighbour: Block | None) -> int:
-        """Let ``block`` take in a free neighbour of the same kind. Returns the bytes taken in, 0 if it cannot."""
+        """Merge a free neighbour of the same kind into ``block``. Return the bytes added, 0 if it cannot."""
         if neighbour is None or not neighbour.is_free or neighbour.mapped is not block.mapped:
             return 0
         if neighbour.mapped:
@@ -164,28 +162,17 @@ class BlockPool:
 class Stats:
     """The counters of ``torch.cuda.memory_stats`` over all pools, bytes with their peaks.
 
-    ``allocated`` is held by tensors, ``active`` includes what waits for other streams, ``requested`` leaves out
-    rounding, ``reserved`` is what the device gave, ``inactive_split`` is free and cannot be given back.
+    ``allocated``: blocks of tensors. ``reserved``: segments. ``inactive_split``: free parts of segments in use.
     """
 
     allocated_bytes: int = 0
     allocated_peak_bytes: int = 0
-    active_bytes: int = 0
-    active_peak_bytes: int = 0
-    requested_bytes: int = 0
-    requested_peak_bytes: int = 0
     reserved_bytes: int = 0
     reserved_peak_bytes: int = 0
     inactive_split_bytes: int = 0
     inactive_split_peak_bytes: int = 0
-    allocations: int = 0
-    active_blocks: int = 0
-    segments: int = 0
     inactive_splits: int = 0
     alloc_retries: int = 0
-    ooms: int = 0
-    device_allocs: int = 0
-    device_frees: int = 0
 
     def add_reserved(self, count: int) -> None:
         self.reserved_bytes += count
@@ -198,9 +185,7 @@ class Stats:
             self.inactive_split_peak_bytes = self.inactive_split_bytes
 
     def reset_peaks(self) -> None:
-        """What ``torch.cuda.reset_peak_memory_stats`` does."""
+        """Reset the peaks, as ``torch.cuda.reset_peak_memory_stats`` does."""
         self.allocated_peak_bytes = self.allocated_bytes
-        self.active_peak_bytes = self.active_bytes
-        self.requested_peak_bytes = self.requested_bytes
         self.reserved_peak_bytes = self.reserved_bytes
         self.inactive_split_peak_bytes = self.inactive_split_bytes

@@ -1,15 +1,13 @@
 """PyTorch's CUDA caching allocator, step for step, without a device.
 
 Follows ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.1 to 2.13: rounding, pools, best fit, splitting, merging,
-garbage collection, release and retry, streams, CUDA graph pools. Given the same requests and the same segment
-addresses it returns the same addresses.
+garbage collection, release and retry. The same requests and segment addresses give the same addresses.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Collection
 
 from brim.allocator.blocks import (
     ADDRESS_MASK,
@@ -25,16 +23,15 @@ from brim.allocator.config import MIN_BLOCK_BYTES, SMALL_BYTES, AllocatorConfig
 from brim.allocator.device_memory import DeviceMemory, SimulatedDevice
 from brim.allocator.expandable import ExpandableSegments, OnSegment, expandable_choice
 from brim.allocator.out_of_memory import OutOfMemory
-from brim.allocator.stream_events import StreamEvents
 from brim.errors import UnsupportedError, UsageError
 
 
 class CachingAllocator:
     """The allocator of one device.
 
-    ``capacity_bytes`` is what the device can give to it (None: without limit); ``device`` replaces the simulated
-    device, ``on_segment`` is told every ``segment_alloc``, ``segment_free``, ``segment_map`` and ``segment_unmap``
-    as ``(action, address, bytes, stream)``. ``stats`` and ``live`` (blocks in use by address) are for reading.
+    ``capacity_bytes`` is the memory of the simulated device (None: no limit), which ``device`` replaces.
+    ``on_segment`` is called with ``(action, address, bytes, stream)`` for every ``segment_alloc``, ``segment_free``,
+    ``segment_map`` and ``segment_unmap``. ``stats`` and ``live`` (blocks in use by address) are for reading.
     """
 
     def __init__(
@@ -65,26 +62,20 @@ class CachingAllocator:
         self._collects = self._allowed is not None and config.garbage_collection_threshold > 0
         self._plain_rounding = not any(config.roundup_power2_divisions)
         self._unsplittable = config.max_split_bytes or 1 << 62
-        self.passes_over = False  # the free blocks: a replay whose record shows that a request found none there
-        self._captures: dict[PoolId, Collection[int] | None] = {}
-        self._events = StreamEvents()
+        self.ignores_free_blocks = False  # for a replay whose record shows that a request found none
 
     # Requests
 
     def malloc(self, nbytes: int, stream: int = 0, pool: PoolId | None = None) -> Block:
-        """A block for ``nbytes`` bytes on ``stream``; ``block.address`` is where, ``block.size`` what it takes.
+        """Allocate a block for ``nbytes`` bytes on ``stream``, in the private pool ``pool`` or the common pools.
 
-        ``pool`` names a private pool; None: the one whose capture covers ``stream``, else the common pools.
-        Raises OutOfMemory as PyTorch would; like there, cached memory was given back to the device before.
+        Raises OutOfMemory where PyTorch does, after it has released cached memory.
         """
         if nbytes <= 0:
             raise UsageError(f"Cannot allocate {nbytes} bytes.", todo="Request at least one byte.")
-        if self._events.pending and not self._captures:
-            for freed in self._events.finished():
-                self.complete_free(freed)
         size = (nbytes + 511) & -512 if self._plain_rounding else self.config.round_size(nbytes)
         blocks = self._pool_for(size, stream, pool)
-        block = None if self.passes_over else self._find_free(blocks, size, stream)
+        block = None if self.ignores_free_blocks else self._find_free(blocks, size, stream)
         if block is None:
             block = self._find_new(blocks, size, stream, nbytes)
         rest = block.size - size
@@ -96,44 +87,29 @@ class CachingAllocator:
         return block
 
     def mark_live(self, block: Block, nbytes: int) -> None:
-        """Count a block that is in no pool as in use."""
+        """Mark a block that is in no pool as in use."""
         block.allocated, block.requested = True, nbytes
         self.live[block.address] = block
-        stats, size = self.stats, block.size
-        stats.allocations += 1
-        stats.active_blocks += 1
-        stats.allocated_bytes += size
+        stats = self.stats
+        stats.allocated_bytes += block.size
         if stats.allocated_bytes > stats.allocated_peak_bytes:
             stats.allocated_peak_bytes = stats.allocated_bytes
-        stats.active_bytes += size
-        if stats.active_bytes > stats.active_peak_bytes:
-            stats.active_peak_bytes = stats.active_bytes
-        stats.requested_bytes += nbytes
-        if stats.requested_bytes > stats.requested_peak_bytes:
-            stats.requested_peak_bytes = stats.requested_bytes
 
     def free(self, block: Block) -> None:
-        """Free a block. If other streams used it, it becomes reusable when their events are over."""
+        """Free a block."""
         self.request_free(block)
-        if not block.stream_uses:
-            self.complete_free(block)
-        else:
-            self._events.add(block, capturing=bool(self._captures))
+        self.complete_free(block)
 
     def request_free(self, block: Block) -> None:
-        """The first half of ``free``: the tensor is gone, the memory is not yet reusable."""
+        """Do the first half of ``free``: the tensor is gone, the memory is not yet reusable."""
         if self.live.pop(block.address, None) is not block:
             raise UsageError(f"Cannot free the block at {block.address:#x}.", "It is not in use.")
         block.allocated = False
-        self.stats.allocations -= 1
         self.stats.allocated_bytes -= block.size
 
     def complete_free(self, block: Block) -> None:
-        """The second half of ``free``: merge with free neighbours and back into the pool."""
-        stats, pool = self.stats, block.pool
-        stats.active_blocks -= 1
-        stats.active_bytes -= block.size
-        stats.requested_bytes -= block.requested
+        """Do the second half of ``free``: merge with free neighbours and insert into the pool."""
+        pool = block.pool
         before, after = block.prev, block.next
         if before is None and after is None:
             pool.insert(block)
@@ -150,45 +126,10 @@ class CachingAllocator:
             if block.prev is not None or block.next is not None:
                 blocks += 1
                 size += block.size
-            stats.add_inactive_split(blocks, size)
-
-    # Streams
-
-    def record_stream(self, block: Block, stream: int) -> None:
-        """Note that ``stream`` uses ``block`` too (``Tensor.record_stream``)."""
-        if stream != block.stream:
-            self._events.record_use(block, stream, capturing=bool(self._captures))
-
-    def complete_events(self, stream: int | None = None) -> None:
-        """Let ``stream`` (None: every stream) reach all events recorded so far; ``malloc`` notices, as in PyTorch."""
-        self._events.complete(stream)
-
-    # Private pools
-
-    def begin_allocate_to_pool(self, pool: PoolId, streams: Collection[int] | None = None) -> None:
-        """Send requests on ``streams`` (None: all) to a private pool, as a CUDA graph capture does."""
-        if pool in self._captures:
-            raise UsageError(f"Cannot begin a capture into pool {pool}.", "A capture into it is already under way.")
-        if pool in self.private_pools:
-            self.private_pools[pool].use_count += 1
-        else:
-            self.private_pools[pool] = PrivatePool()
-        self._captures[pool] = streams
-
-    def end_allocate_to_pool(self, pool: PoolId) -> None:
-        if pool not in self._captures:
-            raise UsageError(f"Cannot end a capture into pool {pool}.", "No capture into it is under way.")
-        del self._captures[pool]
-
-    def release_pool(self, pool: PoolId) -> None:
-        """One user less; with none left, the pool's free segments may be given back like any other."""
-        found = self.private_pools.get(pool)
-        if found is None or found.use_count == 0:
-            raise UsageError(f"Cannot release pool {pool}.", "It is not in use.")
-        found.use_count -= 1
+            self.stats.add_inactive_split(blocks, size)
 
     def block_pool(self, pool: PoolId, small: bool) -> BlockPool:
-        """The free blocks of a pool, which is created if it is new."""
+        """Return the free blocks of a pool, which is created if it is new."""
         if pool == DEFAULT_POOL:
             return self.small if small else self.large
         private = self.private_pools.get(pool)
@@ -197,19 +138,12 @@ class CachingAllocator:
         return private.small if small else private.large
 
     def _pool_for(self, size: int, stream: int, pool: PoolId | None) -> BlockPool:
-        if pool is None and self._captures:
-            for name in reversed(self._captures):
-                streams = self._captures[name]
-                if streams is None or stream in streams:
-                    return self.block_pool(name, size <= SMALL_BYTES)
-        if pool is None or pool == DEFAULT_POOL:
-            return self.small if size <= SMALL_BYTES else self.large
-        return self.block_pool(pool, size <= SMALL_BYTES)
+        return self.block_pool(DEFAULT_POOL if pool is None else pool, size <= SMALL_BYTES)
 
     # Finding a block
 
     def _find_free(self, pool: BlockPool, size: int, stream: int) -> Block | None:
-        """The block that PyTorch would choose, out of ``pool``: one candidate only, taken or refused."""
+        """Take PyTorch's only candidate out of ``pool``; None if there is none or it is refused."""
         if self._collects:
             pool.get_free_calls += 1
         keys = pool.free.get(stream)
@@ -219,7 +153,7 @@ class CachingAllocator:
         if index == len(keys):
             return None
         if pool.unmapped:
-            index = expandable_choice(pool, keys, index, wanted=self.config.expandable_segments)
+            index = expandable_choice(pool, keys, index, expandable=self.config.expandable_segments)
             if index == len(keys):
                 return None
         limit = self._unsplittable
@@ -230,35 +164,36 @@ class CachingAllocator:
         return block
 
     def _find_new(self, pool: BlockPool, size: int, stream: int, nbytes: int) -> Block:
-        """A block from the device, releasing cached memory if it must. Raises OutOfMemory."""
+        """Allocate a block from the device, releasing cached memory if needed. Raises OutOfMemory."""
         if self._collects:
             self._collect_garbage()
         block = self._new_segment(pool, size, stream)
         if block is None and self._release_available(pool, size, stream):
             block = self._new_segment(pool, size, stream)
-        if block is None and not self._captures:
-            self.empty_cache()
-            self.stats.alloc_retries += 1
-            block = self._new_segment(pool, size, stream)
+        if block is None:
+            block = self._retry(pool, size, stream)
         if block is None:
             raise self._out_of_memory(size, nbytes)
         return block
 
+    def _retry(self, pool: BlockPool, size: int, stream: int) -> Block | None:
+        self.empty_cache()
+        self.stats.alloc_retries += 1
+        return self._new_segment(pool, size, stream)
+
     def _new_segment(self, pool: BlockPool, size: int, stream: int) -> Block | None:
-        wanted = self.config.segment_bytes(size)
-        if self._allowed is not None and self.stats.reserved_bytes + wanted > self._allowed:
+        segment_bytes = self.config.segment_bytes(size)
+        if self._allowed is not None and self.stats.reserved_bytes + segment_bytes > self._allowed:
             return None
         if self.config.expandable_segments:
             return self.expandable.allocate(pool, size, stream)
-        address = self.device.allocate(wanted)
+        address = self.device.allocate(segment_bytes)
         if address is None:
             return None
-        self.stats.segments += 1
-        self.stats.device_allocs += 1
-        self.stats.add_reserved(wanted)
+        self.stats.add_reserved(segment_bytes)
         if self._on_segment is not None:
-            self._on_segment("segment_alloc", address, wanted, stream)
-        return Block(address, wanted, stream, pool, age=next(self._ages))
+            self._on_segment("segment_alloc", address, segment_bytes, stream)
+        return Block(address, segment_bytes, stream, pool, age=next(self._ages))
 
     def _should_split(self, pool: BlockPool, size: int, rest: int) -> bool:
         if pool.small or self.config.expandable_segments:
@@ -266,7 +201,7 @@ class CachingAllocator:
         return size < self._unsplittable and rest > SMALL_BYTES
 
     def _split(self, rest: Block, size: int) -> Block:
-        """The first ``size`` bytes of a free block; the rest goes back to the pool."""
+        """Split off and return the first ``size`` bytes of a free block; the rest goes back to the pool."""
         before, pool, segment = rest.prev, rest.pool, rest.segment
         block = Block(rest.address, size, rest.stream, pool, segment, rest.age)
         block.prev, block.next = before, rest
@@ -281,21 +216,14 @@ class CachingAllocator:
             self.stats.add_inactive_split(0 if was_split else 1, -size if was_split else rest.size)
         return block
 
-    def have_taken(self, segments: int) -> None:
-        """Go on as one that took so many segments before: those that are taken from now on are younger."""
-        for _ in range(segments):
-            next(self._ages)
-
     # Giving memory back
 
     def empty_cache(self, pool: PoolId | None = None) -> None:
-        """Give free segments and pages back (``torch.cuda.empty_cache``, and the last resort of ``malloc``).
+        """Release free segments and pages (``torch.cuda.empty_cache``, and the last resort of ``malloc``).
 
-        With ``pool``, those of one private pool that nothing uses any more.
+        With ``pool``, release those of one private pool without users.
         """
-        if pool is None and not self._captures:
-            for freed in self._events.finished(synchronize=True):
-                self.complete_free(freed)
+        if pool is None:
             self._release_blocks(self.large)
             self._release_blocks(self.small)
         for name, private in self.private_pools.items():
@@ -304,12 +232,10 @@ class CachingAllocator:
                 self._release_blocks(private.large)
 
     def release_segment(self, block: Block) -> None:
-        """Give one free, whole segment back."""
+        """Release a free segment."""
         assert block.is_whole, "only whole segments are released"
         block.pool.remove(block)
         self.device.release(block.address, block.size)
-        self.stats.segments -= 1
-        self.stats.device_frees += 1
         self.stats.reserved_bytes -= block.size
         if self._on_segment is not None:
             self._on_segment("segment_free", block.address, block.size, block.stream)
@@ -325,13 +251,13 @@ class CachingAllocator:
             self.expandable.unmap(block)
 
     def _release_available(self, pool: BlockPool, size: int, stream: int) -> bool:
-        """With ``max_split_size``: release one oversize block that is enough, or several, the largest first."""
+        """With ``max_split_size``, release a sufficient oversize block, or several, largest first."""
         limit = self.config.max_split_bytes
         if limit is None:
             return False
-        wanted = max(size, limit)
+        enough_bytes = max(size, limit)
         keys = pool.free.get(stream, [])
-        index = bisect_left(keys, wanted << SIZE_SHIFT)
+        index = bisect_left(keys, enough_bytes << SIZE_SHIFT)
         if index < len(keys):
             block = pool.blocks[keys[index] & ADDRESS_MASK]
             if block.is_whole:
@@ -339,28 +265,28 @@ class CachingAllocator:
                 return True
         released = 0
         for key in reversed(keys[:index]):
-            if released >= wanted or key >> SIZE_SHIFT < limit:
+            if released >= enough_bytes or key >> SIZE_SHIFT < limit:
                 break
             block = pool.blocks[key & ADDRESS_MASK]
             if block.is_whole:
                 released += block.size
                 self.release_segment(block)
-        return released >= wanted
+        return released >= enough_bytes
 
     def _collect_garbage(self) -> None:
-        """Release whole large segments, those first that were passed over more often than the average."""
+        """Release free large segments, first those passed over more often than the average."""
         assert self._allowed is not None
         excess = self.stats.reserved_bytes - int(self.config.garbage_collection_threshold * self._allowed)
         if excess <= 0:
             return
         calls = self.large.get_free_calls
-        whole = [block for block in self.large.ordered() if block.is_whole]
-        age = sum(calls - block.gc_base for block in whole)
+        segments = [block for block in self.large.ordered() if block.is_whole]
+        age = sum(calls - block.gc_base for block in segments)
         reclaimed = 0
-        while whole and reclaimed < excess:
-            threshold = age / len(whole)
-            old = [block for block in whole if calls - block.gc_base >= threshold]
-            whole = [block for block in whole if calls - block.gc_base < threshold]
+        while segments and reclaimed < excess:
+            threshold = age / len(segments)
+            old = [block for block in segments if calls - block.gc_base >= threshold]
+            segments = [block for block in segments if calls - block.gc_base < threshold]
             for block in old:
                 age -= calls - block.gc_base
                 reclaimed += block.size
@@ -369,7 +295,6 @@ class CachingAllocator:
                 return
 
     def _out_of_memory(self, size: int, nbytes: int) -> OutOfMemory:
-        self.stats.ooms += 1
         pools = [pool for private in self.private_pools.values() for pool in (private.small, private.large)]
         free = self.device.free_bytes or 0
         return OutOfMemory(

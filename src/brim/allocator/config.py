@@ -1,4 +1,4 @@
-"""Settings of PyTorch's CUDA caching allocator, as ``PYTORCH_ALLOC_CONF`` writes them.
+"""Settings of PyTorch's CUDA caching allocator, in the form of ``PYTORCH_ALLOC_CONF``.
 
 Grammar and checks follow ``c10/core/AllocatorConfig.cpp`` and ``c10/cuda/CUDAAllocatorConfig.cpp`` of PyTorch.
 """
@@ -22,7 +22,6 @@ LARGE_SEGMENT_BYTES = 20 * MIB
 MIN_LARGE_BYTES = 10 * MIB  # smaller large requests share a segment of `large_segment_bytes`
 ROUND_LARGE_BYTES = 2 * MIB
 POWER2_INTERVALS = 16  # requests of 1 MiB to 64 GiB, one entry per power of two
-_LAST_INTERVAL_FIX = (2, 9)  # until then ">" in a list also overwrote the last interval that was named
 
 # Settings that change host memory, locking or error texts, but no device address.
 _WITHOUT_EFFECT = (
@@ -51,8 +50,8 @@ class AllocatorConfig:
     ``roundup_power2_divisions`` has one entry per power of two from 1 MiB to 32 GiB (0: round to 512 bytes).
     ``memory_fraction`` is ``per_process_memory_fraction`` or ``set_per_process_memory_fraction``; 1: no limit.
     ``reserve`` is the address space of one expandable segment: bytes, a fraction of the device, or None: 9/8 of it.
-    ``oldest_segment_first``: of free blocks of one size, that of the segment that was taken first is chosen, as from
-    PyTorch 2.13 on (pytorch/pytorch#183591), not that at the lowest address. No setting says so.
+    ``oldest_segment_first``: among free blocks of one size, that of the oldest segment is chosen, as from PyTorch
+    2.13 on (pytorch/pytorch#183591), not that at the lowest address. It is no setting of PyTorch.
     """
 
     max_split_bytes: int | None = None
@@ -65,31 +64,28 @@ class AllocatorConfig:
     reserve: int | float | None = None
     backend: str = "native"
     oldest_segment_first: bool = False
-    without_effect: tuple[str, ...] = ()  # keys that were given and change no device address
 
     @classmethod
-    def parse(cls, text: str, *, torch_version: str | None = None) -> AllocatorConfig:
-        """The settings in ``text`` (``expandable_segments:True,max_split_size_mb:256``).
+    def parse(cls, text: str) -> AllocatorConfig:
+        """Parse the settings in ``text`` (``expandable_segments:True,max_split_size_mb:256``).
 
-        ``torch_version`` (``"2.8.0"``; default: the newest known) selects what differs between versions.
-        Raises UsageError for an unknown key (naming the nearest), a missing or an impossible value.
+        Raises UsageError for an unknown key (with the nearest), a missing or an impossible value.
         """
         pairs = list(_pairs(text))
-        version = _version(torch_version)
         config = cls()
         for key, value in sorted(pairs, key=lambda pair: pair[0] != "large_segment_size_mb"):  # others depend on it
-            config = _apply(config, key, value, version)
+            config = _apply(config, key, value)
         if all(key != "max_non_split_rounding_mb" for key, _ in pairs):
             config = replace(config, max_non_split_rounding_bytes=config.large_segment_bytes)
         return config
 
     @classmethod
     def from_snapshot(cls, settings: Mapping[str, Any]) -> AllocatorConfig:
-        """The settings that a memory snapshot recorded under ``allocator_settings`` (absent before torch 2.2).
+        """Read a memory snapshot's ``allocator_settings`` (absent before torch 2.2).
 
-        No snapshot tells ``oldest_segment_first``: ``brim.recordings.replay.recorded_config`` finds it out.
-        Its text may be older than the values in force, so the values are read where they are given.
-        Raises FormatError for a text or value that PyTorch would not have written.
+        Its values override its text, which may be older. A snapshot does not contain ``oldest_segment_first``:
+        ``brim.recordings.replay.recorded_start`` infers it. Raises FormatError for a text or value that PyTorch
+        does not write.
         """
         text = settings.get("PYTORCH_CUDA_ALLOC_CONF") or settings.get("PYTORCH_ALLOC_CONF") or ""
         try:
@@ -111,7 +107,7 @@ class AllocatorConfig:
         return replace(config, **changes)
 
     def round_size(self, nbytes: int) -> int:
-        """What a request of ``nbytes`` takes at least: a multiple of 512, or of a fraction of a power of two."""
+        """Round a request up to a multiple of 512 bytes, or of a fraction of a power of two."""
         if nbytes >= MIN_BLOCK_BYTES:
             exponent = nbytes.bit_length() - 1
             divisions = self.roundup_power2_divisions[min(max(exponent - 20, 0), POWER2_INTERVALS - 1)]
@@ -121,7 +117,7 @@ class AllocatorConfig:
         return max(-(-nbytes // MIN_BLOCK_BYTES), 1) * MIN_BLOCK_BYTES
 
     def segment_bytes(self, size: int) -> int:
-        """What is asked of the device for a block of ``size`` bytes when no free block is found."""
+        """Return the bytes of the new segment for a block of ``size`` bytes."""
         if size <= SMALL_BYTES:
             return SMALL_SEGMENT_BYTES
         if size < MIN_LARGE_BYTES:
@@ -129,7 +125,7 @@ class AllocatorConfig:
         return -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
 
     def describe(self) -> str:
-        """The settings that differ from the default, as PyTorch writes them; ``""`` when none does."""
+        """Return the settings that differ from the default, as PyTorch writes them; ``""`` if none does."""
         parts = []
         if self.expandable_segments:
             parts.append("expandable_segments:True")
@@ -149,7 +145,7 @@ class AllocatorConfig:
 
 
 def _pairs(text: str) -> Iterator[tuple[str, _Value]]:
-    """Key and value of every setting; a list value is given as its ``(interval, value)`` pairs."""
+    """Iterate over keys and values; a list value becomes its ``(interval, value)`` pairs."""
     compact = re.sub(r"\s", "", text)
     at = 0
     pattern = re.compile(r"([^,:\[\]]+):(?:\[([^\[\]]*)\]|([^,:\[\]]+))(?:,|$)")
@@ -172,12 +168,12 @@ def _list_value(key: str, inside: str) -> list[tuple[str, str]]:
     return [(name, value) for name, _, value in pairs]
 
 
-def _apply(config: AllocatorConfig, key: str, value: _Value, version: tuple[int, ...]) -> AllocatorConfig:
-    """``config`` with one setting added."""
+def _apply(config: AllocatorConfig, key: str, value: _Value) -> AllocatorConfig:
+    """Return ``config`` with one setting changed."""
     if key == "roundup_power2_divisions":
-        return replace(config, roundup_power2_divisions=_divisions(key, value, version))
+        return replace(config, roundup_power2_divisions=_divisions(key, value))
     if key in _WITHOUT_EFFECT:
-        return replace(config, without_effect=(*config.without_effect, key))
+        return config
     if key not in _SCALARS:
         nearest = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.0)[0]
         raise UsageError(
@@ -191,12 +187,14 @@ def _apply(config: AllocatorConfig, key: str, value: _Value, version: tuple[int,
 
 
 def known_keys() -> tuple[str, ...]:
-    """Every setting that ``AllocatorConfig.parse`` accepts."""
+    """Return every setting that ``AllocatorConfig.parse`` accepts."""
     return tuple(sorted((*_SCALARS, *_WITHOUT_EFFECT, "roundup_power2_divisions")))
 
 
-def _bad(key: str, found: str, wanted: str) -> UsageError:
-    return UsageError(f"Cannot use the allocator setting {key}.", f"Its value is {found!r}.", f"It must be {wanted}.")
+def _bad(key: str, value: str, allowed: str) -> UsageError:
+    return UsageError(
+        f"Cannot use the allocator setting {key}.", f"Its value is {value!r}.", f"It must be {allowed}."
+    )
 
 
 def _megabytes(key: str, value: str, least: int) -> int:
@@ -264,13 +262,13 @@ _SCALARS = {
 }
 
 
-def _number(key: str, value: str, wanted: str) -> float:
+def _number(key: str, value: str, allowed: str) -> float:
     try:
         number = float(value)
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise _bad(key, value, wanted)
+        raise _bad(key, value, allowed)
     return number
 
 
@@ -278,8 +276,8 @@ def _is_division(value: Any) -> bool:
     return isinstance(value, int) and value >= 0 and value & (value - 1) == 0
 
 
-def _divisions(key: str, value: _Value, version: tuple[int, ...]) -> tuple[int, ...]:
-    """One number for all intervals, or a list whose keys are the upper ends of intervals in MiB."""
+def _divisions(key: str, value: _Value) -> tuple[int, ...]:
+    """Read a number for all intervals, or a list whose keys are the upper ends of intervals in MiB."""
     if isinstance(value, str):
         if not value.isdigit() or int(value) == 0 or not _is_division(int(value)):
             raise _bad(key, value, "a power of two")
@@ -290,8 +288,7 @@ def _divisions(key: str, value: _Value, version: tuple[int, ...]) -> tuple[int, 
         if not count.isdigit() or not _is_division(int(count)):
             raise _bad(key, f"{name}:{count}", "a power of two, or 0 to switch the rounding off")
         if name == ">":
-            start = 0 if last is None else last
-            after = start + 1 if version >= _LAST_INTERVAL_FIX else start
+            after = 1 if last is None else last + 1
             divisions[after:] = [int(count)] * (POWER2_INTERVALS - after)
             continue
         if not name.isdigit() or int(name) == 0 or not _is_division(int(name)):
@@ -309,12 +306,3 @@ def _divisions_text(divisions: tuple[int, ...]) -> str:
         return f"roundup_power2_divisions:{divisions[0]}"
     listed = ",".join(f"{1 << index}:{count}" for index, count in enumerate(divisions))
     return f"roundup_power2_divisions:[{listed}]"
-
-
-def _version(text: str | None) -> tuple[int, ...]:
-    if text is None:
-        return (99,)
-    match = re.match(r"(\d+)\.(\d+)", text)
-    if match is None:
-        raise UsageError(f"Cannot read torch_version {text!r}.", todo="Write it as in 2.8.0.")
-    return int(match[1]), int(match[2])

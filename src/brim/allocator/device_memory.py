@@ -1,4 +1,4 @@
-"""Where segments come from: what ``cudaMalloc`` and the virtual memory calls do, without a device."""
+"""The device memory below the allocator: ``cudaMalloc`` and the virtual memory calls, simulated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from brim.units import MIB, TIB
 
 
 class DeviceMemory(Protocol):
-    """What the caching allocator asks of a device. ``None`` and ``False`` say that memory is exhausted."""
+    """The device calls of the caching allocator. ``None`` and ``False`` mean that memory is exhausted."""
 
     @property
     def total_bytes(self) -> int | None: ...
@@ -17,29 +17,29 @@ class DeviceMemory(Protocol):
     def free_bytes(self) -> int | None: ...
 
     def allocate(self, size: int) -> int | None:
-        """A new segment's address (``cudaMalloc``)."""
+        """Allocate a segment and return its address (``cudaMalloc``)."""
 
     def release(self, address: int, size: int) -> None:
-        """Give a segment back (``cudaFree``)."""
+        """Free a segment (``cudaFree``)."""
 
     def reserve(self, size: int) -> int:
-        """Address space without memory behind it (``cuMemAddressReserve``)."""
+        """Reserve address space without memory (``cuMemAddressReserve``)."""
 
     def unreserve(self, address: int, size: int) -> None:
-        """Give address space back, with nothing mapped to it (``cuMemAddressFree``)."""
+        """Free address space with nothing mapped (``cuMemAddressFree``)."""
 
     def map(self, address: int, size: int) -> bool:
-        """Put memory behind a range of reserved addresses: all of it or nothing."""
+        """Map memory to a range of reserved addresses, all or nothing."""
 
     def unmap(self, address: int, size: int) -> None:
-        """Take the memory behind a range away."""
+        """Unmap the memory of a range."""
 
 
 class SimulatedDevice:
-    """A device with ``capacity_bytes`` for this process (None: without limit).
+    """A device with ``capacity_bytes`` for this process (None: no limit).
 
-    ``total_bytes`` is the whole device (default: the capacity); what other processes and the CUDA context hold is
-    the difference. Addresses descend, as those of fresh ``cudaMalloc`` calls were seen to do, and are never reused.
+    ``total_bytes`` is the size of the device (default: the capacity); other processes and the CUDA context hold the
+    difference. Addresses descend, as observed with fresh ``cudaMalloc`` calls, and are never reused.
     """
 
     def __init__(self, capacity_bytes: int | None = None, total_bytes: int | None = None) -> None:
@@ -70,11 +70,11 @@ class SimulatedDevice:
 
     def reserve(self, size: int) -> int:
         address = self._next_range
-        self._next_range += size + TIB  # ranges never touch
+        self._next_range += size + TIB  # a gap between ranges
         return address
 
     def unreserve(self, address: int, size: int) -> None:
-        pass  # what is reserved later lies elsewhere
+        pass  # address space is never reused
 
     def map(self, address: int, size: int) -> bool:
         return self._take(size)

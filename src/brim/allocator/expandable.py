@@ -1,4 +1,4 @@
-"""Expandable segments: address space that is mapped page by page as it is needed.
+"""Expandable segments: address space that is mapped page by page on demand.
 
 Follows ``find_expandable_block``, ``map_block``, ``unmap_block`` and ``try_allocate_expandable_block`` of PyTorch's
 ``c10/cuda/CUDACachingAllocator.cpp``.
@@ -25,7 +25,7 @@ OnSegment = Callable[[str, int, int, int], None]
 
 
 class ExpandableSegments:
-    """The mapping side of the allocator. ``on_segment`` is called for ``segment_map`` and ``segment_unmap``."""
+    """The expandable segments of an allocator. ``on_segment`` is called for ``segment_map`` and ``segment_unmap``."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class ExpandableSegments:
         return SMALL_PAGE_BYTES if small else self._config.large_segment_bytes
 
     def allocate(self, pool: BlockPool, size: int, stream: int) -> Block | None:
-        """A free block of at least ``size`` bytes, out of ``pool``; None when the device has no more memory.
+        """Take a free block of at least ``size`` bytes out of ``pool``; None if the device has no memory left.
 
-        As in PyTorch, pages that were mapped before a failure stay mapped, free, in the pool.
+        As in PyTorch, pages mapped before a failure stay mapped and free in the pool.
         """
         candidate = self._find(pool, size, stream)
         if candidate is None or (not candidate.mapped and not self._map(candidate, min(candidate.size, size))):
@@ -59,7 +59,7 @@ class ExpandableSegments:
         return candidate
 
     def _find(self, pool: BlockPool, size: int, stream: int) -> Block | None:
-        """The lowest run of unmapped and free blocks with room for ``size``; new address space if there is none."""
+        """Return the lowest run of unmapped and free blocks with room for ``size``, else new address space."""
         for address in pool.unmapped.get(stream, ()):
             block = pool.holes[address]
             if block.prev is not None and block.prev.is_free:
@@ -70,7 +70,7 @@ class ExpandableSegments:
         return block if block.size >= size else None
 
     def reserve(self, pool: BlockPool, stream: int) -> Block:
-        """Reserve the address space of one more segment: 9/8 of the device unless the settings say less."""
+        """Reserve the address space of another segment: 9/8 of the device unless the settings say less."""
         page = self.page_bytes(pool.small)
         total = self._device.total_bytes
         reserved_bytes = UNBOUNDED_BYTES if total is None else total + total // 8
@@ -83,14 +83,14 @@ class ExpandableSegments:
         return self.adopt(pool, stream, AddressRange(self._device.reserve(size), size, page))
 
     def adopt(self, pool: BlockPool, stream: int, segment: AddressRange) -> Block:
-        """Take in address space with nothing mapped."""
+        """Add address space with nothing mapped to ``pool``."""
         block = Block(segment.address, segment.bytes, stream, pool, segment, next(self._ages))
         block.mapped = False
         pool.insert_hole(block)
         return block
 
     def _map(self, block: Block, size: int) -> bool:
-        """Put memory behind the first ``size`` bytes of an unmapped block, rounded up to pages."""
+        """Map the first ``size`` bytes of an unmapped block, rounded up to pages."""
         assert block.segment is not None
         page = block.segment.page_bytes
         mapped = -(-size // page) * page
@@ -109,13 +109,12 @@ class ExpandableSegments:
         pool.merge(block, block.next)
         pool.insert(block)
         self._stats.add_reserved(mapped)
-        self._stats.device_allocs += 1
         if self._on_segment is not None:
             self._on_segment("segment_map", start, mapped, block.stream)
         return True
 
     def unmap(self, block: Block) -> None:
-        """Give back the whole pages inside a free block; address space with nothing mapped is given up."""
+        """Unmap the full pages inside a free block; free address space with nothing mapped."""
         assert block.segment is not None
         base, page = block.segment.address, block.segment.page_bytes
         begin = base + -(-(block.address - base) // page) * page
@@ -141,7 +140,6 @@ class ExpandableSegments:
         else:
             self._device.unreserve(block.address, block.size)
         self._stats.reserved_bytes -= end - begin
-        self._stats.device_frees += 1
         if self._on_segment is not None:
             self._on_segment("segment_unmap", begin, end - begin, stream)
 
@@ -154,29 +152,29 @@ def _has_room(block: Block | None, size: int) -> bool:
     return room >= size
 
 
-def expandable_choice(pool: BlockPool, keys: list[int], index: int, *, wanted: bool) -> int:
-    """The free block to take instead of ``keys[index]``.
+def expandable_choice(pool: BlockPool, keys: list[int], index: int, *, expandable: bool) -> int:
+    """Return the index of the free block to take instead of ``keys[index]``.
 
-    A block at the end of what is mapped counts as large as it can grow; the other kind is
-    skipped. ``wanted``: whether expandable segments are in force.
+    A block before unmapped address space counts as large as it can grow. With expandable segments off (``expandable``
+    False), their blocks are skipped.
     """
     block = pool.blocks[keys[index] & ADDRESS_MASK]
     if block.segment is None:
         return index
-    if not wanted:
+    if not expandable:
         index += 1
         while index < len(keys) and pool.blocks[keys[index] & ADDRESS_MASK].segment is not None:
             index += 1
         return index
     while block.segment is not None and index + 1 < len(keys):
         after = pool.blocks[keys[index + 1] & ADDRESS_MASK]
-        if _size_it_can_have(after) >= _size_it_can_have(block):
+        if _grown_bytes(after) >= _grown_bytes(block):
             break
         block = after
         index += 1
     return index
 
 
-def _size_it_can_have(block: Block) -> int:
+def _grown_bytes(block: Block) -> int:
     after = block.next
     return block.size + (after.size if after is not None and not after.mapped else 0)

@@ -1,4 +1,4 @@
-"""The failure of the caching allocator, with every number that PyTorch's message prints."""
+"""The caching allocator's out-of-memory error, with every number of PyTorch's message."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from brim.units import GIB, KIB, MIB
 
 
 class OutOfMemory(BrimError):
-    """The device has no room for a request. Every number of PyTorch's message, in bytes.
+    """The device has no room for a request. The attributes are the numbers of PyTorch's message, in bytes.
 
-    ``tried_bytes`` is the segment that was asked of the device, not the request. ``private_free_bytes`` lies free in
-    private pools; PyTorch counts it as allocated.
+    ``tried_bytes`` is the size of the new segment, not of the request. ``private_free_bytes`` is free in private
+    pools; PyTorch counts it as allocated.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class OutOfMemory(BrimError):
 
 
 def torch_size(count: int) -> str:
-    """Bytes as PyTorch's ``format_size`` prints them: two decimals, binary units."""
+    """Write bytes as PyTorch's ``format_size`` does: two decimals, binary units."""
     for limit, unit in ((KIB, "bytes"), (MIB, "KiB"), (GIB, "MiB")):
         if count <= limit:
             return f"{count} bytes" if unit == "bytes" else f"{count / (limit >> 10):.2f} {unit}"

@@ -1,25 +1,38 @@
-"""Facts with their source: GPUs and model configurations. Data files, and the little code that looks a name up."""
+"""GPUs, the machines they are sold in, and model configurations: data files with sources, and their look-up."""
 
 from __future__ import annotations
 
 from brim.catalog.gpus import Context, Gpu, general_context, gpu, gpu_names, known_contexts
-from brim.catalog.links import HOST_BYTES_PER_S, Network, nccl_bytes, nccl_source, network, training_rate
+from brim.catalog.machines import (
+    HOST_BYTES_PER_S,
+    Host,
+    Network,
+    host_of,
+    nccl_bytes,
+    nccl_source,
+    network,
+    node_gpus,
+    training_rate,
+)  # fmt: skip
 from brim.catalog.presets import Preset, model, model_names
 
 __all__ = [
     "HOST_BYTES_PER_S",
     "Context",
     "Gpu",
+    "Host",
     "Network",
     "Preset",
     "general_context",
     "gpu",
     "gpu_names",
+    "host_of",
     "known_contexts",
     "model",
     "model_names",
     "nccl_bytes",
     "nccl_source",
     "network",
+    "node_gpus",
     "training_rate",
 ]

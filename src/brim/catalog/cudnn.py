@@ -1,4 +1,4 @@
-"""The cuDNN that comes with a build of PyTorch: which attention kernels run depends on it."""
+"""The cuDNN version of a build of PyTorch, which decides its attention kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def cudnn_version(site_packages: Path) -> int | None:
-    """What the torch in ``site_packages`` asks pip for, as cudnnGetVersion has it (9.20.0: 92000); None: nothing."""
+    """Return the cuDNN that torch in ``site_packages`` requires, as cudnnGetVersion counts (9.20.0: 92000)."""
     for metadata in site_packages.glob("torch-*.dist-info/METADATA"):
         text = metadata.read_text(encoding="utf-8", errors="replace")
         match = re.search(r"^Requires-Dist: nvidia-cudnn-cu\d+\s*\(?==(\d+)\.(\d+)\.(\d+)", text, re.MULTILINE)
@@ -21,9 +21,9 @@ def cudnn_version(site_packages: Path) -> int | None:
 
 @cache
 def installed_cudnn_version(torch_version: tuple[int, int]) -> int:
-    """Of the torch that Python would import; of a build without CUDA, what the CUDA 13 build of its version has."""
+    """Return the cuDNN of the installed torch; for a build without CUDA, that of its version's CUDA 13 build."""
     spec = importlib.util.find_spec("torch")
-    found = cudnn_version(Path(spec.origin).parents[1]) if spec and spec.origin else None
-    if found is not None:
-        return found
+    version = cudnn_version(Path(spec.origin).parents[1]) if spec and spec.origin else None
+    if version is not None:
+        return version
     return 92_400 if torch_version >= (2, 14) else 92_000  # torch 2.13.0 and 2.14.1

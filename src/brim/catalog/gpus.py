@@ -16,9 +16,9 @@ from brim.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a process holds on the GPU before its first tensor: driver state and kernels, lazily loaded.
+    """The CUDA context: driver state and lazily loaded kernels that a process holds before its first tensor.
 
-    ``cuda`` and ``torch`` are the versions that it was measured with; empty where ``source`` speaks in general.
+    ``cuda`` and ``torch`` are the versions that it was measured with; empty for the general figure.
     """
 
     cuda: str
@@ -29,13 +29,13 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU as PyTorch sees it. None: no source is known; nothing is estimated here.
+    """A GPU as PyTorch sees it. None: no source is known; nothing is estimated here.
 
     ``memory_bytes`` is nvidia-smi's total, ``usable_bytes`` what ``torch.cuda`` can hand out (less than that),
     ``marketing_bytes`` the size on the box with its GB read as GiB. ``flops_per_s`` holds the dense peaks by dtype as
     PyTorch writes it, plus ``tf32``, with float32 accumulation: what cuBLAS uses for PyTorch.
-    ``measured_flops_per_s`` and ``measured_bytes_per_s`` are the best that somebody measured.
-    ``nvlink_bytes_per_s`` is the sum of both directions, as vendors give it. ``sources`` maps each field
+    ``measured_flops_per_s`` and ``measured_bytes_per_s`` are the best published measurements.
+    ``nvlink_bytes_per_s`` is the sum of both directions, as vendors state it. ``sources`` maps each field
     (``flops_per_s.bfloat16``) to a text.
     """
 
@@ -70,17 +70,22 @@ class Gpu:
         raise UsageError(f"The memory of {self.name} is unknown.", "The catalog does not state it.")
 
     def context(self, cuda: str = "") -> Context:
-        """The context under that CUDA version (``"12.8"``), else the newest known for this GPU, else the general one.
-
-        Its ``cuda`` and ``source`` say which of the three it is.
-        """
+        """Return the context of that CUDA version (``"12.8"``), else of the newest known, else the general one."""
         contexts = sorted(self.contexts, key=lambda context: tuple(map(int, context.cuda.split("."))))
         return next((c for c in contexts if c.cuda == cuda), contexts[-1] if contexts else _catalog()[1])
 
-    def hardware(self, *, ram_bytes: int = 0, ram_bytes_per_s: float = 0.0, measured: bool = True) -> Hardware:
-        """This GPU as planner and simulator read it; with ``ram_bytes``, in a host of that much memory.
+    def hardware(
+        self,
+        *,
+        ram_bytes: int = 0,
+        ram_bytes_per_s: float = 0.0,
+        link_bytes_per_s: float | None = None,
+        measured: bool = True,
+    ) -> Hardware:
+        """Return this GPU as a Hardware; with ``ram_bytes``, in a host of that much memory.
 
-        ``measured`` prefers measured rates to the vendor's peaks where the catalog has them.
+        ``link_bytes_per_s`` is the rate of the link to the host if it is not PCIe. ``measured`` prefers measured
+        rates to the vendor's peaks.
         """
         rates, bandwidth = dict(self.flops_per_s), self.bytes_per_s or 0.0
         if measured:
@@ -90,7 +95,7 @@ class Gpu:
         links: tuple[Link, ...] = ()
         if ram_bytes:
             tiers += (Tier(name=RAM, capacity_bytes=ram_bytes, bytes_per_s=ram_bytes_per_s),)
-            rate = self.pcie_bytes_per_s or 0.0
+            rate = link_bytes_per_s or self.pcie_bytes_per_s or 0.0
             links = (
                 Link(source=RAM, target=VRAM, bytes_per_s=rate),
                 Link(source=VRAM, target=RAM, bytes_per_s=rate),
@@ -100,7 +105,7 @@ class Gpu:
         )
 
     def _measured_rates(self) -> dict[str, float]:
-        """The measured rates; float16 runs on the same units as bfloat16 and takes its measurement."""
+        """Return the measured rates; float16 runs on the units of bfloat16 and takes its measurement."""
         rates = dict(self.measured_flops_per_s)
         if "bfloat16" in rates and self.flops_per_s.get("float16") == self.flops_per_s.get("bfloat16"):
             rates.setdefault("float16", rates["bfloat16"])
@@ -108,9 +113,9 @@ class Gpu:
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU of that name, written as people write it: ``rtx 4090``, ``4090``, ``A100 80GB``, ``h100``.
+    """Return the GPU of a name in any common spelling: ``rtx 4090``, ``4090``, ``A100 80GB``, ``h100``.
 
-    Raises UsageError naming the candidates where the name fits several cards or none.
+    Raises UsageError with the candidates if the name fits several GPUs or none.
     """
     cards, asked_key = _cards(), names.key(name)
     exact = [card for card in cards if asked_key in {names.key(n) for n in (card.name, *card.aliases)}]
@@ -130,22 +135,22 @@ def gpu(name: str) -> Gpu:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """The names of all GPUs in the catalog, as ``torch.cuda.get_device_name`` gives them where it is known."""
+    """Return the names of all GPUs, as ``torch.cuda.get_device_name`` gives them if known."""
     return tuple(card.name for card in _cards())
 
 
 def general_context() -> Context:
-    """The context of a GPU that nobody measured."""
+    """Return the context of a GPU without measurements."""
     return _catalog()[1]
 
 
 def known_contexts() -> tuple[Context, ...]:
-    """Every context that was measured, on whatever GPU, and the general one."""
+    """Return the measured contexts of all GPUs, and the general one."""
     return (*(context for card in _cards() for context in card.contexts), general_context())
 
 
 def _fits(parts: frozenset[str], card: Gpu) -> bool:
-    """All words are of the card's names or its size (``RTX 3060 12GB``), and a number of the name is among them."""
+    """True if all words are in the GPU's names or size (``RTX 3060 12GB``), a number of the name among them."""
     size = names.tokens(f"{(card.marketing_bytes or 0) >> 30} gb")
     named = frozenset().union(*map(names.tokens, (card.name, *card.aliases)))
     return parts <= named | size and any(part.isdigit() for part in parts - size)
@@ -157,11 +162,18 @@ def _cards() -> tuple[Gpu, ...]:
 
 @functools.cache
 def _catalog() -> tuple[tuple[Gpu, ...], Context]:
-    """All GPUs, and the context of one that nobody measured."""
-    text = resources.files("brim.catalog").joinpath("gpus.json").read_text(encoding="utf-8")
-    document = json.loads(text)
+    """Return all GPUs, and the context of a GPU without measurements."""
+    document = read_facts("gpus.json")
     titles = {name: source["title"] for name, source in document["sources"].items()}
     return tuple(_card(entry, titles) for entry in document["gpus"]), _context(document["general_context"], titles)
+
+
+@functools.cache
+def read_facts(name: str) -> dict[str, Any]:
+    """Return the content of a JSON file of the catalog."""
+    text = resources.files("brim.catalog").joinpath(name).read_text(encoding="utf-8")
+    facts: dict[str, Any] = json.loads(text)
+    return facts
 
 
 def _context(entry: dict[str, Any], titles: Mapping[str, str]) -> Context:

@@ -1,4 +1,4 @@
-"""Model configurations by name or hub id, as the Hugging Face hub has them (``models/*.json``)."""
+"""Model configurations by name or hub id, taken from the Hugging Face hub (``models/*.json``)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from brim.catalog import names
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """One model's configuration, enough to build it without a download.
+    """A model's configuration, enough to build it without a download.
 
     ``architecture`` is the class in ``library`` (``transformers`` or ``diffusers``) and ``config`` the content of its
-    config.json. ``parameters`` is the published count (tied weights once), None where none is exact.
+    config.json. ``parameters`` is the published count (tied weights once), None if none is exact.
     """
 
     name: str
@@ -30,9 +30,9 @@ class Preset:
 
 
 def model(name: str) -> Preset:
-    """The configuration of that name (``llama-3-8b``) or hub id (``meta-llama/Llama-3.1-8B``), in any case.
+    """Return the configuration of a name (``llama-3-8b``) or hub id (``meta-llama/Llama-3.1-8B``), in any case.
 
-    Raises UsageError naming the nearest ones.
+    Raises UsageError with the nearest names.
     """
     presets, asked_name = _presets(), name.strip().lower()
     preset = presets.get(asked_name) or _by_hub_id().get(asked_name)
@@ -42,16 +42,16 @@ def model(name: str) -> Preset:
 
 
 def model_names() -> tuple[str, ...]:
-    """The names of all models in the catalog, sorted."""
+    """Return the names of all models, sorted."""
     return tuple(_presets())
 
 
-def _same_repository(wanted: str) -> tuple[str, ...]:
-    """A name that differs in punctuation only, ``llama3-8b``: never taken in silence, but named first."""
+def _same_repository(name: str) -> tuple[str, ...]:
+    """Return the models whose names differ in punctuation only (``llama3-8b``), to suggest them first."""
     return tuple(
         preset.name
         for preset in _presets().values()
-        if names.key(wanted.rpartition("/")[2])
+        if names.key(name.rpartition("/")[2])
         in {names.key(n.rpartition("/")[2]) for n in (preset.name, *preset.hub_ids)}
     )
 

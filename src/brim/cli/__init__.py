@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -13,10 +14,11 @@ from typing import Any
 
 import click
 
-from brim.cli.signals import Terminated, signals_as_exceptions
+from brim.cli.signals import Terminated, last_signal, signals_as_exceptions
 from brim.cli.streams import OutputError, standard_streams
-from brim.errors import BrimError, BudgetError, UnsupportedError, is_out_of_memory
-from brim.threads import starts_that_end
+from brim.errors import BrimError, BudgetError, UnsupportedError, failed_import, is_out_of_memory
+from brim.printable import printable
+from brim.threads import patched_thread_start
 from brim.version import __version__
 
 INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT, 128 + SIGTERM, as shells have it
@@ -33,6 +35,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Explain what memory did: why it ran out, what took it, what would help.",
     ),
     "generate": ("brim.cli.generate.command:generate", "Generate text with a model that may be larger than memory."),
+    "gpus": ("brim.cli.catalog:gpus", "List the GPUs of the catalog."),
+    "models": ("brim.cli.catalog:models", "List the model configurations of the catalog."),
     "plan": ("brim.cli.plan.command:plan", "Find the fastest ways to train or run a model that fit a machine."),
     "probe": ("brim.cli.probe:probe", "Measure what this machine does: memory, disk, links, matrix rates."),
     "rehearse": (
@@ -104,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _outcome(arguments: Sequence[str] | None) -> Any:
     try:
-        with _warnings_in_one_line(), signals_as_exceptions(), starts_that_end():
+        with _warnings_in_one_line(), signals_as_exceptions(), patched_thread_start():
             return brim.main(args=arguments, prog_name="brim", standalone_mode=False)
     except BrimError as error:
         if (behind := _signal_behind(error)) is not None:
@@ -112,7 +116,9 @@ def _outcome(arguments: Sequence[str] | None) -> Any:
         click.echo(f"Error: {error}", err=True)
         return error.exit_code
     except click.ClickException as error:
-        error.show(sys.stderr)
+        shown = io.StringIO()
+        error.show(shown)
+        click.echo(printable(shown.getvalue()), err=True, nl=False)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt, Terminated) as signal:
         return _ended_by(signal)
@@ -123,22 +129,39 @@ def _outcome(arguments: Sequence[str] | None) -> Any:
             click.echo(f"Error: {_NO_PROC}", err=True)
             return _NO_PROC.exit_code
         if not is_out_of_memory(error):
-            raise
+            return _ended_by_others(error)
         click.echo(f"Error: {_memory_ran_out(error)}", err=True)
         return BudgetError.exit_code
     except Exception as error:  # psutil's own are no OSErrors
         if (behind := _signal_behind(error)) is not None:
             return _ended_by(behind, error)
         if not _lacks_proc(error):
-            raise
+            return _ended_by_others(error)
         click.echo(f"Error: {_NO_PROC}", err=True)
         return _NO_PROC.exit_code
+
+
+def _ended_by_others(error: Exception) -> int:
+    """The exit code for what a library raised when it was imported, or a model when it was called. Anything else is
+    a bug of brim's, and is raised."""
+    refusal: BrimError | None = failed_import(error)
+    if refusal is not None and (signal := last_signal()) is not None:  # it cut an import short
+        return _ended_by(signal, error)
+    if refusal is None and "torch" in sys.modules:
+        from brim.predict import failures
+
+        refusal = failures.of_model(error)
+    if refusal is None:
+        raise error
+    click.echo(f"Error: {refusal}", err=True)
+    return refusal.exit_code
 
 
 def _ended_by(signal: BaseException, error: Exception | None = None) -> int:
     """``error``: what its exception became on its way."""
     terminated = isinstance(signal, Terminated)
-    became = f" ({type(error).__name__}: {' '.join(str(error).split()):.300})" if error is not None else ""
+    reason = "" if error is None else printable(" ".join(str(error).split()))
+    became = f" ({type(error).__name__}: {reason:.300})" if error is not None else ""
     click.echo(f"{'Terminated' if terminated else 'Interrupted'}.{became}", err=True)
     return TERMINATED if terminated else INTERRUPTED
 
@@ -179,7 +202,7 @@ def _warnings_in_one_line() -> Iterator[None]:
     """Warnings as people read them: without the source line that raised them."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        click.echo(f"Warning: {message}", err=True)
+        click.echo(f"Warning: {printable(str(message))}", err=True)
 
     before = warnings.showwarning
     warnings.showwarning = show

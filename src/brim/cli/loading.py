@@ -28,9 +28,10 @@ def load(*modules: str) -> None:
     For commands whose process does nothing else. At its exit no more cycles are collected; what closes files and ends
     threads there runs as ever.
     """
-    from rich.console import Console
+    from brim.cli.console import Console
 
     _freeze_at_exit()
+    gc.collect()  # a frozen cycle is never freed: of a caller in this process it may hold memory, files and threads
     before = gc.isenabled()
     gc.disable()
     try:
@@ -52,7 +53,10 @@ def loading_bar(status: Status, *, told: bool = True) -> Callable[[int, int], No
     from rich.table import Table
 
     def show(done: int, total: int) -> None:
-        if not told or not status.console.is_terminal:
+        if not told:
+            return
+        if not status.console.is_terminal:
+            status.update(f"loading weights, {format_bytes(done)} of {format_bytes(total)}")
             return
         row = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=total or 1, completed=done, width=30)

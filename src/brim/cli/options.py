@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
-from brim.core.replacing import identities
+from brim.core.files import identities
 from brim.errors import UsageError
+from brim.printable import printable
 from brim.units import format_bytes, is_share, parse_bytes
-
-if TYPE_CHECKING:
-    from brim.report.html.page import Table, View
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -232,26 +230,16 @@ def device_option(command: F) -> F:
 
 
 def readable(text: str) -> str:
-    """``text`` with nothing in it that a terminal would obey or could not show, line ends included."""
-    return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
+    """``text`` with nothing in it that a terminal would obey, line ends included."""
+    return printable(text, one_line=True)
 
 
 def print_json(document: dict[str, Any]) -> None:
     click.echo(json.dumps(document, indent=2))
 
 
-def write_html(
-    path: Path,
-    views: Sequence[View],
-    *,
-    title: str,
-    verdict: str = "",
-    tables: Sequence[Table] = (),
-    notes: Sequence[str] = (),
-    one_axis: bool = False,
-) -> None:
+def write_html(path: Path, document: str) -> None:
     """Write the report and say so on stderr."""
     from brim.report.html.page import write
 
-    size = write(path, views, title=title, verdict=verdict, tables=tables, notes=notes, one_axis=one_axis)
-    click.echo(f"report: {path} ({format_bytes(size)})", err=True)
+    click.echo(f"report: {path} ({format_bytes(write(path, document))})", err=True)

@@ -35,8 +35,7 @@ def probe(as_json: bool, device: str, refresh: bool, directory: Path | None) -> 
 
     Takes a few seconds. The result is kept in the cache folder and used by every other command.
     """
-    from rich.console import Console
-
+    from brim.cli.console import Console
     from brim.measure.probe import probe as measure
 
     with Console(stderr=True).status("Measuring this machine"):
@@ -48,7 +47,7 @@ def probe(as_json: bool, device: str, refresh: bool, directory: Path | None) -> 
 
 
 def _print(hardware: Hardware) -> None:
-    from rich.console import Console
+    from brim.cli.console import Console
 
     console = Console(highlight=False)
     console.print(f"{hardware.name}\n{hardware.source}\ncompute tier: {hardware.compute}", markup=False)

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from brim.cli import verdict
 from brim.cli.options import BYTES, SNAPSHOT, OutputFile, html_option, json_option, print_json, readable, write_html
 from brim.cli.run import ProgramCommand
-from brim.core.replacing import replacing
+from brim.cli.trials import MOST_TRIALS, Trials
+from brim.core.files import replacing
+from brim.core.leak import LEAST_STEPS
 from brim.errors import UsageError
 from brim.processes import temporary_folder
 from brim.units import format_bytes
 
 if TYPE_CHECKING:
     from brim.cli.explain.answers import Explained
-    from brim.rehearsal.environment import Environment
+    from brim.device.environment import Environment
+    from brim.estimation.bounds import Margin
     from brim.rehearsal.rehearse import Rehearsal, Request
 
 OUT_OF_MEMORY, FAILED = 3, 1
@@ -33,6 +39,10 @@ _UNKNOWN = (
 )
 _CUDNN = "Convolutions went through cuDNN, whose workspaces are not known and not counted."
 _OTHERS = "Each process that uses CUDA has devices of its own here, where on real ones they would share them."
+_FLUSHED = (
+    "The GPU had no more memory for a request until the allocator gave its cache back, which takes time on a real "
+    "one: a little more of anything may not fit."
+)
 _RANKS = "Other ranks were taken to do the same as this one."
 
 
@@ -65,13 +75,24 @@ class _SnapshotFile(OutputFile):
     "--what-if", "settings", multiple=True, metavar="CONF", help="Replay under other allocator settings; or best."
 )
 @click.option(
+    "--trials",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=MOST_TRIALS,
+    show_default=True,
+    help="Of a program that runs out: rehearse it again with so many of the changes that would help, until it fits.",
+)
+@click.option(
     "--random-weights", is_flag=True, help="Make models that are not here from their configurations, untrained."
 )
 @click.option(
     "--snapshot", type=_SnapshotFile(SNAPSHOT), help="Keep the recording, in PyTorch's format (-rankN is added)."
 )
+@click.option(
+    "--compiler", is_flag=True, help="Fetch Triton too, which torch.compile needs, where it is not installed."
+)
 @click.option("--python", type=click.Path(path_type=Path), help="The Python to rehearse with. [default: this one]")
-@click.option("--yes", is_flag=True, help="Fetch PyTorch's CUDA build where there is none, without asking.")
+@click.option("--yes", is_flag=True, help="Fetch what is missing without asking.")
 @html_option
 @json_option
 @click.option("-m", "module", metavar="MODULE", is_flag=False, help="Run a module, as python -m does.")
@@ -81,7 +102,9 @@ def rehearse(
     vram: int | None,
     vary: str | None,
     settings: tuple[str, ...],
+    trials: int,
     snapshot: Path | None,
+    compiler: bool,
     python: Path | None,
     yes: bool,
     html: Path | None,
@@ -94,11 +117,12 @@ def rehearse(
 
     Options after SCRIPT (or -m MODULE) are the program's own. Memory is as on the GPU, kernels compute nothing: whole
     numbers and small tensors are right, other numbers made up. The program runs in a process of its own until memory
-    stops growing; what it writes to disk is written. Exit code 3: it runs out of memory.
+    stops growing; what it writes to disk is written. Exit code 3: it runs out of memory, and is then run again with
+    what would help, or memory grows with every step.
     """
     from brim.allocator.config import AllocatorConfig
     from brim.cli.explain.snapshot import BEST
-    from brim.rehearsal.environment import prepare
+    from brim.device.environment import prepare
     from brim.rehearsal.rehearse import FOLDERS, Request
 
     if module is None and not arguments:
@@ -113,6 +137,7 @@ def rehearse(
         if text != BEST:
             AllocatorConfig.parse(text)  # now, and not when all has run
     target, rest = (arguments[0], arguments[1:]) if module is None else (module, arguments)
+    rest = rest[1:] if rest[:1] == ("--",) else rest  # as after estimate's; a program's own -- is given twice
     if module is None and not Path(target).exists():
         raise click.UsageError(f"There is no file {target!r}.")
     request = Request(
@@ -123,12 +148,18 @@ def rehearse(
         memory_bytes=vram,
         **asked,
     )
-    environment = prepare(python, confirm=lambda what: yes or _confirmed(what))
+    environment = prepare(python, confirm=lambda what: yes or confirmed(what), compiler=compiler)
     with temporary_folder(FOLDERS) as scratch:
         if values is not None:
             return _vary(request, environment, scratch, *values, as_json)
         rehearsals = _run(request, environment, scratch)
-        explained = [_explained(rehearsal, settings) for rehearsal in rehearsals]
+        again = Trials(
+            request,
+            partial(_run_again, environment=environment),
+            most=trials,
+            told=lambda text: click.echo(text, err=True),
+        )
+        explained = [_explained(rehearsal, settings, again) for rehearsal in rehearsals]
         if as_json:
             print_json(_document(request, rehearsals, explained))
         else:
@@ -151,7 +182,8 @@ def _ranks(text: str | None) -> tuple[int, ...]:
         raise UsageError(f"--rank {text} was given.", "Ranks are whole numbers.", "Example: --rank 0,63") from error
 
 
-def _confirmed(what: str) -> bool:
+def confirmed(what: str) -> bool:
+    """Ask whether ``what`` may be downloaded. False where nobody is there to ask."""
     click.echo(what, err=True)
     return sys.stdin.isatty() and click.confirm("Download it?", err=True)
 
@@ -185,7 +217,15 @@ def _of_rank(path: Path, rank: int) -> Path:
     return path.with_stem(f"{path.stem}-rank{rank}")
 
 
-def _explained(rehearsal: Rehearsal, settings: tuple[str, ...]) -> Explained | None:
+def _run_again(request: Request, environment: Environment) -> list[Rehearsal]:
+    """What the program prints was printed the first time."""
+    from brim.rehearsal.rehearse import FOLDERS, rehearse_program
+
+    with temporary_folder(FOLDERS) as scratch, Path(os.devnull).open("w") as nowhere:
+        return rehearse_program(request, environment, scratch, output=nowhere, errors=nowhere)
+
+
+def _explained(rehearsal: Rehearsal, settings: tuple[str, ...], trials: Trials) -> Explained | None:
     from brim.cli.explain import answers as explained
     from brim.cli.explain import source as explain_source
 
@@ -193,7 +233,13 @@ def _explained(rehearsal: Rehearsal, settings: tuple[str, ...]) -> Explained | N
         return None
     name = "rehearsal" if rehearsal.rank is None else f"rank {rehearsal.rank}"
     source = explain_source.Source(name=name, kind=explain_source.SNAPSHOT, path=rehearsal.snapshot)
-    return explained.of_snapshot(source, settings)
+
+    def revise(devices: list[dict[str, Any]]) -> None:
+        for device in devices:
+            if device["failed"] and rehearsal.fits is False:
+                device["advice"] = trials.revised(device["advice"])
+
+    return explained.of_snapshot(source, settings, leaks=rehearsal.leaks, revise=revise)
 
 
 def _headline(request: Request, rehearsal: Rehearsal) -> str:
@@ -201,38 +247,67 @@ def _headline(request: Request, rehearsal: Rehearsal) -> str:
     who = "" if rehearsal.rank is None else f"rank {rehearsal.rank} of {request.gpus}: "
     if rehearsal.fits is None and rehearsal.ended != "failed":
         return f"{who}Whether it fits on {where} is not known: {rehearsal.message}."
-    return (
-        who
-        + {
-            "finished": f"It fits on {where}: the program ran to its end.",
-            "enough": f"It fits on {where}: memory {_growth(rehearsal)}.",
-            "out of memory": f"It does not fit on {where}: it ran out of memory{_when(rehearsal)}.",
-            "failed": f"The program failed: {rehearsal.message}",
-        }[rehearsal.ended]
-    )
+    does_not_fit, leak = f"{who}It does not fit on {where}", rehearsal.leak
+    if rehearsal.ended == "failed":
+        return f"{who}The program failed: {rehearsal.message.partition(chr(10))[0]}"
+    if rehearsal.ended == "out of memory":
+        why = f": {verdict.of_leak(replace(leak, full_step=None))}" if leak is not None else ""
+        return f"{does_not_fit}: it ran out of memory in step {rehearsal.steps + 1}{why}."
+    if rehearsal.fits is False and leak is not None:
+        ended = f" (the program ended after {leak.unit} {leak.steps:,})" if rehearsal.ended == "finished" else ""
+        return f"{does_not_fit}: {verdict.of_leak(leak)}{ended}."
+    ended = "the program ran to its end" if rehearsal.ended == "finished" else f"memory {_growth(rehearsal)}"
+    return f"{who}It fits on {where}{_how_closely(request, rehearsal)}: {ended}."
+
+
+def _how_closely(request: Request, rehearsal: Rehearsal) -> str:
+    """How close to the end of memory a program came that fits; "" where there is room for what is not known."""
+    over_bytes = _upper_bound_bytes(request, rehearsal) - rehearsal.memory_bytes
+    flushes = max((device.cache_flushes for device in rehearsal.devices), default=0)
+    parts = [f"though the safe upper bound is {format_bytes(over_bytes)} above the memory"] if over_bytes > 0 else []
+    if flushes:
+        times = "once" if flushes == 1 else f"{flushes:,} times"
+        parts.append(f"{'and' if parts else 'though'} the allocator had to give its cache back {times}")
+    return f", {' '.join(parts)}" if parts else ""
+
+
+def _upper_bound_bytes(request: Request, rehearsal: Rehearsal) -> int:
+    """A safe bound of what the process takes on the GPU of which it takes most."""
+    return max((device.process_bytes for device in rehearsal.devices), default=0) + _margin(request).bytes
+
+
+def _margin(request: Request) -> Margin:
+    from brim.estimation.bounds import context_margin
+    from brim.estimation.simulation import place_of
+
+    return context_margin(place_of(request.gpu, request.memory_bytes))
 
 
 def _growth(rehearsal: Rehearsal) -> str:
     if rehearsal.grew_until == rehearsal.steps:
-        return f"still grew in step {rehearsal.steps}, where the rehearsal ended"
+        still = f"still grew in step {rehearsal.steps}, where the rehearsal ended"
+        if rehearsal.steps < LEAST_STEPS or rehearsal.leaks:
+            return still
+        return f"{still}, by larger inputs or fragmentation, as nothing that a step leaves in use stays"
     return f"grew until step {rehearsal.grew_until}, and the rehearsal ended after step {rehearsal.steps}"
 
 
-def _when(rehearsal: Rehearsal) -> str:
-    return f" in step {rehearsal.steps + 1}"
-
-
 def _lines(request: Request, rehearsal: Rehearsal, explained: Explained | None) -> list[str]:
+    from brim.rehearsal.remedies import remedy
+
     lines = [_headline(request, rehearsal)]
     if rehearsal.ended == "out of memory":
         lines += [f"  {line}" for line in rehearsal.message.splitlines()]
-    lines += [f"  {line}" for line in _facts(rehearsal)]
+    if rehearsal.ended == "failed":
+        lines += [f"  {line}" for line in rehearsal.message.splitlines()[1:] if line.strip()]
+        lines += [f"  {line}" for line in [remedy(rehearsal.message)] if line]
+    lines += [f"  {line}" for line in _facts(request, rehearsal)]
     if explained is not None:
         lines += explained.lines
     return lines + [f"note: {note}" for note in notes_of(rehearsal)]
 
 
-def _facts(rehearsal: Rehearsal) -> list[str]:
+def _facts(request: Request, rehearsal: Rehearsal) -> list[str]:
     lines = [
         f"device {device.device}: {format_bytes(device.allocated_bytes)} allocated, "
         f"{format_bytes(device.reserved_bytes)} reserved, {format_bytes(device.process_bytes)} taken by the process "
@@ -242,6 +317,9 @@ def _facts(rehearsal: Rehearsal) -> list[str]:
     if rehearsal.devices:
         context = format_bytes(rehearsal.context_bytes)
         lines.append(f"of that {context} are the CUDA context of each process ({rehearsal.context_source})")
+        if (margin := _margin(request)).bytes:
+            bound = format_bytes(_upper_bound_bytes(request, rehearsal))
+            lines.append(f"safe upper bound: {bound}, as {margin.why}")
     elif rehearsal.torch or rehearsal.ended == "finished":
         lines.append(
             "The program did not use CUDA." if not rehearsal.other_processes else "Its own process did not use CUDA."
@@ -274,6 +352,11 @@ def notes_of(rehearsal: Rehearsal) -> list[str]:
     if rehearsal.ran_out and rehearsal.fits is not False:
         times = "once" if rehearsal.ran_out == 1 else f"{rehearsal.ran_out} times"
         notes.append(f"Memory ran out {times}, and the program went on.")
+    if (leak := rehearsal.leak) is not None and not leak.fills_memory:
+        grows = verdict.of_leak(leak)
+        notes.append(f"{grows[0].upper()}{grows[1:]}.")
+    if any(device.cache_flushes for device in rehearsal.devices):
+        notes.append(_FLUSHED)
     notes += [_CUDNN] if rehearsal.uses_cudnn else []
     notes += [_RANKS] if rehearsal.rank is not None else []
     if rehearsal.left_bytes:
@@ -294,6 +377,7 @@ def _document(
     def one(rehearsal: Rehearsal, more: Explained | None) -> dict[str, Any]:
         body = asdict(rehearsal) | {"fits": rehearsal.fits, "notes": notes_of(rehearsal)}
         del body["snapshot"]
+        body["upper_bound_bytes"] = _upper_bound_bytes(request, rehearsal)
         return body | {"memory": None if more is None else more.body["devices"]}
 
     return {
@@ -308,12 +392,12 @@ def _document(
 def _write_html(
     path: Path, request: Request, rehearsals: Sequence[Rehearsal], explained: Sequence[Explained | None]
 ) -> None:
-    from brim.report.html.page import Table, View
+    from brim.report.html.page import Table, View, page
 
     views, tables, notes = [], [], []
     for rehearsal, more in zip(rehearsals, explained, strict=True):
         name = "" if rehearsal.rank is None else f"rank {rehearsal.rank}, "
-        notes += [*_facts(rehearsal), *notes_of(rehearsal)]
+        notes += [*_facts(request, rehearsal), *notes_of(rehearsal)]
         if more is not None:
             views += [View(timeline=timeline, title=f"{name}{title}") for title, timeline in more.views]
             tables += [Table(title=f"{name}{title}", columns=heads, rows=rows) for title, heads, rows in more.tables]
@@ -322,7 +406,7 @@ def _write_html(
         f"{request.target} on {request.gpu}, rehearsed",
         " ".join(_headline(request, rehearsal) for rehearsal in rehearsals),
     )
-    write_html(path, views, title=title, verdict=verdict, tables=tables, notes=notes)
+    write_html(path, page(views, title=title, verdict=verdict, tables=tables, notes=notes))
 
 
 def _values(vary: str) -> tuple[str, list[str]]:

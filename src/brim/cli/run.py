@@ -79,4 +79,9 @@ def run(
         target, rest = module, list(arguments)
     program = Program(target=target, arguments=tuple(rest), is_module=module is not None)
     settings = Settings(vram=vram, ram=ram, mode=mode, device=device, report=report, managed=managed, insist=insist)
+    if ram is not None:
+        from brim.core.hardware import RAM
+        from brim.measure.capacity import amount_bytes, check_room  # not for a program without a budget
+
+        check_room(amount_bytes(ram, RAM))  # and again at the first model, with all that is loaded by then
     return lambda: launch(program, settings)

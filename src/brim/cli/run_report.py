@@ -1,4 +1,4 @@
-"""What ``brim generate`` and ``brim train`` tell of a run's two Timelines: as it was foreseen, and as measured."""
+"""The report of ``brim generate`` and ``brim train`` on a run's two Timelines, predicted and measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_WAITS = 50
 
 
 def compute_of(measured: Timeline, predicted: Timeline | None) -> dict[str, Any]:
-    """Seconds in which compute worked and waited, and for what: measured, and as the plan foresees it."""
+    """Return the seconds of computing and waiting, measured and predicted."""
     runs = {"measured": measured} | ({} if predicted is None else {"predicted": predicted})
     compute = {}
     for name, timeline in runs.items():
@@ -25,15 +25,35 @@ def compute_of(measured: Timeline, predicted: Timeline | None) -> dict[str, Any]
 
 
 def views_of(measured: Timeline, predicted: Timeline | None, plan: Plan) -> list[View]:
-    """The measured run with the plan's lines, and the predicted one below it."""
+    """Return views of the measured run with the plan's lines, and of the predicted one."""
     from brim.report.html.page import View
 
     views = [View(timeline=measured, plan=plan)]
     return views if predicted is None else [*views, View(timeline=predicted)]
 
 
+def memory_table(
+    timeline: Timeline, budget: Mapping[str, int], promised: Mapping[str, int], measured: Mapping[str, int]
+) -> Table:
+    """Return each tier's budget, promise and measured bytes, and the part of these in brim's pools."""
+    from brim.report.html.page import Table
+
+    rows = []
+    for tier, count in measured.items():
+        pools = timeline.peak_bytes(tier)
+        rows.append((tier.upper(), budget.get(tier), promised.get(tier), count, pools, max(count - pools, 0)))
+    return Table(
+        title="Memory, promised and measured",
+        columns=("tier", "budget_bytes", "promised_bytes", "measured_bytes", "pools_bytes", "beside_bytes"),
+        rows=tuple(rows),
+        note="Measured is the most that the whole process took, and what is promised is of that. Pools is the peak "
+        "of the picture, what brim's pools held; beside is the rest of measured: the program, its libraries, and "
+        "what the heap keeps of freed memory.",
+    )
+
+
 def compute_tables(compute: Mapping[str, Mapping[str, Any]]) -> Sequence[Table]:
-    """``compute_of`` as tables."""
+    """Return ``compute_of`` as tables."""
     from brim.report.html.page import Table
 
     computed = {name: idle for name, idle in compute.items() if idle["computed"]}

@@ -7,13 +7,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from brim import threads
 
 _AGAIN_S = 0.01
 _OPERATION_S = 3.0  # that nothing which is only looked at takes
+_received: list[type[BaseException]] = []  # since signals are exceptions, in the command that runs
 _CALLED_BY_CPP = frozenset({"__torch_dispatch__", "__torch_function__", "find_torch_dispatch_rule"})
 
 
@@ -41,6 +42,7 @@ def signals_as_exceptions() -> Iterator[None]:
         raised[signal.SIGINT] = KeyboardInterrupt
 
     awaited: list[FrameType] = []  # in which an exception is raised soon
+    _received.clear()
 
     def send_again(number: signal.Signals) -> None:
         # By another thread: sent here, it would be heard before this function is left, and be dropped once more.
@@ -50,6 +52,7 @@ def signals_as_exceptions() -> Iterator[None]:
 
     def hear(number: int, frame: FrameType | None) -> None:
         error = raised[signal.Signals(number)]
+        _received.append(error)
         asked = _asked_for_it(frame)
         if asked is None or awaited or sys.gettrace() is not None:  # a second one, or a debugger's
             _forget(awaited)
@@ -82,20 +85,35 @@ def signals_as_exceptions() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def last_signal() -> BaseException | None:
+    """Return the exception of the last signal that the command has heard, even if C++ dropped it.
+
+    PyTorch drops one that comes while it imports NumPy, which then cannot be imported again.
+    """
+    return _received[-1]() if _received else None
+
+
 def _asked_for_it(frame: FrameType | None) -> FrameType | None:
     """The code that called the operation that is being dispatched to a mode; None where none is."""
     torch: Any = sys.modules.get("torch")
     if not hasattr(torch, "_C"):
         return None
     is_dispatching = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
-    asked = None
+    asked, counted = None, _counting_wrapper()
     while frame is not None:
-        if frame.f_code.co_name in _CALLED_BY_CPP:
+        if frame.f_code.co_name in _CALLED_BY_CPP or frame.f_code is counted:
             is_dispatching, asked = True, None  # modes are not in force within themselves
         elif asked is None and not _may_be_called_by_cpp(frame):
             asked = frame
         frame = frame.f_back
     return asked if is_dispatching else None
+
+
+def _counting_wrapper() -> CodeType | None:
+    """Return the code in which PyTorch wraps fake tensors' ``__torch_dispatch__``; its name is ``wrapper``."""
+    fake_tensor = sys.modules.get("torch._subclasses.fake_tensor")
+    mode = getattr(fake_tensor, "FakeTensorMode", None)
+    return None if mode is None else mode.__torch_dispatch__.__code__
 
 
 def _may_be_called_by_cpp(frame: FrameType) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,6 +22,45 @@ _FIELDS = (
 def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
+
+# Options of Megatron-LM's own command line, by its names: the fields of MegatronOptions.
+_MEGATRON = {
+    "cross_entropy_loss_fusion": click.option(
+        "--cross-entropy-loss-fusion", is_flag=True, default=None,
+        help="Megatron-LM's, as the options below: fuse the loss. [default: unfused]",
+    ),
+    "cross_entropy_fusion_impl": click.option(
+        "--cross-entropy-fusion-impl", help="The fused loss: native or te. [default: native]"
+    ),
+    "gradient_accumulation_fusion": click.option(
+        "--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", flag_value=False, type=bool,
+        default=None, help="Weight gradients are tensors of their own first. [default: fused]",
+    ),
+    "create_attention_mask_in_dataloader": click.option(
+        "--no-create-attention-mask-in-dataloader", "create_attention_mask_in_dataloader", flag_value=False,
+        type=bool, default=None, help="Batches bring no attention mask. [default: they do]",
+    ),
+    "attention_backend": click.option(
+        "--attention-backend", help="Attention: auto, flash, fused or unfused. [default: auto]"
+    ),
+    "transformer_impl": click.option(
+        "--transformer-impl", help="Layers: transformer_engine or local. [default: transformer_engine]"
+    ),
+    "deterministic_mode": click.option(
+        "--deterministic-mode", is_flag=True, default=None, help="Deterministic kernels only."
+    ),
+    "num_distributed_optimizer_instances": click.option(
+        "--num-distributed-optimizer-instances", type=click.IntRange(min=1),
+        help="Groups of ranks that each split all optimizer states. [default: 1]",
+    ),
+    "cublas_workspace_config": click.option(
+        "--cublas-workspace-config", help="The value of CUBLAS_WORKSPACE_CONFIG, as in :4096:8."
+    ),
+}  # fmt: skip
+_MEGATRON_OFF = {
+    name: f"--no-{name.replace('_', '-')}"
+    for name in ("gradient_accumulation_fusion", "create_attention_mask_in_dataloader")
+}
 
 _OPTIONS = [
     click.option("--gpus", type=click.INT, help="Split over so many GPUs, and tell what every rank takes."),
@@ -58,6 +97,7 @@ _OPTIONS = [
         "--engine", help="torch (FSDP2, DTensor, pipelining) or megatron (with Transformer Engine). "
         "[default: torch]",
     ),
+    *_MEGATRON.values(),
 ]  # fmt: skip
 
 
@@ -69,18 +109,25 @@ def split_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def split_of(settings: dict[str, Any]) -> tuple[Split, str] | None:
-    """Take these options out of ``settings``: the split and the engine, or None where one GPU is meant.
+    """Take these options out of ``settings``: the split and the engine, or None where one GPU is meant. Options of
+    Megatron-LM become its entry ``megatron``.
 
-    Raises UsageError where they are given without ``--gpus``.
+    Raises UsageError where they are given without ``--gpus``, or Megatron-LM's for another engine.
     """
     options = {name: settings.pop(name) for name in _FIELDS}
     engine = settings.pop("engine")
+    megatron = {name: value for name in _MEGATRON if (value := settings.pop(name)) is not None}
     names = [name for name, value in options.items() if value is not None]
+    if megatron and engine != "megatron":
+        raise UsageError(
+            f"Cannot use {_flags(megatron)} without --engine megatron.", "Other engines have no such options.",
+            "Give --engine megatron.",
+        )  # fmt: skip
     if options["gpus"] is None:
         if engine is not None:
             names.append("engine")
         if names:
-            flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
+            flags = _flags(names)
             raise UsageError(f"Cannot use {flags} without --gpus.", "It splits a job over GPUs.", "Give --gpus.")
         return None
     if settings.pop("batch", 1) != 1:
@@ -97,7 +144,15 @@ def split_of(settings: dict[str, Any]) -> tuple[Split, str] | None:
             "Cannot use --offload-shards with one GPU.", "There are no shards on one GPU.",
             "Give more --gpus; brim plan finds what one GPU can do with its host's RAM.",
         )  # fmt: skip
+    if megatron:
+        from brim.estimation.ranks.job import MegatronOptions
+
+        settings["megatron"] = MegatronOptions(**megatron)
     return Split(**values), engine or "torch"
+
+
+def _flags(names: Iterable[str]) -> str:
+    return " and ".join(_MEGATRON_OFF.get(name, f"--{name.replace('_', '-')}") for name in names)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from brim.printable import printable
+
 
 class OutputError(Exception):
     """The standard output does not take what was written."""
@@ -33,6 +35,36 @@ class _Output(io.FileIO):
             if isinstance(error, BrokenPipeError):
                 raise
             raise OutputError(error.strerror) from error
+
+
+class _Terminal(io.TextIOWrapper):
+    """A terminal, which is given texts and no orders: names, messages and a model's words can hold any character.
+
+    rich writes its colours and bars past that (``rich_proxied_file``); its texts are looked at by ``Console``. A
+    carriage return at the beginning is that of a library's own bar.
+    """
+
+    def write(self, text: str) -> int:
+        start = text[:1] if text.startswith("\r") and self.fileno() == 2 else ""
+        super().write(start + printable(text.removeprefix(start)))
+        return len(text)
+
+    @property
+    def rich_proxied_file(self) -> _Unfiltered:
+        return _Unfiltered(self)
+
+
+class _Unfiltered:
+    """What rich takes for the terminal."""
+
+    def __init__(self, terminal: _Terminal) -> None:
+        self._terminal = terminal
+
+    def write(self, text: str) -> int:
+        return io.TextIOWrapper.write(self._terminal, text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._terminal, name)
 
 
 class _Notes(io.FileIO):
@@ -99,7 +131,8 @@ def _replacement(stream: Any, kind: type[io.FileIO]) -> io.TextIOWrapper:
     stream.flush()
     raw = kind(stream.fileno(), "w", closefd=False)
     buffered = stream.line_buffering or stream.isatty() or kind is _Notes
-    return io.TextIOWrapper(
+    wrapper = _Terminal if stream.isatty() else io.TextIOWrapper
+    return wrapper(
         io.BufferedWriter(raw), encoding=stream.encoding, errors="backslashreplace", line_buffering=buffered
     )
 

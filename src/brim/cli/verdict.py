@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from brim.errors import ABOVE_BUDGET
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from brim.cli.console import Console
+    from brim.core.leak import Leak
     from brim.estimation.estimate import Estimate
     from brim.run.plan.request import Answer
 
 
 def of_estimate(estimate: Estimate, total_bytes: int | None, largest_batch: int | None = None) -> str:
     """``Fits with 3.1 GiB to spare; batch 25 is the largest.`` Bytes are of the whole process."""
-    process = estimate.peak_bytes.process
+    process, leak = estimate.peak_bytes.process, estimate.leak
     if total_bytes is None:
-        return (
-            f"Takes {format_bytes(process)} of GPU memory, {format_bytes(estimate.context_bytes)} of it CUDA context."
+        told = (
+            f"Takes {format_bytes(process)} of GPU memory, {format_bytes(estimate.context_bytes)} of it CUDA context"
         )
+        return f"{told}." if leak is None else f"{told}, after {leak.steps:,} steps: {of_leak(leak)}."
+    if leak is not None and estimate.fits is False:
+        return f"Does not fit: {of_leak(leak)}."
     if estimate.fits:
         told = f"Fits with {format_bytes(max(total_bytes - process, 0))} to spare"
         over = estimate.upper_bound_bytes - total_bytes
@@ -25,6 +32,25 @@ def of_estimate(estimate: Estimate, total_bytes: int | None, largest_batch: int 
     else:
         told = f"Does not fit: it takes {format_bytes(process)} of {format_bytes(total_bytes)}"
     return f"{told}; batch {largest_batch:,} is the largest." if largest_batch else f"{told}."
+
+
+def of_precision(precision: str | None, origin: str) -> str:
+    """``precision: bf16, by dtype of its configuration (bfloat16)``."""
+    return f"precision: {precision}, {origin}"
+
+
+def of_exceeded(sentences: Sequence[str], console: Console) -> int:
+    """Write in red what was measured above its budget or its promise. The exit code: that of what does not fit."""
+    for sentence in sentences:
+        console.print(sentence, style="bold red", markup=False, highlight=False, soft_wrap=True)
+    return ABOVE_BUDGET if sentences else 0
+
+
+def of_leak(leak: Leak) -> str:
+    """``memory in use grows by 80 MiB with each step, and the GPU is full at about step 134``: part of a sentence."""
+    grows = f"memory in use grows by {format_bytes(leak.bytes_per_step)} with each {leak.unit}"
+    full = "" if leak.full_step is None else f", and the GPU is full at about {leak.unit} {leak.full_step:,}"
+    return f"{grows}{full}"
 
 
 def of_plans(answer: Answer) -> str:

@@ -1,4 +1,4 @@
-"""The four nouns that everything else reads and writes. Standard library only."""
+"""The types that every other package reads and writes. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dataclasses to JSON and back, driven by their annotations. Unknown or missing keys are errors, never guesses."""
+"""Convert dataclasses to JSON and back by their annotations. Unknown and missing keys are errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typing
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from brim.core.files import regular
 from brim.errors import FormatError
@@ -19,13 +19,33 @@ from brim.errors import FormatError
 T = TypeVar("T")
 
 
-def to_json(noun: Any, version: int) -> dict[str, Any]:
-    """A noun as plain JSON values, with its kind and format version in front."""
-    return {"kind": type(noun).__name__, "version": version, **encode(noun)}
+class Document:
+    """Base of dataclasses that are stored as JSON documents with kind and format version."""
+
+    _VERSION: ClassVar[int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, with kind and format version."""
+        return to_json(self, self._VERSION)
+
+    @classmethod
+    def from_json(cls, document: Any) -> Self:
+        """Read what ``to_json`` returned. Raises FormatError if kind, version or any key differs."""
+        return from_json(cls, document, cls._VERSION)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Read a JSON file. Raises FormatError for anything else, a missing file included."""
+        return read(cls, path, cls._VERSION)
+
+
+def to_json(value: Any, version: int) -> dict[str, Any]:
+    """Return a dataclass as plain JSON values, with its kind and format version."""
+    return {"kind": type(value).__name__, "version": version, **encode(value)}
 
 
 def from_json(kind: type[T], document: Any, version: int) -> T:
-    """The noun that ``to_json`` wrote. Raises FormatError when kind, version or any key differs."""
+    """Read what ``to_json`` returned. Raises FormatError if kind, version or any key differs."""
     if not isinstance(document, Mapping):
         raise FormatError(f"Cannot read a {kind.__name__}.", f"Found {type(document).__name__}.")
     body = dict(document)
@@ -40,7 +60,7 @@ def from_json(kind: type[T], document: Any, version: int) -> T:
 
 
 def read(kind: type[T], path: str | Path, version: int) -> T:
-    """The noun in a JSON file. Raises FormatError for anything else, a missing file included."""
+    """Read a JSON file. Raises FormatError for anything else, a missing file included."""
     try:
         document = json.loads(regular(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -61,7 +81,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: Any, value: Any, where: str) -> Any:
-    """``value`` as the annotated type ``kind``; ``where`` is the path that an error names."""
+    """Return ``value`` as the annotated type ``kind``; ``where`` is the path that an error names."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _decode_dataclass(kind, value, where)
@@ -110,7 +130,7 @@ def _decode_dataclass(kind: type, value: Any, where: str) -> Any:
     return kind(**fields)
 
 
-_AMOUNTS = ("_bytes", "_s")  # names end in their unit, and none of either can be owed
+_AMOUNTS = ("_bytes", "_s")  # endings of names whose numbers cannot be negative
 
 
 def _check_amount(value: Any, where: str) -> None:
@@ -127,6 +147,6 @@ def _hints(kind: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-def _expect(holds: bool, value: Any, wanted: str, where: str) -> None:
+def _expect(holds: bool, value: Any, expected: str, where: str) -> None:
     if not holds:
-        raise FormatError(f"{where} must be {wanted}.", f"Found {str(value)[:80]!r}.")
+        raise FormatError(f"{where} must be {expected}.", f"Found {str(value)[:80]!r}.")

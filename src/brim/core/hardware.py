@@ -1,27 +1,24 @@
-"""What a machine has: memory tiers, links between them, compute rates."""
+"""A machine's memory tiers, the links between them, and its compute rates."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from brim.core import codec
+from brim.core.codec import Document
 from brim.errors import UsageError
 
-VERSION = 1
 VRAM, RAM, DISK = "vram", "ram", "disk"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """One memory of a machine.
+    """A memory of a machine.
 
     Attributes:
         name: ``"vram"``, ``"ram"`` or ``"disk"``.
-        capacity_bytes: How much it holds; of a disk, what is free.
-        bytes_per_s: What one kernel reads from it. 0: not known.
+        capacity_bytes: Its size; of a disk, the free space.
+        bytes_per_s: The rate at which one kernel reads it. 0: not known.
     """
 
     name: str
@@ -37,8 +34,8 @@ class Link:
         source: The tier that is read.
         target: The tier that is written.
         bytes_per_s: The best rate: that of requests of ``chunk_bytes``, ``concurrency`` of them in flight.
-        duplex_bytes_per_s: The rate of this way while the other way is busy too.
-        latency_s: Seconds that a copy takes beside its bytes.
+        duplex_bytes_per_s: The rate in this direction while the other direction is busy too.
+        latency_s: Seconds that a copy takes in addition to moving its bytes.
         single_bytes_per_s: The best rate with one request at a time.
         chunk_bytes: The size of a request at the best rate.
         concurrency: Requests in flight at the best rate (threads, for RAM and disk).
@@ -54,28 +51,28 @@ class Link:
     concurrency: int = 1
 
     def seconds(self, count: float) -> float:
-        """Seconds of one copy of ``count`` bytes. The requests of a copy that is too small for several in flight are
-        made one after the other.
-        """
+        """Return the seconds of one copy of ``count`` bytes; a small copy has one request at a time."""
         if self.single_bytes_per_s and count < self.concurrency * self.chunk_bytes:
-            whole = min(1.0, count / self.chunk_bytes)  # the rate is that of whole requests, with what each waits
-            return count / self.single_bytes_per_s + (1 - whole) * self.latency_s
+            filled = min(1.0, count / self.chunk_bytes)  # the rate includes the latency of full requests
+            return count / self.single_bytes_per_s + (1 - filled) * self.latency_s
         return self.latency_s + count / self.bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """A machine as the planner sees it: measured by ``brim.probe``, or a card of the catalog.
+class Hardware(Document):
+    """A machine as the planner sees it: measured by ``brim.probe``, or a GPU of the catalog.
 
     Attributes:
-        name: The GPU's or processor's.
+        name: The name of the GPU or processor.
         compute: The tier that kernels work in: ``"vram"`` with a GPU, ``"ram"`` without.
         tiers: Its memories.
         links: Paths between them.
         flops_per_s: Floating-point operations per second of matrix products, by dtype as PyTorch writes it
             (``"float32"``, ``"bfloat16"``; also ``"tf32"``).
-        source: Where the figures come from.
+        source: The origin of the figures.
     """
+
+    _VERSION = 1
 
     name: str
     compute: str
@@ -85,14 +82,14 @@ class Hardware:
     source: str = ""
 
     def tier(self, name: str) -> Tier:
-        """The tier of that name. Raises UsageError where there is none."""
+        """Return the tier of that name. Raises UsageError if there is none."""
         for tier in self.tiers:
             if tier.name == name:
                 return tier
         raise UsageError(f"{self.name} has no tier {name!r}.", f"It has {[t.name for t in self.tiers]}.")
 
     def link(self, source: str, target: str) -> Link:
-        """The link between two tiers. Raises UsageError where there is none."""
+        """Return the link between two tiers. Raises UsageError if there is none."""
         for link in self.links:
             if (link.source, link.target) == (source, target):
                 return link
@@ -100,17 +97,3 @@ class Hardware:
             f"{self.name} has no link {source} -> {target}.",
             f"It has {[f'{k.source} -> {k.target}' for k in self.links]}.",
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values, with kind and format version."""
-        return codec.to_json(self, VERSION)
-
-    @classmethod
-    def from_json(cls, document: Any) -> Hardware:
-        """Back from ``to_json``. Raises FormatError for another kind or version, and for unknown or missing keys."""
-        return codec.from_json(cls, document, VERSION)
-
-    @classmethod
-    def read(cls, path: str | Path) -> Hardware:
-        """Read it from a JSON file. Raises FormatError for anything else, a missing file included."""
-        return codec.read(cls, path, VERSION)

@@ -1,7 +1,7 @@
-"""Reads a JSON document that may be far larger than memory, one element of one array, or some numbers, at a time.
+"""Read JSON documents larger than memory, one array element or a batch of numbers at a time.
 
-The values are made by the standard library's scanner, which is written in C; what is done here is to hand it enough
-text. The text that is held is bounded, whatever the file: a single value may take ``LIMIT`` characters.
+The standard library's scanner, which is written in C, parses the values; this module feeds it text. The text in
+memory is bounded for any file: a single value may take ``LIMIT`` characters.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from brim.errors import FormatError
 
 CHUNK = 1 << 18  # characters that are read at once
 PIECE = 1 << 15  # characters of an array of numbers that are read at once
-LIMIT = 1 << 20  # the most that one value may take: an event with a deep Python stack takes a tenth
+LIMIT = 1 << 20  # characters of one value; an event with a deep Python stack takes a tenth of it
 EXPANSION = 200  # a gzip file that grows by more is not a trace (they grow 10 to 40 times) but an attack
 _GZIP = b"\x1f\x8b"
-# Not strict: control characters in names were written as they are.
+# Not strict: some writers do not escape control characters in names.
 _scan = json.JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
 _space = re.compile(r"[ \t\n\r]*").match
 _between = re.compile(r"[ \t\n\r,]*").match
-# Possessive: the matcher would keep a place to go back to for every character.
+# Possessive: otherwise the matcher stores a position to backtrack to for every character.
 _token = re.compile(r'[^"{}\[\]]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]]', re.DOTALL).match
 
 
 class JsonStream:
-    """The text of one file and a place in it. All methods raise FormatError where the text is not JSON."""
+    """A cursor in the text of a file. All methods raise FormatError if the text is not JSON."""
 
-    def __init__(self, source: Path | BinaryIO, asked: str) -> None:
-        """``source``: a file, or what can be sought in; ``asked``: what the errors say was asked."""
-        self._asked = asked
+    def __init__(self, source: Path | BinaryIO, request: str) -> None:
+        """``source``: a file or a seekable stream; ``request``: the first line of errors."""
+        self._request = request
         self._text, self._at, self._ended = "", 0, False
         try:
             self._raw: BinaryIO = regular(source).open("rb") if isinstance(source, Path) else source
@@ -45,9 +45,9 @@ class JsonStream:
             packed = self._raw.read(2) == _GZIP
             self._raw.seek(0)
         except OSError as error:
-            raise FormatError(asked, f"{error}.") from error
+            raise FormatError(request, f"{error}.") from error
         unpacked: Any = gzip.GzipFile(fileobj=self._raw) if packed else self._raw
-        self._most = EXPANSION * self._size + CHUNK if packed else None
+        self._limit = EXPANSION * self._size + CHUNK if packed else None
         self._file = io.TextIOWrapper(unpacked, encoding="utf-8", errors="replace", newline="")
         self._read = 0
 
@@ -55,11 +55,11 @@ class JsonStream:
         self._file.close()
         self._raw.close()
 
-    def refuse(self, found: str) -> FormatError:
-        return FormatError(self._asked, found)
+    def refuse(self, reason: str) -> FormatError:
+        return FormatError(self._request, reason)
 
     def peek(self) -> str:
-        """The next character that is not a space; "" at the end."""
+        """Return the next character that is not a space; "" at the end."""
         while True:
             self._at = _space(self._text, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._text):
@@ -67,18 +67,18 @@ class JsonStream:
             if not self._more():
                 return ""
 
-    def take(self, wanted: str) -> str:
-        """Pass over the next character, which must be one of ``wanted``."""
+    def take(self, expected: str) -> str:
+        """Consume the next character, which must be one of ``expected``."""
         character = self.peek()
-        if not character or character not in wanted:
+        if not character or character not in expected:
             raise self.refuse(
-                f"Found {character!r} where one of {wanted!r} belongs." if character else "It is cut off."
+                f"Found {character!r} where one of {expected!r} belongs." if character else "It is cut off."
             )
         self._at += 1
         return character
 
     def value(self) -> Any:
-        """The next value, whole."""
+        """Read the next value."""
         self.peek()
         while True:
             try:
@@ -87,19 +87,19 @@ class JsonStream:
                 self._need_more(error)
                 continue
             if end == len(self._text) and self._more():
-                continue  # a number may go on in what is read next
+                continue  # a number may continue in the next chunk
             self._at = end
             return value
 
     def skip(self) -> None:
-        """Pass over the next value: an array or object of any size, in which no text takes more than ``LIMIT``."""
+        """Skip the next value: an array or object of any size, in which no text takes more than ``LIMIT``."""
         if self.peek() not in ("{", "["):
             self.value()
             return
         depth = 0
         while True:
             match = _token(self._text, self._at)
-            if match is None:  # a text that does not end here, or the end
+            if match is None:  # an incomplete text, or the end
                 self._need_more(None)
                 continue
             self._at = match.end()
@@ -108,7 +108,7 @@ class JsonStream:
                 return
 
     def elements(self) -> Iterator[Any]:
-        """The values of the array that begins here."""
+        """Iterate over the values of the array that begins here."""
         self.take("[")
         while True:
             text, at = self._text, self._at
@@ -126,7 +126,7 @@ class JsonStream:
                 self._need_more(error)
 
     def fields(self) -> Iterator[str]:
-        """The keys of the object that begins here; read or skip the value of each before the next is asked for."""
+        """Iterate over the keys of the object that begins here; read or skip each value before the next key."""
         self.take("{")
         if self.peek() == "}":
             self.take("}")
@@ -141,9 +141,9 @@ class JsonStream:
                 return
 
     def numbers(self) -> Iterator[list[Any]]:
-        """The values of the array of numbers that begins here, some at a time. Other values are given as well."""
+        """Iterate over the array of numbers that begins here, in batches. Other values are not refused."""
         self.take("[")
-        whole = True  # whether nothing has to follow
+        may_end = True
         while True:
             self.peek()
             limit = self._at + PIECE
@@ -160,15 +160,15 @@ class JsonStream:
                 numbers = json.loads(f"[{piece}]")
             except (ValueError, RecursionError) as error:
                 raise self.refuse(f"An array of numbers is invalid: {_why(error)}") from error
-            if end >= 0 and not numbers and not whole:
+            if end >= 0 and not numbers and not may_end:
                 raise self.refuse("An array ends with a comma.")
             yield numbers
             if end >= 0:
                 return
-            whole = False
+            may_end = False
 
     def _need_more(self, error: BaseException | None) -> None:
-        """Read more text, because a value is not complete yet. ``error``: the scanner's."""
+        """Read more text, as a value is incomplete. ``error``: the scanner's."""
         if len(self._text) - self._at > LIMIT:
             raise self.refuse(f"A value of more than {LIMIT} characters, or not JSON: {_why(error)}") from error
         if not self._more():
@@ -182,7 +182,7 @@ class JsonStream:
         except (OSError, EOFError, zlib.error) as error:
             raise self.refuse(f"It cannot be unpacked: {error}.") from error
         self._read += len(chunk)
-        if self._most is not None and self._read > self._most:
+        if self._limit is not None and self._read > self._limit:
             raise self.refuse(f"It grows to more than {EXPANSION} times its size when unpacked.")
         self._text, self._at = self._text[self._at :] + chunk, 0
         self._ended = not chunk

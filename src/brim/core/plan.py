@@ -1,44 +1,41 @@
-"""What was decided, and what is promised for it."""
+"""A plan: decisions for the blocks of a model, and the promise that goes with them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from brim.core import codec
-
-VERSION = 1
+from brim.core.codec import Document
+from brim.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One technique's choice for one block.
+    """A technique's choice for one block.
 
     Attributes:
         technique: ``"weight_streaming"``, ``"checkpointing"``, ``"activation_offload"``, ``"optimizer_offload"``, ...
         block: The path of the block's module; ``""`` is the whole model.
-        choice: What the technique does with it; of weight streaming ``"resident"``, ``"stream:ram"``,
-            ``"stream:disk"`` or ``"compute:ram"``.
-        bytes: The block's weights, where the choice is about those.
+        choice: The chosen treatment; of weight streaming ``"resident"``, ``"stream:ram"``, ``"stream:disk"`` or
+            ``"compute:ram"``.
+        bytes: The bytes of the block's weights, if the choice concerns them.
     """
 
     technique: str
-    block: str  # module path; "" is the whole model
+    block: str
     choice: str
     bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """What a run under a plan will take.
+    """The predicted peaks and seconds of a run under a plan.
 
     Attributes:
-        peak_bytes: The most of each tier (``"vram"``, ``"ram"``, ``"disk"``).
+        peak_bytes: The peak of each tier (``"vram"``, ``"ram"``, ``"disk"``).
         step_s: Seconds of a step; when generating, of a token. 0: not predicted.
-        bound_s: The least that the hardware allows for it. 0: not known.
-        limited_by: What sets the pace: ``"compute"``, or the link that is busiest (``"disk -> ram"``).
+        bound_s: The fewest seconds that the hardware allows. 0: not known.
+        limited_by: The bottleneck: ``"compute"``, or the busiest link (``"disk -> ram"``).
     """
 
     peak_bytes: Mapping[str, int]
@@ -48,18 +45,20 @@ class Promise:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is done with each block of a model, and what is promised for it.
+class Plan(Document):
+    """The decisions for the blocks of a model, and the promise that goes with them.
 
     Attributes:
         model: The model's name.
         hardware: The machine's name.
         task: ``"train"``, ``"generate"``, or ``"forward"`` (of ``brim.fit`` without an optimizer).
-        budget_bytes: What was given of each tier.
+        budget_bytes: The budget of each tier.
         decisions: A choice for each block and technique.
-        promise: What a run will take.
+        promise: The predicted peaks and seconds of a run.
         settings: Numbers of techniques: ``ring_slots``, ``micro_batch``, ...
     """
+
+    _VERSION = 1
 
     model: str
     hardware: str
@@ -70,19 +69,26 @@ class Plan:
     settings: Mapping[str, int] = field(default_factory=dict)
 
     def choices(self, technique: str) -> dict[str, str]:
-        """The choices of one technique by block, in the order of decision."""
+        """Return the choices of one technique by block, in the order of decision."""
         return {d.block: d.choice for d in self.decisions if d.technique == technique}
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values, with kind and format version."""
-        return codec.to_json(self, VERSION)
+    def exceeded(self, measured_bytes: Mapping[str, int]) -> list[str]:
+        """Compare measured peaks with budget and promise.
 
-    @classmethod
-    def from_json(cls, document: Any) -> Plan:
-        """Back from ``to_json``. Raises FormatError for another kind or version, and for unknown or missing keys."""
-        return codec.from_json(cls, document, VERSION)
+        Args:
+            measured_bytes: The measured peak of each tier.
 
-    @classmethod
-    def read(cls, path: str | Path) -> Plan:
-        """Read it from a JSON file. Raises FormatError for anything else, a missing file included."""
-        return codec.read(cls, path, VERSION)
+        Returns:
+            A sentence for each tier above its budget or promise.
+        """
+        sentences = []
+        for tier, measured in measured_bytes.items():
+            for limit, name in (
+                (self.budget_bytes.get(tier), "budget"),
+                (self.promise.peak_bytes.get(tier), "promise"),
+            ):
+                if limit is not None and measured > limit:
+                    above = f"{format_bytes(measured - limit)} above the {name} of {format_bytes(limit)}"
+                    sentences.append(f"{format_bytes(measured)} of {tier.upper()} were measured: {above}.")
+                    break
+        return sentences

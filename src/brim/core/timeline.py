@@ -1,6 +1,6 @@
-"""What memory did: ordered events, predicted or measured. Both are this one type.
+"""A timeline: the ordered memory events of a run, predicted or measured.
 
-Events are kept in columns (``array``), 69 bytes each: five million of them are a third of a gigabyte, where five
+Events are stored in columns (``array``), 69 bytes each: five million of them are a third of a gigabyte, where five
 million objects would be several.
 """
 
@@ -14,50 +14,49 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from brim.core import codec, timeline_file
+from brim.core import codec
 from brim.core.hardware import RAM, VRAM
+from brim.core.json_stream import JsonStream
 from brim.errors import FormatError
 
 VERSION = 2
-CONTEXT_BYTES = "context_bytes"  # the fact that PeakBytes.process adds: held outside of the allocator
-
-
+CONTEXT_BYTES = "context_bytes"  # the fact that PeakBytes.process adds: memory outside of the allocator
 LONGEST_S = 1e15  # thirty million years: larger values are not times, and sums of smaller ones are finite
 
 
 class EventKind(IntEnum):
-    """What happened. ``COPY``: bytes moved from the tier ``source`` into ``tier``. ``SEGMENT_ALLOC``,
+    """The kind of an event. ``COPY``: bytes moved from the tier ``source`` into ``tier``. ``SEGMENT_ALLOC``,
     ``SEGMENT_FREE``: the allocator took memory from the device, or gave it back. ``IDLE``: nothing was computed in
     ``tier``; the label says what it waited for, the category why.
     """
 
     ALLOC = 0
     FREE = 1
-    COPY = 2  # bytes moved from tier `source` into `tier`
-    SEGMENT_ALLOC = 3  # the allocator took memory from the device
+    COPY = 2
+    SEGMENT_ALLOC = 3
     SEGMENT_FREE = 4
     COMPUTE = 5
     OOM = 6
-    IDLE = 7  # nothing computed in `tier`; the label says what it waited for, the category why
+    IDLE = 7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One event of a Timeline. -1 for a number, ``""`` for a text: not known.
+    """An event of a Timeline. -1 for a number, ``""`` for a text: not known.
 
     Attributes:
-        kind: What happened.
-        tier: Where: ``"vram"``, ``"ram"`` or ``"disk"``.
-        bytes: How many.
-        time_s: When it began, in seconds since the run did.
-        duration_s: How long it took.
-        address: Of the memory.
+        kind: The kind of event.
+        tier: The tier: ``"vram"``, ``"ram"`` or ``"disk"``.
+        bytes: The number of bytes.
+        time_s: The start, in seconds since the start of the run.
+        duration_s: The duration in seconds.
+        address: The address of the memory.
         storage: Number of the storage; the same for its allocation and its release.
         stream: Number of the CUDA stream.
         source: Of a copy: the tier that was read.
         label: A block, a module or an operation.
-        category: A ``Category`` of what was allocated.
-        stack: Who asked: frames, a line each, the innermost first; in a prediction the module's path.
+        category: The ``Category`` of an allocation.
+        stack: The allocating frames, a line each, innermost first; in a prediction the module's path.
     """
 
     kind: EventKind
@@ -88,11 +87,11 @@ _CODES = _NUMBERS | dict.fromkeys(_TEXTS, "i")
 
 
 class Timeline:
-    """Ordered events of one run, predicted or measured. Iterates over ``Event``.
+    """The ordered events of a run, predicted or measured. Iterates over ``Event``.
 
     Attributes:
-        name: What ran.
-        measured: Whether it did run; False for a prediction.
+        name: The name of the run.
+        measured: True for a measurement, False for a prediction.
         facts: Numbers of the whole run: ``budget_bytes.ram``, ``peak_rss_bytes``, ...
     """
 
@@ -119,7 +118,7 @@ class Timeline:
         category: str = "",
         stack: str = "",
     ) -> None:
-        """Append one event. Not synchronized: one thread at a time."""
+        """Append an event. Not thread-safe."""
         columns, texts = self._columns, self._texts
         columns["kind"].append(kind)
         columns["bytes"].append(bytes)
@@ -137,11 +136,11 @@ class Timeline:
         numbers: Mapping[str, Iterable[Any]],
         texts: Mapping[str, tuple[Sequence[int], Sequence[str]] | memoryview],
     ) -> None:
-        """Append many events at once, given as columns of one length.
+        """Append many events at once, given as columns of equal length.
 
-        ``texts`` holds indices and the texts that they point to, or what ``numbered`` tells of each. Columns that are
-        left out are as in ``add``; those that are given as a memoryview of the column's own type are copied as they
-        are. Each is asked for once, one after the other. Raises ValueError for columns of other lengths.
+        ``texts`` maps a column to indices and the texts that they point to, or to a memoryview of numbers from
+        ``numbered``. Missing columns have the defaults of ``add``; memoryviews of the column's type are copied
+        directly. Each column is read once, one after the other. Raises ValueError for unequal lengths.
         """
         end = len(self) + len(kinds)
         for key, column in self._columns.items():
@@ -163,7 +162,7 @@ class Timeline:
             raise ValueError("Columns of events are of different lengths.")
 
     def numbered(self, texts: Iterable[str]) -> list[int]:
-        """The number that each text has in this Timeline's columns from now on."""
+        """Return the number of each text in this Timeline's columns, and number new texts."""
         return [self._texts.setdefault(text, len(self._texts)) for text in texts]
 
     def __len__(self) -> int:
@@ -185,31 +184,31 @@ class Timeline:
     __hash__ = None  # type: ignore[assignment]  # mutable while it is being written
 
     def column(self, name: str) -> array[Any]:
-        """One numeric column (``bytes``, ``time_s``, ...) for readers of many events; do not change it."""
+        """Return a numeric column (``bytes``, ``time_s``, ...); do not change it."""
         return self._columns[name]
 
     def texts(self, name: str) -> tuple[array[int], list[str]]:
-        """One text column (``tier``, ``source``, ``label``) as indices and the texts that they point to."""
+        """Return a text column (``tier``, ``source``, ``label``) as indices and the texts that they point to."""
         return self._text_columns[name], list(self._texts)
 
     @property
     def peak_bytes(self) -> PeakBytes:
-        """``.allocated``, ``.reserved``, ``.process`` of the compute tier; called with a tier, its peak."""
+        """The peaks ``.allocated``, ``.reserved``, ``.process`` of the compute tier; called with a tier, its peak."""
         return PeakBytes(self)
 
     @property
     def out_of_memory(self) -> Event | None:
-        """The request that did not fit, if one did not; its ``label`` names the operation."""
+        """The first request that did not fit, else None; its ``label`` names the operation."""
         if EventKind.OOM not in self._columns["kind"]:
             return None
         return next(event for event in self if event.kind is EventKind.OOM)
 
     def copied_bytes(self, source: str, tier: str) -> int:
-        """Bytes that were moved from ``source`` into ``tier``."""
+        """Return the bytes copied from ``source`` into ``tier``."""
         return sum(e.bytes for e in self if e.kind is EventKind.COPY and e.source == source and e.tier == tier)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values, with kind and format version."""
+        """Return plain JSON values, with kind and format version."""
         return {
             "kind": "Timeline",
             "version": VERSION,
@@ -225,7 +224,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, document: Any) -> Timeline:
-        """Back from ``to_json``. Raises FormatError for another kind or version, and for unknown or missing keys."""
+        """Read what ``to_json`` returned. Raises FormatError if kind, version or any key differs."""
         body = codec.from_json(_Document, document, VERSION)
         timeline = cls(body.name, measured=body.measured, facts=dict(body.facts))
         timeline._texts = {text: index for index, text in enumerate(body.texts)}
@@ -237,21 +236,23 @@ class Timeline:
 
     @classmethod
     def read(cls, source: str | Path | BinaryIO, name: str = "") -> Timeline:
-        """Read a Timeline from a file, or from bytes that can be sought in; ``name`` is what errors call it.
+        """Read a Timeline from a file or a seekable stream; ``name`` is its name in errors.
 
-        Takes the memory that the columns take, and not that of the text beside it. Raises FormatError for anything
-        else.
+        Takes the memory of the columns, without that of the text. Raises FormatError for anything else.
         """
-        asked = f"Cannot read {name or source} as a Timeline."
-        return cls.from_json(timeline_file.read(Path(source) if isinstance(source, str) else source, asked, _CODES))
+        request = f"Cannot read {name or source} as a Timeline."
+        stream = JsonStream(Path(source) if isinstance(source, str) else source, request)
+        try:
+            return cls.from_json(_read_document(stream))
+        finally:
+            stream.close()
 
 
 @dataclass(frozen=True)
 class PeakBytes:
-    """The most bytes that a Timeline held at once. Called with a tier (and ``segments=True`` for reserved), the peak
-    there.
+    """The peaks of a Timeline. Called with a tier (and ``segments=True`` for reserved bytes), the peak there.
 
-    The properties speak of the tier that kernels work in: VRAM if anything was there, else RAM.
+    The properties refer to the tier that kernels work in: VRAM if anything was there, else RAM.
 
     Attributes:
         timeline: The Timeline.
@@ -261,29 +262,30 @@ class PeakBytes:
 
     @property
     def tier(self) -> str:
-        """The tier that the other properties speak of."""
+        """The tier that the other properties refer to."""
         indices, names = self.timeline.texts("tier")
         return VRAM if VRAM in names and names.index(VRAM) in indices else RAM
 
     @property
     def allocated(self) -> int:
-        """Of tensors, in the allocator's blocks: ``torch.cuda.max_memory_allocated``."""
+        """The peak of allocated bytes: ``torch.cuda.max_memory_allocated``."""
         return self(self.tier)
 
     @property
     def reserved(self) -> int:
-        """Of what the allocator held for them: ``torch.cuda.max_memory_reserved``. Where no segments were recorded (a
-        CPU run, a streaming run), the same as ``allocated``.
+        """The peak of reserved bytes: ``torch.cuda.max_memory_reserved``.
+
+        Without recorded segments (a CPU run, a streaming run) it equals ``allocated``.
         """
         return self(self.tier, segments=True) or self.allocated
 
     @property
     def process(self) -> int:
-        """Reserved, and what lies outside of the allocator (the fact ``context_bytes``), as ``nvidia-smi`` shows."""
+        """The peak as ``nvidia-smi`` shows it: reserved bytes and the CUDA context (the fact ``context_bytes``)."""
         return self.reserved + int(self.timeline.facts.get(CONTEXT_BYTES, 0))
 
     def __call__(self, tier: str, *, segments: bool = False) -> int:
-        """The most that was held at once in ``tier``: allocated, or with ``segments`` reserved."""
+        """Return the peak of ``tier``: allocated bytes, or with ``segments`` reserved bytes."""
         up, down = (
             (EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE) if segments else (EventKind.ALLOC, EventKind.FREE)
         )
@@ -305,7 +307,7 @@ class PeakBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class _Document:
-    """The JSON form of a Timeline, for the codec to check."""
+    """The JSON form of a Timeline, which the codec checks."""
 
     name: str
     measured: bool
@@ -317,15 +319,46 @@ class _Document:
 _Document.__name__ = "Timeline"  # what the codec compares with the document's kind
 
 
+def _read_document(stream: JsonStream) -> dict[str, Any]:
+    """Read a Timeline's JSON, its columns into arrays."""
+    document: dict[str, Any] = {}
+    for key in stream.fields():
+        if key == "columns":
+            document[key] = {name: _column(name, stream.numbers()) for name in stream.fields()}
+        elif key == "texts" and stream.peek() == "[":
+            document[key] = list(stream.elements())
+        else:
+            document[key] = stream.value()
+    if stream.peek():
+        raise stream.refuse("Something follows its end.")
+    return document
+
+
+def _column(name: str, batches: Iterable[list[Any]]) -> array[Any]:
+    """Join batches of numbers to an array, which stays empty for an unknown column."""
+    values: array[Any] = array(_CODES.get(name, "b"))
+    allowed_types = {int, float} if values.typecode == "d" else {int}
+    for batch in batches:
+        if name not in _CODES:
+            continue
+        if not allowed_types.issuperset(map(type, batch)):
+            odd = next(value for value in batch if type(value) not in allowed_types)
+            raise FormatError(f"Cannot read the Timeline column {name!r}.", f"Found {str(odd)[:80]!r}.")
+        try:
+            values.extend(batch)
+        except OverflowError as error:
+            raise FormatError(f"Cannot read the Timeline column {name!r}.", f"{error}.") from error
+    return values
+
+
 def _checked_columns(body: _Document) -> dict[str, array[Any]]:
-    """The columns as arrays: a file gives them as such, ``to_json`` as lists."""
+    """Return the columns as arrays; ``to_json`` has them as lists."""
     if set(body.columns) != set(_CODES):
         raise FormatError("Cannot read the columns of a Timeline.", f"Found {sorted(body.columns)}.")
     if not all(isinstance(column, list | array) for column in body.columns.values()):
         raise FormatError("Cannot read the columns of a Timeline.", "They are not lists of the same length.")
     columns = {
-        key: column if isinstance(column, array) else timeline_file.column(key, [column], _CODES)
-        for key, column in body.columns.items()
+        key: column if isinstance(column, array) else _column(key, [column]) for key, column in body.columns.items()
     }
     if len({len(column) for column in columns.values()}) != 1:
         raise FormatError("Cannot read the columns of a Timeline.", "They are not lists of the same length.")
@@ -339,13 +372,13 @@ def _checked_columns(body: _Document) -> dict[str, array[Any]]:
     return columns
 
 
-def _check_numbers(made: Timeline) -> None:
-    """JSON as Python reads it has NaN and infinities; nothing can be computed with those, and no JSON written."""
+def _check_numbers(timeline: Timeline) -> None:
+    """Refuse NaN and infinities, which Python's JSON reader accepts."""
     for key in ("time_s", "duration_s"):
-        for value in made.column(key):
+        for value in timeline.column(key):
             if not abs(value) <= LONGEST_S:  # so that NaN is refused too
                 raise FormatError(f"Cannot read the Timeline column {key!r}.", f"{value} is not a time in seconds.")
-    for name, value in made.facts.items():
+    for name, value in timeline.facts.items():
         if not math.isfinite(value):
             raise FormatError(
                 f"Cannot read the fact {name[:80]!r} of a Timeline.", f"{value} is not a finite number."

@@ -1,21 +1,13 @@
-"""What a step does: its operations in order, and the life of every storage. Logical: no addresses, no seconds.
-
-One clock orders everything. Each operation's start, each allocation and each free takes one tick, so the order of
-allocations and frees *inside* an operation (workspaces, temporaries) is kept: the caching allocator depends on it.
-"""
+"""The operations of a step in order, and the life of every storage. Logical: no addresses, no seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
-from typing import Any
 
-from brim.core import codec
-
-VERSION = 3
-
+from brim.core.codec import Document
+from brim.core.leak import Leak
 
 EMPTY_CACHE = "torch.cuda.empty_cache"  # the name of an Op by which a step gives cached memory back to the device
 FIRST_GRAPH_POOL = 1 << 16  # streams from this number on stand for the private pools of captured CUDA graphs
@@ -23,7 +15,7 @@ TO_RAM, TO_DEVICE = "brim.to_ram", "brim.to_device"  # names of Ops that copy be
 
 
 class Category(StrEnum):
-    """What a storage is for. An activation lives from the forward into the backward pass; a workspace is that of a
+    """The use of a storage. An activation lives from the forward into the backward pass; a workspace belongs to a
     library (cuBLAS, cuDNN, NCCL).
     """
 
@@ -31,11 +23,12 @@ class Category(StrEnum):
     BUFFER = "buffer"
     GRADIENT = "gradient"
     OPTIMIZER_STATE = "optimizer_state"
-    ACTIVATION = "activation"  # lives from forward into backward
+    OPTIMIZER_TEMPORARY = "optimizer_temporary"  # in recordings: freed before the optimizer's step ends
+    ACTIVATION = "activation"
     TEMPORARY = "temporary"
     KV_CACHE = "kv_cache"
     INPUT = "input"
-    WORKSPACE = "workspace"  # of a library: cuBLAS, cuDNN, NCCL
+    WORKSPACE = "workspace"
 
 
 class Phase(StrEnum):
@@ -49,19 +42,19 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """One operation of a step.
+    """An operation of a step.
 
     Attributes:
-        name: As PyTorch's dispatcher has it: ``"aten.mm.default"``.
+        name: The name in PyTorch's dispatcher: ``"aten.mm.default"``.
         module: The path of the innermost module that called it.
         phase: Forward, backward, optimizer, or building.
-        step: Counts from 0; -1 while the model is built.
+        step: The number of the step, from 0; -1 while the model is built.
         at: The tick at which it begins.
         flops: Floating-point operations.
-        read_bytes: What it reads of memory.
-        written_bytes: What it writes.
-        dtype: What it computes in, as PyTorch writes it; ``""``: none.
-        in_ram: Of a program that keeps some tensors in RAM: whether the CPU does it there.
+        read_bytes: Bytes that it reads.
+        written_bytes: Bytes that it writes.
+        dtype: The dtype that it computes in, as PyTorch writes it; ``""``: none.
+        in_ram: True if the CPU computes it in RAM, in a program that keeps some tensors there.
     """
 
     name: str
@@ -78,36 +71,35 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reduction:
-    """A reduction whose workspace this is: its bytes go in steps, so at other sizes they follow from this shape.
+    """The shape of a reduction, from which the bytes of its workspace follow at other sizes.
 
     ``reduced`` and ``kept``: (size, stride) of the dimensions, in elements, from the smallest stride up.
-    ``counters``: whether this is the counters' memory, not that of the parts.
+    ``counters``: the workspace holds the counters, not the partial results. ``threads``: of one multiprocessor.
     """
 
     reduced: tuple[tuple[int, int], ...]
     kept: tuple[tuple[int, int], ...]
     part_bytes: int
     multiprocessors: int
-    threads: int  # that one multiprocessor holds
+    threads: int
     counters: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Storage:
-    """One allocation and its life.
+    """An allocation and its life.
 
     Attributes:
         id: Its number, unique in the trace.
         bytes: Its size, before the allocator rounds it.
-        category: What it is for.
-        module: The path of the module that made it.
+        category: Its use.
+        module: The path of the module that allocated it.
         born: The tick of its allocation.
         died: The tick of its release; None: alive at the end.
-        dtype: Of its elements.
-        stream: The number of the CUDA stream that it was made on (0: the default one); the allocator keeps them
-            apart.
-        in_ram: Of a program that keeps some tensors in RAM: whether this is one of those.
-        reduction: For the workspace of a reduction, the shape that decides its bytes.
+        dtype: The dtype of its elements.
+        stream: The number of the CUDA stream that it was allocated on (0: the default stream).
+        in_ram: True if it is in RAM, in a program that keeps some tensors there.
+        reduction: For the workspace of a reduction, the shape that its bytes follow from.
     """
 
     id: int
@@ -123,40 +115,30 @@ class Storage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
-    """What a step does: its operations in order, and the life of every storage. No addresses and no seconds.
+class Trace(Document):
+    """The operations of a step in order, and the life of every storage. No addresses and no seconds.
 
-    One clock orders everything: each operation's start, each allocation and each release takes one tick. So the order
-    of allocations inside of an operation is kept, on which the caching allocator depends.
+    The start of each operation, each allocation and each release takes one tick of one clock. This preserves the
+    order of allocations inside an operation, on which the caching allocator depends.
 
     Attributes:
         model: The model's name.
-        target: The device that it is of: ``"cuda"`` or ``"cpu"``.
+        target: The device: ``"cuda"`` or ``"cpu"``.
         ops: The operations, in order.
         storages: Every allocation.
         step_starts: The tick at which each step begins.
         not_modelled: Names of operations whose inner allocations are not known.
-        notes: What was assumed, by subject, for the reader.
+        notes: Assumptions, by subject.
+        leak: Memory that grows with every step; None: it does not, or too few steps were traced.
     """
 
+    _VERSION = 4
+
     model: str
-    target: str  # the device that the trace speaks of: "cuda" or "cpu"
+    target: str
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
     step_starts: tuple[int, ...] = ()
     not_modelled: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values, with kind and format version."""
-        return codec.to_json(self, VERSION)
-
-    @classmethod
-    def from_json(cls, document: Any) -> Trace:
-        """Back from ``to_json``. Raises FormatError for another kind or version, and for unknown or missing keys."""
-        return codec.from_json(cls, document, VERSION)
-
-    @classmethod
-    def read(cls, path: str | Path) -> Trace:
-        """Read it from a JSON file. Raises FormatError for anything else, a missing file included."""
-        return codec.read(cls, path, VERSION)
+    leak: Leak | None = None

@@ -16,6 +16,7 @@ NAMES: Mapping[Category, str] = {
     Category.OPTIMIZER_STATE: "optimizer_state",
     Category.ACTIVATION: "activations",
     Category.TEMPORARY: "temporary",
+    Category.OPTIMIZER_TEMPORARY: "temporary",
     Category.KV_CACHE: "kv_cache",
     Category.INPUT: "inputs",
     Category.WORKSPACE: "workspaces",

@@ -29,7 +29,7 @@ _STORED = {"fp32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn", "int8"
 def closed_forms(source: Source, workload: Workload) -> dict[str, Result]:
     """What a person would work out on paper, by name. Raises UsageError where there is nothing to work out."""
     if source.library == "python":
-        raise UsageError(f"There are no closed forms for {source.name}.", "It is a program, not a configuration.")
+        raise UsageError(f"There are no closed forms for {source.name}.", "It is a function, not a configuration.")
     if workload.method == "lora":
         raise UsageError("There are no closed forms for LoRA.", "They describe full training.")
     if workload.precision in SCHEMES:

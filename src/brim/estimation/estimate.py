@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from brim import catalog
 from brim.allocator.caching_allocator import CachingAllocator
 from brim.allocator.config import AllocatorConfig
 from brim.allocator.device_memory import SimulatedDevice
-from brim.core import Hardware, Timeline, Trace
-from brim.errors import BrimError, ModelError, OperationError, UnsupportedError
+from brim.core import EventKind, Hardware, Timeline, Trace
+from brim.core.leak import MOST_STEPS, Leak, full_step
+from brim.errors import BrimError, ModelError, OperationError, UnsupportedError, failed_import
 from brim.estimation import growth as growing
 from brim.estimation.bounds import Margin, margins
 from brim.estimation.breakdown import Breakdown, at_peak
@@ -24,18 +25,20 @@ from brim.estimation.models import Source, find_model, place_in, short
 from brim.estimation.ordinary import PROGRAM
 from brim.estimation.repetition import TRACED_TOKENS, stretched
 from brim.estimation.silence import quiet
-from brim.estimation.simulation import Place, place_of, simulate
+from brim.estimation.simulation import Place, Replay, place_of, reserved_at_steps, simulate
 from brim.estimation.steps import Job
 from brim.estimation.workload import DEFAULT_NEW_TOKENS, Workload
 from brim.predict import cost
-from brim.predict.tracer import trace, trace_program
+from brim.predict.lowering.cuda.build_answers import TEMPORARIES
+from brim.predict.tracer import trace
+from brim.units import format_bytes
 
 _MOST_BYTES = 1 << 56  # of one tensor: sums of many are still integers of 64 bits
-_STEPS = {"train": 2, "generate": 1}  # the first training step makes the optimizer's state, the second has it
-_PROGRAM = (
-    "traced on fake tensors as a program, up to its optimizer's second step, or to its end where it has none; "
-    "what comes later (evaluation, saving) is not in it"
+_ANSWERED = (
+    "not modelled: PyTorch's CUDA build answers what these kernels allocate; `brim rehearse` downloads a build where "
+    "none is installed"
 )
+_STEPS = {"train": 2, "generate": 1}  # the first training step makes the optimizer's state, the second has it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +82,11 @@ class Estimate:
         out_of_memory: The operation that does not fit, with PyTorch's message; ``""`` where all fits.
         is_program: Whether a whole program was looked at, which decides by itself what ``workload`` says of others.
         by: ``"trace"``, or ``"rehearsal"`` (a program run by PyTorch's CUDA build on a GPU that is not there).
+        precision_origin: Where the workload's precision is from: the request, the configuration, the checkpoint or a
+            default. ``""`` for a program and for a step of the user's own.
         differs: What brim's own commands make otherwise than the ordinary program that was looked at, by part of the
             step (``"optimizer"``, ``"cache"``, ...). Empty where they make the same step, and for users' own code.
+        leak: Memory that grows with every step; None: it does not. Peaks are those of the steps that were run.
     """
 
     model: str
@@ -100,7 +106,9 @@ class Estimate:
     out_of_memory: str = ""  # the operation that does not fit, and PyTorch's message
     is_program: bool = False  # which decides itself what ``workload`` tells of others
     by: str = "trace"
+    precision_origin: str = ""
     differs: Mapping[str, str] = field(default_factory=dict)
+    leak: Leak | None = None
 
     @property
     def title(self) -> str:
@@ -136,8 +144,12 @@ class Estimate:
             "step_s": self.step_s,
             "flops": self.flops,
             "not_modelled": list(self.not_modelled),
+            "notes": list(self.notes),
             "fits": self.fits,
+            "leak": None if self.leak is None else asdict(self.leak),
             "by": self.by,
+            "precision": self.workload.precision,
+            "precision_origin": self.precision_origin,
             "program": PROGRAM,
             "brim_differs": dict(self.differs),
         }
@@ -236,6 +248,7 @@ class Study:
         breakdown: Breakdown = at_peak(self.trace, timeline)
         added = margins(self.trace, timeline, self.place, self.alloc_conf, self._crowded())
         time = cost.step_cost(self.trace, self.hardware) if self.hardware is not None else None
+        leak = self._leak()
         last = max((op.step for op in self.trace.ops), default=0)
         return Estimate(
             model=self.source.name,
@@ -250,16 +263,26 @@ class Study:
             step_s=time.step_s if time is not None else None,
             flops=sum(op.flops for op in self.trace.ops if op.step == last),
             not_modelled=self.trace.not_modelled,
-            fits=None if self.place.total_bytes is None else not failure,
-            notes=self._notes(),
+            fits=None if self.place.total_bytes is None else not failure and (leak is None or not leak.fills_memory),
+            notes=self._notes(timeline),
             out_of_memory=failure,
-            is_program=self.source.program is not None,
+            precision_origin=self.job.precision_origin,
             differs=self.job.differs,
+            leak=leak,
         )
+
+    def _leak(self) -> Leak | None:
+        """The leak that the trace shows, and the step in which it fills this GPU."""
+        leak, available_bytes = self.trace.leak, self.place.available_bytes
+        if leak is None or available_bytes is None:
+            return leak
+        replay = simulate(self.trace, replace(self.place, total_bytes=None), self.alloc_conf)
+        reserved = reserved_at_steps(self.trace, replay)
+        return replace(leak, full_step=full_step(leak, available_bytes, replay.peak_bytes.allocated, reserved))
 
     def _crowded(self) -> Trace | None:
         """The same step with all tokens at the same experts, where what it takes depends on that."""
-        if "routing" not in self.trace.notes or self.source.program is not None:
+        if "routing" not in self.trace.notes:
             return None
         return traced(Job(self.source, self.workload), self.capability, "crowded")
 
@@ -271,12 +294,27 @@ class Study:
             return timeline, ""
         return simulate(self.trace, replace(self.place, total_bytes=None), self.alloc_conf), failed.label
 
-    def _notes(self) -> tuple[str, ...]:
+    def _notes(self, timeline: Timeline) -> tuple[str, ...]:
         told = {**self.job.notes, **self.trace.notes}
         notes = [f"{subject}: {text}" for subject, text in told.items()]
         notes += self.place.notes
+        notes += self._emptied(timeline)
+        if any(name.endswith(TEMPORARIES) for name in self.trace.not_modelled):
+            notes.append(_ANSWERED)
         notes.append(f"CUDA context of {self.place.context.bytes:,} B: {self.place.context.source}")
         return tuple(notes)
+
+    def _emptied(self, timeline: Timeline) -> list[str]:
+        """What is said where the step fits because the allocator gives blocks back that it had kept."""
+        if EventKind.SEGMENT_FREE not in timeline.column("kind"):
+            return []
+        held = Replay(self.trace, self.alloc_conf).peaks(None, self.place).reserved_bytes
+        if held <= timeline.peak_bytes.reserved:
+            return []
+        return [
+            "allocator: memory was full of blocks that it kept, and it gave unused ones back, which takes time; with "
+            f"more memory it would hold {format_bytes(held)}"
+        ]
 
     def growth(self) -> growing.Growth:
         """How the peak grows with batch and sequence, from traces at other sizes."""
@@ -336,14 +374,11 @@ def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") ->
 
 def _traced_whole(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
     """Whatever goes wrong in building or running the model is one clear error."""
-    source = job.source
     try:
         with quiet():
-            if source.program is not None:
-                job.notes["program"] = _PROGRAM
-                return trace_program(source.program, model=source.name, capability=capability, routing=routing)
             return trace(
                 job.build, steps=_STEPS[job.workload.task], target="cuda", model=job.source.name,
+                most_steps=MOST_STEPS if job.source.library == "python" else None,
                 capability=capability, routing=routing,
             )  # fmt: skip
     except OperationError as error:
@@ -355,12 +390,6 @@ def _traced_whole(job: Job, capability: tuple[int, int], routing: str = "balance
 
 
 def _failed(job: Job, error: BaseException) -> ModelError:
-    if job.source.program is not None:
-        return ModelError(
-            f"Cannot trace {job.source.name} as a program, on tensors without values.",
-            f"It fails{place_in(error, job.source.file)}: {short(error)}",
-            "Correct the program, or its arguments, which go after --.",
-        )
     asked = f"Cannot trace a {job.workload.task} step of {job.source.name}."
     if job.source.library == "python":
         return ModelError(
@@ -368,6 +397,8 @@ def _failed(job: Job, error: BaseException) -> ModelError:
         )
     if isinstance(error, ModuleNotFoundError):
         return ModelError(asked, f"{error.name} is not installed.", f"Run pip install {error.name}.")
+    if isinstance(error, Exception) and (refusal := failed_import(error)) is not None:
+        return ModelError(asked, f"{refusal.asked} {refusal.found}", refusal.todo)
     return ModelError(asked, f"It fails: {short(error)}", "Correct the configuration: its sizes may not go together.")
 
 
@@ -385,7 +416,7 @@ def _check_bytes(made: Trace, source: Source) -> None:
         raise ModelError(
             f"Cannot estimate a step of {source.name}.",
             f"One of its tensors has {largest:,} B, more than any machine has.",
-            "Correct its sizes.",
+            "Give a smaller batch or fewer tokens, or correct the model's sizes.",
         )
 
 

@@ -31,13 +31,14 @@ _UPWARDS, _DOWNWARDS = (1, 2, 4, 8, 16), (8, 4, 2, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Peaks at one batch and sequence length."""
+    """Peaks at one batch and sequence length: on this GPU, or where they do not fit, in memory without end."""
 
     batch: int
     seq: int
     allocated_bytes: int
     reserved_bytes: int
     process_bytes: int
+    fits: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,10 +213,13 @@ class _Solver:
     def point(self, sizes: Sizes | None, *, batch: int | None = None, seq: int | None = None) -> Point:
         batch, seq = batch or self.batch, seq or self.seq or 0
         bytes = self._bytes(sizes)(batch, seq) if sizes is not None else None
-        peaks = self.replay.peaks(bytes, self.place)
+        peaks = self.replay.peaks(bytes, self.place, ends=True)
+        fits = not peaks.out_of_memory
+        if not fits:
+            peaks = self.replay.peaks(bytes, self.place)
         return Point(
             batch=batch, seq=seq, allocated_bytes=peaks.allocated_bytes, reserved_bytes=peaks.reserved_bytes,
-            process_bytes=peaks.reserved_bytes + self.place.context.bytes,
+            process_bytes=peaks.reserved_bytes + self.place.context.bytes, fits=fits,
         )  # fmt: skip
 
     def _bytes(self, sizes: Sizes) -> Sizes:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.workload import Workload
@@ -16,6 +15,9 @@ from brim.estimation.workload import Workload
 DEFAULT_TOKENS = 4096
 _TEXT_TOKENS = 77  # of CLIP's text encoder, whose output conditions diffusion models
 _IMAGE_PIXELS = 224
+# Of diffusers' FluxPipeline: latents of 128 x 128, two by two in a token, and T5's text.
+_FLUX_IMAGE_TOKENS, _FLUX_TEXT_TOKENS = 64 * 64, 512
+IMAGES = {"FluxTransformer2DModel": "an image of 1024 x 1024 pixels, 4,096 tokens"}  # where no setting says the size
 
 Inputs = dict[str, Any]
 
@@ -23,7 +25,7 @@ Inputs = dict[str, Any]
 def default_tokens(model: nn.Module) -> int:
     """The sequence length where none is given: 4,096, or what the model was made for if that is less."""
     config: Any = model.config
-    if isinstance(getattr(config, "text_config", None), PreTrainedConfig):
+    if hasattr(getattr(config, "text_config", None), "to_dict"):  # a configuration, not a dictionary of other meaning
         config = config.text_config
     names = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "seq_length")
     sizes = [getattr(config, name, None) for name in names]
@@ -44,8 +46,8 @@ def forward_inputs(model: nn.Module, workload: Workload) -> Inputs:
         "input_values": lambda: {"input_values": torch.zeros(batch, workload.seq or 1, device="cuda")},
     }
     contrastive = "return_loss" in inspect.signature(model.forward).parameters
-    if kind not in makers or (_is_multimodal(config) and not contrastive):
-        what = f"inputs named {kind}" if kind not in makers else "several kinds of input"
+    if kind not in makers or (is_multimodal(config) and not contrastive and not takes_text_alone(model)):
+        what = f"inputs named {kind}" if kind not in makers else f"{kind} beside others"
         raise UnsupportedError(
             f"Cannot make inputs for {type(model).__name__}.",
             f"It takes {what}, which brim estimate does not make.",
@@ -84,6 +86,12 @@ def takes_tokens(model: nn.Module, *, generates: bool) -> bool:
     return kind in ("input_ids", "input_values") or (kind == "input_features" and not generates)
 
 
+def takes_text_alone(model: nn.Module) -> bool:
+    """Whether a forward pass gets token ids and nothing else."""
+    contrastive = "return_loss" in inspect.signature(model.forward).parameters
+    return getattr(model, "main_input_name", "input_ids") == "input_ids" and not contrastive
+
+
 def _labels(model: nn.Module, inputs: Inputs, workload: Workload) -> torch.Tensor:
     config: Any = model.config
     batch, name = workload.batch, type(model).__name__
@@ -103,6 +111,16 @@ def diffusion_inputs(model: nn.Module, workload: Workload) -> Inputs:
     config: Any = model.config
     batch, name = workload.batch, type(model).__name__
     dtype = next(model.parameters()).dtype
+    if name == "FluxTransformer2DModel":
+        return _flux_inputs(config, workload, dtype)
+    makes = name in ("UNet2DConditionModel", "UNet2DModel", "DiTTransformer2DModel") or name.startswith("Autoencoder")
+    if not makes or getattr(config, "sample_size", None) is None:
+        raise UnsupportedError(
+            f"Cannot make inputs for {name}.",
+            "brim estimate makes them for UNet2DConditionModel, UNet2DModel, DiTTransformer2DModel, "
+            "FluxTransformer2DModel and autoencoders of images.",
+            "Write a function that builds the model and returns its step, and give it as file.py:function.",
+        )
     side = _side(config.sample_size)
     sample = torch.zeros(batch, config.in_channels, *side, dtype=dtype, device="cuda")
     if name.startswith("Autoencoder"):
@@ -112,12 +130,6 @@ def diffusion_inputs(model: nn.Module, workload: Workload) -> Inputs:
         return {"sample": sample, "timestep": steps}
     if name == "DiTTransformer2DModel":
         return {"hidden_states": sample, "timestep": steps, "class_labels": token_ids(batch)}
-    if name != "UNet2DConditionModel":
-        raise UnsupportedError(
-            f"Cannot make inputs for {name}.",
-            "brim estimate makes them for UNet2DConditionModel, UNet2DModel, DiTTransformer2DModel and autoencoders.",
-            "Write a function that builds the model and returns its step, and give it as file.py:function.",
-        )
     width = config.cross_attention_dim
     if not isinstance(width, int):
         raise UnsupportedError(f"Cannot make inputs for {name}.", f"Its cross_attention_dim is {width}.")
@@ -130,6 +142,22 @@ def diffusion_inputs(model: nn.Module, workload: Workload) -> Inputs:
             "text_embeds": torch.zeros(batch, pooled, dtype=dtype, device="cuda"),
             "time_ids": torch.zeros(batch, 6, dtype=dtype, device="cuda"),
         }
+    return inputs
+
+
+def _flux_inputs(config: Any, workload: Workload, dtype: torch.dtype) -> Inputs:
+    """One denoising step of an image of 1024 x 1024 pixels, as diffusers' FluxPipeline makes it by default."""
+    batch, tokens = workload.batch, workload.seq or _FLUX_TEXT_TOKENS
+    inputs: Inputs = {
+        "hidden_states": torch.zeros(batch, _FLUX_IMAGE_TOKENS, config.in_channels, dtype=dtype, device="cuda"),
+        "encoder_hidden_states": torch.zeros(batch, tokens, config.joint_attention_dim, dtype=dtype, device="cuda"),
+        "pooled_projections": torch.zeros(batch, config.pooled_projection_dim, dtype=dtype, device="cuda"),
+        "timestep": torch.zeros(batch, dtype=dtype, device="cuda"),
+        "img_ids": torch.zeros(_FLUX_IMAGE_TOKENS, 3, dtype=dtype, device="cuda"),
+        "txt_ids": torch.zeros(tokens, 3, dtype=dtype, device="cuda"),
+    }
+    if config.guidance_embeds:
+        inputs["guidance"] = torch.zeros(batch, device="cuda")
     return inputs
 
 
@@ -173,5 +201,6 @@ def _side(size: Any) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def _is_multimodal(config: Any) -> bool:
+def is_multimodal(config: Any) -> bool:
+    """Whether a configuration has parts for images or sounds."""
     return any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))

@@ -8,8 +8,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,46 @@ from brim.core.files import regular
 from brim.errors import ModelError, UnsupportedError, UsageError
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-_SIZE = re.compile(r"(^|_)(hidden_size|vocab_size|intermediate_size|layers?|heads?|embd|experts|channels)$|^d_")
+# Not *_layer, which is a place, counted from the end where it is negative.
+_SIZE = re.compile(r"(^|_)((hidden|vocab|intermediate)_size|n_layer|layers|heads?|embd|experts|channels)$|^d_")
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")  # by transformers' common names
-_MOST_LAYERS = 10_000  # deeper than any model: a mistake that would take hours to build
+# What libraries make a list or a loop of; more than 10,000 is a mistake that would take hours to build.
+_COUNT = re.compile(r"(^|_)(n_layer|layers|blocks|depths?|stages|experts|heads?|groups)$")
+_MOST = 10_000
+_TEXT = re.compile("text|language|llm|decoder|thinker")  # how configurations name the part that most weights are in
+_NOT_SIZES = ("model_type", "auto_map", "quantization_config")  # of a configuration, when it is built from
+_FLOATS = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightType:
+    """The floating type of a model's weights, as PyTorch names it (``"bfloat16"``), and where that is written."""
+
+    dtype: str
+    origin: str
+
+    @property
+    def told(self) -> str:
+        """``by text_config.dtype of its configuration (bfloat16)``."""
+        return f"by {self.origin} ({self.dtype})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A model to be built. ``architecture`` is its class in ``library``; ``factory`` replaces both for user code, and
-    ``program``, which trains or runs a model when it is called, all three."""
+    """A model to be built.
+
+    ``architecture`` is its class in ``library``; ``factory`` replaces both for user code. ``quantization`` is the
+    method by which its weights are quantized, and ``folder`` is where its weights are if they are here.
+    """
 
     name: str
     library: str  # "transformers", "diffusers" or "python"
     architecture: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     factory: Callable[[], Any] | None = None
-    program: Callable[[], Any] | None = None
     file: str = ""  # that the factory is in
+    quantization: str = ""
+    folder: Path | None = None
 
 
 def find_model(model: str | Path | Callable[[], Any]) -> Source:
@@ -101,7 +124,7 @@ def _of_file(path: Path, asked: Path) -> Source:
     name = asked.name if asked.is_dir() else asked.parent.name or asked.stem
     if isinstance(config.get("_class_name"), str):
         return Source(name=name, library="diffusers", architecture=config["_class_name"], config=config)
-    return _of_transformers(path, name, config)
+    return replace(_of_transformers(path, name, config), folder=path.parent)
 
 
 def _of_transformers(path: Path, name: str, config: dict[str, Any]) -> Source:
@@ -119,21 +142,87 @@ def _of_transformers(path: Path, name: str, config: dict[str, Any]) -> Source:
                 f"It needs Python code of its own ({kind}), which brim does not run.",
                 "Build the model in a file of yours and give it as file.py:function.",
             )
-        raise unknown("model_type", kind, list(CONFIG_MAPPING))
-    if config.get("quantization_config"):
-        raise UnsupportedError(
-            f"{path} was given as the model.",
-            "Its weights are quantized, and quantized checkpoints are not modelled yet.",
-            "Remove quantization_config to estimate the model in a floating precision.",
-        )
+        error = unknown("model_type", kind, list(CONFIG_MAPPING))
+        raise UsageError(f"Cannot build the model of {path}.", f"{error.asked} {error.found}", error.todo)
     names = config.get("architectures") or [""]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"Cannot read {path}.", f"Its architectures are {names!r:.100}, not a list of class names.")
     if config.get("auto_map") and not _known(str(names[0])):
         raise UnsupportedError(
             f"{path} was given as the model.",
             f"Its class {names[0]} is Python code of its own, which brim does not run.",
             "Build the model in a file of yours and give it as file.py:function.",
         )
-    return Source(name=name, library="transformers", architecture=str(names[0]), config=config)
+    return Source(
+        name=name, library="transformers", architecture=str(names[0]), config=config,
+        quantization=quantization_of(config),
+    )  # fmt: skip
+
+
+def quantization_of(config: Mapping[str, Any]) -> str:
+    """The method by which a configuration says that weights are quantized: ``"awq"``; ``""`` for floating weights."""
+    for _, part in parts_of(config):
+        if quantization := part.get("quantization_config"):
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            return str(method or "unknown")
+    return ""
+
+
+def check_not_quantized(source: Source) -> None:
+    """Raise UnsupportedError for quantized weights, which are modelled in a precision that is asked for only."""
+    if source.quantization:
+        raise UnsupportedError(
+            f"{source.name} was given as the model.",
+            f"Its weights are quantized ({source.quantization}), and quantized checkpoints are not modelled yet.",
+            "Give --precision bf16, or another that brim estimate has, to estimate the model in that.",
+        )
+
+
+def weight_type(source: Source) -> WeightType:
+    """The type that transformers loads the weights in: the configuration's, else the checkpoint's, else that of a
+    part of the configuration. float32, which is PyTorch's, where nothing says it."""
+    if source.library != "transformers":
+        return WeightType(dtype="float32", origin="default")
+    named = [(path, dtype) for path, part in parts_of(source.config) if (dtype := _dtype_of(part)) is not None]
+    if named and not named[0][0]:
+        return WeightType(dtype=named[0][1], origin="dtype of its configuration")
+    if source.folder is not None and (stored := _stored_dtype(source.folder)) is not None:
+        return WeightType(dtype=stored, origin="the weights of its checkpoint")
+    if named:
+        return WeightType(dtype=named[0][1], origin=f"{named[0][0]}.dtype of its configuration")
+    return WeightType(dtype="float32", origin="default: its configuration names no dtype")
+
+
+def parts_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The configuration and those in it by path, the outer ones and those of text first."""
+    level: list[tuple[str, Mapping[str, Any]]] = [("", config)]
+    while level:
+        yield from level
+        inner = [
+            (f"{path}.{name}".removeprefix("."), value)
+            for path, part in level
+            for name, value in part.items()
+            if name.endswith("config") and isinstance(value, dict)
+        ]
+        level = sorted(inner, key=lambda entry: _TEXT.search(entry[0].rpartition(".")[2]) is None)
+
+
+def _dtype_of(part: Mapping[str, Any]) -> str | None:
+    for name in ("dtype", "torch_dtype"):
+        dtype = str(part.get(name)).removeprefix("torch.")
+        if dtype in _FLOATS:
+            return dtype
+    return None
+
+
+def _stored_dtype(folder: Path) -> str | None:
+    """The type of the first floating tensor, by which transformers goes too; None: no safetensors are there."""
+    from brim.memory.checkpoint_files import read_checkpoint  # it imports PyTorch, which takes seconds
+
+    if not any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+        return None
+    dtypes = (str(tensor.dtype).removeprefix("torch.") for tensor in read_checkpoint(folder).values())
+    return next((dtype for dtype in dtypes if dtype in _FLOATS), None)
 
 
 def _known(architecture: str) -> bool:
@@ -146,30 +235,39 @@ def transformers_config(source: Source) -> Any:
     """The transformers config object. Raises ModelError where transformers does not accept it."""
     from transformers import AutoConfig
 
-    settings = {key: value for key, value in source.config.items() if key not in ("model_type", "auto_map")}
+    settings = {key: value for key, value in source.config.items() if key not in _NOT_SIZES}
+    if (wrong := wrong_size(settings)) is not None:
+        raise ModelError(
+            f"Cannot build {source.name}.", f"Its configuration has {wrong[0]}={wrong[1]!s:.40}.", "Correct it."
+        )
     try:
         config = AutoConfig.for_model(str(source.config["model_type"]), **settings)
-        layers = getattr(config, "num_hidden_layers", 0) or 0
     except Exception as error:
         raise ModelError(
             f"Cannot read the configuration of {source.name}.",
             f"transformers does not accept it: {short(error)}",
             "Correct it.",
         ) from error
-    if layers > _MOST_LAYERS:
-        raise ModelError(f"Cannot build {source.name}.", f"Its configuration has {layers:,} layers.", "Correct it.")
-    _check_sizes(source, config)
+    if (zero := next((name for name in _NEEDED if getattr(config, name, None) == 0), None)) is not None:
+        raise ModelError(f"Cannot build {source.name}.", f"Its configuration has {zero}=0.", "Correct it.")
     return config
 
 
-def _check_sizes(source: Source, config: Any) -> None:
-    """transformers builds a model of -3 layers without a word: it has none."""
-    wrong = [(name, value) for name, value in source.config.items()
-             if _SIZE.search(name) and type(value) is int and value < 0]  # fmt: skip
-    wrong += [(name, 0) for name in _NEEDED if getattr(config, name, None) == 0]
-    if wrong:
-        name, value = wrong[0]
-        raise ModelError(f"Cannot build {source.name}.", f"Its configuration has {name}={value}.", "Correct it.")
+def wrong_size(config: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The first size in a model's configuration, or a part of it, that no model has: to be refused before anything is
+    made of it. transformers builds a model of -3 layers without a word: it has none."""
+    todo: list[tuple[str, Any]] = [*config.items()][::-1]
+    while todo:
+        name, value = todo.pop()
+        if isinstance(value, Mapping):
+            todo += [*value.items()][::-1]
+        elif isinstance(value, list):
+            todo += [(name, item) for item in reversed(value) if not isinstance(item, list)]
+        elif type(value) in (int, float):
+            is_size = _SIZE.search(name) or name.startswith("num_")
+            if (is_size and not value >= 0) or (_COUNT.search(name) and value > _MOST):
+                return name, value
+    return None
 
 
 def class_of(config: Any, names: Iterable[str], autos: Iterable[str]) -> Any:

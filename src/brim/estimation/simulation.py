@@ -323,6 +323,22 @@ def phases(trace: Trace, timeline: Timeline) -> tuple[tuple[str, int], ...]:
     return tuple(phase_starts)
 
 
+def reserved_at_steps(trace: Trace, timeline: Timeline) -> list[int]:
+    """What the allocator holds at the end of each step, of a simulated ``timeline`` that did not end early."""
+    kinds, numbers, sizes = (timeline.column(name) for name in ("kind", "storage", "bytes"))
+    born = {storage.id: storage.born for storage in trace.storages}
+    held, ends = 0, list[int]()
+    for kind, storage, size in zip(kinds, numbers, sizes, strict=True):
+        if kind == EventKind.ALLOC:
+            while len(ends) + 1 < len(trace.step_starts) and born[storage] >= trace.step_starts[len(ends) + 1]:
+                ends.append(held)
+        elif kind == EventKind.SEGMENT_ALLOC:
+            held += size
+        elif kind == EventKind.SEGMENT_FREE:
+            held -= size
+    return ends + [held] * (len(trace.step_starts) - len(ends))
+
+
 def lives(trace: Trace) -> Iterator[tuple[Storage, bool, Op | None]]:
     """Every allocation (True) and free (False) in order, with the operation under way: the last one that began."""
     changes = [(s.born, s, True) for s in trace.storages if s.bytes]

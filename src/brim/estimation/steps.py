@@ -15,12 +15,20 @@ from torch import nn
 from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation import inputs as making
 from brim.estimation.layer_extrapolation import Template
-from brim.estimation.models import Source, class_of, transformers_config
+from brim.estimation.models import (
+    Source,
+    WeightType,
+    check_not_quantized,
+    class_of,
+    parts_of,
+    transformers_config,
+    weight_type,
+)
 from brim.estimation.optimizers import make_optimizer
 from brim.estimation.ordinary import differences
 from brim.estimation.quantization import SCHEMES, lora_layers, quantize
 from brim.estimation.silence import quiet
-from brim.estimation.workload import DEFAULT_NEW_TOKENS, Workload
+from brim.estimation.workload import ASKED, DEFAULT_NEW_TOKENS, Workload
 from brim.techniques.checkpointing.technique import selective_contexts
 from brim.techniques.dry_run import as_arguments
 from brim.techniques.lora import add_lora
@@ -43,6 +51,7 @@ class Job:
         self.notes: dict[str, str] = {}  # what was assumed, by subject
         self.shapes: list[tuple[int, ...]] = []  # of the parameters that are trained
         self.differs: dict[str, str] = {}  # what brim's own commands make otherwise, by part
+        self.precision_origin = ""  # where the precision is from
 
     def with_layers(self, field: str, layers: int) -> Job:
         """The job of the same model with ``layers`` in its configuration's ``field``."""
@@ -53,11 +62,13 @@ class Job:
         """Take over what another job of this model found out."""
         self.workload, self.ignored, self.notes = done.workload, done.ignored, done.notes
         self.most_tokens, self.differs = done.most_tokens, done.differs
+        self.precision_origin = done.precision_origin
 
     @property
     def has_windows(self) -> bool:
         """Whether a setting speaks of a window or a chunk, which may fill up at one length and not at another."""
-        return any(value and re.search("window|chunk", name) for name, value in self.source.config.items())
+        parts = (part for _, part in parts_of(self.source.config))
+        return any(value and re.search("window|chunk", name) for part in parts for name, value in part.items())
 
     def build(self) -> Step:
         if self.source.library == "python":
@@ -83,17 +94,19 @@ class Job:
         asked = self.source.architecture
         if asked and asked != kind.__name__:
             self.notes["architecture"] = f"transformers has no class {asked}; {kind.__name__} was taken"
-        stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+        stored = weight_type(self.source)
         self._set_precision(stored)
         with no_init_weights():
             model: nn.Module = kind._from_config(config, dtype=_weights_dtype(self.workload))
         model.tie_weights()  # type: ignore[operator]  # left out where weights are not initialised
         self._resolve(model, config)
-        self.differs = differences(self.workload, stored, language_model=model.can_generate())  # type: ignore[operator]
+        self.differs = differences(self.workload, stored.dtype, language_model=model.can_generate())  # type: ignore[operator]
         return model
 
     def _resolve(self, model: Any, config: Any) -> None:
         """Fill in what was left open, and tell what means nothing to this model."""
+        if making.is_multimodal(config) and making.takes_text_alone(model):
+            self.notes["inputs"] = "text alone; what images and sounds add is not in it"
         generates = self.workload.task == "generate" and model.can_generate()
         tokens = making.takes_tokens(model, generates=generates)
         if self.workload.seq and not tokens:
@@ -123,16 +136,24 @@ class Job:
                 f"{self.source.name} was given as the model.",
                 f"diffusers {diffusers.__version__} has no model {self.source.architecture}.",
             )
-        self._set_precision("float32")
+        self._set_precision(weight_type(self.source))
+        if (image := making.IMAGES.get(self.source.architecture)) is not None:
+            self.notes["inputs"] = image
         dtype = _weights_dtype(self.workload)
         with quiet():  # the import may have set another level
             model: nn.Module = kind.from_config(dict(self.source.config)).to(dtype)
         self.workload = self.workload.resolved(seq=None, precision="fp32", new_tokens=None)
         return model
 
-    def _set_precision(self, stored: str) -> None:
-        precision = _HALF.get(stored, "fp32")
-        self.workload = dataclasses.replace(self.workload, precision=self.workload.precision or precision)
+    def _set_precision(self, stored: WeightType) -> None:
+        """Fill in the precision where none was asked for, and note where it is from."""
+        if self.workload.precision is None:
+            check_not_quantized(self.source)
+            precision = _HALF.get(stored.dtype, "fp32")
+            self.workload = dataclasses.replace(self.workload, precision=precision)
+            self.precision_origin = stored.told
+        elif self.asked.precision is not None:
+            self.precision_origin = ASKED
 
     def _quantize(self, model: nn.Module) -> None:
         precision = self.workload.precision or ""
@@ -210,9 +231,9 @@ class Job:
                 "brim estimate adds them to models of transformers and diffusers only.",
                 "Add them in the function.",
             )
-        self._set_precision("float32")
-        dtype = _weights_dtype(self.workload)
-        model = model.to(dtype)
+        dtype = None if self.workload.precision is None else _weights_dtype(self.workload)
+        self._set_precision(_own_type(model))
+        model = model.to(dtype=dtype)
         self._quantize(model)
         model = model.cuda()
         inputs = _named_inputs(example, dtype)
@@ -252,13 +273,22 @@ class _CallWith(nn.Module):
         return self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
 
 
-def _named_inputs(example: Any, dtype: torch.dtype) -> Any:
-    """Inputs on the GPU, floating ones in the weights' type."""
+def _own_type(model: nn.Module) -> WeightType:
+    """The type of most weights of a module that a function built."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    dtype = max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+    return WeightType(dtype=str(dtype).removeprefix("torch."), origin="the function's module as it is")
+
+
+def _named_inputs(example: Any, dtype: torch.dtype | None) -> Any:
+    """Inputs on the GPU, floating ones in ``dtype``; None: as they are."""
 
     def place(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return value.to(dtype).cuda() if value.is_floating_point() else value.cuda()
+        return value.to(dtype).cuda() if value.is_floating_point() and dtype is not None else value.cuda()
 
     inputs = as_arguments(example)
     if isinstance(inputs, dict):

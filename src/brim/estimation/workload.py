@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from brim.core.hardware import RAM, VRAM
 from brim.errors import UnsupportedError, UsageError
 from brim.predict.formulas.optimizers import MADE
 
@@ -27,7 +28,17 @@ _CHOICES = {
 }
 DEFAULT_NEW_TOKENS = 128
 _TRAINING_ONLY = ("optimizer", "method", "checkpointing")
+ASKED = "as asked for"
+_TRAINED = {  # by the tier that computes: what brim train takes where no precision is asked for
+    RAM: ("fp32", "by default: what brim train takes on processors"),
+    VRAM: ("bf16-mixed", "by default: what brim train takes on GPUs"),
+}
 LARGEST = 1 << 40  # more tokens or sequences than that are a slip of the hand
+
+
+def training_precision(precision: str | None, compute: str) -> tuple[str, str]:
+    """The precision in which ``brim train`` computes on the tier ``compute``, and where it is from."""
+    return _TRAINED[compute] if precision is None else (precision, ASKED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""What really happened: bandwidths of this machine, and what a run took."""
+"""Measurements: bandwidths of this machine, and the memory that a run takes."""

@@ -1,4 +1,4 @@
-"""How fast RAM moves bytes and the processor multiplies matrices."""
+"""Measure the rates of RAM and of the processor's matrix products."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _CPU_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def median_s(run: Callable[[], object], *, rounds: int = 5, synchronize: Callable[[], object] | None = None) -> float:
-    """Median seconds of ``run`` after one call to warm up. ``synchronize`` waits for a device; None: ``run`` computes
-    on the processor alone, and waiting for that to be free does not count."""
+    """Return the median seconds of ``run`` after one call to warm up.
+
+    ``synchronize`` waits for a device; None: ``run`` uses the processor alone, and time without one does not count.
+    """
     run()
     seconds = []
     for _ in range(rounds):
@@ -40,7 +42,7 @@ def median_s(run: Callable[[], object], *, rounds: int = 5, synchronize: Callabl
 
 
 def ram_read_rate() -> float:
-    """Bytes per second that a matrix-vector product reads, all threads: what a decode step does with its weights."""
+    """Return the bytes per second that a matrix-vector product reads with all threads, as a decode step does."""
     columns = 4096
     weight = torch.ones(_scratch_bytes() // (4 * columns), columns)
     vector = torch.ones(1, columns)
@@ -48,7 +50,7 @@ def ram_read_rate() -> float:
 
 
 def ram_link() -> Link:
-    """RAM -> RAM: bytes copied per second (read once, written once) by all threads or one, whichever is faster."""
+    """Measure bytes copied per second (read once, written once) by one thread or all, whichever is faster."""
     source = torch.ones(_scratch_bytes() // 2, dtype=torch.uint8)
     target = torch.ones_like(source)
     threads = torch.get_num_threads()
@@ -64,9 +66,9 @@ def ram_link() -> Link:
 
 
 def fresh_memory_s_per_byte() -> float:
-    """Seconds that writing a byte takes longer where its page is new to the process: a fault, and the page's zeroing.
+    """Return the additional seconds per byte of writing to pages new to the process: page faults and zeroing.
 
-    All threads write, as kernels do.
+    All threads write, as in kernels.
     """
 
     def written() -> tuple[float, float]:
@@ -83,7 +85,7 @@ def fresh_memory_s_per_byte() -> float:
 
 
 def cpu_matrix_rates() -> dict[str, float]:
-    """Floating-point operations per second of square products, by dtype (``float32``, ``bfloat16``)."""
+    """Return floating-point operations per second of square products, by dtype (``float32``, ``bfloat16``)."""
     rates = {}
     for dtype in _CPU_DTYPES:
 
@@ -96,9 +98,9 @@ def cpu_matrix_rates() -> dict[str, float]:
 
 
 def factors(size: int, dtype: torch.dtype, device: torch.device | None = None) -> list[torch.Tensor]:
-    """Two ``size`` x ``size`` matrices, of a multiple of 64, of random numbers that are none of the program's own."""
-    few = torch.rand(2, 64, 64, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(device)
-    return [one.repeat(size // 64, size // 64).to(dtype) for one in few]
+    """Return two random ``size`` x ``size`` matrices (a multiple of 64), leaving the program's generators alone."""
+    tiles = torch.rand(2, 64, 64, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(device)
+    return [tile.repeat(size // 64, size // 64).to(dtype) for tile in tiles]
 
 
 def matrix_rate(
@@ -108,10 +110,10 @@ def matrix_rate(
     largest: int,
     synchronize: Callable[[], object] | None = None,
 ) -> float:
-    """Operations per second (2 n^3 per product) at a size that takes about ``target_s``.
+    """Return operations per second (2 n^3 per product) at a size that takes about ``target_s``.
 
-    ``product(n)`` gives the function that multiplies two n x n matrices. A rate at a small size says little, and a
-    fixed size would take a minute on a processor that emulates the dtype: so n grows until one product takes long.
+    ``product(n)`` returns a function that multiplies two n x n matrices. n grows until a product takes long: a small
+    size says little, and a fixed size would take a minute on a processor that emulates the dtype.
     """
     size = 128
     while True:
@@ -129,5 +131,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _scratch_bytes() -> int:
-    """Little enough that measuring never pushes a machine into swap."""
+    """Return a size that does not push the machine into swap."""
     return min(_SCRATCH_BYTES, int(psutil.virtual_memory().available) // 16 // MIB * MIB)

@@ -1,7 +1,7 @@
-"""What a processor and a drive that works for it leave each other of their speeds.
+"""Measure how computing and disk transfers slow each other down.
 
-Reads and writes take cycles of the very cores that compute, and bandwidth of the memory that they compute from: how
-much of it differs by machine (a virtual one may do nothing beside a read) and by what is computed.
+Reads and writes take cycles of the cores that compute, and bandwidth of their memory. The loss depends on the machine
+(a virtual one may not compute at all during a read) and on the computation.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ import torch.nn.functional as F
 
 from brim import threads
 from brim.errors import TransferError, UsageError
-from brim.measure.disk import RING_BYTES, RUN_CHUNK_BYTES, UncachedFile, touched_ring, uncached_file
+from brim.measure.disk import RING_BYTES, RUN_CHUNK_BYTES, UncachedFile, drop_cache, touched_ring, uncached_file
 from brim.units import MIB
 
 READ, WRITE = "read", "write"
 _SIDE, _MATRICES = 2048, 8  # 128 MiB in turn: several times the last-level cache of most processors
-# Many and short: a drive that others use too may change within a second, and then in all three parts of a round.
+# Many short rounds: the rate of a shared drive may change within a second, and then in all three parts of a round.
 _ROUNDS, _ROUND_S = 11, 0.05
-_LEAST = 0.05  # of a speed: less is a machine that was doing something else
+_LEAST = 0.05  # a smaller share means that the machine was busy otherwise
 
 
-def beside(way: str, rows: int, directory: Path) -> tuple[float, float]:
-    """The shares of their speeds that products of ``rows`` rows, and reads from or writes to (``way``) the disk of
-    ``directory``, keep while both are busy; measured in a second.
+def beside(direction: str, rows: int, directory: Path) -> tuple[float, float]:
+    """Return the shares of their speeds that products of ``rows`` rows and disk transfers have while both run.
 
-    Raises UsageError for a directory that does not exist or another ``way``, TransferError when the disk fails.
+    ``direction`` is READ or WRITE; the disk is that of ``directory``. Takes a second. Raises UsageError for a
+    directory that does not exist or another ``direction``, TransferError when the disk fails.
     """
-    if way not in (READ, WRITE):
-        raise UsageError(f"Cannot measure computing beside {way!r}.", f"Known: {READ} and {WRITE}.")
+    if direction not in (READ, WRITE):
+        raise UsageError(f"Cannot measure computing beside {direction!r}.", f"Known: {READ} and {WRITE}.")
     weights = [torch.ones(_SIDE, _SIDE) for _ in range(_MATRICES)]
     x = torch.ones(rows, _SIDE)
     shares: list[tuple[float, float]] = []
     with torch.inference_mode(), uncached_file(directory) as file:
         work = _counted(lambda index: F.linear(x, weights[index % _MATRICES]))
-        move = _Mover(file, way)
+        move = _Mover(file, direction)
         work(_ROUND_S)
         for _ in range(_ROUNDS):
             shares.append(_shares(work, move))
@@ -50,7 +50,7 @@ def beside(way: str, rows: int, directory: Path) -> tuple[float, float]:
 
 
 def both_ways(directory: Path) -> tuple[float, float]:
-    """The shares of their speeds that reads and writes of one drive keep beside each other. Raises as ``beside``."""
+    """Return the shares of their speeds that reads and writes of one drive have at once. Raises as ``beside``."""
     shares: list[tuple[float, float]] = []
     with uncached_file(directory) as file:
         movers = _Mover(file, READ), _Mover(file, WRITE)
@@ -63,7 +63,7 @@ def both_ways(directory: Path) -> tuple[float, float]:
 
 
 def _moved(movers: Sequence[_Mover]) -> list[float]:
-    """Bytes a second of each while all of them work."""
+    """Return the bytes per second of each while all run."""
     for mover in movers:
         mover.begin()
     time.sleep(_ROUND_S)
@@ -71,7 +71,7 @@ def _moved(movers: Sequence[_Mover]) -> list[float]:
 
 
 def _shares(work: Callable[[float], float], move: _Mover) -> tuple[float, float]:
-    """One round: each alone, then both at once. Rates fall and rise within seconds, so they are compared at once."""
+    """Run a round: each alone, then both. It is short because rates change within seconds."""
     alone = work(_ROUND_S)
     (moved_alone,) = _moved((move,))
     move.begin()
@@ -80,13 +80,13 @@ def _shares(work: Callable[[float], float], move: _Mover) -> tuple[float, float]
     return together / alone, moved / moved_alone
 
 
-def _counted(one: Callable[[int], object]) -> Callable[[float], float]:
-    """How often a second ``one`` can be done, in so many seconds."""
+def _counted(work: Callable[[int], object]) -> Callable[[float], float]:
+    """Return a function that repeats ``work`` for some seconds and returns its rate per second."""
 
     def run(seconds: float) -> float:
         count, began_s = 0, time.perf_counter()
         while (now_s := time.perf_counter()) - began_s < seconds or not count:
-            one(count)
+            work(count)
             count += 1
         return count / (now_s - began_s)
 
@@ -94,15 +94,14 @@ def _counted(one: Callable[[int], object]) -> Callable[[float], float]:
 
 
 class _Mover:
-    """Moves chunks in a thread of its own, as a run does, from ``begin`` to ``end``, which gives bytes a second."""
+    """Transfers chunks in a thread from ``begin`` to ``end``, which returns bytes per second."""
 
-    def __init__(self, file: UncachedFile, way: str) -> None:
-        self._file, self._way = file, way
-        # As a run's slots: one small buffer would take nothing of the bandwidth that products need.
-        self._ring = touched_ring()
+    def __init__(self, file: UncachedFile, direction: str) -> None:
+        self._file, self._direction = file, direction
+        self._ring = touched_ring()  # large as a run's slots: a small buffer would not compete for memory bandwidth
         self._stop = threading.Event()
         self._bytes, self._failure = 0, ""
-        if way == WRITE and not file.writable:
+        if direction == WRITE and not file.writable:
             raise UsageError(
                 "Cannot measure computing beside writes.", "The directory cannot be written.", "Name another."
             )
@@ -121,17 +120,14 @@ class _Mover:
         return self._bytes / (time.perf_counter() - self._began_s)
 
     def _run(self) -> None:
-        move = os.preadv if self._way == READ else os.pwritev
+        move = os.preadv if self._direction == READ else os.pwritev
         descriptor, offset, at = self._file.descriptor, 0, 0
         try:
             while not self._stop.is_set():
                 count = move(descriptor, [self._ring[at : at + RUN_CHUNK_BYTES]], offset)
                 self._bytes, at = self._bytes + count, (at + RUN_CHUNK_BYTES) % RING_BYTES
                 offset = (offset + count) % (self._file.size_bytes - RUN_CHUNK_BYTES + 1) // MIB * MIB
-                if not self._file.direct and self._way == READ and hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                if self._direction == READ:
+                    drop_cache(self._file)
         except OSError as error:
             self._failure = f"{error}."
-
-
-__all__ = ["READ", "WRITE", "beside", "both_ways"]

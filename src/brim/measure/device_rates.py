@@ -1,4 +1,4 @@
-"""How fast the current device of an accelerator moves bytes, alone and both ways at once, and multiplies matrices."""
+"""Measure the copy and matrix rates of an accelerator's current device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SIMT, _TENSOR_CORES = "ieee", "tf32"
 
 
 def warm_clocks(on: Accelerator) -> None:
-    """Multiply until products get no faster: a GPU that was idle begins at a low clock, and its rates are kept."""
+    """Multiply until products get no faster: an idle GPU starts at a low clock."""
     begin_s, rate = time.monotonic(), 0.0
     while (spent_s := time.monotonic() - begin_s) < _MOST_WARM_S:
         before, rate = rate, _rate(on, _product(on, torch.bfloat16))
@@ -37,9 +37,9 @@ def warm_clocks(on: Accelerator) -> None:
 
 
 def links(on: Accelerator) -> tuple[Link, Link]:
-    """RAM -> VRAM and VRAM -> RAM through pinned memory: alone, and with the other way busy.
+    """Measure RAM -> VRAM and VRAM -> RAM through pinned memory, alone and with the other direction busy.
 
-    Where a backend has no streams, copies take turns, and each way has half of its rate with the other one busy.
+    Without streams, copies take turns, so each direction has half of its rate while the other is busy.
     """
     size_bytes = max(MIB, min(_COPY_BYTES, device_free_bytes(on) // 8))
     with _pinned(on, size_bytes) as sent, _pinned(on, size_bytes) as received:
@@ -52,7 +52,7 @@ def links(on: Accelerator) -> tuple[Link, Link]:
         def down() -> None:
             received.copy_(back, non_blocking=True)
 
-        alone = [there.nbytes / median_s(way, rounds=_ROUNDS, synchronize=on.synchronize) for way in (up, down)]
+        alone = [there.nbytes / median_s(copy, rounds=_ROUNDS, synchronize=on.synchronize) for copy in (up, down)]
         if on.has_streams:
             both = [_duplex_rates(on, up, down, there.nbytes) for _ in range(_ROUNDS)]
         else:
@@ -62,7 +62,6 @@ def links(on: Accelerator) -> tuple[Link, Link]:
             rounds=50,
             synchronize=on.synchronize,
         )
-    ways = ((RAM, VRAM), (VRAM, RAM))
     up_link, down_link = (
         Link(
             source=source,
@@ -73,13 +72,13 @@ def links(on: Accelerator) -> tuple[Link, Link]:
             single_bytes_per_s=alone[index],
             chunk_bytes=size_bytes,
         )
-        for index, (source, target) in enumerate(ways)
+        for index, (source, target) in enumerate(((RAM, VRAM), (VRAM, RAM)))
     )
     return up_link, down_link
 
 
 def vram_read_rate(on: Accelerator) -> float:
-    """Bytes per second that one kernel reads: a bfloat16 matrix-vector product or a float32 maximum."""
+    """Return the bytes per second that a kernel reads: a bfloat16 matrix-vector product or a float32 maximum."""
     columns = 8192
     size_bytes = min(_READ_BYTES, device_free_bytes(on) // 8)
     weight = torch.ones(size_bytes // (2 * columns), columns, dtype=torch.bfloat16, device=on.device)
@@ -90,10 +89,7 @@ def vram_read_rate(on: Accelerator) -> float:
 
 
 def matrix_rates(on: Accelerator) -> dict[str, float]:
-    """Operations per second by dtype; ``tf32`` is float32 on tensor cores; float8 where the device multiplies it.
-
-    The last two are known of CUDA only.
-    """
+    """Return operations per second by dtype, on CUDA also ``tf32`` and, if supported, float8."""
     rates = {}
     if on.type == CUDA:
         for precision, name in ((_SIMT, "float32"), (_TENSOR_CORES, "tf32")):
@@ -103,7 +99,7 @@ def matrix_rates(on: Accelerator) -> dict[str, float]:
         rates["float32"] = _rate(on, _product(on, torch.float32))
     for dtype in (torch.bfloat16, torch.float16):
         rates[dtype_name(dtype)] = _rate(on, _product(on, dtype))
-    # ROCm gives its own architectures' numbers as a capability, and multiplies float8 under another contract.
+    # ROCm's capabilities are its own architecture numbers, and its float8 products need other arguments.
     if on.type == CUDA and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9):
         rates[dtype_name(torch.float8_e4m3fn)] = _rate(on, _float8_product)
     return rates
@@ -111,24 +107,18 @@ def matrix_rates(on: Accelerator) -> dict[str, float]:
 
 @contextmanager
 def unnoticed(on: Accelerator) -> Iterator[None]:
-    """Leave the device as it was found: what was measured with within would stay reserved by PyTorch otherwise, be it
-    its buffers or cuBLAS's workspace, and be the peak that the program sees. Where it had a higher one before than it
-    holds now, that cannot be told from it and the peak stays. Other backends than CUDA keep no such peak here.
+    """Release the memory that the block's measurements reserve (buffers, cuBLAS's workspace) and reset the peak.
+
+    A peak above the reserved memory at entry cannot be restored and stays. The peak is handled on CUDA only.
     """
-    if on.type != CUDA:
-        try:
-            yield
-        finally:
-            on.synchronize()
-            on.empty_cache()
-        return
-    counted = on.counts_memory()
-    is_peak_now = counted and on.peak_bytes(on.index)[1] == on.reserved_bytes()
+    is_cuda = on.type == CUDA
+    is_peak_now = is_cuda and on.counts_memory() and on.peak_bytes(on.index)[1] == on.reserved_bytes()
     try:
         yield
     finally:
         on.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()  # the next product makes another
+        if is_cuda:
+            torch._C._cuda_clearCublasWorkspaces()  # the next product allocates another
         on.empty_cache()
         if is_peak_now:
             on.reset_peaks(on.index)
@@ -136,9 +126,9 @@ def unnoticed(on: Accelerator) -> Iterator[None]:
 
 @contextmanager
 def registered(on: Accelerator, size_bytes: int) -> Iterator[torch.Tensor]:
-    """Pinned bytes (uint8) of exactly this size in whole pages: ``pin_memory()`` rounds up to a power of two.
+    """Yield pinned bytes (uint8) rounded up to pages; ``pin_memory()`` would round up to a power of two.
 
-    Pageable ones where the driver pins no more: so a run will copy them, and that is to be measured.
+    They are pageable if the driver pins no more, as a run's would be.
     """
     size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     tensor = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
@@ -153,7 +143,7 @@ def registered(on: Accelerator, size_bytes: int) -> Iterator[torch.Tensor]:
 
 
 def _pinned(on: Accelerator, size_bytes: int) -> AbstractContextManager[torch.Tensor]:
-    """Pinned bytes, and ordinary ones where a backend pins none (MPS shares its memory with the processor)."""
+    """Return pinned bytes, or pageable ones if the backend pins none (MPS shares memory with the processor)."""
     if on.type == CUDA:
         return registered(on, size_bytes)
     try:
@@ -165,7 +155,10 @@ def _pinned(on: Accelerator, size_bytes: int) -> AbstractContextManager[torch.Te
 def _duplex_rates(
     on: Accelerator, up: Callable[[], None], down: Callable[[], None], size_bytes: int
 ) -> tuple[float, float]:
-    """Bytes per second of each way while both are busy: only copies that end before the faster way has finished."""
+    """Return the bytes per second of each direction while both are busy.
+
+    Only copies that end before the faster direction has finished count.
+    """
     streams = [on.module.Stream() for _ in range(2)]
     begin = on.module.Event(enable_timing=True)
     ends: list[list[Any]] = [[], []]
@@ -173,10 +166,10 @@ def _duplex_rates(
     begin.record()
     for stream in streams:
         stream.wait_event(begin)
-    for _ in range(_COPIES):  # alternating, so that neither stream runs ahead while the other is being filled
-        for stream, way, marks in zip(streams, (up, down), ends, strict=True):
+    for _ in range(_COPIES):  # alternating, so that neither stream gets ahead
+        for stream, copy, marks in zip(streams, (up, down), ends, strict=True):
             with on.module.stream(stream):
-                way()
+                copy()
                 marks.append(on.module.Event(enable_timing=True))
                 marks[-1].record(stream)
     on.synchronize()
@@ -208,10 +201,10 @@ def _product(on: Accelerator, dtype: torch.dtype) -> Callable[[int], Callable[[]
 
 def _float8_product(size: int) -> Callable[[], object]:
     left, right = factors(size, torch.float8_e4m3fn, torch.device("cuda"))
-    scale, whole = torch.ones((), device="cuda"), F.ScalingType.TensorWise
-    return lambda: F.scaled_mm(left, right.t(), scale, whole, scale, whole)
+    scale, kind = torch.ones((), device="cuda"), F.ScalingType.TensorWise
+    return lambda: F.scaled_mm(left, right.t(), scale, kind, scale, kind)
 
 
 def _rate(on: Accelerator, product: Callable[[int], Callable[[], object]]) -> float:
-    largest = 1 << (math.isqrt(device_free_bytes(on) // 24).bit_length() - 1)  # of two float32 factors and a product
+    largest = 1 << (math.isqrt(device_free_bytes(on) // 24).bit_length() - 1)  # for two float32 factors and a product
     return matrix_rate(product, target_s=0.02, largest=min(16384, largest), synchronize=on.synchronize)

@@ -1,4 +1,4 @@
-"""How fast the disk under a directory reads, with the page cache out of the way."""
+"""Measure the rates of the disk under a directory, bypassing the page cache."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ FILE_BYTES = 256 * MIB
 _SWEEP_BYTES = 128 * MIB
 _CHUNKS_BYTES = (1 * MIB, 4 * MIB, 16 * MIB)
 _CONCURRENCIES = (1, 2, 4)
-# Reads go to one place after the other, and writes come from there: a buffer that is used again at once stays in the
-# last-level cache, and the rates that were seen with it were a quarter above those of a run.
+# Reads and writes go through a ring: a buffer that is reused at once stays in the last-level cache, which gave rates
+# a quarter above those of a run.
 RING_BYTES = 128 * MIB
 _WRITE_LIMIT_S, _READ_LIMIT_S, _SWEEP_LIMIT_S, _FINAL_LIMIT_S = 1.0, 0.15, 1.2, 0.8
 _WRITE_RATE_LIMIT_S, _LEAST_WRITES = 0.4, 4
-# As a run reads large blocks (memory/direct_io.py and transfer.py; this package knows nothing of that one).
+# As a run reads large blocks (memory/direct_io.py and transfer.py, which this package does not import).
 RUN_CHUNK_BYTES, RUN_CONCURRENCY = 16 * MIB, 2
 _LEAST_FILE_BYTES, _FILE_LIMIT_S = 64 * MIB, 0.2
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_Way = tuple[int, int]  # bytes of one read, threads that read
+_Access = tuple[int, int]  # bytes of a read, number of reading threads
 
 
 @dataclass(frozen=True, kw_only=True)
 class UncachedFile:
-    """A file open for reads that come from the disk. ``direct``: by O_DIRECT, else dropped from the cache first.
+    """An open file whose reads come from the disk: ``direct`` by O_DIRECT, else after its cache is dropped.
 
-    ``writable``: a scratch file of our own. ``directory``: where it lies.
+    ``writable``: a scratch file in ``directory``.
     """
 
     directory: Path
@@ -52,11 +52,11 @@ class UncachedFile:
 
 @contextmanager
 def uncached_file(directory: Path, *, instead: Path | None = None) -> Iterator[UncachedFile]:
-    """Something to read on the disk of ``directory``: a scratch file, which on Linux has no name to be left behind.
+    """Open a file on the disk of ``directory``: a scratch file, which has no name on Linux.
 
-    In a directory that cannot be written, its largest file is read; where it has none, or the disk is full, that of
-    ``instead``. Raises UsageError when ``directory`` is none, or holds nothing to read; TransferError when the disk
-    is full or fails.
+    If the directory cannot be written, its largest file is opened; if it has none, or the disk is full, that of
+    ``instead``. Raises UsageError if ``directory`` does not exist or holds nothing to read; TransferError when the
+    disk is full or fails.
     """
     if not hasattr(os, "preadv"):
         raise UnsupportedError("Cannot measure the disk.", f"{sys.platform} has no preadv.")
@@ -86,14 +86,14 @@ def _opened(directory: Path) -> UncachedFile:
 
 
 def disk_link(file: UncachedFile) -> Link:
-    """disk -> RAM by sequential reads: each chunk size with each number of threads, then the best again.
+    """Measure disk -> RAM by sequential reads of each chunk size with each number of threads.
 
-    The winner is measured afresh: the best of many noisy medians is too good. Raises TransferError.
+    The best is measured again: the best of many noisy medians is too good. Raises TransferError.
     """
     ring = touched_ring()
-    ways = [(chunk, threads) for chunk in _CHUNKS_BYTES if chunk <= file.size_bytes for threads in _CONCURRENCIES]
-    sweep = _interleaved(file, ways, ring, part_bytes=_SWEEP_BYTES, rounds=3, limit_s=_SWEEP_LIMIT_S)
-    alone = {way: rates for way, rates in sweep.items() if way[1] == 1}
+    grid = [(chunk, threads) for chunk in _CHUNKS_BYTES if chunk <= file.size_bytes for threads in _CONCURRENCIES]
+    sweep = _interleaved(file, grid, ring, part_bytes=_SWEEP_BYTES, rounds=3, limit_s=_SWEEP_LIMIT_S)
+    alone = {access: rates for access, rates in sweep.items() if access[1] == 1}
     finalists = list(dict.fromkeys((_cheapest_of_the_best(sweep), _cheapest_of_the_best(alone))))
     fresh = _interleaved(file, finalists, ring, part_bytes=FILE_BYTES, rounds=5, limit_s=_FINAL_LIMIT_S)
     chunk_bytes, concurrency = best = _cheapest_of_the_best(fresh)
@@ -109,14 +109,12 @@ def disk_link(file: UncachedFile) -> Link:
 
 
 def file_rates(path: Path) -> tuple[float, float] | None:
-    """Bytes per second of reading a file that is there, as runs read large blocks, and as they read those that are
-    too small for two requests in flight.
+    """Return the bytes per second of reading a file as runs do, for large blocks and for small ones.
 
-    None for one that is too small to tell, or cannot be opened: code that needs it will raise an error.
-
-    What was written just now may come faster, out of the cache of a drive or of a host, than what has rested for
-    long, and a file may lie on another drive than the one that is known. Takes a quarter of a second or so. Raises
-    TransferError where reading fails.
+    Small blocks have one request in flight. None if the file is too small to measure or cannot be opened; code that
+    needs it will raise an error. The rates of a given file may differ from the disk's known rates: it may lie on
+    another drive, or a recently written file in the cache of a drive or host. Takes about a quarter of a second.
+    Raises TransferError if reading fails.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -134,19 +132,16 @@ def file_rates(path: Path) -> tuple[float, float] | None:
         directory=path.parent, descriptor=descriptor, size_bytes=size_bytes, direct=direct, writable=False
     )
     try:
-        ways = [(RUN_CHUNK_BYTES, RUN_CONCURRENCY), (RUN_CHUNK_BYTES, 1)]
-        rounds = _interleaved(file, ways, touched_ring(), part_bytes=_SWEEP_BYTES, rounds=5, limit_s=_FILE_LIMIT_S)
+        both = [(RUN_CHUNK_BYTES, RUN_CONCURRENCY), (RUN_CHUNK_BYTES, 1)]
+        rounds = _interleaved(file, both, touched_ring(), part_bytes=_SWEEP_BYTES, rounds=5, limit_s=_FILE_LIMIT_S)
     finally:
         os.close(descriptor)
-    large, small = (statistics.median(rounds[way]) for way in ways)
+    large, small = (statistics.median(rounds[access]) for access in both)
     return large, min(large, small)
 
 
 def write_link(file: UncachedFile) -> Link:
-    """RAM -> disk by sequential writes over pages that the file has already, until they are on the disk.
-
-    Raises TransferError.
-    """
+    """Measure RAM -> disk by sequential writes over existing pages to the disk. Raises TransferError."""
     assert file.writable
     chunk_bytes = max(_CHUNKS_BYTES)
     ring = touched_ring()
@@ -171,41 +166,41 @@ def write_link(file: UncachedFile) -> Link:
 
 
 def _interleaved(
-    file: UncachedFile, ways: list[_Way], ring: memoryview, *, part_bytes: int, rounds: int, limit_s: float
-) -> dict[_Way, list[float]]:
-    """Rates of every way, round by round (noise hits all alike), each round in another part of the file."""
-    rates: dict[_Way, list[float]] = {way: [] for way in ways}
+    file: UncachedFile, accesses: list[_Access], ring: memoryview, *, part_bytes: int, rounds: int, limit_s: float
+) -> dict[_Access, list[float]]:
+    """Measure every access in each round (noise hits all alike), each round in another part of the file."""
+    rates: dict[_Access, list[float]] = {access: [] for access in accesses}
     stop_s = time.perf_counter() + limit_s
     for index in range(rounds):
         if index and time.perf_counter() > stop_s:
             break
         start_bytes = index * part_bytes % file.size_bytes
         count_bytes = min(part_bytes, file.size_bytes - start_bytes)
-        if count_bytes < max(chunk for chunk, _ in ways):
+        if count_bytes < max(chunk for chunk, _ in accesses):
             start_bytes, count_bytes = 0, min(part_bytes, file.size_bytes)
-        for way in ways:
-            rates[way].append(_read_rate(file, way, ring, start_bytes, count_bytes))
+        for access in accesses:
+            rates[access].append(_read_rate(file, access, ring, start_bytes, count_bytes))
     return rates
 
 
-def _cheapest_of_the_best(samples: dict[_Way, list[float]]) -> _Way:
-    """Of the ways within 3 % of the best median (less is noise), the one that needs the least buffer memory."""
-    rates = {way: statistics.median(values) for way, values in samples.items()}
-    good = [way for way, rate in rates.items() if rate >= 0.97 * max(rates.values())]
-    return min(good, key=lambda way: (way[0] * way[1], way[1]))
+def _cheapest_of_the_best(samples: dict[_Access, list[float]]) -> _Access:
+    """Return the access with the least buffer memory within 3 % of the best median (less is noise)."""
+    rates = {access: statistics.median(values) for access, values in samples.items()}
+    good = [access for access, rate in rates.items() if rate >= 0.97 * max(rates.values())]
+    return min(good, key=lambda access: (access[0] * access[1], access[1]))
 
 
-def _read_rate(file: UncachedFile, way: _Way, ring: memoryview, start_bytes: int, count_bytes: int) -> float:
-    """Bytes per second of one pass over a part of the file, cut short after a while on a slow disk."""
-    chunk_bytes, concurrency = way
+def _read_rate(file: UncachedFile, access: _Access, ring: memoryview, start_bytes: int, count_bytes: int) -> float:
+    """Return the bytes per second of a pass over a part of the file, cut short on a slow disk."""
+    chunk_bytes, concurrency = access
     offsets = range(start_bytes, start_bytes + count_bytes - chunk_bytes + 1, chunk_bytes)
-    _forget(file)
+    drop_cache(file)
     began_s = time.perf_counter()
 
     def read_share(index: int) -> int:
         done_bytes = 0
         for offset in offsets[index::concurrency]:
-            at = (offset - start_bytes) % RING_BYTES  # chunks fill it without a rest
+            at = (offset - start_bytes) % RING_BYTES  # a multiple of each chunk size
             done_bytes += _read(file, ring[at : at + chunk_bytes], offset)
             if time.perf_counter() - began_s > _READ_LIMIT_S:
                 break
@@ -217,8 +212,8 @@ def _read_rate(file: UncachedFile, way: _Way, ring: memoryview, start_bytes: int
 
 
 def _latency_s(file: UncachedFile, buffer: memoryview) -> float:
-    """Median seconds of one small read at a place that was not read just before."""
-    _forget(file)
+    """Return the median seconds of a small random read."""
+    drop_cache(file)
     seconds = []
     for index in range(32):
         offset = (index * 37 % 32) * (file.size_bytes // 32) // (4 * KIB) * (4 * KIB)
@@ -238,19 +233,20 @@ def _read(file: UncachedFile, buffer: memoryview, offset: int) -> int:
     return count
 
 
-def _forget(file: UncachedFile) -> None:
+def drop_cache(file: UncachedFile) -> None:
+    """Drop the file from the page cache unless its reads bypass it."""
     if not file.direct and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _open_scratch(directory: Path) -> tuple[int, bool]:
-    """A new file without a name: it is gone when it is closed, whatever ends the process."""
+    """Open a file without a name, which vanishes however the process ends."""
     with tempfile.TemporaryFile(prefix=".brim-probe-", dir=directory, buffering=0) as file:
         return _past_the_cache(os.dup(file.fileno()))
 
 
 def _largest(directory: Path, refusal: Exception) -> UncachedFile:
-    """The largest file there is in ``directory``, which cannot be written for ``refusal``."""
+    """Open the largest file in ``directory``, which cannot be written because of ``refusal``."""
     least_bytes = 4 * max(_CHUNKS_BYTES)
     try:
         sizes = {entry.path: entry.stat().st_size for entry in os.scandir(directory) if entry.is_file()}
@@ -272,8 +268,8 @@ def _largest(directory: Path, refusal: Exception) -> UncachedFile:
 
 
 def _past_the_cache(descriptor: int) -> tuple[int, bool]:
-    """The same file, and whether reads go past the page cache now: not every filesystem takes that."""
-    import fcntl  # not there on Windows, where nothing is measured
+    """Make reads bypass the page cache if the filesystem can; return the descriptor and whether they do."""
+    import fcntl  # missing on Windows, where nothing is measured
 
     if sys.platform == "darwin":
         fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
@@ -291,11 +287,10 @@ def _past_the_cache(descriptor: int) -> tuple[int, bool]:
 
 
 def touched_ring() -> memoryview:
-    """``RING_BYTES`` whose pages exist already, huge ones where there are any, as a run's own buffers have.
+    """Return ``RING_BYTES`` of allocated pages, huge ones if possible, as a run's buffers have.
 
-    The first read into them must not pay for making pages, and with small ones the kernel's accounting for direct
-    reads costs more than the transfer: 4.5 instead of 8 GB/s were seen. The bytes are random: a disk may store zeros
-    without writing them.
+    With small pages the kernel's accounting for direct reads costs more than the transfer (4.5 instead of 8 GB/s).
+    The bytes are random, as a disk may store zeros without writing them.
     """
     buffer = mmap.mmap(-1, RING_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -308,7 +303,7 @@ def touched_ring() -> memoryview:
 
 
 def _fill(descriptor: int, directory: Path) -> int:
-    """Write what a disk cannot compress until the file is large enough or took long enough; its size in bytes."""
+    """Write random bytes until the file is large enough or time is up; return its size in bytes."""
     piece_bytes = max(_CHUNKS_BYTES)
     wanted_bytes = min(FILE_BYTES, shutil.disk_usage(directory).free // 4)
     piece = mmap.mmap(-1, piece_bytes)

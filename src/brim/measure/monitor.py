@@ -1,9 +1,8 @@
-"""What a piece of work took: RAM and VRAM high water, and bytes read from disk."""
+"""Measure the peaks of RAM and VRAM in a block of code."""
 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,21 +19,17 @@ _PROC = Path("/proc/self")
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What happened between entering a monitor and reading it. None: this machine does not tell.
+    """The peaks of memory since a monitor was entered.
 
-    ``ram_growth_bytes`` is the high water of the resident set (VmHWM; file pages that are mapped count) over the
-    resident set at entry, never below 0. ``disk_read_bytes`` came from storage, not from the page cache.
-    ``vram_allocated_bytes`` and ``vram_reserved_bytes`` are PyTorch's peaks over all devices of accelerators summed,
-    0 while none is in use; ``vram_process_bytes`` adds to the reserved peak what the driver counts on top of it
-    (context, libraries), which only CUDA's tells.
+    ``ram_growth_bytes`` is the peak of the resident set (VmHWM; mapped file pages count) above the resident set at
+    entry, at least 0. ``vram_allocated_bytes`` and ``vram_reserved_bytes`` are PyTorch's peaks summed over all
+    accelerators, 0 without one in use.
     """
 
     ram_entry_bytes: int
     ram_peak_bytes: int
-    disk_read_bytes: int | None
     vram_allocated_bytes: int
     vram_reserved_bytes: int
-    vram_process_bytes: int | None
 
     @property
     def ram_growth_bytes(self) -> int:
@@ -42,7 +37,7 @@ class Usage:
 
 
 class RamMeter(Protocol):
-    """The high water of this process's resident set since the last reset."""
+    """Measures the peak of this process's resident set since the last reset."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -51,11 +46,11 @@ class RamMeter(Protocol):
 
 
 class KernelMeter:
-    """The kernel's own high water, exact between resets (Linux, proc_pid_clear_refs(5))."""
+    """Reads the kernel's exact peak (Linux, proc_pid_clear_refs(5))."""
 
     @staticmethod
     def available() -> bool:
-        """Whether it can be read and reset. Asking resets it."""
+        """Return whether the peak can be read and reset. Resets it."""
         try:
             KernelMeter().reset()
             return KernelMeter().peak_bytes() > 0
@@ -77,10 +72,7 @@ class KernelMeter:
 
 
 class SampledMeter:
-    """The resident set looked at every few milliseconds by a thread: for systems whose high water cannot be reset.
-
-    Shorter peaks are missed.
-    """
+    """Samples the resident set every few milliseconds, for systems whose peak cannot be reset. Misses short peaks."""
 
     def __init__(self, interval_s: float = 0.005) -> None:
         self._interval_s = interval_s
@@ -107,7 +99,7 @@ class SampledMeter:
             self._peak_bytes = self._process.memory_info().rss
 
     def peak_bytes(self) -> int:
-        with self._lock:  # a sample that began before a reset must not bring the old peak back
+        with self._lock:  # a sample that began before a reset must not restore the old peak
             self._peak_bytes = max(self._peak_bytes, self._process.memory_info().rss)
             return self._peak_bytes
 
@@ -129,10 +121,10 @@ class _Peaks:
 
 
 class Watch:
-    """The high waters of the process, shared by all monitors that are open.
+    """The peaks of the process, shared by all open monitors.
 
-    The kernel and PyTorch keep one high water each. A monitor that starts must reset them, so what they said until
-    then is first folded into every monitor that is open already: nested and overlapping monitors are all right.
+    The kernel and PyTorch have one peak each, which a new monitor resets. Before that, the peaks are folded into
+    every open monitor, so that monitors can nest and overlap.
     """
 
     def __init__(self, meter: RamMeter) -> None:
@@ -148,19 +140,19 @@ class Watch:
             else:
                 self._meter.start()
             _reset_vram_peaks()
-            mine = _Peaks()
-            self._open.append(mine)
-            return mine
+            peaks = _Peaks()
+            self._open.append(peaks)
+            return peaks
 
-    def read(self, mine: _Peaks) -> _Peaks:
+    def read(self, peaks: _Peaks) -> _Peaks:
         with self._lock:
             self._fold()
-            return mine
+            return peaks
 
-    def leave(self, mine: _Peaks) -> None:
+    def leave(self, peaks: _Peaks) -> None:
         with self._lock:
             self._fold()
-            self._open = [peaks for peaks in self._open if peaks is not mine]
+            self._open = [other for other in self._open if other is not peaks]
             if not self._open:
                 self._meter.stop()
 
@@ -173,15 +165,15 @@ class Watch:
 
 @functools.cache
 def _process_watch() -> Watch:
-    """The high waters belong to the process, so this object does too. Made late: asking the kernel resets them."""
+    """Return the Watch of this process. Created on first use, as checking the kernel's meter resets its peak."""
     return Watch(KernelMeter() if KernelMeter.available() else SampledMeter())
 
 
 class Monitor:
-    """``with Monitor() as monitor: work()``, then ``monitor.usage()``; within the block it tells the usage so far.
+    """``with Monitor() as monitor: work()``, then ``monitor.usage()``; within the block, the usage so far.
 
-    Nested and concurrent monitors do not disturb one another. What resets the process's high waters behind their
-    backs (``torch.cuda.reset_peak_memory_stats``, writing ``clear_refs``) does.
+    Monitors can nest and run concurrently. Other code must not reset the process's peaks
+    (``torch.cuda.reset_peak_memory_stats``, writing ``clear_refs``).
     """
 
     def __init__(self, *, watch: Watch | None = None) -> None:
@@ -193,7 +185,6 @@ class Monitor:
         if self._peaks is not None:
             raise UsageError("Cannot enter a Monitor.", "It is already in use.", "Make one Monitor for each block.")
         self._usage = None
-        self._disk_entry_bytes = _disk_read_bytes()
         self._peaks = self._watch.enter()
         self._ram_entry_bytes = psutil.Process().memory_info().rss
         return self
@@ -208,7 +199,7 @@ class Monitor:
         self._peaks = None
 
     def usage(self) -> Usage:
-        """What the block took, or so far within it. Raises UsageError before the block is entered."""
+        """Return the usage of the block, so far or in total. Raises UsageError before the block is entered."""
         if self._peaks is not None:
             return self._usage_of(self._watch.read(self._peaks))
         if self._usage is None:
@@ -216,25 +207,12 @@ class Monitor:
         return self._usage
 
     def _usage_of(self, peaks: _Peaks) -> Usage:
-        now = _disk_read_bytes()
-        before = self._disk_entry_bytes
         return Usage(
             ram_entry_bytes=self._ram_entry_bytes,
             ram_peak_bytes=peaks.ram_bytes,
-            disk_read_bytes=None if now is None or before is None else now - before,
             vram_allocated_bytes=peaks.allocated_bytes,
             vram_reserved_bytes=peaks.reserved_bytes,
-            vram_process_bytes=_vram_process_bytes(peaks.reserved_bytes),
         )
-
-
-def _disk_read_bytes() -> int | None:
-    """Bytes that this process, all threads, made the storage fetch since it began."""
-    try:
-        lines = (_PROC / "io").read_text(encoding="ascii").splitlines()
-    except OSError:  # not Linux, or a sandbox that hides it
-        return None
-    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 
 def _reset_vram_peaks() -> None:
@@ -249,24 +227,3 @@ def _vram_peaks() -> _Peaks:
         peaks.allocated_bytes += allocated
         peaks.reserved_bytes += reserved
     return peaks
-
-
-def _vram_process_bytes(reserved_peak_bytes: int) -> int | None:
-    """The reserved peak and what the driver counts for this process beyond PyTorch's reserve at this moment.
-
-    A GPU that the process has nothing on is none of the driver's news, and counts for nothing.
-    """
-    devices = [index for device, index in accelerator.in_use() if device.type == accelerator.CUDA]
-    if not devices:
-        return None
-    from brim.measure.nvml import process_bytes
-
-    cuda = sys.modules["torch"].cuda
-    beyond: list[int] = []
-    for device in devices:
-        used, reserved = process_bytes(f"GPU-{cuda.get_device_properties(device).uuid}"), cuda.memory_reserved(device)
-        if used is not None:
-            beyond.append(used - reserved)
-        elif reserved:
-            return None
-    return reserved_peak_bytes + sum(beyond) if beyond else None

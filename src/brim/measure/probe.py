@@ -1,4 +1,4 @@
-"""What this machine does, measured once and remembered in the user's cache folder."""
+"""Measure this machine once, and store the result in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import math
 import os
 import platform
 import time
@@ -18,32 +19,31 @@ from brim.accelerator import Accelerator
 from brim.core.hardware import DISK, RAM, VRAM, Hardware, Link, Tier
 from brim.errors import FormatError, TransferError, UnsupportedError, UsageError
 from brim.measure.capacity import disk_free_bytes, ram_capacity_bytes
-from brim.measure.user_cache import cache_folder, keep, kept
+from brim.measure.user_cache import cache_folder, load_text, store_text
 
-# Raised when what is measured, or how, changes: what was remembered before is measured again.
+# Incremented when the measurements change, so that stored ones are repeated.
 _METHOD = 4
-# Processors and memory stay what they are. A drive fills up, wears, and has others who use it.
+# Unlike processors and memory, a drive fills up, wears and is shared.
 _DISK_GOOD_FOR_S = 24 * 3600.0
-_OF_DISK = ", disk of "  # begins what a source says of it
-# When this process measured a disk again, by its own clock: the age of a file depends on the clocks of the system
-# and of the server.
-_disks_of_today: dict[Path, float] = {}
+_OF_DISK = ", disk of "  # begins the part of a source that describes the disk
+# The last disk measurement by this process's clock, as the age of a file depends on the system's and server's clocks.
+_disk_measured_s: dict[Path, float] = {}
 
 
 def probe(*, refresh: bool = False, device: str = "auto", directory: Path | None = None) -> Hardware:
-    """Measure what this machine does: memory, disk, links between them, matrix rates. A few seconds the first time.
+    """Measure this machine: memory, disk, links between them, matrix rates. A few seconds the first time.
 
-    The result is remembered in the user's cache folder, by machine, device, driver, PyTorch and filesystem, and the
-    disk's part of it for a day. Rates are medians; capacities are read afresh each time. Measuring takes up to 350
-    MiB of RAM and 256 MiB of disk for a moment: do it before a run's own memory is watched. A cache that is damaged
-    or cannot be written causes a warning and nothing else.
+    The result is stored in the user's cache folder by machine, device, driver, PyTorch and filesystem; the disk's
+    part is valid for a day. Rates are medians; capacities are read each time. Measuring takes up to 350 MiB of RAM
+    and 256 MiB of disk for a moment: do it before a run's own memory is watched. A cache that is damaged or cannot be
+    written causes a warning only.
 
     Args:
         refresh: Measure all again.
-        device: ``"auto"`` (CUDA where torch sees it, else the CPU), ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"npu"`` or
+        device: ``"auto"`` (CUDA if torch sees it, else the CPU), ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"npu"`` or
             ``"mps"``; of an accelerator, its current device.
         directory: A folder on the disk that models will be read from. None: the user's cache folder, or that of
-            PyTorch's libraries where the cache folder cannot be used.
+            PyTorch's libraries if the cache folder cannot be used.
 
     Returns:
         Tiers with their bytes, links with bytes per second, and operations per second by dtype. ``compute`` is
@@ -51,7 +51,7 @@ def probe(*, refresh: bool = False, device: str = "auto", directory: Path | None
 
     Raises:
         UsageError: The directory does not exist, or the device is unknown.
-        UnsupportedError: The device is not there, or cannot be measured.
+        UnsupportedError: The device is missing, or cannot be measured.
         TransferError: The disk failed.
     """
     on = _accelerator(device)
@@ -59,21 +59,21 @@ def probe(*, refresh: bool = False, device: str = "auto", directory: Path | None
     if not place.is_dir():
         raise UsageError(f"Cannot measure the disk under {place}.", "There is no such directory.")
     facts = _fingerprint(on, place)
-    path = _remembered_at(facts)
-    remembered = None if refresh else _remembered(path)
-    if remembered is not None:
-        return _with_capacities(_with_the_disk_of_today(*remembered, path, place), place, on)
-    hardware = _measured(on, place, facts)
-    _remember(hardware, path)
+    path = _cache_file(facts)
+    stored = None if refresh else _load(path)
+    if stored is not None:
+        return _with_capacities(_with_current_disk(*stored, path, place), place, on)
+    hardware = _measure(on, place, facts)
+    _store(hardware, path)
     return hardware
 
 
-def _remembered_at(facts: dict[str, Any]) -> Path:
+def _cache_file(facts: dict[str, Any]) -> Path:
     return cache_folder() / f"hardware-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
 
 
 def _accelerator(device: str) -> Accelerator | None:
-    """What ``device`` names; None: the processor. "auto" is what models are computed on."""
+    """Return the accelerator that ``device`` names, None for the processor."""
     if device == "cpu":
         return None
     import torch
@@ -92,17 +92,17 @@ def _accelerator(device: str) -> Accelerator | None:
     return accelerator_in_use
 
 
-def _with_the_disk_of_today(hardware: Hardware, age_s: float, path: Path, directory: Path) -> Hardware:
-    """``hardware`` as it is remembered at ``path``, its disk measured again where that is too long ago.
+def _with_current_disk(hardware: Hardware, age_s: float, path: Path, directory: Path) -> Hardware:
+    """Return the ``hardware`` stored at ``path``, with its disk measured again if it is too old.
 
-    One that cannot be measured now (it is full) stays as it is known, with a warning.
+    A disk that cannot be measured now (it is full) keeps its rates, with a warning.
     """
-    looked_s = _disks_of_today.get(path)
-    if 0 <= age_s <= _DISK_GOOD_FOR_S or (looked_s is not None and time.monotonic() - looked_s < _DISK_GOOD_FOR_S):
+    measured_s = _disk_measured_s.get(path, -math.inf)
+    if 0 <= age_s <= _DISK_GOOD_FOR_S or time.monotonic() - measured_s < _DISK_GOOD_FOR_S:
         return hardware
-    _disks_of_today[path] = time.monotonic()
+    _disk_measured_s[path] = time.monotonic()
     try:
-        links, source = _disk(directory)
+        links, source = _measure_disk(directory)
     except (TransferError, UsageError) as error:
         warnings.warn(f"The disk's rates are older than a day. {' '.join(str(error).split())}", stacklevel=3)
         return hardware
@@ -113,28 +113,28 @@ def _with_the_disk_of_today(hardware: Hardware, age_s: float, path: Path, direct
     )
     source = hardware.source.partition(_OF_DISK)[0] + source
     updated = dataclasses.replace(hardware, tiers=tuple(tiers), links=(*links, *others), source=source)
-    _remember(updated, path)
+    _store(updated, path)
     return updated
 
 
-def _disk(directory: Path, instead: Path | None = None) -> tuple[list[Link], str]:
-    """The links from and to the disk of ``directory``, else from that of ``instead``, and how they were measured."""
+def _measure_disk(directory: Path, instead: Path | None = None) -> tuple[list[Link], str]:
+    """Measure the links of the disk of ``directory``, else of ``instead``; return them and their source."""
     from brim.measure.disk import disk_link, uncached_file, write_link
 
     with uncached_file(directory, instead=instead) as file:
         links = [disk_link(file), *([write_link(file)] if file.writable else [])]
-        way = "O_DIRECT" if file.direct else "dropped page cache"
-    return links, f"{_OF_DISK}{file.directory} by {way} on {_today()}"
+        method = "O_DIRECT" if file.direct else "dropped page cache"
+    return links, f"{_OF_DISK}{file.directory} by {method} on {_today()}"
 
 
 def _today() -> str:
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
-def _measured(on: Accelerator | None, directory: Path, facts: dict[str, Any]) -> Hardware:
+def _measure(on: Accelerator | None, directory: Path, facts: dict[str, Any]) -> Hardware:
     from brim.measure import bandwidth
 
-    disk, of_disk = _disk(directory, _libraries() if directory == cache_folder() else None)
+    disk, of_disk = _measure_disk(directory, _libraries() if directory == cache_folder() else None)
     tiers = [
         Tier(name=RAM, capacity_bytes=0, bytes_per_s=bandwidth.ram_read_rate()),
         Tier(name=DISK, capacity_bytes=0, bytes_per_s=disk[0].bytes_per_s),
@@ -163,7 +163,7 @@ def _measured(on: Accelerator | None, directory: Path, facts: dict[str, Any]) ->
 
 
 def _with_capacities(hardware: Hardware, directory: Path, on: Accelerator | None) -> Hardware:
-    """The same rates with what the tiers hold today: the disk fills up, a container gets another limit."""
+    """Return ``hardware`` with current capacities: a disk fills up, a container gets another limit."""
     capacities = {RAM: ram_capacity_bytes(), DISK: disk_free_bytes(directory)}
     if on is not None:
         capacities[VRAM] = on.memory_bytes()[1]
@@ -172,7 +172,7 @@ def _with_capacities(hardware: Hardware, directory: Path, on: Accelerator | None
 
 
 def _fingerprint(on: Accelerator | None, directory: Path) -> dict[str, Any]:
-    """What the figures depend on. Measured again when any of it changes."""
+    """Return the facts that the figures depend on; a change of one causes a new measurement."""
     import psutil
     import torch
 
@@ -204,20 +204,20 @@ def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _filesystem(directory: Path) -> str:
-    """Type, device and mount point of the filesystem that holds ``directory``; its device number where not known."""
+    """Return type, device and mount point of the filesystem of ``directory``, else its device number."""
     import psutil
 
     resolved = directory.resolve()
     mounts = [part for part in psutil.disk_partitions(all=True) if resolved.is_relative_to(part.mountpoint)]
     if not mounts:
         return f"device {resolved.stat().st_dev}"
-    # Of mounts on one place the last listed is the one that is seen.
+    # Of several mounts on one path, the last listed is visible.
     mount = max(enumerate(mounts), key=lambda pair: (len(Path(pair[1].mountpoint).parts), pair[0]))[1]
     return f"{mount.fstype} {mount.device} {mount.mountpoint}"
 
 
 def drive_folder() -> Path:
-    """The folder whose disk stands for this machine's where nobody names one: the cache folder, if it can be made."""
+    """Return the folder whose disk is measured by default: the cache folder if it can be created."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -228,20 +228,24 @@ def drive_folder() -> Path:
 
 
 def _libraries() -> Path:
-    """PyTorch's: large files that can be read on every machine, also where nothing can be written."""
+    """Return the folder of PyTorch's libraries: large files that every machine has."""
     import torch
 
     return Path(torch.__file__).parent / "lib"
 
 
-def _remembered(path: Path) -> tuple[Hardware, float] | None:
-    """What is kept at ``path``, and its age in seconds."""
+def _load(path: Path) -> tuple[Hardware, float] | None:
+    """Return the hardware stored at ``path`` and its age in seconds."""
     try:
-        if (content_and_age := kept(path)) is None:
+        if (content_and_age := load_text(path)) is None:
             return None
         hardware = Hardware.from_json(json.loads(content_and_age[0]))
         for name in (hardware.compute, RAM, DISK):
             hardware.tier(name)
+        rates = [tier.bytes_per_s for tier in hardware.tiers] + [link.bytes_per_s for link in hardware.links]
+        rates.append(max(hardware.flops_per_s.values(), default=0.0))
+        if not all(0 < rate < math.inf for rate in rates):
+            raise ValueError("A rate in it is not above zero.")
     except (FormatError, UsageError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         warnings.warn(f"{path} is damaged, so this machine is measured again. {reason}", stacklevel=3)
@@ -249,5 +253,5 @@ def _remembered(path: Path) -> tuple[Hardware, float] | None:
     return hardware, content_and_age[1]
 
 
-def _remember(hardware: Hardware, path: Path) -> None:
-    keep(path, json.dumps(hardware.to_json(), indent=1))
+def _store(hardware: Hardware, path: Path) -> None:
+    store_text(path, json.dumps(hardware.to_json(), indent=1))

@@ -1,7 +1,7 @@
-"""The user's cache folder: what was measured or made once is found again there.
+"""The user's cache folder, for measurements and for files that are expensive to build.
 
-A container may have a home that cannot be written, or none, and a disk is full some day. Nothing stops for that: what
-cannot be kept is known to this process alone, and said once.
+If it cannot be written (a container without a home, a full disk), contents stay in this process or in a temporary
+folder, with one warning.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
 import warnings
@@ -19,20 +20,19 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from brim.core.files import open_to_write, special_file
 from brim.errors import TransferError
 
-_unkept: dict[Path, tuple[str, float]] = {}  # what no disk took: text, and when it was made
-_told: set[Path] = set()
-_own_folders: dict[int, Path] = {}  # process -> its temporary folder, as forked ones have their own
+_unwritten: dict[Path, tuple[str, float]] = {}  # texts that could not be written, and their times
+_MOST_TEXT_BYTES = 64 << 20
+_warned: set[Path] = set()
+_own_folders: dict[int, Path] = {}  # process -> its temporary folder; a forked process has its own
 
 
 def cache_folder() -> Path:
-    """Where brim keeps what it can make again: ``$XDG_CACHE_HOME/brim``, else ``~/.cache/brim``.
-
-    It may not exist, and it may be a folder that cannot be made.
-    """
+    """Return ``$XDG_CACHE_HOME/brim``, else ``~/.cache/brim``. It may not exist, or be impossible to create."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if Path(base).is_absolute():  # the XDG specification: a relative path is to be ignored
+    if Path(base).is_absolute():  # the XDG specification says to ignore a relative path
         return Path(base) / "brim"
     try:
         return Path.home() / ".cache" / "brim"
@@ -40,25 +40,28 @@ def cache_folder() -> Path:
         return Path(os.devnull) / "brim"
 
 
-def kept(path: Path) -> tuple[str, float] | None:
-    """The text that was kept at ``path`` and its age in seconds; None where nothing is, or nothing can be read.
+def load_text(path: Path) -> tuple[str, float] | None:
+    """Return the text stored at ``path`` and its age in seconds; None if there is no readable regular file.
 
     Raises UnicodeDecodeError for a file that is not text.
     """
-    if path in _unkept:
-        text, made_s = _unkept[path]
-        return text, time.time() - made_s
+    if path in _unwritten:
+        text, stored_s = _unwritten[path]
+        return text, time.time() - stored_s
     try:
-        return path.read_text(encoding="utf-8"), time.time() - path.stat().st_mtime
+        # Does not follow links or wait for the writer of a pipe: ``store_text`` creates neither.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        with open(descriptor, encoding="utf-8") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_TEXT_BYTES:
+                return None
+            return file.read(), time.time() - status.st_mtime
     except OSError:
         return None
 
 
-def keep(path: Path, text: str) -> None:
-    """Write ``text`` beside ``path`` and move it there, so that no other process reads half of it.
-
-    Where that cannot be, this process remembers it, with a warning for the first.
-    """
+def store_text(path: Path, text: str) -> None:
+    """Replace the file ``path`` atomically by ``text``; on failure, keep it in this process and warn once."""
     temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,19 +69,19 @@ def keep(path: Path, text: str) -> None:
             temporary = file.name
             file.write(text)
         Path(temporary).replace(path)
-        _unkept.pop(path, None)
+        _unwritten.pop(path, None)
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-        _unkept[path] = text, time.time()
-        _tell(path.parent, error)
+        _unwritten[path] = text, time.time()
+        _warn(path.parent, error)
 
 
 def make_folder(parent: Path, make: Callable[[Path], Path]) -> Path:
-    """``make(parent)``, once ``parent`` is there; in a temporary folder of this process where that cannot be.
+    """Call ``make`` with ``parent``, else with a temporary folder that is removed when the process ends.
 
-    Such a folder is removed at the process's exit. Raises OSError where that cannot be made either, and what ``make``
-    raises, unless it is a TransferError that another disk may not have.
+    Raises OSError if that cannot be created either, and what ``make`` raises, unless it is a TransferError that may
+    not happen on another disk.
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -86,13 +89,13 @@ def make_folder(parent: Path, make: Callable[[Path], Path]) -> Path:
     except (OSError, TransferError) as error:
         own = _own_folder()
         if parent.is_dir() and parent.stat().st_dev == own.stat().st_dev and os.access(parent, os.W_OK | os.X_OK):
-            raise  # it would be no better there
-        _tell(parent, error)
+            raise  # the same disk
+        _warn(parent, error)
     return make(own)
 
 
 def fingerprint(files: Iterable[Path], *facts: object) -> str:
-    """A name that changes when one of the files (path, size, time of change) or one of the facts does."""
+    """Return a name that changes with the files (path, size, time of change) and the facts."""
     digest = hashlib.sha256(json.dumps([str(fact) for fact in facts]).encode())
     for file in files:
         real = file.resolve()
@@ -102,16 +105,18 @@ def fingerprint(files: Iterable[Path], *facts: object) -> str:
 
 
 def build_once(folder: Path, fill: Callable[[Path], None]) -> Path:
-    """``folder``, filled by ``fill`` in a temporary folder beside it and renamed when complete.
+    """Return ``folder``, built by ``fill`` in a temporary folder beside it and renamed when complete.
 
-    On any error, Ctrl-C included, nothing is left, and what a killed process left half-made is removed. Of two
-    processes at it at once, one makes it and the other waits for it. Where the cache cannot be written, or its disk
-    is full, the folder is one of this process, and is gone when that ends: then ``fill`` is called twice.
+    On any error, Ctrl-C included, nothing is left; the remains of killed processes are removed. Of two processes at
+    once, one builds and the other waits. If the cache cannot be written, or its disk is full, ``fill`` is called
+    again for a temporary folder of this process.
     """
     own = own_folder()
     for candidate in (folder, *([own / folder.name] if own is not None else [])):
         if _is_folder(candidate):
-            return candidate
+            if special_file(candidate) is None:
+                return candidate
+            discard(candidate)
     try:
         return make_folder(folder.parent, partial(_filled, folder.name, fill))
     except OSError as error:
@@ -126,8 +131,8 @@ def _filled(name: str, fill: Callable[[Path], None], parent: Path) -> Path:
     with _alone(parent / f".{name}.lock"):
         if (parent / name).is_dir():
             return parent / name
-        for left in parent.glob(f".{name}.partial-*"):
-            shutil.rmtree(left, ignore_errors=True)
+        for remains in parent.glob(f".{name}.partial-*"):
+            shutil.rmtree(remains, ignore_errors=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=parent))
         try:
             fill(beside)
@@ -138,8 +143,8 @@ def _filled(name: str, fill: Callable[[Path], None], parent: Path) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Let ``folder``, which ``build_once`` has made, be made again: it is damaged. Raises TransferError."""
-    hidden = folder.with_name(f".{folder.name}.partial-{os.getpid()}")  # out of sight as a whole
+    """Delete the damaged ``folder`` of ``build_once``, to be built again. Raises TransferError."""
+    hidden = folder.with_name(f".{folder.name}.partial-{os.getpid()}")  # disappears at once
     try:
         folder.rename(hidden)
         shutil.rmtree(hidden)
@@ -153,13 +158,13 @@ def discard(folder: Path) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Holds a lock on that file, which is gone afterwards. A process that ends, however it ends, holds none."""
-    import fcntl  # not there on Windows
+    """Lock the file ``path`` for the block, then delete it. The system releases the lock if the process ends."""
+    import fcntl  # missing on Windows
 
     while True:
-        with open(path, "w") as file:
+        with os.fdopen(open_to_write(path), "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            # The process that held the lock before has removed the file: then another process has a new one, or none.
+            # The previous holder of the lock has deleted the file, and another process may have created a new one.
             try:
                 same = os.path.samestat(path.stat(), os.fstat(file.fileno()))
             except FileNotFoundError:
@@ -176,12 +181,12 @@ def _alone(path: Path) -> Iterator[None]:
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # in a folder that is not for us to look into
+    except OSError:  # no permission
         return False
 
 
 def own_folder() -> Path | None:
-    """The temporary folder that stands for the cache folder in this process, if there is one."""
+    """Return the temporary folder that replaces the cache folder in this process, if there is one."""
     return _own_folders.get(os.getpid())
 
 
@@ -194,21 +199,18 @@ def _own_folder() -> Path:
 
 
 def _remove(process: int, folder: Path) -> None:
-    if os.getpid() == process:  # a forked one leaves it alone
+    if os.getpid() == process:  # not in a forked process
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _tell(folder: Path, error: OSError | TransferError) -> None:
+def _warn(folder: Path, error: OSError | TransferError) -> None:
     root = cache_folder()
-    if root in _told:
+    if root in _warned:
         return
-    _told.add(root)
+    _warned.add(root)
     reason = (error.strerror or str(error)) if isinstance(error, OSError) else error.found.rstrip(".")
     warnings.warn(
         f"Files for later runs could not be kept in {folder} ({reason}): the next run makes them again. "
         "Set XDG_CACHE_HOME to a folder that can be written.",
         stacklevel=4,
     )
-
-
-__all__ = ["build_once", "cache_folder", "discard", "fingerprint", "keep", "kept", "make_folder", "own_folder"]

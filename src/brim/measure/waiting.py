@@ -1,4 +1,4 @@
-"""Seconds of computing, without those in which other processes had the processors."""
+"""Measure seconds of computing without the time in which other processes had the processors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _PROC, _TASKS = Path("/proc"), Path("/proc/self/task")
 
 
 def waited_s() -> dict[str, float]:
-    """By thread, the seconds that it was ready to run and had no processor.
+    """Return by thread the seconds that it was ready to run and had no processor.
 
-    That is the second number of its ``schedstat`` (Linux, Documentation/scheduler/sched-stats.rst). Empty where the
-    kernel does not tell.
+    They are the second number of ``schedstat`` (Linux, Documentation/scheduler/sched-stats.rst). Empty if the kernel
+    does not report it.
     """
     waits_s = {}
     try:
@@ -31,8 +31,7 @@ def waited_s() -> dict[str, float]:
 
 
 def waits_for_itself() -> bool:
-    """Whether threads of this process wait whatever others do: it has more of them than processors, or a quota of
-    their time (``docker --cpus``), beyond which they count as ready to run and are not let."""
+    """Return whether threads wait regardless of other processes: too many threads, or a quota (``docker --cpus``)."""
     torch = sys.modules.get("torch")
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if torch is not None and torch.get_num_threads() > processors:
@@ -43,16 +42,16 @@ def waits_for_itself() -> bool:
 def _has_quota(file: Path) -> bool:
     try:
         return not file.read_text(encoding="ascii").startswith("max")  # (Linux, Documentation/admin-guide/cgroup-v2)
-    except OSError:  # at the root, or where nothing limits the processor
+    except OSError:  # at the root, or without a limit
         return False
 
 
 class Stopwatch:
-    """Counts from when it is made, in the thread that made it, for work of the processor alone.
+    """Times work of the processor from its creation, in the thread that created it.
 
-    Threads that share an operation wait for the slowest of them, so the longest wait of a thread is that of all. It
-    may have begun before, or be a thread's that has nothing to do with the work: what this thread has computed counts
-    at least. A process that waits for itself is timed by the clock.
+    Threads that share an operation wait for the slowest, so the longest wait of a thread is subtracted. That wait may
+    have begun earlier, or belong to an unrelated thread, so this thread's processor time is the minimum. A process
+    whose threads wait for each other is timed by the clock.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class Stopwatch:
         self._began_s = time.perf_counter()
 
     def read_s(self) -> float:
-        """Seconds by the clock, less those that the most delayed thread waited for a processor."""
+        """Return the seconds elapsed, less those that the most delayed thread waited for a processor."""
         took_s = time.perf_counter() - self._began_s
         if self._by_clock:
             return took_s

@@ -1,14 +1,16 @@
-"""``brim.watch``: remembers who allocated what, and writes it down when memory runs out, before anything is undone.
+"""``brim.watch``: records allocations, and writes the recording when memory runs out, before the stack unwinds.
 
-On a machine with CUDA it is PyTorch's own recorder (``torch.cuda.memory._record_memory_history``) with a bounded ring
-of events and an observer that PyTorch calls when an allocation fails. The file is a snapshot as ``_dump_snapshot``
-writes it. Elsewhere it is the process's resident memory over time, as a Timeline. ``brim explain`` reads both.
+With CUDA it is PyTorch's own recorder (``torch.cuda.memory._record_memory_history``) with a bounded ring of events
+and an observer that PyTorch calls when an allocation fails. The file is a snapshot as ``_dump_snapshot`` writes it.
+Elsewhere it is the process's resident memory over time, as a Timeline. ``brim explain`` reads both.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,12 +19,13 @@ from types import TracebackType
 from typing import ParamSpec, Protocol, TypeVar
 
 import psutil
+import torch
 
 from brim import threads
 from brim.core import EventKind, Timeline
+from brim.core.files import replacing
 from brim.core.hardware import RAM
-from brim.core.replacing import replacing
-from brim.errors import UsageError
+from brim.errors import UsageError, is_out_of_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,7 +35,7 @@ _open = threading.Lock()  # PyTorch has one recorder, so at most one watch is op
 
 
 class Recorder(Protocol):
-    """Records until it is stopped; ``write`` puts what is there into a file."""
+    """Records memory from ``start`` to ``stop``."""
 
     def start(self, on_out_of_memory: Callable[[], None]) -> None: ...
     def stop(self) -> None: ...
@@ -40,33 +43,32 @@ class Recorder(Protocol):
 
 
 class watch:
-    """Record what memory does, and write it down when memory runs out.
+    """Record memory, and write the recording when memory runs out.
 
     ``with brim.watch("run.brim"): train()``, or ``@brim.watch("run.brim")`` above a function. ``brim explain
-    run.brim`` reads the file. It is written before the exception leaves the allocator, whole or not at all; the
-    exception goes on as it was, with a note where the file is.
+    run.brim`` reads the file. It is written completely or not at all, before the exception leaves the allocator; the
+    exception gets a note with the file's path.
 
-    With CUDA the file is a memory snapshot as ``torch.cuda.memory._dump_snapshot`` writes it. A recording of
-    PyTorch's that is on already is used with its own settings, and left on. Without CUDA the file holds the process's
-    resident memory over time; it is written when a MemoryError, or PyTorch's RuntimeError for lack of RAM, leaves the
-    block.
+    With CUDA the file is a memory snapshot as ``torch.cuda.memory._dump_snapshot`` writes it. A recording that
+    PyTorch has begun already is used with its own settings, and continues. Without CUDA the file holds the process's
+    resident memory over time; it is written when an out-of-memory error, such as a MemoryError, leaves the block.
 
     Args:
-        path: The file to write. Its folder exists; the file does not, or is a recording, which is replaced.
-        max_entries: How many events are kept at most, the newest; above 0.
+        path: The file to write. Its folder must exist; an existing recording is replaced.
+        max_entries: The number of newest events that are kept; above 0.
         devices: Indices of the CUDA devices whose failures count. None: all.
         on_exit: Also write when the block ends, unless memory ran out before: that recording stays.
         stacks: ``"python"``, or ``"all"`` for C++ frames too, which cost more.
-        interval_s: Without CUDA: seconds between two looks at the resident memory; above 0.
+        interval_s: Without CUDA: seconds between two samples of the resident memory; above 0.
 
     Raises:
-        UsageError: A value that is not allowed, a watch within a watch, a folder that is not there, a ``path`` that
-            holds something else, or (at the end of the block) a file that could not be written.
+        UsageError: A value that is not allowed, a watch within a watch, a missing folder, a ``path`` that is no
+            recording, or (at the end of the block) a file that could not be written.
 
     Attributes:
         path: The file.
-        written: How often it was written in the last block.
-        failure: What kept it from being written; None where nothing did.
+        written: The number of times that it was written in the last block.
+        failure: The error that kept it from being written, else None.
     """
 
     def __init__(
@@ -79,14 +81,14 @@ class watch:
         stacks: str = "python",
         interval_s: float = 0.05,
     ) -> None:
-        asked = f"brim.watch({str(path)!r}) failed."
+        failed = f"brim.watch({str(path)!r}) failed."
         if max_entries < 1 or interval_s <= 0:
             raise UsageError(
-                asked, f"max_entries is {max_entries}, interval_s {interval_s}.", "Both must be above 0."
+                failed, f"max_entries is {max_entries}, interval_s {interval_s}.", "Both must be above 0."
             )
         if stacks not in STACKS:
-            raise UsageError(asked, f"stacks is {stacks!r}.", f"It may be {' or '.join(map(repr, STACKS))}.")
-        self.path, self._asked = Path(path), asked
+            raise UsageError(failed, f"stacks is {stacks!r}.", f"It may be {' or '.join(map(repr, STACKS))}.")
+        self.path, self._failed = Path(path), failed
         self._max_entries, self._devices, self._stacks = max_entries, devices, stacks
         self._on_exit, self._interval_s = on_exit, interval_s
         self._recorder: Recorder | None = None
@@ -95,11 +97,11 @@ class watch:
 
     def __enter__(self) -> watch:
         if not self.path.absolute().parent.is_dir():
-            raise UsageError(self._asked, f"There is no folder {self.path.absolute().parent}.")
+            raise UsageError(self._failed, f"There is no folder {self.path.absolute().parent}.")
         if self.path.is_file() and self.path.stat().st_size and self._first_byte() not in _FIRST_BYTES:
-            raise UsageError(self._asked, "The file exists and is not a recording.", "Name another file.")
+            raise UsageError(self._failed, "The file exists and is not a recording.", "Name another file.")
         if not _open.acquire(blocking=False):
-            raise UsageError(self._asked, "Another watch is open.", "Use one watch for the whole run.")
+            raise UsageError(self._failed, "Another watch is open.", "Use one watch for the whole run.")
         self.written, self.failure = 0, None
         try:
             self._recorder = self._choose()
@@ -120,7 +122,7 @@ class watch:
         recorder = self._recorder
         assert recorder is not None
         try:
-            if not self.written and error is not None and _wants_memory(error):
+            if not self.written and error is not None and is_out_of_memory(error):
                 self._write("out of memory")
             elif self._on_exit and not self.written:
                 self._write("end")
@@ -131,19 +133,18 @@ class watch:
                 self._recorder = None
                 _open.release()
         if error is not None:
-            if self.failure is not None or (self.written and _wants_memory(error)):
+            if self.failure is not None or (self.written and is_out_of_memory(error)):
                 error.add_note(self._note())
         elif self.failure is not None:
-            raise UsageError(self._asked, f"It could not be written: {self.failure}.") from self.failure
+            raise UsageError(self._failed, f"It could not be written: {self.failure}.") from self.failure
 
     def _note(self) -> str:
-        """What is added below the error that goes on."""
         if self.failure is not None:
             return f"brim.watch could not write {self.path}: {type(self.failure).__name__} {self.failure}"
         return f"The memory recording is in {self.path}. To view it: brim explain {self.path}"
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """As a decorator: each call is watched."""
+        """Decorate a function: each call is watched."""
 
         @functools.wraps(function)
         def watched(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -153,38 +154,79 @@ class watch:
         return watched
 
     def _choose(self) -> Recorder:
-        import torch
-
         if torch.cuda.is_available():
-            from brim.measure.watch_cuda import CudaRecorder
-
-            return CudaRecorder(self._asked, self._max_entries, self._devices, self._stacks)
+            return CudaRecorder(self._failed, self._max_entries, self._devices, self._stacks)
         if self._devices is not None:
-            raise UsageError(self._asked, f"devices is {list(self._devices)}.", "There is no CUDA on this machine.")
+            raise UsageError(self._failed, f"devices is {list(self._devices)}.", "There is no CUDA on this machine.")
         return RamRecorder(self._max_entries, self._interval_s)
 
     def _write(self, why: str) -> None:
-        """Raises nothing: what is under way is an out-of-memory error, which must not be hidden by another one."""
+        """Write the file. Raises nothing, as another error must not hide the out-of-memory error."""
         assert self._recorder is not None
         try:
             with replacing(self.path) as partial:
                 self._recorder.write(partial, why=why)
             self.written += 1
-        except Exception as error:  # the host may be out of memory as well; told when the block is left
+        except Exception as error:  # the host may be out of memory as well; reported at the end of the block
             self.failure = error
 
 
-def _wants_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError):
-        return True
-    # torch.OutOfMemoryError is one; the CPU's allocator raises a plain RuntimeError.
-    return isinstance(error, RuntimeError) and (
-        "out of memory" in str(error) or "can't allocate memory" in str(error)
-    )
+class _Observer:
+    """The out-of-memory observer of this process. PyTorch cannot detach one, so it is attached once and switched.
+
+    ``CUDACachingAllocator.cpp`` (``attachOutOfMemoryObserver``) calls observers where the allocation fails.
+    """
+
+    def __init__(self) -> None:
+        self.call: Callable[[], None] | None = None
+        self.devices: frozenset[int] | None = None
+        self.attached = False
+
+    def attach(self) -> None:
+        if not self.attached:
+            vars(torch._C)["_cuda_attach_out_of_memory_observer"](self.notice)  # absent from CPU builds and stubs
+            self.attached = True
+
+    def notice(self, device: int, allocated: int, device_allocated: int, device_free: int) -> None:
+        if self.call is not None and (self.devices is None or device in self.devices):
+            self.call()
+
+
+_observer = _Observer()
+
+
+class CudaRecorder:
+    """PyTorch's recorder of CUDA's allocator (``torch/cuda/memory.py``)."""
+
+    def __init__(self, failed: str, max_entries: int, devices: Sequence[int] | None, stacks: str) -> None:
+        self._max_entries, self._stacks, self._ours = max_entries, stacks, False
+        self._devices = None if devices is None else frozenset(devices)
+        count = torch.cuda.device_count()
+        if self._devices is not None and not self._devices <= set(range(count)):
+            raise UsageError(failed, f"devices is {sorted(self._devices)}.", f"There are devices 0 to {count - 1}.")
+
+    def start(self, on_out_of_memory: Callable[[], None]) -> None:
+        torch.cuda.init()
+        self._ours = not torch._C._cuda_isHistoryEnabled()
+        if self._ours:  # the settings of a running recording cannot be read, and so not restored
+            torch.cuda.memory._record_memory_history(
+                enabled="all", context="all", stacks=self._stacks, max_entries=self._max_entries
+            )
+        _observer.attach()
+        _observer.devices, _observer.call = self._devices, on_out_of_memory
+
+    def stop(self) -> None:
+        _observer.call = None
+        if self._ours:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def write(self, path: Path, *, why: str) -> None:
+        with path.open("wb") as file:  # as torch.cuda.memory._dump_snapshot does
+            pickle.dump(torch.cuda.memory._snapshot(), file, protocol=4)
 
 
 class Resident:
-    """This process's resident bytes. On Linux one read of an open file: a sample is to disturb nobody."""
+    """Reads this process's resident bytes; on Linux by one read of an open file, to disturb nobody."""
 
     def __init__(self) -> None:
         try:
@@ -205,14 +247,13 @@ class Resident:
 
 
 class RamRecorder:
-    """The resident set of this process, looked at by a thread; its changes are a Timeline's events.
+    """Samples the resident set of this process in a thread; its changes become a Timeline's events.
 
-    When more than ``most`` of them are there, every second one is dropped and half as many are taken from then on:
-    the whole run stays in sight.
+    Above ``limit`` samples, every second one is dropped and the interval doubles, so that they span the run.
     """
 
-    def __init__(self, most: int, interval_s: float) -> None:
-        self._most, self._interval_s = max(2, most), interval_s
+    def __init__(self, limit: int, interval_s: float) -> None:
+        self._limit, self._interval_s = max(2, limit), interval_s
         self._samples: list[tuple[float, int]] = []
         self._resident = Resident()
         self._stopped = threading.Event()
@@ -230,13 +271,11 @@ class RamRecorder:
         self._resident.close()
 
     def write(self, path: Path, *, why: str) -> None:
-        import json
-
         self._sample()
         path.write_text(json.dumps(self.timeline(why).to_json()), encoding="utf-8")
 
     def timeline(self, why: str) -> Timeline:
-        """Each sample that differs from the one before is one block in the place of the one before."""
+        """Return the samples as a Timeline: each change replaces the previous block."""
         timeline = Timeline(f"resident memory of process {os.getpid()}", measured=True)
         last_resident = number = 0
         with self._lock:
@@ -262,12 +301,12 @@ class RamRecorder:
         resident = self._resident.bytes()
         with self._lock:
             self._samples.append((time.perf_counter() - self._begin_s, resident))
-            if len(self._samples) > self._most:
+            if len(self._samples) > self._limit:
                 self._samples = self._thinned()
                 self._interval_s *= 2
 
     def _thinned(self) -> list[tuple[float, int]]:
-        """Of every two samples the higher one: peaks stay."""
+        """Return the higher of every two samples."""
         pairs = zip(self._samples[::2], self._samples[1::2], strict=False)
-        kept = [max(pair, key=lambda sample: sample[1]) for pair in pairs]
-        return kept + self._samples[len(kept) * 2 :]
+        peaks = [max(pair, key=lambda sample: sample[1]) for pair in pairs]
+        return peaks + self._samples[len(peaks) * 2 :]

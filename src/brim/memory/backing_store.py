@@ -1,4 +1,4 @@
-"""Where blocks rest while they are not in use: RAM, or files, and how they come to a slot and back."""
+"""Backing stores hold blocks in RAM or files while they are not in use, and move them to slots and back."""
 
 from __future__ import annotations
 
@@ -18,55 +18,58 @@ from brim.memory.scratch import SCRATCH_PATH
 from brim.memory.tiers import Memory
 from brim.memory.transfer import Done, Settled, Waitable
 
-# Of a block that rests in RAM, compared to tell whether it was written to: some microseconds' worth.
-_SAMPLED_WORDS = 509  # a prime, so that it does not keep meeting the same columns
+# Words of a block in RAM that are compared to detect writes, in some microseconds.
+_SAMPLED_WORDS = 509  # a prime, so that the samples vary in column
 
 
 class BackingStore(Protocol):
-    """Where a block rests. ``layout`` is the block's form in a slot of the compute tier, the same for good."""
+    """Holds a block. ``layout`` is the block's constant layout in a slot of the compute tier."""
 
     tier: str
     layout: BlockLayout
 
     def stage(self) -> bool:
-        """Start bringing the block nearer (disk -> RAM) where that is a step of its own; False: no room now."""
+        """Start to read the block into RAM if loading needs that first. Return False if there is no room."""
 
     def load(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
-        """Fill ``slot`` with the block once ``after`` is done."""
+        """Copy the block into ``slot`` once ``after`` is done."""
 
     def save(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
-        """Make what is in ``slot`` the block's values once ``after`` is done. Returns when ``slot`` is free again.
+        """Copy ``slot`` back into the store once ``after`` is done. The result is done when ``slot`` is free again.
 
-        Whatever is asked of the home afterwards waits for it, and raises the TransferError that it ended with.
+        Later calls wait for the copy, and raise its TransferError.
         """
 
     def settle(self) -> None:
-        """Wait until what was saved is here. Raises TransferError."""
+        """Wait until the last ``save`` has arrived. Raises TransferError."""
 
     def rest(self) -> list[torch.Tensor | None]:
-        """What the parameters point to meanwhile: their true values, without holding memory for them.
+        """Return views of the stored values for the parameters while the block is in no slot, without new memory.
 
-        None where the file has no such contiguous run; ``values`` has those too. True once ``settle`` returns.
+        None for a tensor that is not contiguous in the file; ``values`` has it. Valid after ``settle``.
         """
 
     def value(self, index: int) -> torch.Tensor:
-        """One of the block's tensors on the CPU, in memory of its own."""
+        """Return a copy of a tensor of the block on the CPU."""
 
     def values(self) -> list[torch.Tensor]:
-        """All of them."""
+        """Return copies of all tensors of the block on the CPU."""
 
     def written(self) -> list[bool]:
-        """For each tensor, whether someone wrote to where it rests, as far as that shows there."""
+        """Return for each tensor whether its stored values were written to, as far as that can be detected."""
 
     def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make ``tensors`` the block's values from now on."""
+        """Replace the block's values by ``tensors``."""
+
+    def free(self) -> None:
+        """Free the store's RAM; the store cannot be used after that."""
 
 
 class DiskStore:
-    """A block that stays in files: the checkpoint itself, or once it was changed, the scratch file.
+    """A block in files: in the checkpoint, or in the scratch file after a change.
 
-    There it lies as it lies in its slot, on pages of its own, so that it is written as one.
-    ``layout`` is its form there where that is not for it to choose.
+    The scratch file has the block in its slot's layout and on its own pages, so that one write suffices. ``layout``
+    overrides the store's own choice.
     """
 
     tier = DISK
@@ -79,7 +82,7 @@ class DiskStore:
         self._resting: list[torch.Tensor | None] | None = None
         self._saved: Waitable = Done()
         self._as_staged: tuple[BlockLayout, StagedLayout] | None = None  # the layout that was staged
-        # In RAM a block takes the form that it has in the file; VRAM wants the alignment that kernels expect.
+        # In RAM a block has the layout of its file; in VRAM it has the alignment that kernels expect.
         self.layout = layout or (file_layout if memory.host is None else packed_layout)(self._sources)
 
     @property
@@ -113,9 +116,9 @@ class DiskStore:
             self._read_into(*staging.claim())
         assert self._staged is not None
         (buffer, read), self._staged = self._staged, None
-        way = (RAM, self._memory.compute.tier)
+        route = (RAM, self._memory.compute.tier)
         staged = self._in_staging()
-        copied = engine.copy(buffer.tensor[: staged.bytes], slot, label, [read, *after], way, staged.moves)
+        copied = engine.copy(buffer.tensor[: staged.bytes], slot, label, [read, *after], route, staged.moves)
         staging.give(buffer, copied)
         return copied
 
@@ -124,19 +127,19 @@ class DiskStore:
         engine, staging = self._memory.engine, self._memory.staging
         self._move_to(self._own_pages())
         image = self._image()
-        after, whole = [*after, Settled(self._saved)], slot.tensor[: self.layout.bytes]
+        after, block = [*after, Settled(self._saved)], slot.tensor[: self.layout.bytes]
         if self._memory.host is None:
-            self._saved = engine.write(whole, image, label, after)
+            self._saved = engine.write(block, image, label, after)
             return self._saved
-        assert staging is not None, "what rests on disk came through staging"
+        assert staging is not None, "blocks on disk pass through staging"
         buffer, free = staging.claim()
-        copied = engine.copy(whole, buffer, label, [*free, *after], (self._memory.compute.tier, RAM))
+        copied = engine.copy(block, buffer, label, [*free, *after], (self._memory.compute.tier, RAM))
         self._saved = engine.write(buffer.tensor[: self.layout.bytes], image, label, [copied])
         staging.give(buffer, self._saved)
         return copied
 
     def _own_pages(self) -> int:
-        """Where in the scratch file the block's slot is written to. Nothing has changed yet."""
+        """Return the offset in the scratch file for the block's slot, without changing the store."""
         return self._image().offset if self._in_scratch else self._memory.scratch().reserve(self.layout.bytes).offset
 
     def _image(self) -> Extent:
@@ -144,7 +147,7 @@ class DiskStore:
         return Extent(path=SCRATCH_PATH, offset=first.offset - first.at, bytes=self.layout.bytes)
 
     def _moved_to(self, begin: int) -> tuple[TensorSource, ...]:
-        """The sources of a slot's image at ``begin`` of the scratch file."""
+        """Return the sources of a slot's image at ``begin`` of the scratch file."""
         pairs = zip(self._sources, self.layout.tensors, strict=True)
         return tuple(
             replace(source, extents=(Extent(path=SCRATCH_PATH, offset=begin + placed.offset, bytes=placed.bytes),))
@@ -152,17 +155,17 @@ class DiskStore:
         )
 
     def _move_to(self, begin: int) -> None:
-        """From now on the block is read from its image at ``begin`` of the scratch file."""
+        """Read the block from its image at ``begin`` of the scratch file from now on."""
         self._sources = self._moved_to(begin)
         run = ReadRun(path=SCRATCH_PATH, offset=begin, bytes=self.layout.bytes, at=0, direct=True)
         self.layout = replace(self.layout, runs=(run,))
-        self._resting = None  # pages of its own go with the mapping
+        self._resting = None  # copied pages are freed with the mapping
 
     def settle(self) -> None:
         self._memory.engine.finish(self._saved)
 
     def drop_staged(self) -> None:
-        """Forget what was staged: the prediction was wrong, or the values changed."""
+        """Free the staged copy: the prediction was wrong, or the values changed."""
         if self._staged is not None and self._memory.staging is not None:
             (buffer, read), self._staged = self._staged, None
             self._memory.staging.give(buffer, read)
@@ -174,7 +177,7 @@ class DiskStore:
         return list(self._resting)
 
     def _maps(self) -> dict[str, FileMap]:
-        """The block's range of each file that it lies in."""
+        """Map the block's range of each of its files."""
         spans: dict[str, tuple[int, int]] = {}
         for extent in (extent for source in self._sources for extent in source.extents if extent.bytes):
             begin, end = spans.get(extent.path, (extent.offset, 0))
@@ -187,18 +190,17 @@ class DiskStore:
     def value(self, index: int) -> torch.Tensor:
         self.settle()
         source = self._sources[index]
-        whole = torch.empty(source.bytes, dtype=torch.uint8)
+        flat = torch.empty(source.bytes, dtype=torch.uint8)
         at = 0
         for extent in source.extents:
-            self._memory.file(extent.path).read(extent.offset, whole[at : at + extent.bytes])
+            self._memory.file(extent.path).read(extent.offset, flat[at : at + extent.bytes])
             at += extent.bytes
-        return whole.view(source.dtype).view(source.shape)
+        return flat.view(source.dtype).view(source.shape)
 
     def check_rows(self, index: int, rows: Iterable[int]) -> None:
-        """Raise TransferError unless these rows of the block's tensor ``index`` can be read.
+        """Raise TransferError unless these rows of tensor ``index`` can be read.
 
-        They are about to be read through ``rest()``, where a disk error or a file that was cut short would end the
-        process (SIGBUS).
+        Through ``rest()``, a disk error or a truncated file would kill the process (SIGBUS).
         """
         self.settle()
         source = self._sources[index]
@@ -218,11 +220,14 @@ class DiskStore:
         try:
             scratch.overwrite(self._moved_to(begin), tensors)
         except TransferError:
-            if not self._in_scratch:  # the old values are still where they were
+            if not self._in_scratch:  # the old values are intact
                 scratch.release(Extent(path=SCRATCH_PATH, offset=begin, bytes=self.layout.bytes))
             raise
         self._move_to(begin)
         self._memory.recorder.copied(RAM, DISK, self.layout.bytes, begin_s, self._label)
+
+    def free(self) -> None:
+        pass
 
 
 def _view(source: TensorSource, maps: Mapping[str, FileMap]) -> torch.Tensor | None:
@@ -235,7 +240,7 @@ def _view(source: TensorSource, maps: Mapping[str, FileMap]) -> torch.Tensor | N
 
 
 class RamStore:
-    """A block that rests in host memory, in the form that it takes in the compute tier: one copy brings it there."""
+    """A block in host memory with its layout in the compute tier, so that one copy loads it."""
 
     tier = RAM
 
@@ -255,22 +260,22 @@ class RamStore:
         return True
 
     def load(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
-        way = (RAM, self._memory.compute.tier)
+        route = (RAM, self._memory.compute.tier)
         self._take_sample()
-        self._loaded = self._memory.engine.copy(self._buffer.tensor, slot, label, [*after, self._saved], way)
+        self._loaded = self._memory.engine.copy(self._buffer.tensor, slot, label, [*after, self._saved], route)
         return self._loaded
 
     def save(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
-        way, whole = (self._memory.compute.tier, RAM), slot.tensor[: self.layout.bytes]
+        route, block = (self._memory.compute.tier, RAM), slot.tensor[: self.layout.bytes]
         self._sample = torch.empty(0)
-        self._saved = self._memory.engine.copy(whole, self._buffer, label, [*after, Settled(self._saved)], way)
+        self._saved = self._memory.engine.copy(block, self._buffer, label, [*after, Settled(self._saved)], route)
         return self._saved
 
     def settle(self) -> None:
         self._memory.engine.finish(self._saved)
 
     def settle_copies(self) -> None:
-        """Wait until no copy writes here, nor reads from here: what lies here may be changed in place."""
+        """Wait for all copies from and to the store, so that its values can be changed in place."""
         self.settle()
         self._memory.engine.finish(Settled(self._loaded))
 
@@ -286,13 +291,13 @@ class RamStore:
         return [view.clone() for view in self._views]
 
     def written(self) -> list[bool]:
-        """By a sample, compared with what was last loaded from here."""
+        """Compare a sample with that of the last load."""
         changed = self._sample.numel() > 0 and not torch.equal(self._sample, self._sampled())
         return [changed] * len(self._views)
 
     def _take_sample(self) -> None:
         if not self._memory.fake:
-            # While values are on their way here they change by themselves.
+            # While a save is under way, the values change.
             self._sample = self._sampled() if self._saved.done else torch.empty(0)
 
     def _sampled(self) -> torch.Tensor:
@@ -300,7 +305,7 @@ class RamStore:
         return words[:: max(1, words.numel() // _SAMPLED_WORDS)].clone()
 
     def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.settle_copies()  # one that was prefetched may still read the old values
+        self.settle_copies()  # a prefetch may still read the old values
         for view, tensor in zip(self._views, tensors, strict=True):
             if self._memory.fake or tensor.data_ptr() != view.data_ptr():
                 view.copy_(tensor)

@@ -1,12 +1,13 @@
-"""Where a checkpoint's bytes are: safetensors headers and shard indexes, checked before a single weight is read.
+"""Read and check safetensors headers and shard indexes, which locate a checkpoint's tensors; weights stay on disk.
 
-Format: https://github.com/huggingface/safetensors#format. Only headers are read here; the weights stay on disk.
+Format: https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -16,9 +17,13 @@ import torch
 
 from brim.core.files import regular
 from brim.errors import ModelError
+from brim.memory.file_versions import FileVersion, check_version, remember
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors reference implementation
 LENGTH_BYTES = 8  # the header's length comes first, little endian
+MOST_TENSORS = 1 << 18  # of a checkpoint: twice as many as the largest mixtures of experts store
+_MOST_EMPTY_TENSORS = 1 << 10  # they take time and memory, but no bytes of the file
+_MOST_DIMENSIONS = 64  # as in PyTorch's own kernels
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -56,7 +61,7 @@ class Extent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSource:
-    """A tensor on disk: its bytes, row-major, are the extents one after the other."""
+    """A tensor on disk: its bytes, row-major, are the concatenated extents."""
 
     name: str
     dtype: torch.dtype
@@ -69,12 +74,12 @@ class TensorSource:
 
     @property
     def is_mappable(self) -> bool:
-        """Whether the file seen as memory holds the tensor as it is: in one piece, aligned as its type wants."""
+        """True if the mapped file contains the tensor in one piece, aligned for its dtype."""
         return len(self.extents) == 1 and self.extents[0].offset % self.dtype.itemsize == 0
 
 
 def leading_slices(source: TensorSource) -> list[TensorSource]:
-    """What ``tensor[0]``, ``tensor[1]``, ... of a source with one dimension or more are made of."""
+    """Return the sources of ``tensor[0]``, ``tensor[1]``, ... of a source with at least one dimension."""
     count = source.shape[0]
     each = source.bytes // max(1, count)
     slices, extents = [], list(reversed(source.extents))  # the next one last
@@ -93,7 +98,7 @@ def leading_slices(source: TensorSource) -> list[TensorSource]:
 
 
 def merge_extents(extents: Iterable[Extent]) -> tuple[Extent, ...]:
-    """The same bytes in the same order with as few extents as possible: neighbours joined, empty ones dropped."""
+    """Join adjacent extents and drop empty ones."""
     merged: list[Extent] = []
     for extent in extents:
         last = merged[-1] if merged else None
@@ -107,35 +112,42 @@ def merge_extents(extents: Iterable[Extent]) -> tuple[Extent, ...]:
 
 
 def read_safetensors_header(path: str | Path) -> dict[str, TensorSource]:
-    """Every tensor of one safetensors file, in the order of its bytes.
+    """Return every tensor of a safetensors file, in the order of their bytes.
 
-    Raises ModelError when the file is missing, cut short or longer than its header says, when the header is not
-    what the format asks for, or when the tensors' ranges do not cover the data exactly once.
+    Raises ModelError if the file is missing, shorter or longer than its header says, if the header is invalid, or if
+    the tensors' ranges do not cover the data exactly once; TransferError if the file is written to meanwhile.
     """
-    path = Path(path).absolute()  # it must stay true when the working directory changes
+    path = Path(path).absolute()  # valid after a change of the working directory
     try:
         with regular(path).open("rb") as file:
-            size = path.stat().st_size
+            version = FileVersion.of(os.fstat(file.fileno()))
+            size = version.bytes
             header_bytes = _header_length(path, file.read(LENGTH_BYTES), size)
             raw = file.read(header_bytes)
+            check_version(str(path), file.fileno(), version)
     except OSError as error:
         raise ModelError(
             f"Cannot read {path}.", f"{error.strerror}.", "Check the path and the file's permissions."
         ) from error
+    _check_count(path, raw.count(b'"data_offsets"'))
     header = _parse_header(path, raw)
     header.pop("__metadata__", None)
     data_start = LENGTH_BYTES + header_bytes
     sources = [_source(path, name, entry, data_start) for name, entry in header.items()]
     sources.sort(key=lambda source: (source.extents[0].offset, source.bytes))
     _check_ranges(path, sources, data_start, size)
+    empty = sum(source.bytes == 0 for source in sources)
+    if empty > _MOST_EMPTY_TENSORS:
+        raise _damaged(path, f"{empty:,} of its tensors hold no bytes; at most {_MOST_EMPTY_TENSORS:,} may.")
+    remember(str(path), version)
     return {source.name: source for source in sources}
 
 
 def read_checkpoint(directory: str | Path) -> dict[str, TensorSource]:
-    """Every tensor of the checkpoint in ``directory``: one safetensors file, or shards listed by an index.
+    """Return every tensor of the checkpoint in ``directory``: a safetensors file, or shards listed by an index.
 
-    Raises ModelError when there is none, when a shard is missing or damaged, when the index names a file outside
-    the folder, or when a tensor is not in the shard that the index names. Pickles are never opened.
+    Raises ModelError if there is none, if a shard is missing or damaged, if the index names a file outside the
+    folder, or if a tensor is not in the shard that the index names. Pickles are never opened.
     """
     directory = Path(directory)
     for stem in _WEIGHT_STEMS:
@@ -161,9 +173,9 @@ def read_checkpoint(directory: str | Path) -> dict[str, TensorSource]:
     )
 
 
-def _damaged(path: Path, found: str) -> ModelError:
+def _damaged(path: Path, reason: str) -> ModelError:
     todo = "Fetch it again; if brim wrote it into its cache, delete its folder."
-    return ModelError(f"Cannot read {path} as safetensors.", found, todo)
+    return ModelError(f"Cannot read {path} as safetensors.", reason, todo)
 
 
 def _header_length(path: Path, prefix: bytes, size: int) -> int:
@@ -182,6 +194,15 @@ def _header_length(path: Path, prefix: bytes, size: int) -> int:
     return length
 
 
+def _check_count(path: Path, tensors: int) -> None:
+    if tensors > MOST_TENSORS:
+        raise ModelError(
+            f"Cannot open {path}.",
+            f"It lists {tensors:,} tensors; at most {MOST_TENSORS:,} are read.",
+            "No known model has as many: fetch it again.",
+        )
+
+
 def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_distinct)
@@ -193,10 +214,11 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice")
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise ValueError(f"the key {name!r:.200} appears twice")
+        entries[name] = value
     return entries
 
 
@@ -206,7 +228,7 @@ def _source(path: Path, name: str, entry: Any, data_start: int) -> TensorSource:
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise _damaged(
-            path, f"The header's shape {shape!r:.100} or data_offsets {offsets!r:.100} of {name!r} is wrong."
+            path, f"The header's shape {shape!r:.100} or data_offsets {offsets!r:.100} of {name!r:.200} is wrong."
         )
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
@@ -222,7 +244,11 @@ def _source(path: Path, name: str, entry: Any, data_start: int) -> TensorSource:
 
 
 def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    return (
+        isinstance(values, list)
+        and len(values) <= _MOST_DIMENSIONS
+        and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    )
 
 
 def _check_ranges(path: Path, sources: list[TensorSource], data_start: int, size: int) -> None:
@@ -244,15 +270,21 @@ def _check_ranges(path: Path, sources: list[TensorSource], data_start: int, size
 def _read_shards(index: Path) -> dict[str, TensorSource]:
     weight_map = _read_index(index)
     shards: dict[str, dict[str, TensorSource]] = {}
+    read: dict[Path, dict[str, TensorSource]] = {}  # a file may be listed by many names
+    merged: dict[str, TensorSource] = {}
     for shard in sorted(set(weight_map.values())):
         path = _inside(index, shard)
         if not path.exists():
             raise ModelError(
                 f"{index} lists the shard {shard}.", "The file is not there.", "Fetch the missing shard."
             )
-        shards[shard] = read_safetensors_header(path)
-    # A shard may hold more than the index lists; from_pretrained sees those tensors too.
-    merged = {name: source for shard in shards.values() for name, source in shard.items()}
+        file = path.resolve()
+        if file not in read:
+            read[file] = read_safetensors_header(path)
+            # A shard may hold more than the index lists; from_pretrained sees those tensors too.
+            merged.update(read[file])
+            _check_count(index, len(merged))
+        shards[shard] = read[file]
     for name, shard in weight_map.items():
         if name not in shards[shard]:
             raise ModelError(
@@ -276,7 +308,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _inside(index: Path, shard: str) -> Path:
-    """The shard's path, unless it leads out of the folder; a hub cache's links into its own blobs are its way in."""
+    """Return the shard's path, which must be in the folder or, by a link of a hub cache, in its blobs."""
     folder = index.parent.resolve()
     outside = ModelError(
         f"{index} lists the shard {shard!r}.",

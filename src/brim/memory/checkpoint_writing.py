@@ -1,4 +1,4 @@
-"""Write safetensors tensor by tensor, never holding more than one, laid out for unbuffered reads."""
+"""Write safetensors with one tensor in memory at a time, aligned for unbuffered reads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from brim.errors import TransferError
 from brim.memory.checkpoint_files import DTYPES, LENGTH_BYTES, Extent, TensorSource
 from brim.memory.checksums import checksum
+from brim.memory.direct_io import write_all
 
-DATA_ALIGNMENT_BYTES = 4096  # the data begins on a page, as O_DIRECT wants it
+DATA_ALIGNMENT_BYTES = 4096  # O_DIRECT reads begin on a page
 TENSOR_ALIGNMENT_BYTES = 64
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -27,13 +28,13 @@ def write_safetensors(
     tensors: Iterable[tuple[str, torch.Tensor]],
     metadata: dict[str, str] | None = None,
 ) -> dict[str, int]:
-    """Write ``tensors``, which come one at a time and in any order, as ``layout`` announced them.
+    """Write ``tensors``, in any order, to a safetensors file with the given ``layout``.
 
-    The file appears under its name only when it is complete and on the disk; on any error, Ctrl-C included,
-    nothing is left behind. The header is padded with spaces so that the data begins at a multiple of 4096 bytes,
-    and tensors of a multiple of 64 bytes come first, in the order given, so that each begins at one.
+    The file gets its name when it is complete and on the disk; on any error, Ctrl-C included, it is deleted. The
+    header is padded with spaces so that the data begins at a multiple of 4096 bytes. Tensors of a multiple of 64
+    bytes come first, so that each is aligned.
 
-    Returns each tensor's checksum. Raises TransferError when the disk refuses.
+    Returns each tensor's checksum. Raises TransferError if the disk fails.
     """
     path = Path(path)
     header, sources = plan_safetensors(path, layout, metadata or {})
@@ -42,7 +43,7 @@ def write_safetensors(
         with partial.open("xb") as file:
             file.write(header)
             checksums = {name: _write_tensor(file.fileno(), sources[name], tensor) for name, tensor in tensors}
-            assert checksums.keys() == sources.keys(), f"announced but not given: {sources.keys() - checksums.keys()}"
+            assert checksums.keys() == sources.keys(), f"missing tensors: {sources.keys() - checksums.keys()}"
             file.truncate(len(header) + sum(source.bytes for source in sources.values()))
             os.fsync(file.fileno())
         partial.replace(path)
@@ -61,9 +62,9 @@ def write_safetensors(
 def plan_safetensors(
     path: Path, layout: Sequence[Layout], metadata: dict[str, str]
 ) -> tuple[bytes, dict[str, TensorSource]]:
-    """The first bytes of the file, and where in it each tensor goes, in the order of their bytes."""
+    """Return the file's header and the location of each tensor, in the order of their bytes."""
     blank = [TensorSource(name=n, dtype=d, shape=tuple(s), extents=()) for n, d, s in layout]
-    # Gaps are forbidden, so the order alone aligns: whole multiples of 64 bytes first, then by item size.
+    # Gaps are forbidden, so alignment follows from the order: multiples of 64 bytes first, then by item size.
     blank.sort(key=lambda s: (s.bytes % TENSOR_ALIGNMENT_BYTES != 0, -s.dtype.itemsize if s.bytes % 64 else 0))
     entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     offset = 0
@@ -88,17 +89,14 @@ def plan_safetensors(
 
 
 def _write_tensor(descriptor: int, source: TensorSource, tensor: torch.Tensor) -> int:
-    assert (tensor.dtype, tuple(tensor.shape)) == (source.dtype, source.shape), f"{source.name}: not as announced"
+    assert (tensor.dtype, tuple(tensor.shape)) == (source.dtype, source.shape), f"{source.name}: not as in layout"
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    view, offset = memoryview(flat.numpy().data), source.extents[0].offset
-    while view:
-        written = os.pwrite(descriptor, view[: 1 << 30], offset)
-        view, offset = view[written:], offset + written
+    write_all(descriptor, memoryview(flat.numpy().data), source.extents[0].offset)
     return checksum(flat)
 
 
 def sync_path(path: Path) -> None:
-    """Bring a file to the disk; or a folder: a rename is on the disk only once its folder is."""
+    """Flush a file to the disk, or a folder after a rename in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

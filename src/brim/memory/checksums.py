@@ -1,7 +1,7 @@
-"""Know a damaged weight when it is read: one 64-bit checksum per tensor, at the speed of RAM.
+"""Detect damaged weights by a 64-bit checksum per tensor, computed at the speed of RAM.
 
-safetensors has no checksums, so a checkpoint that brim writes carries a manifest beside it. One that was fetched
-from a hub has none, but there each blob is named by its SHA-256.
+safetensors has no checksums, so brim writes a manifest beside its checkpoints. In a hub cache, each blob is named by
+its SHA-256 instead.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _MASK = (1 << 64) - 1
 
 
 def checksum(data: torch.Tensor) -> int:
-    """64 bits of a contiguous one-dimensional uint8 tensor."""
+    """Return the checksum of a contiguous one-dimensional uint8 tensor."""
     running = Checksum()
     running.update(data)
     return running.value()
 
 
 class Checksum:
-    """64 bits of bytes that come in pieces; how they were cut changes nothing.
+    """A running 64-bit checksum; the division into updates does not change it.
 
-    Each chunk of 8-byte words is summed with odd factors that depend on the position, modulo 2**64, and the sums
-    are hashed. An odd factor never loses a bit, so any single flipped bit changes its chunk's sum.
+    Each chunk of 8-byte words is summed modulo 2**64 with odd factors that depend on the position, and the sums are
+    hashed. An odd factor loses no bit, so any single flipped bit changes its chunk's sum.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Checksum:
         self._tail = b""
 
     def update(self, data: torch.Tensor) -> None:
-        """Go on with the bytes of a contiguous one-dimensional uint8 tensor."""
+        """Add the bytes of a contiguous one-dimensional uint8 tensor."""
         assert data.dtype == torch.uint8 and data.dim() == 1, "bytes, please"
         self._bytes += data.numel()
         if self._tail:
@@ -54,9 +54,9 @@ class Checksum:
                 self._add(torch.frombuffer(bytearray(self._tail), dtype=torch.int64))
                 self._tail = b""
         if data.numel():
-            whole = data.numel() // _WORD_BYTES * _WORD_BYTES
-            self._tail = bytes(data[whole:].tolist())
-            aligned = data[:whole].clone() if data.data_ptr() % _WORD_BYTES else data[:whole]
+            end = data.numel() // _WORD_BYTES * _WORD_BYTES
+            self._tail = bytes(data[end:].tolist())
+            aligned = data[:end].clone() if data.data_ptr() % _WORD_BYTES else data[:end]
             self._add(aligned.view(torch.int64))
 
     def _add(self, words: torch.Tensor) -> None:
@@ -71,7 +71,7 @@ class Checksum:
                 self._position = self._sum = 0
 
     def value(self) -> int:
-        """The checksum of everything until now."""
+        """Return the checksum of all bytes so far."""
         sums = [*self._sums, self._sum] if self._position else self._sums
         digest = hashlib.blake2b(self._bytes.to_bytes(8, "little"), digest_size=8)
         digest.update(self._tail)
@@ -80,18 +80,18 @@ class Checksum:
 
 
 def manifest_text(checksums: dict[str, int]) -> str:
-    """What ``write_manifest`` writes."""
+    """Return the text of a manifest."""
     content = {"version": _VERSION, "checksums": {name: f"{value:016x}" for name, value in checksums.items()}}
     return json.dumps(content, indent=0) + "\n"
 
 
 def write_manifest(directory: str | Path, checksums: dict[str, int]) -> None:
-    """Record the checksums of a checkpoint's tensors, by tensor name, beside it."""
+    """Write the checksums of a checkpoint's tensors, by name, into its folder."""
     (Path(directory) / MANIFEST_NAME).write_text(manifest_text(checksums))
 
 
 def read_manifest(directory: str | Path) -> dict[str, int] | None:
-    """The checksums by tensor name, or None where there is no manifest. Raises ModelError when it is damaged."""
+    """Return the checksums by tensor name, None without a manifest. Raises ModelError if it is damaged."""
     path = Path(directory) / MANIFEST_NAME
     if not path.exists():
         return None
@@ -107,9 +107,9 @@ def read_manifest(directory: str | Path) -> dict[str, int] | None:
 
 
 def verify_hub_blob(path: str | Path) -> bool:
-    """Compare a file of a hub cache with its name, which is its SHA-256; reads the whole file.
+    """Compare a file of a hub cache with the SHA-256 in its name.
 
-    Returns False where the name says nothing (not in a hub cache). Raises ModelError when they differ.
+    Returns False for a file outside a hub cache. Raises ModelError if they differ.
     """
     blob = Path(path).resolve()
     if blob.parent.name != "blobs" or len(blob.name) != 64:
@@ -127,7 +127,7 @@ def verify_hub_blob(path: str | Path) -> bool:
 
 @cache
 def _factors() -> torch.Tensor:
-    """Odd 64-bit factors, the splitmix64 finalizer of the position (Steele, Lea, Flood 2014)."""
+    """Return odd 64-bit factors: the splitmix64 finalizer of the position (Steele, Lea, Flood 2014)."""
     mixed = torch.arange(1, _CHUNK_WORDS + 1) * _signed(0x9E3779B97F4A7C15)  # int64 wraps around: modulo 2**64
     mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
@@ -139,5 +139,5 @@ def _signed(word: int) -> int:
 
 
 def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, with zeros coming in: int64's own shift brings its sign in."""
+    """Shift to the right with zeros; int64's own shift copies the sign."""
     return words >> by & (1 << 64 - by) - 1

@@ -1,22 +1,25 @@
-"""File reads into our buffers, and writes out of them, that leave the page cache alone.
+"""Read files into buffers, and write them, past the page cache.
 
-A buffered read of a 70 GB checkpoint evicts everybody's cache, costs a second copy, and counts against a memory
-cgroup. ``O_DIRECT`` has none of that; where a filesystem refuses it, the cache is dropped behind each read instead.
+A buffered read of a 70 GB checkpoint evicts other programs' cache, costs a second copy, and counts against a memory
+cgroup. ``O_DIRECT`` avoids that; on filesystems without it, the cache is dropped after each read.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
-from brim.errors import TransferError
-from brim.memory import system
+from brim.errors import TransferError, UnsupportedError
 from brim.memory.checkpoint_files import Extent
+from brim.memory.file_versions import FileVersion, check_version, opened_version
 from brim.memory.layout import ReadRun
 from brim.memory.pool import PAGE_BYTES, Buffer, round_up
 from brim.units import format_bytes
@@ -24,18 +27,52 @@ from brim.units import format_bytes
 CHUNK_BYTES = 16 << 20
 _BOUNCE_BYTES = 4 << 20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+_NEEDED = {
+    "preadv(2)": (os, "preadv"),
+    "pwrite(2)": (os, "pwrite"),
+    "private memory mappings": (mmap, "MAP_PRIVATE"),
+}
+
+
+def require_direct_io() -> None:
+    """Raise UnsupportedError if Python cannot read files into given buffers: on Windows."""
+    missing = [name for name, (module, attribute) in _NEEDED.items() if not hasattr(module, attribute)]
+    if missing:
+        raise UnsupportedError(
+            "Cannot move a model between memory and disk.",
+            f"{sys.platform} has no {' and no '.join(missing)} in Python.",
+            "Use Linux, or WSL 2 on Windows. brim estimate, brim plan and brim explain work here.",
+        )
+
+
+def flush(descriptor: int) -> None:
+    """Write the file's data to the drive, its times not necessarily."""
+    getattr(os, "fdatasync", os.fsync)(descriptor)
+
+
+def write_all(descriptor: int, content: memoryview, offset: int) -> None:
+    """Write ``content`` at ``offset`` of a file, through the page cache."""
+    while content:
+        count = os.pwrite(descriptor, content[: 1 << 30], offset)
+        content, offset = content[count:], offset + count
+
+
+def drop_cached(descriptor: int, offset: int = 0, size_bytes: int = 0) -> None:
+    """Drop pages of a file (all, if 0 bytes) from the page cache, if the system can."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, size_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def bounce_bytes(runs: Iterable[ReadRun]) -> int:
-    """The bounce buffer that reading ``runs`` takes: 0 when the device can write into the target itself."""
+    """Return the bytes of the bounce buffer for ``runs``; 0 if the disk can write directly into the target."""
     longest = max((run.bytes for run in runs if not run.direct), default=0)
     return min(_BOUNCE_BYTES, round_up(longest, PAGE_BYTES) + PAGE_BYTES) if longest else 0
 
 
 class DirectReader:
-    """Reads runs of files into buffers. One thread at a time per reader: it owns its bounce buffer.
+    """Reads runs of files into buffers. Not thread-safe, as it owns a bounce buffer.
 
-    ``make_bounce`` takes a number of bytes and gives a buffer out of a pool.
+    ``make_bounce`` allocates a number of bytes from a pool.
     """
 
     def __init__(self, make_bounce: Callable[[int], Buffer], files: OpenFiles) -> None:
@@ -43,7 +80,7 @@ class DirectReader:
         self._bounce: Buffer | None = None
 
     def read(self, run: ReadRun, target: torch.Tensor, stopped: Callable[[], bool]) -> None:
-        """Fill ``target`` (uint8) as ``run`` says. Returns early when ``stopped()``; raises TransferError."""
+        """Read ``run`` into ``target`` (uint8). Returns early when ``stopped()``; raises TransferError."""
         if run.direct:
             lead = run.offset % PAGE_BYTES
             self._fill(run, run.offset - lead, run.bytes + lead, target, run.at - lead, stopped)
@@ -57,7 +94,7 @@ class DirectReader:
             done += take
 
     def bounce_for(self, run: ReadRun) -> Buffer:
-        """The buffer that an indirect ``run`` passes through, made or made larger where that is needed."""
+        """Return a bounce buffer large enough for ``run``."""
         size = bounce_bytes([run])
         if self._bounce is None or self._bounce.bytes < size:
             if self._bounce is not None:
@@ -66,7 +103,7 @@ class DirectReader:
         return self._bounce
 
     def close(self) -> None:
-        """Give the bounce buffer back. Nothing may be reading."""
+        """Free the bounce buffer after all reads."""
         if self._bounce is not None:
             self._bounce.free()
             self._bounce = None
@@ -80,7 +117,8 @@ class DirectReader:
         at: int,
         stopped: Callable[[], bool],
     ) -> None:
-        """``length`` bytes at the page-aligned ``offset`` into the page-aligned ``at``; whole pages are read."""
+        """Read ``length`` bytes at a page-aligned ``offset`` into the page-aligned ``at``, in full pages."""
+        failed = partial(read_error, run.path, run.offset, run.bytes)
         address = target.data_ptr() + at
         handle = self._files.handle(run.path)
         done = 0
@@ -93,25 +131,25 @@ class DirectReader:
                 if error.errno == errno.EINVAL and handle.direct:
                     handle = self._files.reopen_buffered(run.path)
                     continue
-                raise _failed(run, f"{error.strerror} after {format_bytes(done)}.") from error
+                raise failed(f"{error.strerror} after {format_bytes(done)}.") from error
             if got == 0:
-                raise _failed(run, f"The file ends {format_bytes(length - done)} too early.")
+                raise failed(f"The file ends {format_bytes(length - done)} too early.")
             if not handle.direct:
-                system.forget_cached(handle.fd, offset + done, got)
+                drop_cached(handle.fd, offset + done, got)
+            self._files.check(run.path, handle)
             done += got
-            # A short direct read stops at the file's end; the next request must start on a page again.
+            # A short direct read stops at the file's end; another request would have to start on a page.
             if done < length and handle.direct and done % PAGE_BYTES:
-                raise _failed(run, f"The file ends {format_bytes(length - done)} too early.")
+                raise failed(f"The file ends {format_bytes(length - done)} too early.")
 
 
 def write_pages(files: OpenFiles, source: torch.Tensor, extent: Extent, stopped: Callable[[], bool]) -> None:
-    """Write the head of ``source`` to ``extent``, in whole pages, past the page cache where the filesystem lets us.
+    """Write the head of ``source`` to ``extent`` in full pages, past the page cache if possible.
 
-    The file must have been opened for writing (``OpenFiles.adopt``). Returns early when ``stopped()``; raises
-    TransferError.
+    The file must be open for writing (``OpenFiles.adopt``). Returns early when ``stopped()``; raises TransferError.
     """
     length, done = round_up(extent.bytes, PAGE_BYTES), 0
-    assert source.numel() >= length and extent.offset % PAGE_BYTES == 0, "pages are written whole"
+    assert source.numel() >= length and extent.offset % PAGE_BYTES == 0, "not full pages"
     handle = files.handle(extent.path)
     while done < length and not stopped():
         want = min(CHUNK_BYTES, length - done)
@@ -128,27 +166,28 @@ def write_pages(files: OpenFiles, source: torch.Tensor, extent: Extent, stopped:
                 "Give a folder with more room, or a larger memory budget.",
             ) from error
         if not handle.direct:
-            system.flush(handle.fd)  # dirty pages could not be dropped
-            system.forget_cached(handle.fd, extent.offset + done, put)
+            flush(handle.fd)  # dirty pages could not be dropped
+            drop_cached(handle.fd, extent.offset + done, put)
         done += put
 
 
-def _failed(run: ReadRun, found: str) -> TransferError:
+def read_error(path: str, offset: int, bytes: int, reason: str) -> TransferError:
     return TransferError(
-        f"Cannot read {format_bytes(run.bytes)} at offset {run.offset:,} of {run.path}.",
-        found,
+        f"Cannot read {format_bytes(bytes)} at offset {offset:,} of {path}.",
+        reason,
         "Check the disk and that nothing changes the file while it is in use.",
     )
 
 
 class _Handle:
-    def __init__(self, fd: int, direct: bool, reopen: str, mode: int) -> None:
+    def __init__(self, fd: int, direct: bool, reopen: str, mode: int, version: FileVersion | None) -> None:
         self.fd, self.direct = fd, direct
-        self.reopen, self.mode = reopen, mode  # the name and the way to open it again
+        self.reopen, self.mode = reopen, mode  # the path and mode to open it again
+        self.version = version  # None for a file opened for writing
 
 
 class OpenFiles:
-    """Each file opened once, without the page cache where the filesystem allows it."""
+    """Opens each file once, bypassing the page cache if the filesystem can."""
 
     def __init__(self) -> None:
         self._handles: dict[str, _Handle] = {}
@@ -162,17 +201,23 @@ class OpenFiles:
             return self._handles[path]
 
     def adopt(self, path: str, fd: int) -> None:
-        """Let ``path`` stand for a file that has no name: ``fd`` is opened again, to read and write."""
+        """Register the unnamed file ``fd`` as ``path``, and open it again to read and write."""
         with self._lock:
             self._handles[path] = self._open(f"/proc/self/fd/{fd}", os.O_RDWR)
+
+    def check(self, path: str, handle: _Handle) -> None:
+        """Raise TransferError if the file was written to since its header was read."""
+        if handle.version is not None:
+            check_version(path, handle.fd, handle.version)
 
     def reopen_buffered(self, path: str) -> _Handle:
         with self._lock:
             old = self._handles.get(path)
             if old is not None and old.direct:
-                self._stale.append(old.fd)  # another thread may be reading through it
+                self._stale.append(old.fd)  # another thread may be using it
                 again = os.open(old.reopen, old.mode)
-                self._handles[path] = _Handle(again, False, old.reopen, old.mode)
+                self._handles[path] = _Handle(again, False, old.reopen, old.mode, old.version)
+                self.check(path, self._handles[path])
             return self._handles[path]
 
     def close(self) -> None:
@@ -185,12 +230,20 @@ class OpenFiles:
     @staticmethod
     def _open(path: str, mode: int = os.O_RDONLY) -> _Handle:
         try:
-            if _O_DIRECT:
+            fd, direct = -1, bool(_O_DIRECT)
+            if direct:
                 try:
-                    return _Handle(os.open(path, mode | _O_DIRECT), True, path, mode)
+                    fd = os.open(path, mode | _O_DIRECT)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-            return _Handle(os.open(path, mode), False, path, mode)
+                    direct = False
+            fd = fd if direct else os.open(path, mode)
+            try:
+                version = opened_version(path, fd) if mode == os.O_RDONLY else None
+            except BaseException:
+                os.close(fd)
+                raise
+            return _Handle(fd, direct, path, mode, version)
         except OSError as error:
             raise TransferError(f"Cannot open {path}.", f"{error.strerror}.") from error

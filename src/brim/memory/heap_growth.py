@@ -1,15 +1,15 @@
-"""How far a process grows for tensors on the CPU: page by page where they have mappings, with holes in the heap.
+"""Simulate the growth of a process's resident set by tensors on the CPU.
 
-glibc's malloc (malloc/malloc.c), as ``heap.return_freed_memory`` sets it: what is smaller than its threshold comes
-out of one heap by best fit, free neighbours are merged, the heap grows at its top and shrinks when enough of the top
-is free. Holes stay resident. What is larger has pages of its own and gives them back at once.
+Follows glibc's malloc (malloc/malloc.c) as set by ``heap.return_freed_memory``. Blocks below the threshold come from
+one heap by best fit; free neighbours are merged; the heap grows at its top and shrinks when enough of the top is
+free; holes stay resident. Larger blocks have their own mappings, which are returned at once.
 """
 
 from __future__ import annotations
 
 import bisect
 
-from brim.memory.heap import KEPT_BYTES, OWN_MAPPING_BYTES
+from brim.memory.heap import MAPPING_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
 from brim.memory.pool import PAGE_BYTES, round_up
 
 _ALIGNMENT_BYTES = 64  # of PyTorch's CPU allocator (c10/core/alignment.h)
@@ -17,7 +17,7 @@ _HEADER_BYTES = 16
 
 
 class HeapGrowth:
-    """Allocations and frees by name, and ``peak_bytes``: the largest resident size that they made."""
+    """Simulates allocations and frees by name; ``peak_bytes`` is the peak of their resident size."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -26,11 +26,11 @@ class HeapGrowth:
         self._free: list[tuple[int, int]] = []  # (length, begin)
         self._begins: dict[int, int] = {}  # of free runs: begin -> length
         self._ends: dict[int, int] = {}  # end -> begin
-        self._top = self._resident = 0  # the end of what is in use; that of what is resident
+        self._top = self._resident = 0  # the ends of used and of resident memory
 
     def alloc(self, name: int, bytes: int) -> None:
         length = round_up(bytes + _HEADER_BYTES, _ALIGNMENT_BYTES)
-        if length >= OWN_MAPPING_BYTES:
+        if length >= MAPPING_THRESHOLD_BYTES:
             length = round_up(length, PAGE_BYTES)
             self._mapped_bytes += length
             self._blocks[name] = -1, length
@@ -71,7 +71,7 @@ class HeapGrowth:
             self._note(begin, length)
             return
         self._top = begin
-        if self._resident - self._top > KEPT_BYTES:
+        if self._resident - self._top > TRIM_THRESHOLD_BYTES:
             self._resident = self._top
 
     def _note(self, begin: int, length: int) -> None:

@@ -1,7 +1,8 @@
-"""Where each tensor of a block lies in the block's one flat buffer, and which file ranges fill it."""
+"""The layout of a block's tensors in its flat buffer, and the file ranges that fill it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,10 +13,10 @@ from brim.memory.pool import PAGE_BYTES, round_up
 
 # Reading a small hole between two tensors is cheaper than a second request.
 _LARGEST_GAP_BYTES = 64 << 10
-# What torch's CPU allocator gives, and four times what most CUDA kernels want.
+# The alignment of torch's CPU allocator, and four times that of most CUDA kernels.
 PACKED_ALIGNMENT_BYTES = 64
-# What torch's CUDA allocator gives. cublasLt chooses its kernels by the alignment of a weight, up to 256 bytes
-# (PyTorch, aten/src/ATen/cuda/CUDABlas.cpp, _getAlignment): with less a streamed layer might round otherwise.
+# The alignment of torch's CUDA allocator. cublasLt chooses kernels by the alignment of a weight, up to 256 bytes
+# (PyTorch, aten/src/ATen/cuda/CUDABlas.cpp, _getAlignment): with less, a streamed layer might round differently.
 WEIGHT_ALIGNMENT_BYTES = 512
 
 
@@ -30,17 +31,14 @@ class Placed:
 
     @property
     def bytes(self) -> int:
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadRun:
-    """``bytes`` at ``offset`` of a file go to ``at`` in the buffer.
+    """A read of ``bytes`` at ``offset`` of a file into ``at`` of the buffer.
 
-    ``direct``: ``at`` and ``offset`` are congruent modulo the page, so the device can write into the buffer itself.
+    ``direct``: ``at`` and ``offset`` are congruent modulo the page, so the disk can write directly into the buffer.
     """
 
     path: str
@@ -57,15 +55,15 @@ class BlockLayout:
     bytes: int  # of the buffer: a multiple of the page
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors as views of ``buffer`` (uint8, at least ``bytes`` long), in the order of ``tensors``."""
-        # A view made in inference mode could not become a Parameter's data.
+        """Return the tensors as views of ``buffer`` (uint8, at least ``bytes`` long)."""
+        # A view created in inference mode cannot become a Parameter's data.
         with torch.inference_mode(False):
             return [buffer[t.offset : t.offset + t.bytes].view(t.dtype).view(t.shape) for t in self.tensors]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """``bytes`` at ``source`` of a buffer go to ``target`` of another."""
+    """A copy of ``bytes`` at ``source`` of a buffer to ``target`` of another."""
 
     source: int
     target: int
@@ -74,18 +72,18 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedLayout:
-    """A block on its way from disk to its slot: ``runs`` fill a buffer of ``bytes`` in RAM, ``moves`` empty it."""
+    """The layout of a block in RAM between disk and slot: ``runs`` fill the buffer, ``moves`` copy it to the slot."""
 
     runs: tuple[ReadRun, ...]
     moves: tuple[Move, ...]
-    bytes: int  # a multiple of the page, and not less than the slot's, which comes back through it
+    bytes: int  # a multiple of the page, and at least the slot's, which is saved through it
 
 
 def staged_layout(layout: BlockLayout) -> StagedLayout:
-    """The form of a block in RAM that a disk can write straight into, where the slot wants another one.
+    """Return a layout in RAM that the disk can write into directly, for a slot with another layout.
 
-    What its offset in the file is off from a page, its place in the buffer is too; the copy to the slot, which goes
-    piece by piece anyhow, takes up the difference.
+    Offsets in the buffer are congruent to those in the file modulo the page; the copy to the slot, piece by piece,
+    corrects the difference.
     """
     if all(run.direct for run in layout.runs):
         same = tuple(Move(source=run.at, target=run.at, bytes=run.bytes) for run in layout.runs)
@@ -108,17 +106,17 @@ def staged_layout(layout: BlockLayout) -> StagedLayout:
 
 
 def file_layout(sources: Sequence[TensorSource]) -> BlockLayout:
-    """The layout that lets a disk write straight into the buffer: every address congruent to its file offset.
+    """Return the layout that the disk can write into directly: every address congruent to its file offset.
 
-    It also gives each tensor the alignment it has in the memory-mapped file, so that kernels whose rounding depends
-    on alignment compute what they compute on the mapped checkpoint.
+    Each tensor has its alignment in the memory-mapped file, so that kernels whose rounding depends on alignment give
+    the results of the mapped checkpoint.
     """
-    whole = [s for s in sources if s.is_mappable]
-    pieced = [s for s in sources if s not in whole]
+    mappable = [s for s in sources if s.is_mappable]
+    pieced = [s for s in sources if s not in mappable]
     runs: list[ReadRun] = []
     offsets: dict[str, int] = {}
     cursor = 0
-    for group in _adjacent(whole):
+    for group in _adjacent(mappable):
         first = group[0].extents[0]
         at = cursor + first.offset % PAGE_BYTES
         length = _end(group) - first.offset
@@ -131,9 +129,9 @@ def file_layout(sources: Sequence[TensorSource]) -> BlockLayout:
 
 
 def packed_layout(sources: Sequence[TensorSource], start: int = 0) -> BlockLayout:
-    """Tensors one after the other, aligned for kernels.
+    """Return the layout of consecutive tensors, aligned for kernels.
 
-    What is read from disk goes through a bounce buffer, unless the file has the very same layout.
+    Reads from disk pass through a bounce buffer, unless the file has the same layout.
     """
     runs: list[ReadRun] = []
     offsets: dict[str, int] = {}
@@ -144,7 +142,7 @@ def packed_layout(sources: Sequence[TensorSource], start: int = 0) -> BlockLayou
         for extent in source.extents:
             _append_run(runs, extent, cursor)
             cursor += extent.bytes
-        if not source.extents:  # not in any file: the bytes are already in memory
+        if not source.extents:  # in memory already
             cursor += source.bytes
     if len(runs) == 1 and start == 0 and (runs[0].offset - runs[0].at) % PAGE_BYTES == 0:
         runs = [replace(runs[0], direct=True)]
@@ -152,9 +150,9 @@ def packed_layout(sources: Sequence[TensorSource], start: int = 0) -> BlockLayou
 
 
 def equal_layouts(blocks: Sequence[Sequence[TensorSource]], *, in_files: bool) -> list[BlockLayout]:
-    """The layouts of blocks of the same shapes whose slots are to be one tensor: the same offsets in all of them.
+    """Return layouts with equal offsets for blocks of equal shapes, whose slots form one tensor.
 
-    As in their files where that is so (``in_files``: where it would be of use), else packed.
+    With ``in_files``, they are the layouts of their files if those are equal, else packed.
     """
     if in_files:
         layouts = [file_layout(block) for block in blocks]
@@ -171,7 +169,7 @@ def _finish(
 
 
 def _append_run(runs: list[ReadRun], extent: Extent, at: int) -> None:
-    """Add what fills ``at``, to the last run where the file continues like the buffer does (padding included)."""
+    """Add a read into ``at``, joined with the last run if file and buffer continue alike (padding included)."""
     last = runs[-1] if runs else None
     gap = extent.offset - last.offset - last.bytes if last else -1
     if last and last.path == extent.path and 0 <= gap == at - last.at - last.bytes < WEIGHT_ALIGNMENT_BYTES:
@@ -181,7 +179,7 @@ def _append_run(runs: list[ReadRun], extent: Extent, at: int) -> None:
 
 
 def _adjacent(sources: Sequence[TensorSource]) -> list[list[TensorSource]]:
-    """Sources grouped into what one sequential read covers."""
+    """Group sources that one sequential read covers."""
     groups: list[list[TensorSource]] = []
     for source in sorted(sources, key=lambda s: (s.extents[0].path, s.extents[0].offset)):
         extent = source.extents[0]
@@ -194,10 +192,10 @@ def _adjacent(sources: Sequence[TensorSource]) -> list[list[TensorSource]]:
 
 
 def _end(group: Sequence[TensorSource]) -> int:
-    """Where the bytes of ``group`` end in their file; several tensors may be made of the same bytes."""
+    """Return the end of the group's bytes in their file; tensors may share bytes."""
     return max(source.extents[0].offset + source.extents[0].bytes for source in group)
 
 
 def _bridged(group: Sequence[TensorSource]) -> int:
-    """The largest gap to what follows: it takes memory too, so no more than there is of use, or than a page."""
+    """Return the largest gap to read over. It takes memory, so it is at most the group's bytes, or a page."""
     return min(_LARGEST_GAP_BYTES, max(PAGE_BYTES, sum(source.bytes for source in group)))

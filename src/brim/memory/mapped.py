@@ -1,4 +1,4 @@
-"""Files seen as memory, and the same files for reads that can fail without ending the process."""
+"""Memory-mapped files, and reads of them that fail with an error instead of SIGBUS."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from math import prod
 
 import numpy as np
 import torch
 
 from brim.errors import TransferError
+from brim.memory.direct_io import read_error
+from brim.memory.file_versions import FileVersion, check_version, opened_version
 from brim.memory.pool import PAGE_BYTES
 from brim.units import format_bytes
 
@@ -22,19 +27,30 @@ _OF_FILE = np.uint64(1 << 61)
 
 
 class MappedFile:
-    """An open file. ``map`` gives ranges of it as private memory; nobody changes the file through them."""
+    """An open file whose ranges ``map`` maps privately, so that writes do not reach the file."""
 
-    def __init__(self, path: str, fd: int) -> None:
-        self._path, self._fd = path, fd
+    def __init__(self, path: str, fd: int, version: FileVersion | None = None) -> None:
+        """``version``: the required version; None for a file that is written to."""
+        self._path, self._fd, self._version = path, fd, version
 
     @classmethod
     def open(cls, path: str) -> MappedFile:
         try:
-            return cls(path, os.open(path, os.O_RDONLY))
+            fd = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise TransferError(f"Cannot open {path} for reading.", f"{error.strerror}.") from error
+        try:
+            return cls(path, fd, opened_version(path, fd))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _check(self) -> None:
+        if self._version is not None:
+            check_version(self._path, self._fd, self._version)
 
     def map(self, offset: int, bytes: int) -> FileMap:
+        self._check()
         try:
             return FileMap(self._fd, offset, bytes)
         except (OSError, ValueError) as error:  # ValueError: the file has become too short
@@ -42,30 +58,25 @@ class MappedFile:
 
     def read(self, offset: int, into: torch.Tensor) -> None:
         """Fill ``into`` (uint8) from ``offset`` on, through the page cache. Raises TransferError."""
+        failed = partial(read_error, self._path, offset, into.numel())
         view, done = memoryview(into.numpy().data), 0
         while done < len(view):
             try:
                 got = os.preadv(self._fd, [view[done : done + _CHUNK_BYTES]], offset + done)
             except OSError as error:
-                raise self._failed(offset, len(view), f"{error.strerror}.") from error
+                raise failed(f"{error.strerror}.") from error
             if got == 0:
-                raise self._failed(offset, len(view), f"The file ends {format_bytes(len(view) - done)} too early.")
+                raise failed(f"The file ends {format_bytes(len(view) - done)} too early.")
             done += got
-
-    def _failed(self, offset: int, bytes: int, found: str) -> TransferError:
-        return TransferError(
-            f"Cannot read {format_bytes(bytes)} at offset {offset:,} of {self._path}.",
-            found,
-            "Check the disk and that nothing changes the file while it is in use.",
-        )
+        self._check()
 
     def close(self) -> None:
-        """Close the file; mapped memory goes with its last view."""
+        """Close the file; mapped memory is freed with its last view."""
         os.close(self._fd)
 
 
 class FileMap:
-    """A range of a file as memory. Nothing is read until it is touched, and no write reaches the file."""
+    """A private mapping of a file's range. Pages are read on first access, and writes do not reach the file."""
 
     def __init__(self, fd: int, offset: int, bytes: int) -> None:
         self._start = offset // PAGE_BYTES * PAGE_BYTES
@@ -78,41 +89,44 @@ class FileMap:
         )
 
     def view(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """The tensor (not empty) that begins at ``offset`` of the file; the mapping lives as long as its views."""
-        count = 1
-        for size in shape:
-            count *= size
-        with torch.inference_mode(False):  # a view made in inference mode could not become a Parameter's data
-            flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset - self._start)
+        """Return the tensor (not empty) at ``offset`` of the file; the mapping lives as long as its views."""
+        with torch.inference_mode(False):  # a view created in inference mode cannot become a Parameter's data
+            flat = torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=offset - self._start)
             return flat.view(tuple(shape))
 
 
-def written(views: Sequence[torch.Tensor]) -> list[bool]:
-    """For each view of a FileMap, whether someone wrote to it: the kernel keeps a page of its own for each write.
-
-    ``tensor.data.add_()`` leaves no other trace: neither the version nor the address of a Parameter changes. Where
-    the kernel does not tell (not Linux), the answer is no.
-    """
-    try:
+@contextmanager
+def _pagemap() -> Iterator[int | None]:
+    """Open this process's pagemap; None off Linux."""
+    pages = None
+    with suppress(OSError):
         pages = os.open("/proc/self/pagemap", os.O_RDONLY)
-    except OSError:
-        return [False] * len(views)
     try:
-        return [_has_own_page(pages, view) for view in views]
+        yield pages
     finally:
-        os.close(pages)
+        if pages is not None:
+            os.close(pages)
 
 
-def _has_own_page(pages: int, view: torch.Tensor) -> bool:
-    if not view.numel():
-        return False
-    first = view.data_ptr() // mmap.PAGESIZE
-    last = (view.data_ptr() + view.numel() * view.element_size() - 1) // mmap.PAGESIZE
-    return _any_own(pages, first, last + 1)
+def written(views: Sequence[torch.Tensor]) -> list[bool]:
+    """Return for each view of a FileMap whether it was written to, which copies its page. Linux only, else False.
+
+    ``tensor.data.add_()`` leaves no other trace: neither the version nor the address of a Parameter changes.
+    """
+    with _pagemap() as pages:
+        return [
+            pages is not None and view.numel() > 0 and _any_own(pages, *_span(view.data_ptr(), view.nbytes))
+            for view in views
+        ]
+
+
+def _span(begin: int, size: int) -> tuple[int, int]:
+    """Return the first page of a range of addresses, and the page after it."""
+    return begin // mmap.PAGESIZE, (begin + size - 1) // mmap.PAGESIZE + 1
 
 
 def _any_own(pages: int, first: int, end: int) -> bool:
-    """Whether one of these pages is memory of the process's own, in RAM or swapped out."""
+    """True if one of these pages is private memory of the process, in RAM or swapped out."""
     entries = _entries(pages, first, end)
     if entries is None:
         return True
@@ -120,48 +134,37 @@ def _any_own(pages: int, first: int, end: int) -> bool:
 
 
 def _entries(pages: int, first: int, end: int) -> np.ndarray | None:
-    """What the kernel tells of these pages, 64 bits each; None: it does not."""
+    """Return the pagemap entries of these pages, None if the kernel does not have them all."""
     entries = np.frombuffer(os.pread(pages, (end - first) * 8, first * 8), dtype=np.uint64)
     return entries if len(entries) == end - first else None
 
 
 def present_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """What of the tensors' storages in RAM is in the resident set: pages that nobody has touched are not.
+    """Return the bytes of the tensors' storages in the resident set; off Linux, of all their storages in RAM.
 
-    Weights fresh from a checkpoint are a file seen as memory, and all but absent. Where the kernel does not tell (not
-    Linux), whole storages are counted.
+    Pages of a mapped checkpoint are in it only after their first access.
     """
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device.type == "cpu"}
-    try:
-        pages = os.open("/proc/self/pagemap", os.O_RDONLY)
-    except OSError:
-        return sum(storage.nbytes() for storage in storages.values())
-    try:
+    with _pagemap() as pages:
         return sum(_present_bytes(pages, s.data_ptr(), s.nbytes()) for s in storages.values())
-    finally:
-        os.close(pages)
 
 
-def _present_bytes(pages: int, begin: int, size: int) -> int:
-    if not size:
-        return 0
-    first, end = begin // mmap.PAGESIZE, (begin + size - 1) // mmap.PAGESIZE + 1
-    entries = _entries(pages, first, end)
+def _present_bytes(pages: int | None, begin: int, size: int) -> int:
+    if not size or pages is None:
+        return size
+    entries = _entries(pages, *_span(begin, size))
     return size if entries is None else min(size, int(np.count_nonzero(entries & _PRESENT)) * mmap.PAGESIZE)
 
 
 def forget(tensors: Sequence[torch.Tensor]) -> None:
-    """Let pages of files that ``tensors`` lie in leave the resident set: touched again, they are read again.
+    """Remove the mapped file pages of ``tensors`` from the resident set; later accesses read them again.
 
-    Checkpoints that were opened as mapped files are in the resident set wherever somebody has read them, for as long
-    as one tensor of the file lives. Pages that hold anything else than the file does are left alone, and so are
-    those of a tensor that was written to. Linux only (madvise(2), MADV_DONTNEED); elsewhere nothing happens.
+    Accessed pages of a mapped checkpoint otherwise stay in the resident set while any tensor of the file lives.
+    Shared pages and tensors that were written to are left alone. Linux only (madvise(2), MADV_DONTNEED).
     """
-    try:
-        pages = os.open("/proc/self/pagemap", os.O_RDONLY)
-    except OSError:
-        return
-    try:
+    with _pagemap() as pages:
+        if pages is None:
+            return
         for tensor in tensors:
             begin, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
             first, end = -(-begin // mmap.PAGESIZE), (begin + size) // mmap.PAGESIZE
@@ -172,8 +175,6 @@ def forget(tensors: Sequence[torch.Tensor]) -> None:
                 and not _any_own(pages, first, end)
             ):
                 _c_library().madvise(first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE, mmap.MADV_DONTNEED)
-    finally:
-        os.close(pages)
 
 
 @functools.cache

@@ -1,7 +1,8 @@
-"""Byte-limited pools: every large buffer that brim holds comes out of one, so a budget is a fact, not a hope."""
+"""Byte-limited pools, from which all of brim's large buffers are allocated, to enforce a budget."""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import mmap
@@ -18,7 +19,8 @@ from brim.memory.recorder import Recorder
 from brim.units import format_bytes
 
 _HUGE_PAGE_BYTES = 2 << 20
-PAGE_BYTES = 4096  # what O_DIRECT wants of an address, an offset and a length
+_SLAB_BYTES = 64 << 20
+PAGE_BYTES = 4096  # the alignment of addresses, offsets and lengths for O_DIRECT
 
 Mapping = TypeVar("Mapping", bound=mmap.mmap)
 
@@ -28,52 +30,51 @@ def round_up(count: int, multiple: int) -> int:
 
 
 class Source(Protocol):
-    """Where a pool's bytes come from. The budget, the ledger and the events are the pool's own business."""
+    """Allocates memory for a pool."""
 
     def make(self, bytes: int) -> torch.Tensor:
-        """A uint8 tensor of ``bytes``, its address a multiple of PAGE_BYTES on the host."""
+        """Allocate a uint8 tensor of ``bytes``, page-aligned on the host."""
 
     def row(self, bytes: int, count: int) -> list[torch.Tensor]:
-        """As many of them, side by side where that is of use."""
+        """Allocate ``count`` tensors, adjacent if that is useful."""
 
     def release(self, tensor: torch.Tensor) -> None: ...
 
 
 class HostSource:
-    """Anonymous private mappings: page-aligned, given back to the system as soon as the last view is gone.
+    """Allocates anonymous private mappings: page-aligned, and returned to the system with the last view.
 
-    ``malloc`` would keep freed memory in its arenas, and RSS is what a RAM budget is measured by.
+    ``malloc`` would keep freed memory in its arenas, and a RAM budget is measured by the resident set.
     """
 
     def make(self, bytes: int) -> torch.Tensor:
-        return _side_by_side(bytes, 1)[0]
+        return self._adjacent(bytes, 1)[0]
 
     def row(self, bytes: int, count: int) -> list[torch.Tensor]:
-        return _side_by_side(bytes, count)
+        return self._adjacent(bytes, count)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Nothing to do: the mapping goes when its last view does."""
+        pass
 
-
-def _side_by_side(bytes: int, count: int) -> list[torch.Tensor]:
-    """As many in one mapping, each with a storage of its own: huge pages do not end where they do. The mapping goes
-    when the last of them does."""
-    each = round_up(max(bytes, 1), PAGE_BYTES)
-    mapped, start = private_mapping(each * count, mmap.mmap)
-    with torch.inference_mode(False):  # threads that know nothing of the mode will write to it
-        tensors = [
-            torch.frombuffer(mapped, dtype=torch.uint8, count=max(bytes, 1), offset=start + index * each)
-            for index in range(count)
-        ]
-    return [tensor[:bytes] for tensor in tensors]
+    @staticmethod
+    def _adjacent(bytes: int, count: int) -> list[torch.Tensor]:
+        """Allocate tensors with separate storages in one mapping, so that huge pages can span them."""
+        each = round_up(max(bytes, 1), PAGE_BYTES)
+        mapped, start = private_mapping(each * count, mmap.mmap)
+        with torch.inference_mode(False):  # other threads, outside the mode, write to it
+            tensors = [
+                torch.frombuffer(mapped, dtype=torch.uint8, count=max(bytes, 1), offset=start + index * each)
+                for index in range(count)
+            ]
+        return [tensor[:bytes] for tensor in tensors]
 
 
 def private_mapping(count: int, kind: type[Mapping]) -> tuple[Mapping, int]:
-    """Room for ``count`` bytes, and where in it they begin. Raises BudgetError where the system refuses.
+    """Map ``count`` bytes; return the mapping and their offset in it. Raises BudgetError if the system refuses.
 
-    They begin on a huge page: a first touch by 4 KiB pages takes longer than the disk takes to fill them, and so does
-    pinning them; reads of 3 MB that had a quarter of their target on small pages took half as long again. Nobody
-    touches what is mapped before them. Behind them nothing is, as a huge page would be more than was asked for.
+    The bytes begin on a huge page: first accesses and pinning by 4 KiB pages take longer than the disk takes to fill
+    them, and reads of 3 MB with a quarter of their target on small pages took 1.5 times as long. The mapping before
+    them is never accessed, and ends with them, as another huge page would exceed ``count``.
     """
     huge = count >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
     try:
@@ -88,13 +89,13 @@ def private_mapping(count: int, kind: type[Mapping]) -> tuple[Mapping, int]:
         return mapped, 0
     start = -ctypes.addressof(ctypes.c_char.from_buffer(mapped)) % _HUGE_PAGE_BYTES
     mapped.resize(start + round_up(count, mmap.PAGESIZE))
-    with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped, start
 
 
 class TorchSource:
-    """PyTorch's own allocator: VRAM through the caching allocator, or fake tensors while predicting."""
+    """Allocates by PyTorch: VRAM by the caching allocator, or fake tensors for predictions."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -107,11 +108,11 @@ class TorchSource:
         return [self.make(bytes) for _ in range(count)]
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Nothing to do: the allocator takes it back when its last view goes."""
+        pass
 
 
 class Buffer:
-    """A run of bytes out of a pool. ``tensor`` is uint8 and one-dimensional."""
+    """Bytes allocated from a pool. ``tensor`` is uint8 and one-dimensional."""
 
     def __init__(self, pool: Pool, tensor: torch.Tensor, bytes: int, storage: int, label: str) -> None:
         self.pool, self.bytes, self.storage, self.label = pool, bytes, storage, label
@@ -123,19 +124,19 @@ class Buffer:
         return self._tensor
 
     def part(self, begin: int, end: int) -> Buffer:
-        """Bytes ``[begin, end)`` as the target of a move; the pool goes on counting the whole."""
+        """Return bytes ``[begin, end)`` as the target of a move; the pool still counts the full buffer."""
         return Buffer(self.pool, self.tensor[begin:end], end - begin, self.storage, self.label)
 
     def free(self) -> None:
-        """Give the bytes back to the pool. A second call does nothing."""
+        """Return the bytes to the pool. A second call does nothing."""
         if self._tensor is not None:
             tensor, self._tensor = self._tensor, None
             self.pool._take_back(self, tensor)
 
     def hand_over(self) -> torch.Tensor:
-        """Give the tensor away for good: the bytes come back to the pool when its storage dies.
+        """Transfer ownership of the tensor: the pool counts the bytes until its storage is freed.
 
-        Only for sources whose ``release`` does nothing, each tensor with a storage of its own.
+        Only for sources whose ``release`` does nothing, and tensors with separate storages.
         """
         tensor, self._tensor = self.tensor, None
         self.pool._watch(self, tensor)
@@ -143,7 +144,7 @@ class Buffer:
 
 
 class Pool:
-    """Bytes of one tier, up to ``limit_bytes`` and never beyond; every allocation is an event."""
+    """Allocates up to ``limit_bytes`` of a tier, and records every allocation."""
 
     def __init__(self, tier: str, limit_bytes: int, source: Source, recorder: Recorder) -> None:
         self.tier, self.limit_bytes, self.source, self.recorder = tier, limit_bytes, source, recorder
@@ -151,19 +152,20 @@ class Pool:
         self._next_storage = 0
         self._lock = threading.Lock()
         self._storages: set[int] = set()
-        self._died: deque[Buffer] = deque()  # handed over, and their storages are gone
+        self._died: deque[Buffer] = deque()  # handed over, with freed storages
 
     def allocate(self, bytes: int, label: str, source: Source | None = None, category: str = "") -> Buffer:
-        """``bytes`` out of the pool. Raises BudgetError when that would pass the limit.
+        """Allocate ``bytes`` from the pool. Raises BudgetError above the limit.
 
-        ``source`` makes them instead of the pool's own; its ``release`` must have nothing to do. ``category`` is what
-        the timeline says of them.
+        ``source`` replaces the pool's source; its ``release`` must do nothing. ``category`` is for the timeline.
         """
         return self._enter(bytes, label, lambda: (source or self.source).make(bytes), category)
 
     def allocate_row(self, bytes: int, labels: Sequence[str], category: str = "") -> list[Buffer]:
-        """A buffer of ``bytes`` for each label, side by side where that makes reading into them faster. Raises
-        BudgetError when they would pass the limit together; then there is none of them."""
+        """Allocate a buffer of ``bytes`` for each label, adjacent if that makes reads faster.
+
+        Raises BudgetError, and allocates none of them, if together they exceed the limit.
+        """
         self.settle()
         if self.held_bytes + bytes * len(labels) > self.limit_bytes:
             raise self._refusal(bytes * len(labels), ", ".join(labels))
@@ -199,15 +201,15 @@ class Pool:
         )
 
     def account(self, bytes: int, label: str) -> Buffer:
-        """Count ``bytes`` that somebody else holds in this tier (a module's own tensors) against the limit."""
+        """Count ``bytes`` allocated elsewhere in this tier (a module's own tensors) against the limit."""
         return self._enter(bytes, label, lambda: torch.empty(0, dtype=torch.uint8))
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in a buffer of this pool that was not handed over."""
+        """True if ``tensor`` is in a buffer of this pool that was not handed over."""
         return tensor.untyped_storage()._cdata in self._storages
 
     def settle(self) -> None:
-        """Count what was handed over and has died since. ``allocate`` does so by itself."""
+        """Uncount buffers that were handed over and freed since, as ``allocate`` does itself."""
         with self._lock:
             self._count_dead()
 
@@ -220,7 +222,7 @@ class Pool:
     def _watch(self, buffer: Buffer, tensor: torch.Tensor) -> None:
         with self._lock:
             self._storages.discard(tensor.untyped_storage()._cdata)
-        # A storage may die anywhere, even in a garbage collection within this class: no lock may be taken there.
+        # A storage may be freed anywhere, even by a garbage collection within this class, so this takes no lock.
         weakref.finalize(tensor.untyped_storage(), self._died.append, buffer).atexit = False
 
     def _count_dead(self) -> None:
@@ -230,3 +232,87 @@ class Pool:
     def _uncount(self, buffer: Buffer) -> None:
         self.held_bytes -= buffer.bytes
         self.recorder.freed(self.tier, buffer.bytes, buffer.storage, buffer.label)
+
+
+class Arena:
+    """Allocates pieces by first fit from slabs of ``pool``, which are kept until ``trim``.
+
+    It is for short-lived memory that is too expensive to allocate and page-lock each time. Pieces freed in reverse
+    order, as in a backward pass, leave no holes, and the next step reuses their addresses.
+    """
+
+    def __init__(self, pool: Pool, label: str, *, slab_bytes: int | None = None) -> None:
+        self._pool, self._label = pool, label
+        # At most a sixteenth: a small budget must not lack the unused end of the last slab.
+        self._slab_bytes = slab_bytes or min(_SLAB_BYTES, round_up(pool.limit_bytes // 16, PAGE_BYTES))
+        self._slabs: list[_Slab] = []
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(slab.used_bytes for slab in self._slabs)
+
+    def take(self, bytes: int) -> Piece:
+        """Allocate at least ``bytes`` in full pages. Raises BudgetError if the pool has no room for another slab."""
+        length = round_up(bytes, PAGE_BYTES)
+        for slab in self._slabs:
+            at = slab.take(length)
+            if at is not None:
+                return Piece(slab, at, length)
+        slab = _Slab(self._allocate(length))
+        self._slabs.append(slab)
+        at = slab.take(length)
+        assert at is not None, "a new slab is large enough"
+        return Piece(slab, at, length)
+
+    def _allocate(self, length: int) -> Buffer:
+        if length < self._slab_bytes:
+            try:
+                return self._pool.allocate(self._slab_bytes, self._label)
+            except BudgetError:  # a smaller slab may fit
+                return self._pool.allocate(length, self._label)
+        return self._pool.allocate(length, self._label)
+
+    def trim(self) -> None:
+        """Free slabs without pieces."""
+        for slab in self._slabs:
+            if not slab.used_bytes:
+                slab.buffer.free()
+        self._slabs = [slab for slab in self._slabs if slab.used_bytes]
+
+
+class _Slab:
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.used_bytes = 0
+        self._free = [(0, buffer.bytes)]  # (begin, end), by address, never adjacent
+
+    def take(self, length: int) -> int | None:
+        for index, (begin, end) in enumerate(self._free):
+            if end - begin >= length:
+                self._free[index : index + 1] = [(begin + length, end)] if end - begin > length else []
+                self.used_bytes += length
+                return begin
+        return None
+
+    def give(self, begin: int, end: int) -> None:
+        self.used_bytes -= end - begin
+        index = bisect.bisect(self._free, (begin, end))
+        if index < len(self._free) and self._free[index][0] == end:
+            end = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == begin:
+            begin, index = self._free.pop(index - 1)[0], index - 1
+        self._free.insert(index, (begin, end))
+
+
+class Piece(Buffer):
+    """A run of pages of a slab. ``free`` returns it to the arena."""
+
+    def __init__(self, slab: _Slab, at: int, length: int) -> None:
+        buffer = slab.buffer
+        super().__init__(buffer.pool, buffer.tensor[at : at + length], length, buffer.storage, buffer.label)
+        self._slab, self._at = slab, at
+
+    def free(self) -> None:
+        if self._tensor is not None:
+            self._tensor = None
+            self._slab.give(self._at, self._at + self.bytes)

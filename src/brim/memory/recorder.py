@@ -1,4 +1,4 @@
-"""The one writer of a run's Timeline: stamps the time and lets several threads write."""
+"""Record a run's moves and waits from several threads in a Timeline."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 
 from brim.core import EventKind, Timeline
 
-SHORTEST_WAIT_S = 50e-6  # asking whether something is there takes a little too
+SHORTEST_WAIT_S = 50e-6  # shorter waits are the cost of the check
 
 
 class Recorder:
-    """Writes events with seconds since its making.
+    """Adds events with the seconds since its creation.
 
-    ``keep`` bounds the events of a long run: past it only the totals in ``copied_bytes`` and ``busy_s`` go on.
+    After ``keep`` events only the totals in ``copied_bytes`` and ``busy_s`` continue.
     """
 
     def __init__(self, timeline: Timeline, *, keep: int = 1_000_000) -> None:
@@ -34,7 +34,7 @@ class Recorder:
         self._add(EventKind.FREE, tier, bytes, time_s=self.now_s(), storage=storage, label=label)
 
     def copied(self, source: str, target: str, bytes: int, begin_s: float, label: str) -> None:
-        """A copy that began at ``begin_s`` and ends now."""
+        """Record a copy that began at ``begin_s`` and ends now."""
         took_s = self.now_s() - begin_s
         with self._lock:
             lane = (source, target)
@@ -43,13 +43,13 @@ class Recorder:
         self._add(EventKind.COPY, target, bytes, time_s=begin_s, duration_s=took_s, source=source, label=label)
 
     def waited(self, tier: str, begin_s: float, label: str) -> None:
-        """Compute in ``tier`` had to wait for ``label``'s copy from ``begin_s`` until now."""
+        """Record that compute in ``tier`` waited for ``label``'s copy from ``begin_s`` until now."""
         took_s = self.now_s() - begin_s
         if took_s >= SHORTEST_WAIT_S:
             self._add(EventKind.IDLE, tier, 0, time_s=begin_s, duration_s=took_s, label=label, category="copy")
 
     def computed(self, tier: str, begin_s: float, took_s: float, label: str, lane: int = 0) -> None:
-        """Compute in ``tier`` worked on ``label``; of several lanes one may lie inside of another."""
+        """Record compute in ``tier`` on ``label``; events of several lanes may nest."""
         self._add(EventKind.COMPUTE, tier, 0, time_s=begin_s, duration_s=took_s, label=label, stream=lane)
 
     def _add(self, kind: EventKind, tier: str, bytes: int, **fields: object) -> None:

@@ -1,4 +1,4 @@
-"""Where blocks without a file of their own rest."""
+"""A scratch file for blocks that are in no checkpoint."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import torch
 
 from brim.core.hardware import DISK
 from brim.errors import BudgetError, TransferError
-from brim.memory import system
 from brim.memory.checkpoint_files import Extent, TensorSource
-from brim.memory.direct_io import OpenFiles
+from brim.memory.direct_io import OpenFiles, drop_cached, flush, write_all
 from brim.memory.layout import WEIGHT_ALIGNMENT_BYTES
 from brim.memory.mapped import MappedFile
 from brim.memory.pool import PAGE_BYTES, round_up
@@ -25,14 +24,14 @@ SCRATCH_PATH = "(scratch file)"
 
 
 def scratch_folder(given: str | Path | None = None) -> Path:
-    """Where a scratch file goes: as given, else ``BRIM_SCRATCH``, else the temporary folder."""
+    """Return the folder of the scratch file: ``given``, else ``BRIM_SCRATCH``, else the temporary folder."""
     return Path(given or os.environ.get("BRIM_SCRATCH") or tempfile.gettempdir())
 
 
 class PlannedScratch:
-    """Says where a scratch file would hold what it is given, and writes nothing: for prediction.
+    """Allocates space in a scratch file and writes nothing, for predictions.
 
-    ``limit_bytes`` is the disk's budget. ``peak_bytes`` is how long the file has been at most.
+    ``limit_bytes`` is the disk's budget. ``peak_bytes`` is the largest length of the file.
     """
 
     file: MappedFile | None = None
@@ -40,14 +39,14 @@ class PlannedScratch:
     def __init__(self, *, limit_bytes: int | None = None) -> None:
         self._end = 0
         self._limit_bytes = limit_bytes
-        self._free: dict[int, list[Extent]] = {}  # by length: what comes and goes has few sizes
+        self._free: dict[int, list[Extent]] = {}  # by length, of which there are few
 
     @property
     def peak_bytes(self) -> int:
         return self._end
 
     def reserve(self, bytes: int) -> Extent:
-        """Whole pages that are nobody else's until ``release``. Raises BudgetError and TransferError."""
+        """Reserve full pages until ``release``. Raises BudgetError and TransferError."""
         length = round_up(bytes, PAGE_BYTES)
         if self._free.get(length):
             return replace(self._free[length].pop(), bytes=bytes)
@@ -56,7 +55,7 @@ class PlannedScratch:
         return Extent(path=SCRATCH_PATH, offset=begin, bytes=bytes)
 
     def release(self, extent: Extent) -> None:
-        """Somebody else may have these pages."""
+        """Let these pages be reserved again."""
         self._free.setdefault(round_up(extent.bytes, PAGE_BYTES), []).append(extent)
 
     def _grow(self, end: int) -> None:
@@ -70,7 +69,7 @@ class PlannedScratch:
         self._end = end
 
     def store(self, sources: Sequence[TensorSource], tensors: Sequence[torch.Tensor]) -> tuple[TensorSource, ...]:
-        """Append ``tensors`` in the form that a block has in memory; returns where they are now."""
+        """Append ``tensors`` in a block's layout, and return their sources."""
         stored, end = [], self._end
         for source, tensor in zip(sources, tensors, strict=True):
             end = round_up(end, WEIGHT_ALIGNMENT_BYTES)
@@ -80,18 +79,18 @@ class PlannedScratch:
                 TensorSource(name=source.name, dtype=tensor.dtype, shape=tuple(tensor.shape), extents=(extent,))
             )
             end += size
-        self._grow(round_up(end, PAGE_BYTES))  # whole pages, for the mapping and for direct reads
+        self._grow(round_up(end, PAGE_BYTES))  # full pages, for the mapping and for direct reads
         return tuple(stored)
 
     def overwrite(self, sources: Sequence[TensorSource], tensors: Sequence[torch.Tensor]) -> None:
-        """Replace the values of what ``store`` returned: here there are none."""
+        """Replace the values of tensors that ``store`` returned."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Close the file. A second call does nothing."""
 
 
 class Scratch(PlannedScratch):
-    """One file without a name for blocks that have none of their own: gone with the process, however it ends."""
+    """A file without a name, which vanishes however the process ends."""
 
     def __init__(
         self, files: OpenFiles, *, directory: str | Path | None = None, limit_bytes: int | None = None
@@ -117,26 +116,21 @@ class Scratch(PlannedScratch):
 
     def _grow(self, end: int) -> None:
         super()._grow(end)
-        with self._told(end):
+        with self._disk_errors(end):
             os.ftruncate(self._fd, end)
 
     def overwrite(self, sources: Sequence[TensorSource], tensors: Sequence[torch.Tensor]) -> None:
-        with self._told(sum(source.bytes for source in sources)):
+        with self._disk_errors(sum(source.bytes for source in sources)):
             for source, tensor in zip(sources, tensors, strict=True):
                 flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-                self._write(flat, source.extents[0].offset)
-            system.flush(self._fd)  # dirty pages could not be dropped
+                write_all(self._fd, memoryview(flat.numpy().data), source.extents[0].offset)
+            flush(self._fd)  # dirty pages cannot be dropped
         for source in sources:
-            system.forget_cached(self._fd, source.extents[0].offset, source.bytes)
-
-    def _write(self, flat: torch.Tensor, offset: int) -> None:
-        view, done = memoryview(flat.numpy().data), 0
-        while done < len(view):
-            done += os.pwrite(self._fd, view[done : done + (16 << 20)], offset + done)
+            drop_cached(self._fd, source.extents[0].offset, source.bytes)
 
     @contextlib.contextmanager
-    def _told(self, bytes: int) -> Iterator[None]:
-        """The disk's refusals as TransferError."""
+    def _disk_errors(self, bytes: int) -> Iterator[None]:
+        """Raise OSErrors of the block as TransferError."""
         try:
             yield
         except OSError as error:
@@ -147,7 +141,6 @@ class Scratch(PlannedScratch):
             ) from error
 
     def close(self) -> None:
-        """Let the file go. A second call does nothing."""
         fd, self._fd, self.file = self._fd, -1, None
         if fd >= 0:
             with contextlib.suppress(OSError):

@@ -1,7 +1,4 @@
-"""Slots of the compute tier that things from another tier pass through: what each holds, and when it may be written.
-
-Which slot is given up for what comes next is the policy of the owner of the slots.
-"""
+"""Slots of the compute tier that items of another tier are loaded into. Their owner chooses which slot to replace."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from brim.memory.transfer import Done, Settled, Waitable
 
 
 class Loads(Protocol):
-    """Where an item rests: a ``brim.memory.backing_store.BackingStore``, say."""
+    """The store of an item, such as a ``brim.memory.backing_store.BackingStore``."""
 
     def load(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable: ...
 
@@ -26,16 +23,15 @@ class Loads(Protocol):
 class Slot:
     index: int
     buffer: Buffer
-    holds: int | None = None  # the item that is in it, or on its way into it
+    holds: int | None = None  # the item that is loaded or being loaded
     users: int = 0
     ready: Waitable = field(default_factory=Done)
-    idle: Waitable = field(default_factory=Done)  # compute is done with what was in it
-    saved: Waitable = field(default_factory=Done)  # what was changed in it has been taken out of it
+    idle: Waitable = field(default_factory=Done)  # compute has finished with the previous item
+    saved: Waitable = field(default_factory=Done)  # changes have been copied out
 
 
 class Slots:
-    """One slot per buffer. ``stores`` has where each item rests, and may grow; ``name`` is what recordings and errors
-    call it."""
+    """A slot for each buffer. ``stores`` holds the items, and may grow; ``name`` names them for recordings."""
 
     def __init__(
         self,
@@ -54,60 +50,60 @@ class Slots:
         return len(self._slots)
 
     def find(self, item: int, *, in_use: bool = False) -> Slot | None:
-        """The slot that holds ``item``, or will; with ``in_use`` only one that has users."""
+        """Return the slot that holds or loads ``item``; with ``in_use`` only if it has users."""
         return next((slot for slot in self._slots if slot.holds == item and (slot.users or not in_use)), None)
 
     def load(self, slot: Slot, item: int) -> None:
-        """Begin to bring ``item`` into ``slot``, once nobody needs what is there; nothing where it is there."""
+        """Start to load ``item`` into ``slot`` once its previous item is unused; do nothing if it is loaded."""
         if slot.holds == item:
             return
         after = [slot.idle, slot.saved, Settled(slot.ready)]
-        slot.holds = None  # until the load is under way: what fails before that has brought nothing
+        slot.holds = None  # in case the load cannot start
         slot.ready = self._stores[item].load(slot.buffer, self._name(item), after)
         slot.holds, slot.saved = item, Done()
 
     @contextmanager
     def entering(self, slot: Slot) -> Iterator[None]:
-        """One user more, unless what is done within fails: then nothing that is not in use counts as loaded."""
+        """Add a user of ``slot``; if the block fails, remove it and drop all unused items."""
         slot.users += 1
         try:
             yield
         except BaseException:
             slot.users -= 1
             slot.holds = None
-            self.forget()  # what was fetched ahead may have met the same error
+            self.forget()  # prefetches may have the same error
             if self._memory.staging is not None:
                 self._memory.staging.reclaim()
             raise
 
     def wait(self, slot: Slot, item: int, *, ahead: bool) -> None:
-        """Return when ``item`` is in ``slot``. ``ahead``: its load began before it was needed."""
+        """Wait until ``item`` is in ``slot``. ``ahead``: it was prefetched, so a failed load is repeated."""
         begin_s = self._memory.recorder.now_s()
         try:
             slot.ready.wait()
         except BrimError:
             if not ahead:
                 raise
-            slot.holds = None  # it failed while nobody needed it: whether it still does is known only now
+            slot.holds = None
             self.load(slot, item)
             slot.ready.wait()
         self._memory.recorder.waited(self._memory.compute.tier, begin_s, self._name(item))
 
     def leave(self, slot: Slot) -> bool:
-        """One user less; whether that was the last."""
+        """Remove a user of ``slot``; return whether it was the last."""
         slot.users -= 1
         if slot.users == 0:
             slot.idle = self._memory.engine.mark()
         return slot.users == 0
 
     def forget(self, items: Collection[int] | None = None) -> None:
-        """Drop what is there and not in use: the values changed, or an error broke the sequence. All unless told."""
+        """Drop unused items (None: all), because their values changed or an error broke the sequence."""
         for slot in self._slots:
             if not slot.users and (items is None or slot.holds in items):
                 slot.holds = None
 
     def interrupted(self) -> bool:
-        """Where something counts as in use, nothing does any more; whether that was so."""
+        """Remove all users after an interrupt; return whether there were any."""
         in_use = any(slot.users for slot in self._slots)
         for slot in self._slots if in_use else ():
             slot.users, slot.idle = 0, self._memory.engine.mark()

@@ -1,4 +1,4 @@
-"""The transfer engine of devices that have streams, and host memory that CUDA has pinned."""
+"""The transfer engine of devices with streams, and pinned host memory on the GPU's NUMA node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,24 +21,24 @@ from brim.core.hardware import RAM
 from brim.errors import BrimError
 from brim.memory.checkpoint_files import Extent
 from brim.memory.direct_io import OpenFiles
-from brim.memory.layout import Move, ReadRun
-from brim.memory.numa import near
+from brim.memory.layout import ReadRun
 from brim.memory.pool import PAGE_BYTES, Buffer, HostSource, private_mapping, round_up
 from brim.memory.recorder import Recorder
-from brim.memory.transfer import Settled, ThreadEngine, Ticket, Waitable, _Lane, copied_bytes, whole
+from brim.memory.transfer import Copy, Engine, Settled, ThreadEngine, Ticket, Waitable, _Lane
 from brim.units import format_bytes
 
-# A copy engine does one copy after another: between pieces of a block, activations of other streams can go.
+# A copy engine does one copy at a time; between pieces of a block, it can copy activations of other streams.
 _PIECE_BYTES = 32 << 20
-# Of Linux: a child finds zeros. Locked pages would be copied at each fork, once per worker of a DataLoader.
+# Linux: a child sees zeros. Locked pages would be copied at each fork, once per worker of a DataLoader.
 _MADV_WIPEONFORK = 18
+_SYSTEM = Path("/sys")
 
 
 class PinnedSource(HostSource):
-    """Page-locked host memory by ``cudaHostRegister`` on our own mapping, unregistered before the mapping is removed.
+    """Allocates host memory page-locked by ``cudaHostRegister``, unregistered before its mapping is removed.
 
-    ``Tensor.pin_memory`` rounds up to the next power of two: up to twice the RAM that was asked for. Where the system
-    locks no more pages (WSL2 limits them), memory is pageable: the driver copies it through buffers of its own.
+    ``Tensor.pin_memory`` would round up to the next power of two. If the system locks no more pages (WSL2 limits
+    them), memory is pageable, and the driver copies it through its own buffers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,29 +57,29 @@ class PinnedSource(HostSource):
                 "WSL2 about half of the RAM that it was given can be locked (memory= in .wslconfig).",
                 stacklevel=2,
             )
-        with torch.inference_mode(False):  # threads that know nothing of the mode will write to it
+        with torch.inference_mode(False):  # other threads, outside the mode, write to it
             return torch.frombuffer(mapped, dtype=torch.uint8, count=bytes, offset=start)
 
     def row(self, bytes: int, count: int) -> list[torch.Tensor]:
-        """Each in a mapping of its own: the driver unlocks the same ranges that it locked."""
+        """Allocate separate mappings: the driver unlocks the same ranges that it locked."""
         return [self.make(bytes) for _ in range(count)]
 
 
 class _Locked(mmap.mmap):
-    """A mapping whose pages are locked for a device until the last tensor in it is gone.
+    """A mapping whose pages are locked for a device until its last tensor is freed.
 
-    Pages that are given back while they are registered would leave the driver with an address that means something
-    else: the next registration there fails, and copies of what lies there later go to the old pages.
+    If registered pages were unmapped, the next registration at their address would fail, and copies from and to that
+    address would use the old pages.
     """
 
     _address: int | None = None
 
     def lock(self, start: int, bytes: int, device: torch.device) -> int:
-        """Lock ``bytes`` from ``start`` on and return 0; where that is refused, its error: they stay pageable."""
+        """Lock ``bytes`` from ``start`` on. Return 0, or CUDA's error if they stay pageable."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self)) + start
-        with contextlib.suppress(OSError):  # an old kernel: a fork copies them
+        with contextlib.suppress(OSError):  # an old kernel
             self.madvise(_MADV_WIPEONFORK)
-        with of(device).current(), near(pci_address(device)):  # pages are touched as they are locked
+        with of(device).current(), near(pci_address(device)):  # locking touches the pages
             error = page_lock(address, bytes)
         if error:
             return error
@@ -87,14 +89,54 @@ class _Locked(mmap.mmap):
     def __del__(self) -> None:
         if self._address is None or self._process != os.getpid():  # a child has neither the device nor the lock
             return
-        if sys.is_finalizing():  # the process takes all of it along
+        if sys.is_finalizing():  # the exit of the process frees everything
             return
-        of(self._device).synchronize()  # a copy from or to this memory may still be under way
+        of(self._device).synchronize()  # a copy may still use this memory
         page_unlock(self._address)
 
 
+@contextlib.contextmanager
+def near(pci_address: str | None, system: Path = _SYSTEM) -> Iterator[None]:
+    """Run this thread on the NUMA node of the device at ``pci_address`` (``"0000:3b:00.0"``) within the block.
+
+    Linux puts a page on the node of the thread that touches it first (mm/numa_memory_policy.rst, "local allocation"),
+    and copies to another node share the link between the nodes. Does nothing if the node is unknown, or none of its
+    processors is allowed.
+    """
+    before = _allowed()
+    beside = set() if pci_address is None else before & processors_near(pci_address, system)
+    if not beside or beside == before:
+        yield
+        return
+    os.sched_setaffinity(0, beside)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def processors_near(pci_address: str, system: Path = _SYSTEM) -> set[int]:
+    """Return the processors of a device's NUMA node; none if unknown."""
+    try:
+        node = int((system / "bus/pci/devices" / pci_address / "numa_node").read_text())
+        listed = (system / f"devices/system/node/node{node}/cpulist").read_text() if node >= 0 else ""
+        return {number for part in listed.strip().split(",") if part for number in _numbers(part)}
+    except (OSError, ValueError):
+        return set()
+
+
+def _numbers(part: str) -> range:
+    """Parse ``"4"`` or ``"0-3"``."""
+    first, _, last = part.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def _allowed() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
 class StreamPoint:
-    """A point in a stream of a device. Waiting makes the device's current stream wait, not the host."""
+    """A point in a device's stream. ``wait`` makes the device's current stream wait, not the host."""
 
     def __init__(self, event: Any, on: Accelerator) -> None:
         self.event, self._on = event, on
@@ -108,7 +150,7 @@ class StreamPoint:
 
 
 class _IssuedLater:
-    """A copy that a thread hands to the stream once its data has come from disk."""
+    """A copy that a thread puts into the stream once its data has been read from disk."""
 
     def __init__(self, on: Accelerator) -> None:
         self._on = on
@@ -130,13 +172,13 @@ class _IssuedLater:
         return self.ticket is not None and self.ticket.done and bool(self.event.query())
 
 
-class StreamEngine:
-    """Copies on streams of their own, one each way; disk reads and writes on the thread engine's lanes."""
+class StreamEngine(Engine):
+    """Copies on one stream per direction; reads and writes files by the threads of a ThreadEngine."""
 
     def __init__(
         self, recorder: Recorder, files: OpenFiles, make_bounce: Callable[[int], Buffer], device: torch.device
     ) -> None:
-        self.recorder = recorder
+        super().__init__(recorder)
         self._on = of(device)
         self._threads = ThreadEngine(recorder, files, make_bounce)
         self._there = _Lane("issue"), self._on.new_stream()
@@ -144,65 +186,37 @@ class StreamEngine:
         self._filled: weakref.WeakSet[Buffer] = weakref.WeakSet()
 
     def read(self, runs: Sequence[ReadRun], target: Buffer, label: str, after: Sequence[Waitable]) -> Ticket:
-        # The slot that is read into may be the source of a copy still in the stream: that needs the host to wait.
+        # The target may be the source of a copy still in a stream, for which the host has to wait.
         return self._threads.read(runs, target, label, [_HostWait(condition) for condition in after])
 
-    def copy(
-        self,
-        source: torch.Tensor,
-        target: Buffer,
-        label: str,
-        after: Sequence[Waitable],
-        way: tuple[str, str],
-        moves: Sequence[Move] = (),
-    ) -> Waitable:
-        lane, stream = self._back if way[1] == RAM else self._there
-        if way[1] != RAM and target not in self._filled:
+    def _submit(self, copy: Copy) -> Waitable:
+        lane, stream = self._back if copy.route[1] == RAM else self._there
+        if copy.route[1] != RAM and copy.target not in self._filled:
             # Its memory may have been freed by compute that is still queued: the caching allocator orders the
             # uses on one stream, and this is another.
-            after = [*after, self.mark()]
-            self._filled.add(target)
+            copy = replace(copy, after=[*copy.after, self.mark()])
+            self._filled.add(copy.target)
         later = _IssuedLater(self._on)
-        # Not an event yet: a stream cannot wait for it, and the caller should not.
-        if any(_is_pending_on_host(condition) for condition in after):
-            later.ticket = lane.submit(
-                lambda: self._enqueue(source, target, label, after, way, moves, stream, later.event)
-            )
+        # There is no event yet for a stream to wait for, and the caller should not wait.
+        if any(_is_pending_on_host(condition) for condition in copy.after):
+            later.ticket = lane.submit(lambda: self._enqueue(copy, stream, later.event))
             return later
-        error = lane.outcome(lambda: self._enqueue(source, target, label, after, way, moves, stream, later.event))
+        error = lane.outcome(lambda: self._enqueue(copy, stream, later.event))
         if error is None:
             return StreamPoint(later.event, self._on)
         later.ticket = Ticket()
         later.ticket.finish(error)
         return later
 
-    def _enqueue(
-        self,
-        source: torch.Tensor,
-        target: Buffer,
-        label: str,
-        after: Sequence[Waitable],
-        way: tuple[str, str],
-        moves: Sequence[Move],
-        stream: Any,
-        event: Any,
-    ) -> None:
+    def _enqueue(self, copy: Copy, stream: Any, event: Any) -> None:
         begin_s = self.recorder.now_s()
         with self._on.current(), self._on.in_stream(stream):
-            for condition in after:
+            for condition in copy.after:
                 condition.wait()
-            for move in moves or whole(source):
-                for begin in range(0, move.bytes, _PIECE_BYTES):
-                    piece = source[move.source + begin : move.source + min(begin + _PIECE_BYTES, move.bytes)]
-                    into = move.target + begin
-                    target.tensor[into : into + piece.numel()].copy_(piece, non_blocking=True)
+            for target, source in copy.pieces(_PIECE_BYTES):
+                target.copy_(source, non_blocking=True)
             event.record(stream)
-        self.recorder.copied(*way, copied_bytes(source, moves), begin_s, label)
-
-    def cross(self, source: torch.Tensor, target: torch.Tensor, label: str, way: tuple[str, str]) -> None:
-        begin_s = self.recorder.now_s()
-        target.copy_(source, non_blocking=True)  # on the current stream: after what makes it, before what needs it
-        self.recorder.copied(*way, source.numel(), begin_s, label)
+        self.recorder.copied(*copy.route, copy.bytes, begin_s, copy.label)
 
     def write(self, source: torch.Tensor, extent: Extent, label: str, after: Sequence[Waitable]) -> Ticket:
         return self._threads.write(source, extent, label, [_HostWait(condition) for condition in after])
@@ -230,7 +244,7 @@ def _is_pending_on_host(condition: Waitable) -> bool:
 
 
 class _HostWait:
-    """Makes the host wait for what would otherwise make only a stream wait."""
+    """Makes the host wait instead of a stream."""
 
     def __init__(self, condition: Waitable) -> None:
         self._condition = condition

@@ -1,4 +1,4 @@
-"""A run's memory: its pools, its engine, and the slots in RAM between disk and VRAM."""
+"""A run's memory: its pools, its transfer engine, and the staging slots in RAM between disk and VRAM."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from brim import accelerator
 from brim.accelerator import CUDA
 from brim.core import Timeline
 from brim.core.hardware import RAM, VRAM
-from brim.memory import system
-from brim.memory.direct_io import OpenFiles
+from brim.memory.direct_io import OpenFiles, require_direct_io
 from brim.memory.mapped import MappedFile
 from brim.memory.pool import Buffer, HostSource, Pool, TorchSource
 from brim.memory.recorder import Recorder
@@ -23,11 +22,10 @@ _CPU = torch.device("cpu")
 
 
 class Memory:
-    """The pools of one run and the engine between them.
+    """The pools of a run and the engine between them.
 
-    ``compute`` is the tier that kernels work in. ``host`` is RAM where that is not the same; None where it is.
-    ``device`` is PyTorch's name for where kernels work. ``fake``: tensors have no bytes and nothing is moved; the
-    events are the prediction.
+    ``compute`` is the compute tier's pool, ``device`` its device. ``host`` is RAM; None if RAM is the compute tier.
+    ``fake``: tensors have no bytes and nothing is moved; the recorded events are the prediction.
     """
 
     def __init__(
@@ -41,7 +39,7 @@ class Memory:
     ) -> None:
         self.compute, self.host, self.recorder, self.device, self.fake = compute, host, recorder, device, fake
         if not fake:
-            system.require()
+            require_direct_io()
         self.files = OpenFiles()
         engine = NullEngine if fake else ThreadEngine
         self.engine: Engine = engine(recorder, self.files, self._bounce)
@@ -52,16 +50,16 @@ class Memory:
         self.staging: Staging | None = None
 
     def is_compute(self, device: torch.device) -> bool:
-        """Whether ``device`` is where kernels work. A traced device has no number, and there is one of it."""
+        """True if ``device`` is the compute device. A traced device may have no number, as there is only one."""
         same = None in (device.index, self.device.index) or device.index == self.device.index
         return device.type == self.device.type and same
 
     def is_on_gpu(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is on the GPU that kernels work on."""
+        """True if ``tensor`` is on the GPU of the compute tier."""
         return self.device.type != "cpu" and self.is_compute(tensor.device)
 
     def is_traced_on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether a trace would go on counting the tensor's memory in VRAM if somebody kept it."""
+        """True if a trace counts the tensor's memory in VRAM as long as it is referenced."""
         return self.fake and self.is_on_gpu(tensor)
 
     @property
@@ -72,10 +70,10 @@ class Memory:
         return self.ram.allocate(bytes, "bounce buffer")
 
     def file(self, path: str) -> MappedFile:
-        """A checkpoint file, or the scratch file, as memory."""
+        """Return a checkpoint file, or the scratch file, as a MappedFile."""
         if path == SCRATCH_PATH:
             file = self.scratch().file
-            assert file is not None, "a prediction has no values"
+            assert file is not None, "predictions have no values"
             return file
         if path not in self._mapped:
             self._mapped[path] = MappedFile.open(path)
@@ -91,52 +89,52 @@ class Memory:
 
     @property
     def disk_peak_bytes(self) -> int:
-        """How long the scratch file has been at most; 0 where nothing has needed one."""
+        """The largest length of the scratch file; 0 without one."""
         return 0 if self._scratch is None else self._scratch.peak_bytes
 
     def use_disk(self, *, folder: str | None, limit_bytes: int | None) -> None:
-        """Where the scratch file goes and how long it may become. To be said before it is first used."""
+        """Set folder and limit of the scratch file, before its first use."""
         assert self._scratch is None
         self._disk_folder, self._disk_bytes = folder, limit_bytes
 
-    def give_back(self) -> None:
-        """Let the device have what PyTorch keeps of it for nothing: what a model had there before it was fitted."""
+    def empty_cache(self) -> None:
+        """Release PyTorch's cached device memory, such as that of a model before it was fitted."""
         if self.device.type != "cpu":
             on = accelerator.of(self.device)
             on.synchronize()
             on.empty_cache()
 
     def close(self) -> None:
-        """End the threads and close the files. Safe to call twice."""
+        """End the threads and close the files. A second call does nothing."""
         self.engine.close()
         self.files.close()
         if self._scratch is not None:
-            self._scratch.close()  # and it stays: freeing something in it later must not make a new one
+            self._scratch.close()  # not removed, as a later ``release`` would open a new one
         for file in self._mapped.values():
             file.close()
         self._mapped.clear()
 
     def __del__(self) -> None:
-        # A module that is dropped without remove() takes its threads and files with it.
+        # For a module that is dropped without remove().
         if hasattr(self, "staging"):
             self.close()
 
 
 def cpu_memory(timeline: Timeline, *, ram_bytes: int) -> Memory:
-    """No GPU: RAM is the compute tier, the rest is on disk."""
+    """Create memory without a GPU: RAM is the compute tier."""
     recorder = Recorder(timeline)
     return Memory(compute=Pool(RAM, ram_bytes, HostSource(), recorder), host=None, recorder=recorder)
 
 
 def emulated_memory(timeline: Timeline, *, vram_bytes: int, ram_bytes: int) -> Memory:
-    """A pool in RAM plays VRAM and a thread plays its copy engine: the GPU's logic without a GPU."""
+    """Create memory with a pool in RAM as VRAM and a thread as copy engine, to test the GPU's logic without one."""
     recorder = Recorder(timeline)
     host = Pool(RAM, ram_bytes, HostSource(), recorder)
     return Memory(compute=Pool(VRAM, vram_bytes, HostSource(), recorder), host=host, recorder=recorder)
 
 
 def device_memory(timeline: Timeline, *, vram_bytes: int, ram_bytes: int, device: torch.device) -> Memory:
-    """VRAM through PyTorch's caching allocator, a copy stream each way, and host memory, page-locked for CUDA."""
+    """Create memory of a GPU: PyTorch's caching allocator, copy streams, and host memory, page-locked for CUDA."""
     from brim.memory.streams import PinnedSource, StreamEngine
 
     recorder = Recorder(timeline)
@@ -155,10 +153,7 @@ def fake_memory(
     ram_bytes: int,
     device: torch.device = _CPU,
 ) -> Memory:
-    """For prediction: the same pools and limits over tensors without bytes.
-
-    ``device`` is where a traced program's compute tensors say that they are.
-    """
+    """Create memory for predictions: the same pools and limits with fake tensors on ``device``."""
     recorder = Recorder(timeline)
     host = None if compute_tier == RAM else Pool(RAM, ram_bytes, TorchSource(_CPU), recorder)
     compute = Pool(compute_tier, compute_bytes, TorchSource(device), recorder)
@@ -166,30 +161,30 @@ def fake_memory(
 
 
 class Staged(Protocol):
-    """Where a block rests, as far as ``Staging`` knows it."""
+    """A store with a staging slot."""
 
     def drop_staged(self) -> None:
-        """Give back the slot that was taken ahead of use."""
+        """Return the slot of a prefetch to ``Staging``."""
 
 
 class Staging:
-    """RAM slots that blocks pass through on their way from disk to VRAM, and back when they were changed."""
+    """RAM slots that blocks pass through from disk to VRAM, and back if they were changed."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._free: list[tuple[Buffer, list[Waitable]]] = [(buffer, []) for buffer in buffers]
         self._stores: Sequence[Staged] = ()
 
     def take(self) -> tuple[Buffer, list[Waitable]] | None:
-        """A slot and what must be done before it is written to; None when all are on their way."""
+        """Take a slot and the conditions for writing to it; None if all are in use."""
         return self._free.pop(0) if self._free else None
 
     def claim(self) -> tuple[Buffer, list[Waitable]]:
-        """A slot in any case: what was only brought ahead of use makes way."""
+        """Take a slot, dropping prefetches if all are in use."""
         slot = self.take()
         if slot is None:
             self.reclaim()
             slot = self.take()
-        assert slot is not None, "a slot was taken and not given back"
+        assert slot is not None, "a slot was not returned"
         return slot
 
     def give(self, buffer: Buffer, after: Waitable) -> None:
@@ -199,6 +194,6 @@ class Staging:
         self._stores = list(stores)
 
     def reclaim(self) -> None:
-        """Take back what was staged for blocks that did not come."""
+        """Drop all prefetches."""
         for store in self._stores:
             store.drop_staged()

@@ -1,21 +1,23 @@
-"""Moving bytes between tiers: one interface, three engines.
+"""Move bytes between tiers, by one interface and three engines.
 
-``ThreadEngine`` moves with threads (disk -> RAM, RAM -> a pool in RAM that plays VRAM), ``StreamEngine``
-(``streams.py``) with streams and events, ``NullEngine`` only writes down what would be moved, for fake tensors. The
-code above them is the same, so what is predicted, what is tested without a GPU and what runs on one cannot differ.
+``ThreadEngine`` uses threads (disk -> RAM, RAM -> a pool in RAM that emulates VRAM), ``StreamEngine``
+(``streams.py``) streams and events, ``NullEngine`` only records the moves, for fake tensors. Predictions, tests
+without a GPU and runs on one share the code above them.
 """
 
 from __future__ import annotations
 
+import abc
 import atexit
 import contextlib
 import copy
 import os
 import queue
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -34,18 +36,15 @@ _THREAD_NAME = "brim-transfer"
 
 class Waitable(Protocol):
     def wait(self) -> None:
-        """Return when what this stands for is done, or is certain to be before later device work.
-
-        Raises the BrimError that it ended with.
-        """
+        """Return when the work is done, or certain to be done before later device work. Raises its BrimError."""
 
     @property
     def done(self) -> bool:
-        """Whether it is over, well or badly."""
+        """True if the work has ended, successfully or not."""
 
 
 class Ticket:
-    """A move under way on a thread."""
+    """The completion of a job on a thread."""
 
     def __init__(self) -> None:
         self._done = Flag()
@@ -62,21 +61,21 @@ class Ticket:
     def wait(self) -> None:
         self._done.wait()
         if self._error is not None:
-            # A copy: what is raised keeps every frame that it passes, and with them what a failed step had made.
+            # A copy, as a raised error references the frames that it passes, with the tensors of a failed step.
             raise copy.copy(self._error) from self._error.__cause__
 
 
 class Done:
-    """Something that needs no waiting for."""
+    """Completed work."""
 
     done = True
 
     def wait(self) -> None:
-        """It is done."""
+        """Return at once."""
 
 
 class All:
-    """All of several conditions; the first failure is everybody's."""
+    """Waits for several conditions and raises the first error."""
 
     def __init__(self, conditions: Sequence[Waitable]) -> None:
         self._conditions = tuple(conditions)
@@ -91,7 +90,7 @@ class All:
 
 
 class Settled:
-    """Waits for a move whose failure does not matter to the next one: a buffer is free however it went."""
+    """Waits for a move and ignores its error: a buffer is free after a failure too."""
 
     def __init__(self, condition: Waitable) -> None:
         self.condition = condition
@@ -105,22 +104,45 @@ class Settled:
         return self.condition.done
 
 
-def whole(source: torch.Tensor) -> list[Move]:
-    return [Move(source=0, target=0, bytes=source.numel())]
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Copy:
+    """A copy of ``source`` (uint8) to the head of ``target`` once ``after`` is done; ``route`` names the two tiers.
+
+    With ``moves``, only these parts are copied, each to its place.
+    """
+
+    source: torch.Tensor
+    target: Buffer
+    label: str
+    after: Sequence[Waitable]
+    route: tuple[str, str]
+    moves: Sequence[Move]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that count as copied: with ``moves``, those of the block in its slot, padding included."""
+        if not self.moves:
+            return self.source.numel()
+        return round_up(max(move.target + move.bytes for move in self.moves), PAGE_BYTES)
+
+    def pieces(self, limit_bytes: int = sys.maxsize) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Iterate over pairs of target and source of at most ``limit_bytes`` each."""
+        for move in self.moves or [Move(source=0, target=0, bytes=self.source.numel())]:
+            for begin in range(0, move.bytes, limit_bytes):
+                piece = self.source[move.source + begin : move.source + min(begin + limit_bytes, move.bytes)]
+                into = move.target + begin
+                yield self.target.tensor[into : into + piece.numel()], piece
 
 
-def copied_bytes(source: torch.Tensor, moves: Sequence[Move]) -> int:
-    """What counts as copied: with ``moves`` the block in its slot, what lies between its tensors included."""
-    if not moves:
-        return source.numel()
-    return round_up(max(move.target + move.bytes for move in moves), PAGE_BYTES)
+class Engine(abc.ABC):
+    """Moves bytes between tiers and records each move."""
 
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
 
-class Engine(Protocol):
-    recorder: Recorder
-
+    @abc.abstractmethod
     def read(self, runs: Sequence[ReadRun], target: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
-        """Files -> RAM, once all of ``after`` is done."""
+        """Read files into RAM once ``after`` is done."""
 
     def copy(
         self,
@@ -128,39 +150,47 @@ class Engine(Protocol):
         target: Buffer,
         label: str,
         after: Sequence[Waitable],
-        way: tuple[str, str],
+        route: tuple[str, str],
         moves: Sequence[Move] = (),
     ) -> Waitable:
-        """``source`` (uint8) -> the head of ``target``, once all of ``after`` is done; ``way`` names the tiers.
+        """Copy ``source`` to the head of ``target``, as ``Copy`` describes."""
+        return self._submit(Copy(source=source, target=target, label=label, after=after, route=route, moves=moves))
 
-        With ``moves`` these parts of it alone, each to its place.
-        """
+    @abc.abstractmethod
+    def _submit(self, copy: Copy) -> Waitable: ...
 
-    def cross(self, source: torch.Tensor, target: torch.Tensor, label: str, way: tuple[str, str]) -> None:
-        """``source`` -> ``target`` (both uint8, of one length) in the order of compute, past what is queued.
+    def cross(self, source: torch.Tensor, target: torch.Tensor, label: str, route: tuple[str, str]) -> None:
+        """Copy ``source`` to ``target`` (both uint8, of one length) on the current stream, in order with compute.
 
         ``finish(mark())`` makes the host wait for it.
         """
+        begin_s = self.recorder.now_s()
+        target.copy_(source, non_blocking=True)
+        self.recorder.copied(*route, source.numel(), begin_s, label)
 
+    @abc.abstractmethod
     def write(self, source: torch.Tensor, extent: Extent, label: str, after: Sequence[Waitable]) -> Waitable:
-        """The head of ``source`` (uint8 in RAM, page-aligned, whole pages long) -> ``extent`` of a file.
+        """Write the head of ``source`` to ``extent`` of a file once ``after`` is done.
 
-        It begins once all of ``after`` is done; ``source`` must stay as it is until then and until it is done. The
-        extent begins on a page; the file's bytes up to the end of its last page are written too.
+        ``source`` is uint8 in RAM, page-aligned and of full pages, and must not change until the write is done. The
+        extent begins on a page; the file's bytes up to the end of its last page are overwritten too.
         """
 
     def mark(self) -> Waitable:
-        """Stands for all the compute that has been asked for until now."""
+        """Return the completion of all compute queued so far; without streams, compute is synchronous."""
+        return Done()
 
     def finish(self, condition: Waitable) -> None:
-        """Make the host wait, also for what would otherwise make only later device work wait."""
+        """Make the host wait, even if ``wait`` would only make later device work wait."""
+        condition.wait()
 
+    @abc.abstractmethod
     def close(self) -> None:
-        """Stop what is under way, wait for it, end every thread. Safe to call twice."""
+        """Stop all moves, wait for them, and end the threads. Safe to call twice."""
 
 
 class _Lane:
-    """A thread that does one thing after another. It starts with its first job."""
+    """A thread that does one job after another, and starts with the first."""
 
     def __init__(self, name: str) -> None:
         self.stopped = threading.Event()
@@ -198,13 +228,13 @@ class _Lane:
             self._thread = None
 
     def retire(self) -> None:
-        """Begin to end the thread once all that it was asked for is done. Jobs are done by who asks from now on."""
+        """End the thread after its queued jobs. Later jobs run in the calling thread."""
         with self._submitting:
             self._retired = True
         self._jobs.put(None)
 
     def join(self) -> None:
-        """After ``retire``: wait for the thread's end."""
+        """Wait for the thread's end after ``retire``."""
         if self._thread is not None:
             self._thread.join()
 
@@ -213,43 +243,43 @@ class _Lane:
             pass
 
     def _do_next(self) -> bool:
-        # In a call of its own: while a lane waits for work, it must not keep the last job's memory alive.
+        # A separate call, so that a waiting lane does not keep the last job's memory alive.
         entry = self._jobs.get()
         if entry is None:
             return False
         job, ticket = entry
         del entry
         error = self.outcome(job)
-        del job  # who waits may count on the memory that it held
+        del job  # the waiting thread may need the memory that the job holds
         ticket.finish(error)
         return True
 
     def outcome(self, job: Callable[[], None]) -> BrimError | None:
-        """Do ``job`` at once. Returns what it failed with."""
+        """Run ``job`` and return its error."""
         if self.stopped.is_set():
             return _closed()
         try:
             job()
         except BrimError as failure:
             return failure
-        except Exception as failure:  # a thread must hand over whatever happened, or the waiter hangs
+        except Exception as failure:  # else the waiting thread would hang
             error = TransferError("Cannot move bytes between tiers.", repr(failure))
             error.__cause__ = failure
             return error
         return None
 
 
-_lanes: weakref.WeakSet[_Lane] = weakref.WeakSet()  # what the end of the process has to wait for
-if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+_lanes: weakref.WeakSet[_Lane] = weakref.WeakSet()  # the exit of the process waits for them
+if hasattr(os, "register_at_fork"):  # missing on Windows
     os.register_at_fork(after_in_child=_lanes.clear)  # a child has none of the threads
 
 
 @atexit.register
 def _retire_all() -> None:
-    """End all threads while Python is whole. One that is killed later within PyTorch's code aborts the process.
+    """End all threads before the interpreter finalizes; a thread killed later in PyTorch's code aborts the process.
 
-    (A thread that asks for the interpreter's lock when that is being taken down is ended by ``pthread_exit``, which
-    cannot pass C++ code that must not throw; CPython, Python/ceval_gil.c.)
+    CPython (Python/ceval_gil.c) ends a thread that requests the lock of a finalizing interpreter by ``pthread_exit``,
+    which cannot unwind C++ code declared noexcept.
     """
     lanes = list(_lanes)
     for lane in lanes:
@@ -262,16 +292,14 @@ def _closed() -> TransferError:
     return TransferError("Cannot move bytes between tiers.", "The transfer engine is closed.")
 
 
-class ThreadEngine:
-    """Lanes of threads: one reads files, with another's help for large blocks; one writes files; one copies to the
-    compute tier, one back from it.
+class ThreadEngine(Engine):
+    """Moves bytes with one thread each for reads, help with large reads, writes, and copies in either direction.
 
-    Compute is synchronous, so a mark is always done. ``make_bounce`` gives the buffer that unaligned reads pass
-    through; it is taken from a pool on first use.
+    ``make_bounce`` allocates the buffer that unaligned reads pass through, on first use.
     """
 
     def __init__(self, recorder: Recorder, files: OpenFiles, make_bounce: Callable[[int], Buffer]) -> None:
-        self.recorder = recorder
+        super().__init__(recorder)
         self._reader = DirectReader(make_bounce, files)
         self._disk, self._disk_helper, self._copy = _Lane("disk"), _Lane("disk-helper"), _Lane("copy")
         self._files, self._write, self._back = files, _Lane("write"), _Lane("back")
@@ -281,12 +309,12 @@ class ThreadEngine:
             for condition in after:
                 condition.wait()
             begin_s = self.recorder.now_s()
-            mine, helped = _shares(runs)
+            own, helped = _shares(runs)
             help_ = self._disk_helper.submit(lambda: self._fill(helped, target)) if helped else Done()
             try:
-                self._fill(mine, target)
+                self._fill(own, target)
             finally:
-                Settled(help_).wait()  # it writes into the target: nobody may have it before
+                Settled(help_).wait()  # it writes into the target
             help_.wait()
             self.recorder.copied(DISK, RAM, sum(run.bytes for run in runs), begin_s, label)
 
@@ -298,30 +326,16 @@ class ThreadEngine:
         if self._disk.stopped.is_set():
             raise _closed()
 
-    def copy(
-        self,
-        source: torch.Tensor,
-        target: Buffer,
-        label: str,
-        after: Sequence[Waitable],
-        way: tuple[str, str],
-        moves: Sequence[Move] = (),
-    ) -> Ticket:
+    def _submit(self, copy: Copy) -> Ticket:
         def job() -> None:
-            for condition in after:
+            for condition in copy.after:
                 condition.wait()
             begin_s = self.recorder.now_s()
-            for move in moves or whole(source):
-                piece = source[move.source : move.source + move.bytes]
-                target.tensor[move.target : move.target + move.bytes].copy_(piece)
-            self.recorder.copied(*way, copied_bytes(source, moves), begin_s, label)
+            for target, source in copy.pieces():
+                target.copy_(source)
+            self.recorder.copied(*copy.route, copy.bytes, begin_s, copy.label)
 
-        return (self._back if way[1] == RAM else self._copy).submit(job)
-
-    def cross(self, source: torch.Tensor, target: torch.Tensor, label: str, way: tuple[str, str]) -> None:
-        begin_s = self.recorder.now_s()
-        target.copy_(source)
-        self.recorder.copied(*way, source.numel(), begin_s, label)
+        return (self._back if copy.route[1] == RAM else self._copy).submit(job)
 
     def write(self, source: torch.Tensor, extent: Extent, label: str, after: Sequence[Waitable]) -> Ticket:
         def job() -> None:
@@ -334,12 +348,6 @@ class ThreadEngine:
             self.recorder.copied(RAM, DISK, extent.bytes, begin_s, label)
 
         return self._write.submit(job)
-
-    def mark(self) -> Done:
-        return Done()
-
-    def finish(self, condition: Waitable) -> None:
-        condition.wait()
 
     def close(self) -> None:
         self._write.stopped.set()
@@ -354,9 +362,9 @@ class ThreadEngine:
 
 
 def _shares(runs: Sequence[ReadRun]) -> tuple[list[ReadRun], list[ReadRun]]:
-    """What one reader takes and what its helper does: two requests in flight get 10 to 15 % more out of a drive.
+    """Divide runs between a reader and its helper: two requests in flight read 10 to 15 % faster.
 
-    Only direct runs are shared, cut at multiples of the request size so that every piece stays aligned.
+    Only direct runs are divided, at multiples of the request size so that every piece stays aligned.
     """
     direct = sum(run.bytes for run in runs if run.direct)
     if direct < 2 * CHUNK_BYTES:
@@ -375,44 +383,31 @@ def _cut(run: ReadRun) -> list[ReadRun]:
     return pieces
 
 
-class NullEngine:
-    """Moves nothing: the same calls on fake tensors become a predicted Timeline."""
+class NullEngine(Engine):
+    """Records moves of fake tensors without moving anything."""
 
     def __init__(self, recorder: Recorder, files: OpenFiles, make_bounce: Callable[[int], Buffer]) -> None:
-        self.recorder = recorder
+        super().__init__(recorder)
         self._reader = DirectReader(make_bounce, files)
 
     def read(self, runs: Sequence[ReadRun], target: Buffer, label: str, after: Sequence[Waitable]) -> Done:
         for run in runs:
             if not run.direct:
                 self._reader.bounce_for(run)
-        self.recorder.copied(DISK, RAM, sum(run.bytes for run in runs), self.recorder.now_s(), label)
-        return Done()
+        return self._record(DISK, RAM, sum(run.bytes for run in runs), label)
 
-    def copy(
-        self,
-        source: torch.Tensor,
-        target: Buffer,
-        label: str,
-        after: Sequence[Waitable],
-        way: tuple[str, str],
-        moves: Sequence[Move] = (),
-    ) -> Done:
-        self.recorder.copied(*way, copied_bytes(source, moves), self.recorder.now_s(), label)
-        return Done()
+    def _submit(self, copy: Copy) -> Done:
+        return self._record(*copy.route, copy.bytes, copy.label)
 
-    def cross(self, source: torch.Tensor, target: torch.Tensor, label: str, way: tuple[str, str]) -> None:
-        self.recorder.copied(*way, source.numel(), self.recorder.now_s(), label)
+    def cross(self, source: torch.Tensor, target: torch.Tensor, label: str, route: tuple[str, str]) -> None:
+        self._record(*route, source.numel(), label)
 
     def write(self, source: torch.Tensor, extent: Extent, label: str, after: Sequence[Waitable]) -> Done:
-        self.recorder.copied(RAM, DISK, extent.bytes, self.recorder.now_s(), label)
-        return Done()
+        return self._record(RAM, DISK, extent.bytes, label)
 
-    def mark(self) -> Done:
+    def _record(self, source: str, target: str, bytes: int, label: str) -> Done:
+        self.recorder.copied(source, target, bytes, self.recorder.now_s(), label)
         return Done()
-
-    def finish(self, condition: Waitable) -> None:
-        """Nothing is under way."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        pass

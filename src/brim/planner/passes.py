@@ -87,7 +87,7 @@ class Job:
     beside: Contention | None = None
 
     def overhead_bytes(self, tier: str) -> int:
-        """What a tier holds beside tensors, at most."""
+        """What a tier holds at most beside its blocks and the step: ``spent_bytes`` and a bounce buffer."""
         return self.spent_bytes.get(tier, 0) + (self.bounce_bytes if tier == RAM else 0)
 
     def bounce_in(self, choices: Iterable[str], compute: str) -> int:

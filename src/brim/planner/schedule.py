@@ -53,10 +53,6 @@ class Schedule:
     begin_s: Sequence[float]
     end_s: Sequence[float]
 
-    @property
-    def span_s(self) -> float:
-        return max(self.end_s, default=0.0)
-
     def busy_s(self) -> dict[str, float]:
         """Seconds in which each lane worked, slowed by others or not."""
         seconds: dict[str, float] = {}

@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch
 
-from brim.errors import OperationError, UnsupportedError
+from brim.errors import ModelError, OperationError, UnsupportedError
 
 # What sees the program's calls of PyTorch, and its backward passes.
 _HANDLERS = ("__torch_function__", "__torch_dispatch__", "_run_backward", "attention")
@@ -25,7 +25,9 @@ _FAKE = (
     "unknown parameter type",
 )
 _OPTIMIZERS = str(Path(torch.__file__).parent / "optim") + os.sep
-_OWN = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OWN = (_TORCH, str(Path(__file__).parents[1]) + os.sep)
+_CALL = torch.nn.Module._call_impl.__code__
 
 
 def data_dependent(func: torch._ops.OpOverload) -> UnsupportedError:
@@ -98,14 +100,38 @@ def _is_of_fakes(error: Exception, frames: Sequence[traceback.FrameSummary]) -> 
     return any(text in str(error) for text in _FAKE) or (bool(frames) and "_subclasses" in frames[-1].filename)
 
 
+def of_model(error: BaseException) -> ModelError | None:
+    """What the own code of a model raised while it was called, with its line; None for what another code raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    called = next((number for number, frame in enumerate(frames) if frame.f_code is _CALL), None)
+    inner = [frame for frame in frames[called:] if _is_outside_of_torch(frame)] if called is not None else []
+    if not inner or inner[-1].f_code.co_filename.startswith(_OWN):
+        return None
+    stack = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OWN)]
+    return ModelError(
+        f"The model cannot be called: {type(error).__name__}: {' '.join(str(error).split()):.400}",
+        f"It fails at {_shown(stack)}.",
+        "Correct its code or its configuration, or install a version of its library that can call it.",
+    )
+
+
+def _is_outside_of_torch(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith((_TORCH, "<frozen"))
+
+
 def line() -> str:
     """The file and number of the user's own line that is running; of a library's where there is none."""
+    return Path(place()).name
+
+
+def place() -> str:
+    """The user's own line as ``line`` has it, with the whole path of its file."""
     library = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((*_OWN, "<frozen")):
-            here = f"{Path(file).name}:{frame.f_lineno}"
+            here = f"{file}:{frame.f_lineno}"
             if "site-packages" not in file:
                 return here
             library = library or here

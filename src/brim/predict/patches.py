@@ -36,7 +36,7 @@ _FINITE = {
     torch.isinf: False, torch.Tensor.isinf: False,
 }  # fmt: skip
 
-_LINEAR = torch.nn.functional.linear
+_LINEAR = torch._C._nn.linear  # torch.nn.functional.linear, unless somebody has replaced that
 _OF_LISTS = {torch.tensor, torch.as_tensor, torch.asarray}
 _READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a slot of C
@@ -184,8 +184,13 @@ class _ToldLinear:
 
 @contextmanager
 def _linear_is_told(mode: ValueMode) -> Iterator[None]:
-    """Functions of torch.nn.functional that call it do so with the mode off."""
+    """Record ``torch.nn.functional.linear`` where functions of the same module call it, with the mode off.
 
+    A function that somebody has put in its place stays there, and is recorded where it calls PyTorch's.
+    """
+    if torch.nn.functional.linear is not _LINEAR:
+        yield
+        return
     linear = _ToldLinear(mode)
     table = torch.jit._builtins._get_builtin_table()  # what torch.jit.script makes of it goes by its identity
     table[id(linear)] = table[id(_LINEAR)]
@@ -216,22 +221,19 @@ def _reentering(mode: ValueMode) -> Callable[..., Any]:
 def _transformers_sees_plain_tensors() -> Iterator[None]:
     """transformers skips its checks of a mask's values for fake tensors; here the values are known or an error."""
     module = sys.modules.get("transformers.utils.import_utils")
-    if module is None:
+    if module is None or hasattr(module, "is_fake_tensor"):
         try:
-            import transformers.utils.import_utils as module  # not needed to trace other models
-        except ImportError:
+            import transformers.utils.import_utils as module
+            from transformers import PreTrainedModel
+        except Exception:  # whatever a broken one raises: a program that needs it will raise it itself
             module = None
     if not hasattr(module, "is_fake_tensor"):
         yield
         return
-    import transformers  # loaded above
-
     with (
         mock.patch.object(module, "is_fake_tensor", lambda tensor: False),
         # It only warns, but looks at the tokens to do so.
-        mock.patch.object(
-            transformers.PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *args, **kwargs: None
-        ),
+        mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *args, **kwargs: None),
     ):
         yield
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,6 +35,7 @@ from brim.predict.lowering.cuda import norms as cuda_norms
 from brim.predict.lowering.cuda import recurrent as cuda_recurrent
 from brim.predict.patches import ValueMode
 from brim.predict.torch_cuda import Generator, in_place, torch_cuda
+from brim.processes import on_loopback
 
 _CUDA = torch.device("cuda", 0)
 _is_cuda: Any = torch.Tensor.is_cuda
@@ -315,6 +317,9 @@ def pretending(mode: PretendCuda) -> Iterator[None]:
         stack.enter_context(data_parallel())
         if torch.distributed.is_available():
             stack.enter_context(_groups_end())
+            stack.enter_context(on_loopback())
+            rendezvous = sys.modules["torch.distributed.rendezvous"]
+            stack.enter_context(mock.patch.object(rendezvous, "_create_c10d_store", _store_of_one))
             stack.enter_context(mock.patch.object(torch.distributed, "init_process_group", _group_of_one))
         token = _pretended.set(mode.capability)
         stack.callback(_pretended.reset, token)
@@ -354,8 +359,19 @@ def _group_of_one(*args: Any, **kwargs: Any) -> Any:
     return _init_process_group("gloo", **arguments)
 
 
-def _compiled_kernel(*args: Any, **kwargs: Any) -> Any:
-    raise failures.not_traced("A kernel of torch.cuda.jiterator", "Write it with PyTorch's own operations.")
+def _store_of_one(*_: Any, **__: Any) -> Any:
+    """In this process alone: PyTorch's own would listen to every machine."""
+    from torch._C._distributed_c10d import HashStore  # not in every build of PyTorch
+
+    return HashStore()
+
+
+def _compiled_kernel(kernel: Any, *tensors: torch.Tensor, **kwargs: Any) -> Any:
+    """Results of an elementwise kernel that ``torch.cuda.jiterator`` compiles."""
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    results = [torch.empty(shape, dtype=dtype, device=tensors[0].device) for _ in range(kernel.num_outputs)]
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _jagged_attention(query: torch.Tensor, *args: Any, **options: Any) -> Any:

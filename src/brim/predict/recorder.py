@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from brim.core import Category, Op, Phase, Storage
+from brim.core.leak import LEAST_STEPS, Allocation, Leak, find_leak
 from brim.core.trace import Reduction
 from brim.predict.flops import Work
 
@@ -30,6 +33,7 @@ class Life:
     stream: int = 0
     in_ram: bool = False
     reduction: Reduction | None = None
+    line: str = ""  # of the program, that asked for it
 
 
 @dataclass(slots=True)
@@ -75,6 +79,7 @@ class Recorder:
         self.step = -1
         self.phase = Phase.BUILD
         self.stream: Callable[[], int] = lambda: 0  # the number of the stream that is current
+        self.line: Callable[[], str] = lambda: ""  # the line of the program that is running
         self._tick = -1
 
     def tick(self) -> int:
@@ -85,15 +90,6 @@ class Recorder:
         self.step += 1
         self.phase = Phase.FORWARD
         self.step_starts.append(self._tick + 1)
-
-    def make_one_step(self) -> None:
-        """Let all that was recorded be of one step: of a program whose steps nothing told apart."""
-        self.step, self.step_starts = 0, [0]
-        recorded: list[Run | Life] = [*self.runs, *self.lives]
-        for entry in recorded:
-            entry.step = 0
-            if entry.phase is Phase.BUILD:
-                entry.phase = Phase.FORWARD
 
     def begin_op(self, name: str, phase: Phase, module: int) -> int:
         """Open an operation and give its index, for ``describe_op`` once its outputs are known."""
@@ -134,6 +130,7 @@ class Recorder:
             stream=self.stream(),
             in_ram=in_ram,
             reduction=reduction,
+            line=self.line(),
         )
         self.lives.append(life)
         return life
@@ -147,6 +144,34 @@ class Recorder:
 
     def free(self, life: Life, phase: Phase) -> None:
         life.died, life.died_phase = self.tick(), phase
+
+    def in_use_bytes(self) -> int:
+        return sum(life.bytes for life in self._counted() if life.died is None)
+
+    def leak(self, in_use_bytes: Sequence[int]) -> Leak | None:
+        """The leak that the steps show, which are over; ``in_use_bytes``: what was in use at the end of each."""
+        steps = len(in_use_bytes)
+        if steps < LEAST_STEPS:
+            return None
+        ends = [*self.step_starts[1 : steps + 1], self._tick + 1][:steps]
+
+        def step_of(tick: int) -> int:
+            return bisect_right(ends, tick) + 1 if tick >= self.step_starts[0] else 0
+
+        blocks = (
+            Allocation(
+                bytes=life.bytes,
+                line=Path(life.line).name,
+                born=step_of(life.born),
+                died=None if life.died is None else step_of(life.died),
+                places=(life.line,),
+            )
+            for life in self._counted()
+        )
+        return find_leak(blocks, in_use_bytes)
+
+    def _counted(self) -> Iterator[Life]:
+        return (life for life in self.lives if life.on_device or not self.uses_device)
 
     def storages(self, module_paths: list[str], *, device_only: bool) -> tuple[Storage, ...]:
         """The storages in order of birth, with what was not categorised while running decided by phase and life."""

@@ -59,10 +59,9 @@ class SideEffectError(UnsupportedError, OSError):
 
 
 class SideEffects:
-    """What stands in for the file system. ``written`` are the files and folders that the program has made."""
+    """A file system in which a program's writes go to a temporary folder, and its reads find them there."""
 
     def __init__(self) -> None:
-        self.written: list[str] = []
         self._root = ""
         temporary = tempfile.gettempdir()
         self._free = tuple(
@@ -96,7 +95,6 @@ class SideEffects:
             folder = os.path.dirname(full)  # noqa: PTH120
             if _is_there(folder):
                 os.makedirs(os.path.dirname(beside), exist_ok=True)  # noqa: PTH103, PTH120
-            self.written.append(full)
         return beside
 
     def to_change(self, path: Any) -> Any:
@@ -215,25 +213,25 @@ class _Entries:
 _NAMES = (*_READING, *_CHANGING, *_MOVING, *_LINKING, *_MAKING, *_LISTING)
 _REAL: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in _NAMES if hasattr(os, name)}
 _OPEN, _OS_OPEN = builtins.open, os.open
-_watched: dict[int | None, SideEffects] = {}  # by thread; under None what holds for all of them
+_watched: dict[int, SideEffects] = {}  # by thread
 
 
 def current() -> SideEffects | None:
-    """What stands in for the file system in this thread; None where everything is done for real."""
-    return _watched.get(None) or _watched.get(threading.get_ident()) if _watched else None
+    """Return what replaces the file system in this thread; None where everything is done for real."""
+    return _watched.get(threading.get_ident()) if _watched else None
 
 
 @contextmanager
-def held_back(*, all_threads: bool = False) -> Iterator[SideEffects]:
-    """Nothing that this thread does, or any of the process, changes more than temporary files."""
+def held_back() -> Iterator[None]:
+    """Keep this thread from changing more than temporary files."""
     _install()
-    key = None if all_threads else threading.get_ident()
+    key = threading.get_ident()
     before, effects, folder = _watched.get(key), SideEffects(), os.getcwd()  # noqa: PTH109
     with ExitStack() as stack:
         _replace(stack)
         _watched[key] = effects
         try:
-            yield effects
+            yield
         finally:
             if before is None:
                 del _watched[key]
@@ -242,6 +240,17 @@ def held_back(*, all_threads: bool = False) -> Iterator[SideEffects]:
             with suppress(OSError):  # where the program went to may be gone with what it wrote
                 _REAL["chdir"](folder)
             effects.end()
+
+
+@contextmanager
+def by_brim() -> Iterator[None]:
+    """While open, this thread works for brim, not for the program: its files and processes are real."""
+    key = threading.get_ident()
+    hidden = {key: _watched.pop(key)} if key in _watched else {}
+    try:
+        yield
+    finally:
+        _watched.update(hidden)
 
 
 def _replace(stack: ExitStack) -> None:

@@ -64,15 +64,20 @@ def _accelerator(cuda: Mapping[str, Any]) -> dict[str, Any]:
         "initial_seed",
     )  # fmt: skip
     return {
-        **{name: cuda[name] for name in alike},
-        **dict.fromkeys(("set_device_index", "set_device_idx"), cuda["set_device"]),
-        **dict.fromkeys(("current_device_index", "current_device_idx"), cuda["current_device"]),
+        **{name: _calling(cuda[name]) for name in alike},
+        **{name: _calling(cuda["set_device"]) for name in ("set_device_index", "set_device_idx")},
+        **{name: _calling(cuda["current_device"]) for name in ("current_device_index", "current_device_idx")},
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "device_index": cuda["device"],
         "empty_host_cache": _nothing,
         "get_memory_info": cuda["mem_get_info"],
         "Graph": NoGraph,
     }
+
+
+def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return another function that does the same: Dynamo has a rule for every function object of PyTorch."""
+    return lambda *args, **kwargs: function(*args, **kwargs)
 
 
 def torch_cuda(recording: RecordingMode, capability: tuple[int, int]) -> dict[str, Any]:

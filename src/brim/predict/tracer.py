@@ -6,7 +6,6 @@ allocations and frees is the one of a real run: it is decided by Python's and au
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,12 +14,11 @@ from typing import Any
 import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.modules import module as module_hooks
-from torch.optim import optimizer as optimizer_hooks
 
 from brim.core import Category, Trace
-from brim.errors import BrimError, ModelError, UsageError
-from brim.predict import failures, patches, side_effects
+from brim.core.leak import Leak, settled
+from brim.errors import BrimError, UsageError
+from brim.predict import failures, patches
 from brim.predict.dispatch import RecordingMode
 from brim.predict.lowering import rules_for
 from brim.predict.lowering.cuda.autocast import cuda_lists
@@ -37,6 +35,7 @@ def trace(
     build: Callable[[], Callable[[], Any]],
     *,
     steps: int = 3,
+    most_steps: int | None = None,
     target: str = "cuda",
     model: str = "",
     capability: tuple[int, int] = (8, 0),
@@ -56,6 +55,8 @@ def trace(
             function without arguments. What these return does not matter otherwise.
         steps: How many steps to trace, at least 1. The first one creates the optimizer's state, so the peak is often
             in the second.
+        most_steps: While memory in use still grows from one step to the next, up to so many steps are traced. None:
+            ``steps`` and no more.
         target: ``"cuda"`` or ``"cpu"``. For CUDA only what the program puts on the GPU is recorded; a program that
             never names CUDA is taken to run there as a whole.
         model: The trace's name. By default the model's class.
@@ -79,121 +80,26 @@ def trace(
     mode = _recording(target, capability, Values(routing, strict=strict, assume=assume))
     # A caller's inference mode is not the program's, and tensors of it keep no versions.
     with torch.inference_mode(False), _generators_restored(), _watching(mode, target, capability):
-        held = _run_named(mode, build, steps)
-        made = _written(mode, target, model or _name(mode.modules, build))
+        growth = _Growth(mode.recorder)
+        held = _run_named(mode, build, steps, most_steps or steps, growth)
+        made = _written(mode, target, model or _name(mode.modules, build), growth.leak())
         del held
     return made
 
 
-def trace_program(
-    run: Callable[[], Any],
-    *,
-    steps: int = 2,
-    model: str = "",
-    capability: tuple[int, int] = (8, 0),
-    routing: str = "balanced",
-    assume: float = 1.0,
-) -> Trace:
-    """Trace what ``run()`` does until its optimizer has stepped ``steps`` times, as it would run on CUDA.
+class _Growth:
+    """Tells from step to step whether memory in use still grows."""
 
-    ``run`` is a whole program and is ended there. Where it has several optimizers, the one that steps first is
-    counted, once more than asked: the others step after it. Where none steps, all of it is traced, as one step. What
-    it writes, starts and asks of the network is held back in all of its threads. Raises as ``trace`` does, and
-    whatever ``run`` raises before.
-    """
-    _check(steps, "cuda", routing, assume)
-    mode = _recording("cuda", capability, Values(routing, assume=assume))
-    with (
-        _generators_restored(),
-        _watching(mode, "cuda", capability),
-        side_effects.held_back(all_threads=True) as effects,
-    ):
-        ends = _ProgramSteps(mode, steps, lambda: _written(mode, "cuda", model))
-        with ends.watching():
-            try:
-                run()
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # what goes wrong on its way out is of no interest
-                if ends.made is None and not (isinstance(error, SystemExit) and not error.code):
-                    raise
-        made = ends.made or ends.finish()
-    if not effects.written:
-        return made
-    text = (
-        f"{len(effects.written):,} files and folders that the program made, {effects.written[0]} first, were not kept"
-    )
-    return dataclasses.replace(made, notes={**made.notes, "files": text})
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._in_use_bytes = recorder, list[int]()  # at the end of each step
 
+    def after_step(self) -> bool:
+        self._in_use_bytes.append(self._recorder.in_use_bytes())
+        ended = settled(self._in_use_bytes)
+        return self.leak() is not None if ended is None else not ended
 
-class _EnoughError(BaseException):
-    """Ends a program: no ``except Exception`` of its own stops it."""
-
-
-class _ProgramSteps:
-    """Tells a program's steps apart by its optimizer. ``made`` is the trace once there have been enough."""
-
-    def __init__(self, mode: RecordingMode, steps: int, write: Callable[[], Trace]) -> None:
-        self.made: Trace | None = None
-        self._mode, self._write = mode, write
-        self._wanted, self._done = steps, 0
-        self._first: torch.optim.Optimizer | None = None
-        self._several = False
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        handles = [
-            module_hooks.register_module_forward_pre_hook(self._called),
-            optimizer_hooks.register_optimizer_step_pre_hook(self._steps),
-            optimizer_hooks.register_optimizer_step_post_hook(self._stepped),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def finish(self) -> Trace:
-        """The program is over. Without a module that was called, all of it is one step."""
-        recorder = self._mode.recorder
-        if not recorder.lives:
-            raise ModelError(
-                "Cannot estimate a program that creates no tensor.",
-                "The program ended without one.",
-                "If it needs arguments, give them after --.",
-            )
-        if not recorder.step_starts:
-            recorder.make_one_step()
-        _categorize(self._mode)
-        return self._write()
-
-    def _begin(self) -> None:
-        if not self._mode.recorder.step_starts:
-            _categorize(self._mode)
-            self._mode.recorder.begin_step()
-
-    def _called(self, module: torch.nn.Module, args: Any) -> None:
-        self._begin()
-
-    def _steps(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._begin()
-        if self._first is None:
-            self._first = optimizer
-        if optimizer is not self._first and not self._several:
-            self._several = True
-            self._wanted += 1
-
-    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer is not self._first:
-            return
-        self._done += 1
-        _categorize(self._mode)
-        if self._done < self._wanted:
-            self._mode.recorder.begin_step()
-            return
-        if self.made is None:
-            self.made = self._write()
-        raise _EnoughError
+    def leak(self) -> Leak | None:
+        return self._recorder.leak(self._in_use_bytes)
 
 
 class _Streams:
@@ -214,7 +120,7 @@ class _Streams:
 
 def _recording(target: str, capability: tuple[int, int], values: Values) -> RecordingMode:
     recorder, modules = Recorder(), ModuleTracker()
-    recorder.stream = _Streams()
+    recorder.stream, recorder.line = _Streams(), failures.place
     values.optimizer_asks = modules.optimizer_asks
     mode = RecordingMode(recorder, modules, values, rules_for(target, capability))
     modules.on_cache = lambda cache: _mark_cache(mode, cache)
@@ -261,10 +167,12 @@ def _watching(mode: RecordingMode, target: str, capability: tuple[int, int]) -> 
         yield
 
 
-def _run_named(mode: RecordingMode, build: Callable[[], Callable[[], Any]], steps: int) -> Callable[[], Any]:
+def _run_named(
+    mode: RecordingMode, build: Callable[[], Callable[[], Any]], steps: int, most_steps: int, growth: _Growth
+) -> Callable[[], Any]:
     """``_run``; an operation's error names the line of the program."""
     try:
-        return _run(mode, build, steps)
+        return _run(mode, build, steps, most_steps, growth)
     except BrimError:
         raise
     except Exception as error:
@@ -274,20 +182,24 @@ def _run_named(mode: RecordingMode, build: Callable[[], Callable[[], Any]], step
         raise refused from error
 
 
-def _run(mode: RecordingMode, build: Callable[[], Callable[[], Any]], steps: int) -> Callable[[], Any]:
+def _run(
+    mode: RecordingMode, build: Callable[[], Callable[[], Any]], steps: int, most_steps: int, growth: _Growth
+) -> Callable[[], Any]:
     """Build and step; what was built lives as long as the step that is returned."""
     step = build()
     if not callable(step):
         raise UsageError("build() must return the step to trace, a function.", f"It returned {type(step).__name__}.")
     _categorize(mode)
-    for _ in range(steps):
+    for number in range(1, max(steps, most_steps) + 1):
         mode.recorder.begin_step()
         step()
         _categorize(mode)
+        if not growth.after_step() and number >= steps:
+            break
     return step
 
 
-def _written(mode: RecordingMode, target: str, model: str) -> Trace:
+def _written(mode: RecordingMode, target: str, model: str, leak: Leak | None) -> Trace:
     recorder, paths = mode.recorder, mode.modules.paths()
     recorder.notes |= _notes(mode.values)
     return Trace(
@@ -298,6 +210,7 @@ def _written(mode: RecordingMode, target: str, model: str) -> Trace:
         step_starts=tuple(recorder.step_starts),
         not_modelled=tuple(sorted(recorder.not_modelled)),
         notes=recorder.notes,
+        leak=leak,
     )
 
 

@@ -1,1 +1,1 @@
-"""What profilers recorded of a run: PyTorch's traces and Nsight Systems' exports, as figures and Timelines."""
+"""Profiles of PyTorch's profiler and Nsight Systems as figures and Timelines."""

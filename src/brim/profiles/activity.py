@@ -1,4 +1,4 @@
-"""What a profiler recorded, in columns: what the devices did, what the host asked of them, and when.
+"""A profiler's recording as columns: activities of the devices, calls and operations of the host.
 
 Both readers (PyTorch's traces, Nsight Systems' databases) fill these; everything after them is common.
 """
@@ -16,19 +16,11 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[Any]
 
-# What a device did.
+# Kinds of device activity.
 COMPUTE, COLLECTIVE, MEMSET = 0, 1, 2
 H2D, D2H, D2D, P2P, H2H, UNKNOWN_COPY = 3, 4, 5, 6, 7, 8
-COPY_NAMES = {
-    MEMSET: "memset",
-    H2D: "H2D",
-    D2H: "D2H",
-    D2D: "D2D",
-    P2P: "P2P",
-    H2H: "H2H",
-    UNKNOWN_COPY: "unknown",
-}
-# What the host called.
+COPY_NAMES = {MEMSET: "memset", H2D: "H2D", D2H: "D2H", D2D: "D2D", P2P: "P2P", H2H: "H2H", UNKNOWN_COPY: "unknown"}
+# Kinds of the host's calls.
 LAUNCH, SYNCHRONIZE, ALLOCATE = 0, 1, 2
 
 _COLLECTIVE = re.compile(r"nccl|rccl|oneccl", re.IGNORECASE)
@@ -47,7 +39,7 @@ def kernel_kind(name: str) -> int:
 
 
 def call_kind(name: str) -> int:
-    """``LAUNCH`` for all calls that neither wait for the device nor take or give back memory."""
+    """Return ``LAUNCH`` for calls that neither wait for the device nor allocate or free memory."""
     name = name.partition("_v")[0].removesuffix("_ptsz").removesuffix("_ptds")
     if _SYNCHRONIZE.fullmatch(name) or _SYNCHRONIZE_DRIVER.fullmatch(name):
         return SYNCHRONIZE
@@ -57,7 +49,7 @@ def call_kind(name: str) -> int:
 
 
 class Texts:
-    """Every distinct text once, by number."""
+    """Distinct texts, by number."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -65,7 +57,7 @@ class Texts:
     def number(self, text: str) -> int:
         number = self.numbers.get(text)
         if number is None:
-            clean = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate could never be written again
+            clean = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be written
             number = self.numbers.setdefault(clean, len(self.numbers))
         return number
 
@@ -81,7 +73,7 @@ class Columns:
         self.appends: tuple[Callable[[Any], None], ...] = tuple(c.append for c in self._arrays.values())
 
     def add(self, *values: Any) -> None:
-        """One row. Raises TypeError or OverflowError for a value that does not fit the type of its column."""
+        """Add a row. Raises TypeError or OverflowError for a value that does not fit the type of its column."""
         for append, value in zip(self.appends, values, strict=True):
             append(value)
 
@@ -110,12 +102,12 @@ def _activities() -> Columns:
 
 @dataclass(kw_only=True, slots=True)
 class Activity:
-    """All that was recorded.
+    """Everything that was recorded.
 
-    ``device`` rows: a kernel, copy or memset; ``key`` joins it with the ``call`` that asked for it, -1: not known;
-    ``cause`` is CUPTI's unified-memory migration cause (0: unknown). ``operations`` are what the host's threads ran.
-    ``memory``: what PyTorch's allocators gave (``bytes`` above 0) and took back, ``total``/``reserved`` after that,
-    -1: not known; ``device`` -1 is the host. ``steps`` and ``loads``: annotated training steps and data loading.
+    ``device`` rows: a kernel, copy or memset; ``key`` joins it with the ``call`` that launched it, -1: not known;
+    ``cause`` is CUPTI's unified-memory migration cause (0: unknown). ``operations``: those of the host's threads.
+    ``memory``: allocations (``bytes`` above 0) and frees by PyTorch, ``total`` and ``reserved`` after each, -1: not
+    known; ``device`` -1 is the host. ``steps`` and ``loads``: annotated training steps and data loading.
     """
 
     texts: Texts = field(default_factory=Texts)
@@ -132,3 +124,22 @@ class Activity:
     page_faults_gpu: dict[int, int] = field(default_factory=dict)
     device_names: dict[int, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+class DeviceRows:
+    """Kernels, copies and memsets of a device, by start."""
+
+    def __init__(self, activity: Activity, device: int) -> None:
+        every = activity.device
+        mine, start = every["device"] == device, every["start"]
+        chosen: Any = slice(None)  # sorted columns are not copied
+        if not mine.all() or not (start[1:] >= start[:-1]).all():
+            chosen = np.flatnonzero(mine)
+            chosen = chosen[np.argsort(start[chosen], kind="stable")]
+        self.start, self.duration = every["start"][chosen], every["duration"][chosen]
+        self.kind, self.stream, self.key = every["kind"][chosen], every["stream"][chosen], every["key"][chosen]
+        self.bytes, self.name = every["bytes"][chosen], every["name"][chosen]
+        self.unified, self.cause = every["unified"][chosen] != 0, every["cause"][chosen]
+        self.computing = self.kind == COMPUTE
+        self.collective = self.kind == COLLECTIVE
+        self.memory = self.kind >= MEMSET

@@ -1,4 +1,4 @@
-"""What a profile says, as plain figures: how long each device computed, waited and copied, and for what."""
+"""Figures of a profile: the seconds that each device computed, copied and waited, and the causes of waiting."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from brim.core import Timeline
 
 CAUSES = ("collective", "copy", "synchronization", "allocation", "data loader", "cpu", "launch", "unknown")
-"""Why nothing computed, in the order in which time is given to them:
+"""Causes of gaps between kernels, in the order in which time is given to them:
 
 * ``collective``: only a collective (NCCL, RCCL) ran, which waits for other devices;
 * ``copy``: only a copy or memset ran;
-* ``synchronization``: the host was kept from launching by a call that waits for the device;
-* ``allocation``: it was in ``cudaMalloc``, ``cudaFree`` or the like, before it launched what came next;
-* ``data loader``: it waited for data (``enumerate(DataLoader)``) before it launched what came next;
-* ``cpu``: it did something else (Python, operators, launching) before it launched what came next;
-* ``launch``: what came next was launched already: the device was on its way to it, or was another process's;
-* ``unknown``: who launched what came next was not recorded.
+* ``synchronization``: a call that waits for the device kept the host from launching;
+* ``allocation``: the host was in ``cudaMalloc``, ``cudaFree`` or the like before it launched the next kernel;
+* ``data loader``: the host waited for data (``enumerate(DataLoader)``) before it launched the next kernel;
+* ``cpu``: the host did something else (Python, operators, launching) before it launched the next kernel;
+* ``launch``: the next kernel was launched already: it was on its way, or the device worked for another process;
+* ``unknown``: the launch of the next kernel was not recorded.
 """
 SIZES = {"< 4 KiB": 1 << 12, "< 64 KiB": 1 << 16, "< 1 MiB": 1 << 20, "< 16 MiB": 1 << 24, "< 256 MiB": 1 << 28}
 LARGEST = ">= 256 MiB"
@@ -26,7 +26,7 @@ LARGEST = ">= 256 MiB"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gap:
-    """A time in which nothing computed. ``causes``: seconds of each; ``label``: what was waited for, mostly."""
+    """A time without a kernel. ``causes``: seconds of each; ``label``: names what it mostly waited for."""
 
     start_s: float
     duration_s: float
@@ -36,7 +36,7 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyFigures:
-    """Copies of one kind. ``sizes``: how many of each size. ``unified``: traffic of managed memory."""
+    """Copies of a kind. ``sizes``: their number by size. ``unified``: traffic of managed memory."""
 
     kind: str
     unified: bool
@@ -62,15 +62,14 @@ class Migration:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
-    """One device.
+    """Figures and Timeline of a device.
 
-    ``wall_s`` runs from the first step or activity to the last; ``busy_s`` something computed (collectives are not
-    counted: they wait for others); ``idle_s`` the rest, by cause in ``idle_by_cause``, the 20 longest in ``gaps``.
-    ``copy_s`` a copy or memset ran, ``overlap_s`` while something computed; ``collective_s`` a collective ran.
-    ``memory_operations_share``: seconds of copies and memsets over the seconds of all that the device did, as the
-    summaries of Nsight Systems count. ``unified_share_*``: managed memory's part of the copies and memsets, by their
-    time, bytes and number. Nsight Systems records migrations of managed memory; PyTorch's profiler only the copies
-    that a program asks for.
+    ``wall_s`` runs from the first step or activity to the last. In ``busy_s`` a kernel ran (collectives do not count:
+    they wait for others), ``idle_s`` is the rest, by cause in ``idle_by_cause``, the 20 longest gaps in ``gaps``.
+    In ``copy_s`` a copy or memset ran, in ``overlap_s`` beside a kernel; in ``collective_s`` a collective.
+    ``memory_operations_share``: seconds of copies and memsets over those of all activities, as in the summaries of
+    Nsight Systems. ``unified_share_*``: managed memory's share of copies and memsets, by time, bytes and number.
+    Nsight Systems records migrations of managed memory, PyTorch's profiler only the program's own copies.
     """
 
     device: int
@@ -94,17 +93,17 @@ class DeviceProfile:
     timeline: Timeline
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, without the timeline."""
+        """Return plain values, without the timeline."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "timeline"]
         return {name: _plain(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """``kind`` is "pytorch" or "nsight"; ``events`` how many records the file holds; no device: nothing ran on one.
+    """Figures of all devices in a file of the ``kind`` "pytorch" or "nsight" with ``events`` records.
 
-    ``facts`` may have ``recorded_s``, ``page_faults_cpu``, ``schema``; ``host`` is what memory did on the host where
-    the profiler recorded it, empty otherwise.
+    No devices: no GPU did anything. ``facts`` may have ``recorded_s``, ``page_faults_cpu``, ``schema``; ``host`` is
+    the Timeline of the host's memory, empty if not recorded.
     """
 
     source: str

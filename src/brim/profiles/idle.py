@@ -1,4 +1,4 @@
-"""Why a device did not compute: every gap between kernels, its time given to causes, and what was waited for."""
+"""Gaps between a device's kernels: the causes of each, and the operation, copy or kernel that it waited for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from brim.profiles.activity import ALLOCATE, SYNCHRONIZE, Activity, Numbers
+from brim.profiles.activity import ALLOCATE, SYNCHRONIZE, Activity, DeviceRows, Numbers, Texts
 from brim.profiles.figures import CAUSES
+
+PYTHON = "Python"  # no operation was running
+DATA_LOADER = "DataLoader"
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Disjoint spans of time in order: the union of whatever overlaps."""
+    """Sorted disjoint spans of time, the union of overlapping ones."""
 
     starts: Numbers
     ends: Numbers
@@ -34,7 +37,7 @@ class Spans:
         return float(np.sum(self.ends - self.starts))
 
     def until(self, times: Numbers) -> Numbers:
-        """Seconds covered before each of ``times``."""
+        """Return the seconds covered before each of ``times``."""
         if not len(self.starts):
             return np.zeros(len(times))
         lengths = self.ends - self.starts
@@ -44,12 +47,12 @@ class Spans:
         return np.where(index < 0, 0.0, before[last] + np.clip(times - self.starts[last], 0.0, lengths[last]))
 
     def within(self, begins: Numbers, ends: Numbers) -> Numbers:
-        """Seconds covered between each of ``begins`` and its end."""
+        """Return the seconds covered between each of ``begins`` and its end."""
         covered: Numbers = np.maximum(self.until(ends) - self.until(begins), 0.0)
         return covered
 
     def gaps(self, begin: float, end: float) -> Spans:
-        """What is not covered of the time from ``begin`` to ``end``."""
+        """Return the spans between ``begin`` and ``end`` that are not covered."""
         starts, ends = np.r_[begin, self.ends], np.r_[self.starts, end]
         real = ends > starts
         return Spans(starts[real], ends[real])
@@ -60,7 +63,7 @@ def spans_of(starts: Numbers, durations: Numbers) -> Spans:
 
 
 class Host:
-    """What the host did, ready to be asked about a moment. Made once for all devices."""
+    """Calls and operations of the host, searchable by time. Built once for all devices."""
 
     def __init__(self, activity: Activity) -> None:
         call = activity.call
@@ -78,7 +81,7 @@ class Host:
         self._outermost(activity)
 
     def _outermost(self, activity: Activity) -> None:
-        """The operations that are in no other one. Threads are laid end to end: one search serves all."""
+        """Find the operations inside no other. Threads are laid end to end, so that one search serves all."""
         operations = activity.operations
         start, thread = operations["start"], operations["thread"]
         end = start + operations["duration"]
@@ -93,7 +96,7 @@ class Host:
         self.top_start, self.top_end, self.top_name = start[top], end[top], operations["name"][order][top]
 
     def operation(self, times: Numbers, threads: Numbers) -> Numbers:
-        """The outermost operation that ran on each thread at each time, as its name's number; -1: none."""
+        """Return the name's number of the outermost operation on each thread at each time; -1: none."""
         if not len(self.top_start):
             return np.full(len(times), -1)
         at = times - self.origin + threads * self.stride
@@ -102,14 +105,14 @@ class Host:
         return np.where(inside, self.top_name[index], -1)
 
     def call_of(self, keys: Numbers) -> Numbers:
-        """The first call with each key, -1: none."""
+        """Return the first call with each key, -1: none."""
         if not len(self.keys):
             return np.full(len(keys), -1)
         index = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return np.where((self.keys[index] == keys) & (keys >= 0), self.by_key[index], -1)
 
     def last_call(self, kind: int, times: Numbers) -> Numbers:
-        """The last call of ``kind`` that began before each time, -1: none."""
+        """Return the last call of ``kind`` that began before each time, -1: none."""
         chosen = np.flatnonzero(self.kind == kind)
         index = np.searchsorted(self.start[chosen], times, side="right") - 1
         return np.where(index < 0, -1, chosen[index]) if len(chosen) else np.full(len(times), -1)
@@ -117,21 +120,21 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Idle:
-    """The gaps of one device. ``parts``: seconds, [cause, gap]; ``launch``: the call of what came next, or -1."""
+    """The gaps of a device. ``parts``: seconds, [cause, gap]; ``launch``: the call for the next kernel, or -1."""
 
     spans: Spans
     parts: Numbers
     launch: Numbers
-    following: Numbers  # the kernel after each gap, as an index into those given; -1 after the last
+    following: Numbers  # index of the kernel after each gap; -1 after the last
 
 
 def idle_of(
     spans: Spans, *, collectives: Spans, copies: Spans, kernel_starts: Numbers, kernel_keys: Numbers, host: Host
 ) -> Idle:
-    """Give every gap's time to causes. ``kernel_starts`` are in order.
+    """Divide every gap's time between causes. ``kernel_starts`` are sorted.
 
-    A call that waits for the device also keeps the host from launching ahead: time that it had spent waiting before
-    the gap began is time by which the launch after it came too late, so that much of what follows is its doing.
+    A call that waits for the device also keeps the host from launching ahead: the next launch comes later by the time
+    that it waited before the gap, so that much of the gap is caused by the call.
     """
     begins, ends = spans.starts, spans.ends
     following = np.searchsorted(kernel_starts, ends)
@@ -148,24 +151,67 @@ def idle_of(
         before, covered = covered.within(begins, ends), covered | more
         parts[CAUSES.index(cause)] = covered.within(begins, ends) - before
     parts[CAUSES.index("launch")] = (ends - host_ends) - covered.within(host_ends, ends)
-    ours = {"synchronization": host.waits, "allocation": host.allocations, "data loader": host.loads}
-    for cause, more in ours.items():
+    on_host = {"synchronization": host.waits, "allocation": host.allocations, "data loader": host.loads}
+    for cause, more in on_host.items():
         before, covered = covered.within(begins, host_ends), covered | more
         parts[CAUSES.index(cause)] = covered.within(begins, host_ends) - before
     rest = np.maximum((host_ends - begins) - covered.within(begins, host_ends), 0.0)
     synchronizing = np.minimum(_waited_before(host.waits, begins), rest)
     parts[CAUSES.index("synchronization")] += synchronizing
-    # After the last kernel nothing was launched, which is the host's doing where its calls were recorded at all.
-    told = is_known | (last & host.recorded)
-    parts[CAUSES.index("cpu")] = np.where(told, rest - synchronizing, 0.0)
-    parts[CAUSES.index("unknown")] = np.where(told, 0.0, rest - synchronizing)
+    # After the last kernel the host launched nothing: its doing, if its calls were recorded.
+    caused_by_host = is_known | (last & host.recorded)
+    parts[CAUSES.index("cpu")] = np.where(caused_by_host, rest - synchronizing, 0.0)
+    parts[CAUSES.index("unknown")] = np.where(caused_by_host, 0.0, rest - synchronizing)
     return Idle(spans=spans, parts=np.maximum(parts, 0.0), launch=launch, following=following)
 
 
 def _waited_before(waits: Spans, times: Numbers) -> Numbers:
-    """How long a wait that is going on at each time has lasted."""
+    """Return how long the wait at each time has lasted; 0 without one."""
     if not len(waits.starts):
         return np.zeros(len(times))
     index = np.searchsorted(waits.starts, times, side="right") - 1
     last = np.maximum(index, 0)
     return np.where((index >= 0) & (waits.ends[last] >= times), times - waits.starts[last], 0.0)
+
+
+def labels_of(idle: Idle, host: Host, texts: Texts, rows: DeviceRows) -> Numbers:
+    """Return the number of each gap's label, by its largest cause.
+
+    It is the name of the copy or collective, of the operation that synchronized, allocated or launched the next
+    kernel, or of the next kernel.
+    """
+    ends = idle.spans.ends
+    main = idle.parts.argmax(axis=0)
+    labels = np.full(len(ends), texts.number(""))
+    kernels = rows.name[rows.computing]
+    came_next = idle.following >= 0
+    labels[came_next] = kernels[idle.following[came_next]]
+    for cause, chosen in (("collective", rows.collective), ("copy", rows.memory)):
+        mine = np.flatnonzero(main == CAUSES.index(cause))
+        if len(mine):
+            index = np.searchsorted(rows.start[chosen], ends[mine]) - 1
+            labels[mine] = rows.name[chosen][np.maximum(index, 0)]
+    for cause, kind in (("synchronization", SYNCHRONIZE), ("allocation", ALLOCATE)):
+        mine = np.flatnonzero(main == CAUSES.index(cause))
+        if len(mine):
+            labels[mine] = _call_labels(host, texts, host.last_call(kind, ends[mine]))
+    labels[main == CAUSES.index("data loader")] = texts.number(DATA_LOADER)
+    mine = np.flatnonzero((main == CAUSES.index("cpu")) & (idle.launch >= 0))
+    if len(mine):
+        launch = idle.launch[mine]
+        running = host.operation(host.start[launch], host.thread[launch])
+        labels[mine] = np.where(running >= 0, running, texts.number(PYTHON))
+    return labels
+
+
+def _call_labels(host: Host, texts: Texts, calls: Numbers) -> Numbers:
+    """Return a label for each call: "aten::item (cudaStreamSynchronize)", or its own name outside of operations."""
+    names = host.name[calls]
+    operations = host.operation(host.start[calls], host.thread[calls])
+    all_texts = texts.all()
+    pairs, inverse = np.unique(np.stack([operations, names]), axis=1, return_inverse=True)
+    labels = [
+        texts.number(f"{all_texts[operation]} ({all_texts[name]})") if operation >= 0 else int(name)
+        for operation, name in pairs.T
+    ]
+    return np.array(labels)[inverse.ravel()]

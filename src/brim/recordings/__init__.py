@@ -1,1 +1,1 @@
-"""What PyTorch's allocator recorded of a run: read without trust, replayed, and asked what would have been."""
+"""Recordings of PyTorch's allocator: read without trust, replayed, also under other settings."""

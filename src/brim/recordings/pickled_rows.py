@@ -1,11 +1,10 @@
-"""Reads a run of like dictionaries in a pickle all at once, as columns.
+"""A reader of many like dictionaries of a pickle at once, as columns.
 
-A memory snapshot is millions of small dictionaries of numbers, texts and references, one behind the other in a list.
-Following their instructions one at a time costs more than all that is done with them afterwards. Here each step is
-taken in all of them together: the next key of every row, then its value. Where a row ends is first guessed (the next
-row's first instructions are searched for) and then proved: from a row's beginning its instructions must lead exactly
-to the next one's. Rows from the first on for which they do not are left to
-``brim.recordings.plain_pickle``, which knows all instructions and tells what is wrong.
+A memory snapshot is a list of millions of small dictionaries of numbers, texts and references. Following their
+instructions one at a time costs more than everything done with them afterwards. Here each step is taken in all of
+them together: the next key of every row, then its value. The ends of rows are first guessed (by the next row's first
+instructions) and then proved: a row's instructions must lead exactly to the next row's. Rows from the first failure
+on are left to ``brim.recordings.plain_pickle``, which knows all instructions and says what is wrong.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.int64]
 
 BATCH = 1_000  # CPython writes longer lists in parts of so many items
-ROOM = 16  # bytes behind the last row that are looked at together with it
+ROOM = 16  # bytes behind the last row that are read with it
 MOST_FIELDS = 32  # of a row
-_ROW = b"}\x94("  # a remembered dictionary, whose items follow
+_ROW = b"}\x94("  # a memoized dictionary, its items next
 _REFERENCES = re.compile(rb"(?:j.{4}|h.){1,1000}", re.DOTALL)
 _REFERENCE = re.compile(rb"j.{4}|h.", re.DOTALL)
 _MASKS = np.array([(1 << 8 * width) - 1 for width in range(8)] + [(1 << 64) - 1], np.uint64)
@@ -42,10 +41,10 @@ _CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """What some rows hold under one key. ``rows`` are their numbers, ascending; None: all rows.
+    """The values of one key. ``rows`` are the rows that have it, ascending; None: all.
 
-    ``numbers`` are the values themselves, or, where there are ``values``, say which of those. Lists alone are told as
-    ``Known.numbered``: from one table to the next what is there has the number that it had.
+    ``numbers`` are the values, or indices of ``values``. If all of these are lists, they are ``Shared.numbered``,
+    whose indices stay the same from one table to the next.
     """
 
     rows: Numbers | None
@@ -63,43 +62,47 @@ class Table:
 
 @dataclass(kw_only=True)
 class Rows:
-    """Rows that were read. ``end`` is where the bytes behind the last of them begin.
+    """Rows read, up to the byte ``end``.
 
-    ``remembered`` is what they put into the memo, ``batches`` the rows behind which a batch of the list ends and the
-    next begins.
+    ``memo`` are their values for the memo, ``batches`` the rows behind which a batch of the list ends.
     """
 
     table: Table
     end: int
-    remembered: list[Any]
+    memo: list[Any]
     batches: list[int]
 
 
 @dataclass
-class Known:
-    """What is shared between rows: texts, pairs of numbers and lists of references, by the bytes that write them.
+class Shared:
+    """Values shared between rows: texts, pairs of numbers and lists of references, by their bytes in the pickle.
 
-    ``numbered`` are the lists in the order of their first use, the empty one first, ``numbers`` says which is which.
+    ``numbered`` are the lists in the order of their first use, the empty one first, ``numbers`` their indices.
     """
 
-    texts: dict[bytes, str]
-    lists: dict[bytes, list[Any]]
-    pairs: dict[tuple[int, ...], tuple[int, ...]]
+    texts: dict[bytes, str] = field(default_factory=dict)
+    lists: dict[bytes, list[Any]] = field(default_factory=dict)
+    tuples: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
     numbers: dict[bytes, int] = field(default_factory=lambda: {b"": 0})
     numbered: list[list[Any]] = field(default_factory=lambda: [[]])
 
 
-def read(data: bytes, begin: int, end: int, row: Any, memo: list[Any], known: Known) -> Rows | None:
-    """The rows of which the first begins at ``begin``, and which are all written before ``end``. None: not one.
+def memo_indices(raw: bytes) -> list[int]:
+    """Return the memo indices of references, one behind the other."""
+    return [int.from_bytes(reference[1:], "little") for reference in _REFERENCE.findall(raw)]
 
-    ``row`` is what stands for each of them in what is remembered.
+
+def read(data: bytes, begin: int, end: int, row: Any, memo: list[Any], shared: Shared) -> Rows | None:
+    """Return the rows from ``begin`` on that end before ``end``; None without any.
+
+    ``row`` is their replacement in the memo.
     """
-    return _Reading(data, begin, end, row, memo, known).rows()
+    return _Reading(data, begin, end, row, memo, shared).rows()
 
 
 @dataclass
 class _Field:
-    """The values of one key that some rows have at one place. ``at``: where their instructions begin."""
+    """The values of one key at one place in some rows. ``at``: the positions of their instructions."""
 
     rows: Numbers
     key: int  # in the memo
@@ -108,25 +111,25 @@ class _Field:
 
 
 class _Reading:
-    def __init__(self, data: bytes, begin: int, end: int, row: Any, memo: list[Any], known: Known) -> None:
-        self.data, self.row, self.memo, self.known = data, row, memo, known
+    def __init__(self, data: bytes, begin: int, end: int, row: Any, memo: list[Any], shared: Shared) -> None:
+        self.data, self.row, self.memo, self.shared = data, row, memo, shared
         self.bytes = np.frombuffer(data, np.uint8)
-        # Eight bytes from each place on, as a number.
+        # The eight bytes from each position on as a number.
         self.words: NDArray[np.uint64] = np.ndarray((max(len(data) - 7, 0),), "<u8", data, strides=(1,))
         starts = self._starts(begin, min(end, len(data) - ROOM))
         self.starts, self.count = starts, max(len(starts) - 1, 0)
         self.fields: list[_Field] = []
 
     def _starts(self, begin: int, end: int) -> Numbers:
-        """Where rows seem to begin: a dictionary behind another's end, or behind the beginning of a batch."""
+        """Return the likely beginnings of rows: a dictionary behind another's end or a batch's beginning."""
         if self.data[begin : begin + len(_ROW)] != _ROW:
             return np.zeros(0, np.int64)
         part = self.bytes[begin:end]
-        found = np.flatnonzero(part == _ROW[0])
-        found = found[found < len(part) - len(_ROW)]
-        found = found[(part[found + 1] == _ROW[1]) & (part[found + 2] == _ROW[2])]
-        before = part[found - 1]  # of the first it is something else
-        starts = found[(before == ord("u")) | (before == ord("("))] + begin
+        starts = np.flatnonzero(part == _ROW[0])
+        starts = starts[starts < len(part) - len(_ROW)]
+        starts = starts[(part[starts + 1] == _ROW[1]) & (part[starts + 2] == _ROW[2])]
+        before = part[starts - 1]  # for the first, another byte
+        starts = starts[(before == ord("u")) | (before == ord("("))] + begin
         return starts if len(starts) and starts[0] == begin else np.concatenate([np.array([begin]), starts])
 
     def rows(self) -> Rows | None:
@@ -140,7 +143,7 @@ class _Reading:
         self._follow()
         if self.count < 1:
             return None
-        return self._made()
+        return self._to_rows()
 
     def _shorten(self, good: NDArray[np.bool_], rows: Numbers | None = None) -> None:
         """Keep the rows before the first that is not good."""
@@ -149,15 +152,15 @@ class _Reading:
             self.count = min(self.count, int(bad[0] if rows is None else rows[bad[0]]))
 
     def _targets(self, at: Numbers, code: NDArray[np.uint8]) -> Numbers:
-        """The numbers in references, of which ``code`` are the instructions."""
-        found = self.bytes[at + 1].astype(np.int64)
+        """Return the memo indices of references with the instructions ``code``."""
+        targets = self.bytes[at + 1].astype(np.int64)
         long_ = np.flatnonzero(code == ord("j"))
         if len(long_):
-            found[long_] = (self.words[at[long_] + 1] & _MASKS[4]).view(np.int64)
-        return found
+            targets[long_] = (self.words[at[long_] + 1] & _MASKS[4]).view(np.int64)
+        return targets
 
     def _follow(self) -> None:
-        """Step by step through all rows: note where their values are."""
+        """Go through all rows together, key by key, and note the positions of their values."""
         rows = np.arange(self.count)
         at = self.starts[: self.count] + len(_ROW)
         for _ in range(MOST_FIELDS):
@@ -187,7 +190,7 @@ class _Reading:
         self._shorten(np.zeros(len(rows), bool), rows)
 
     def _widths(self, code: NDArray[np.uint8], at: Numbers, kinds: NDArray[np.int8], rows: Numbers) -> Numbers:
-        """How many bytes each value's instructions take; 0 where they are not among those that are known here."""
+        """Return the bytes of each value's instructions; 0 if they are not known here."""
         length = self.bytes[at + 1].astype(np.int64)
         width = _WIDTHS[code]
         number = code == 0x8A
@@ -202,56 +205,56 @@ class _Reading:
             width = np.where(list_, np.where(self.bytes[at + 1] == 0x94, self.ends[rows] - at, 0), width)
         return width
 
-    def _made(self) -> Rows | None:
-        """The rows as columns."""
+    def _to_rows(self) -> Rows | None:
+        """Return the rows as columns."""
         numbers: list[tuple[_Field, Numbers, Sequence[Any] | None]] = []
-        slots = np.ones(self.count, np.int64)  # in the memo, per row: the first is its own
+        slots = np.ones(self.count, np.int64)  # of each row in the memo; the first is its own
         filled: list[tuple[Numbers, Numbers, NDArray[np.object_]]] = []  # rows, slots, values
-        waiting: list[int] = []  # fields with references, which may lead to other rows' values
-        for one in self.fields:
-            kept = int(np.searchsorted(one.rows, self.count))
-            one.rows, one.at, one.kinds = one.rows[:kept], one.at[:kept], one.kinds[:kept]
-        for one in self.fields:
-            if not len(one.rows):
+        waiting: list[int] = []  # fields with references, perhaps to values of other rows
+        for part in self.fields:
+            count = int(np.searchsorted(part.rows, self.count))
+            part.rows, part.at, part.kinds = part.rows[:count], part.at[:count], part.kinds[:count]
+        for part in self.fields:
+            if not len(part.rows):
                 continue
-            integer = one.kinds == _INTEGER
+            integer = part.kinds == _INTEGER
             if integer.all():
-                numbers.append((one, self._integers(one.at), None))
+                numbers.append((part, self._integers(part.at), None))
                 continue
             if integer.any():  # numbers in some rows and something else in others
-                self._shorten(integer == integer[0], one.rows)
-            found = np.zeros(len(one.rows), np.int64)
+                self._shorten(integer == integer[0], part.rows)
+            indices = np.zeros(len(part.rows), np.int64)
             values: list[Any] = []
             for kind, read_values in ((_TEXT, self._texts), (_LIST, self._lists), (_PAIR, self._pairs)):
-                chosen = np.flatnonzero(one.kinds == kind)
+                chosen = np.flatnonzero(part.kinds == kind)
                 if not len(chosen):
                     continue
-                own, known = read_values(one.at[chosen], one.rows[chosen])
+                own, known = read_values(part.at[chosen], part.rows[chosen])
                 objects = np.fromiter(map(known.__getitem__, own.tolist()), object, len(own))
-                filled.append((one.rows[chosen], slots[one.rows[chosen]], objects))
-                slots[one.rows[chosen]] += 1
-                if len(chosen) == len(found):
-                    found, values = own, known
+                filled.append((part.rows[chosen], slots[part.rows[chosen]], objects))
+                slots[part.rows[chosen]] += 1
+                if len(chosen) == len(indices):
+                    indices, values = own, known
                     break
                 distinct, which = _distinct(own)
-                found[chosen] = which + len(values)
+                indices[chosen] = which + len(values)
                 values += [known[index] for index in distinct.tolist()]
-            chosen = np.flatnonzero(one.kinds == _CONSTANT)
+            chosen = np.flatnonzero(part.kinds == _CONSTANT)
             if len(chosen):
-                codes, own = _distinct(self.bytes[one.at[chosen]].astype(np.int64))
-                found[chosen] = own + len(values)
+                codes, own = _distinct(self.bytes[part.at[chosen]].astype(np.int64))
+                indices[chosen] = own + len(values)
                 values += [_CONSTANTS[code] for code in codes.tolist()]
-            if (one.kinds == _REFERRED).any():
+            if (part.kinds == _REFERRED).any():
                 waiting.append(len(numbers))
-            numbers.append((one, found, values))
+            numbers.append((part, indices, values))
         if self.count < 1:
             return None
         places = np.cumsum(slots) - slots
-        remembered = np.full(int(places[-1] + slots[-1]), self.row, object)
+        memo = np.full(int(places[-1] + slots[-1]), self.row, object)
         for rows, slot, objects in filled:
-            remembered[places[rows] + slot] = objects
+            memo[places[rows] + slot] = objects
         for index in waiting:
-            self._refer(*numbers[index], places, remembered)
+            self._resolve(*numbers[index], places, memo)
         if self.count < 1:
             return None
         columns = self._columns(numbers)
@@ -261,33 +264,33 @@ class _Reading:
         return Rows(
             table=Table(count=self.count, columns=columns),
             end=int(self.starts[self.count]),
-            remembered=remembered[:total].tolist(),
+            memo=memo[:total].tolist(),
             batches=np.flatnonzero(self.batched[: self.count]).tolist(),
         )
 
     def _columns(self, fields: list[tuple[_Field, Numbers, Sequence[Any] | None]]) -> dict[Any, Column] | None:
-        """The fields by key. None if a key comes twice in a row."""
+        """Return the fields by key; None if a row has a key twice."""
         parts: dict[Any, list[Column]] = {}
-        for one, numbers, values in fields:
-            kept = int(np.searchsorted(one.rows, self.count))
-            if not kept:
+        for part, numbers, values in fields:
+            count = int(np.searchsorted(part.rows, self.count))
+            if not count:
                 continue
-            if one.key >= len(self.memo) or not isinstance(self.memo[one.key], str):
+            if part.key >= len(self.memo) or not isinstance(self.memo[part.key], str):
                 return None
-            column = Column(rows=one.rows[:kept], numbers=numbers[:kept], values=values)
-            parts.setdefault(self.memo[one.key], []).append(column)
+            column = Column(rows=part.rows[:count], numbers=numbers[:count], values=values)
+            parts.setdefault(self.memo[part.key], []).append(column)
         columns: dict[Any, Column] = {}
-        for name, found in parts.items():
-            rows = np.concatenate([one.rows for one in found if one.rows is not None])
-            if any((one.values is None) is not (found[0].values is None) for one in found):
+        for name, same_key in parts.items():
+            rows = np.concatenate([column.rows for column in same_key if column.rows is not None])
+            if any((column.values is None) is not (same_key[0].values is None) for column in same_key):
                 return None
-            if all(one.values is found[0].values for one in found):
-                numbers, values = np.concatenate([one.numbers for one in found]), found[0].values
+            if all(column.values is same_key[0].values for column in same_key):
+                numbers, values = np.concatenate([column.numbers for column in same_key]), same_key[0].values
             else:
-                shifts = np.cumsum([0, *(len(one.values or ()) for one in found)]).tolist()
-                numbers = np.concatenate([one.numbers + by for one, by in zip(found, shifts, strict=False)])
-                values = [value for one in found for value in one.values or ()]
-            if len(found) > 1:
+                shifts = np.cumsum([0, *(len(column.values or ()) for column in same_key)]).tolist()
+                numbers = np.concatenate([column.numbers + by for column, by in zip(same_key, shifts, strict=False)])
+                values = [value for column in same_key for value in column.values or ()]
+            if len(same_key) > 1:
                 order = np.argsort(rows, kind="stable")
                 rows, numbers = rows[order], numbers[order]
                 if (np.diff(rows) == 0).any():
@@ -302,12 +305,12 @@ class _Reading:
         unsigned = self.words[at + 1 + long_] & _MASKS[width]
         shift = (64 - 8 * width).astype(np.int64)
         signed = (unsigned.view(np.int64) << shift) >> shift
-        found: Numbers = np.where(long_ | (code == ord("J")), signed, unsigned.view(np.int64))
-        return found
+        integers: Numbers = np.where(long_ | (code == ord("J")), signed, unsigned.view(np.int64))
+        return integers
 
     def _texts(self, at: Numbers, rows: Numbers) -> tuple[Numbers, list[Any]]:
         lengths = self.bytes[at + 1].tolist()
-        data, known = self.data, self.known.texts
+        data, texts = self.data, self.shared.texts
         numbers: dict[bytes, int] = {}
         own = [
             numbers.setdefault(data[start : start + length], len(numbers))
@@ -315,14 +318,14 @@ class _Reading:
         ]
         values = []
         for raw in numbers:
-            text = known.get(raw)
+            text = texts.get(raw)
             if text is None:
-                text = known[raw] = str(raw, "utf-8", "surrogatepass")
+                text = texts[raw] = str(raw, "utf-8", "surrogatepass")
             values.append(text)
         return np.array(own, np.int64), values
 
     def _lists(self, at: Numbers, rows: Numbers) -> tuple[Numbers, list[Any]]:
-        """Lists of references: one in a batch, a single one, or none."""
+        """Return lists of references: a batch, a single one, or an empty list."""
         ends = self.ends[rows]
         last = self.bytes[ends - 1]
         batch = (self.bytes[at + 2] == ord("(")) & (last == ord("e")) & (ends > at + 2)
@@ -332,55 +335,53 @@ class _Reading:
         if not batch.all():
             single = (last == ord("a")) & np.isin(ends - begins, (2, 5))
             self._shorten(batch | empty | single, rows)
-        data, numbers = self.data, self.known.numbers
+        data, numbers = self.data, self.shared.numbers
         raws = [data[start:end] for start, end in zip(begins.tolist(), ends.tolist(), strict=True)]
         try:
             own = [numbers[raw] for raw in raws]
         except KeyError:
             own = [self._list(raw, row) for raw, row in zip(raws, rows.tolist(), strict=True)]
-        return np.array(own, np.int64), self.known.numbered
+        return np.array(own, np.int64), self.shared.numbered
 
     def _list(self, raw: bytes, row: int) -> int:
-        """The number of a list; 0 for what is none, and ends the rows."""
-        known = self.known
-        number = known.numbers.get(raw)
+        """Return a list's number; 0 for bytes that are no list, which end the rows."""
+        shared = self.shared
+        number = shared.numbers.get(raw)
         if number is not None or row >= self.count:
             return number or 0
-        found = known.lists.get(raw)
-        if found is None or len(found) >= BATCH:
-            places = [int.from_bytes(one[1:], "little") for one in _REFERENCE.findall(raw)]
+        items = shared.lists.get(raw)
+        if items is None or len(items) >= BATCH:
+            places = memo_indices(raw)
             if not _REFERENCES.fullmatch(raw) or max(places) >= len(self.memo):
                 self.count = min(self.count, row)
                 return 0
-            found = [self.memo[place] for place in places]
-            if len(found) < BATCH:
-                known.lists[raw] = found
-        known.numbers[raw] = number = len(known.numbered)
-        known.numbered.append(found)
+            items = [self.memo[place] for place in places]
+            if len(items) < BATCH:
+                shared.lists[raw] = items
+        shared.numbers[raw] = number = len(shared.numbered)
+        shared.numbered.append(items)
         return number
 
     def _pairs(self, at: Numbers, rows: Numbers) -> tuple[Numbers, list[Any]]:
         both = self.bytes[at + 1].astype(np.int64) << 8 | self.bytes[at + 3]
         distinct, own = _distinct(both)
-        made = [(code >> 8, code & 255) for code in distinct.tolist()]
-        return own, [self.known.pairs.setdefault(pair, pair) for pair in made]
+        pairs = [(code >> 8, code & 255) for code in distinct.tolist()]
+        return own, [self.shared.tuples.setdefault(pair, pair) for pair in pairs]
 
-    def _refer(
-        self, one: _Field, numbers: Numbers, values: Any, places: Numbers, remembered: NDArray[np.object_]
+    def _resolve(
+        self, part: _Field, numbers: Numbers, values: Any, places: Numbers, memo: NDArray[np.object_]
     ) -> None:
-        """Fill in what the rows of a field refer to: remembered before, or by a row before theirs."""
-        chosen = np.flatnonzero(one.kinds == _REFERRED)
-        at = one.at[chosen]
+        """Fill in the references of a field, to values of the memo or of earlier rows."""
+        chosen = np.flatnonzero(part.kinds == _REFERRED)
+        at = part.at[chosen]
         targets = self._targets(at, self.bytes[at])
         count = len(self.memo)
-        self._shorten(targets < count + places[one.rows[chosen]], one.rows[chosen])
+        self._shorten(targets < count + places[part.rows[chosen]], part.rows[chosen])
         distinct, own = _distinct(targets)
         numbers[chosen] = own + len(values)
         for target in distinct.tolist():
             inside = target - count
-            values.append(
-                self.memo[target] if inside < 0 else remembered[inside] if inside < len(remembered) else None
-            )
+            values.append(self.memo[target] if inside < 0 else memo[inside] if inside < len(memo) else None)
 
 
 _WIDTHS = np.zeros(256, np.int64)
@@ -389,15 +390,15 @@ for _code, _width in {"K": 2, "M": 3, "J": 5, "h": 2, "j": 5, "N": 1, "\x88": 1,
 
 
 def _distinct(numbers: Numbers) -> tuple[Numbers, Numbers]:
-    """The different ones among ``numbers``, ascending, and which of them each is."""
+    """Return the distinct ``numbers``, ascending, and each number's index among them."""
     if not len(numbers):
         return numbers, numbers
     least, most = int(numbers.min()), int(numbers.max())
     if least == most:  # mostly: all rows have the same keys
         return numbers[:1], np.zeros(len(numbers), np.int64)
     if most - least > 4 * len(numbers) + 1_000:
-        found, which = np.unique(numbers, return_inverse=True)
-        return found, which
+        distinct, which = np.unique(numbers, return_inverse=True)
+        return distinct, which
     there = np.zeros(most - least + 1, bool)
     there[numbers - least] = True
     return np.flatnonzero(there) + least, (np.cumsum(there) - 1)[numbers - least]

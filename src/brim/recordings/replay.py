@@ -1,4 +1,4 @@
-"""A recorded run, replayed: does the simulated allocator do what the real one did?"""
+"""The replay of a recorded run on the simulated allocator, compared with the record."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ from brim.recordings.history import (
     SEGMENT_MAP,
     SEGMENT_UNMAP,
     Columns,
-    History,
-    contradictions,
+    DeviceHistory,
 )
 from brim.recordings.restore import pieces, restore
 from brim.recordings.starting_state import State, final_state, starting_state
 
-MOST_EVENTS = 4_000_000  # how much is replayed again to find out sizes that no event tells
-_ROWS = 1 << 14  # events that are looked at together
-_SHOWN_BY = 100_000  # events, in which it shows by what the recorded allocator chose among blocks of one size
+MOST_EVENTS = 4_000_000  # replayed again to find sizes that no event has
+_ROWS = 1 << 14  # events read together
+_SHOWN_BY = 100_000  # events that show how the allocator chose among blocks of one size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """How far a replay agrees with the record, and the peaks of both.
+    """Agreement of a replay with the record, and the peaks of both.
 
-    ``segments`` counts what was taken from the device and given back (``segment_alloc``, ``segment_free``,
-    ``segment_map``, ``segment_unmap``); ``final_blocks`` the blocks of the snapshot's segments, free ones included.
+    ``segments`` counts all ``segment_*`` events; ``final_blocks`` the blocks of the snapshot's segments, free ones
+    included.
     """
 
     device: int
@@ -70,54 +69,32 @@ class Replay:
         )
 
 
-def replay(history: History, config: AllocatorConfig | None = None) -> Replay:
-    """Rebuild the start of ``history``, replay it, and compare every address, segment and peak.
+def recorded_start(columns: Columns) -> tuple[AllocatorConfig, State]:
+    """Return the recorded settings and the state before the first event.
 
-    ``config`` None: the settings in the history. Raises FormatError for events that no allocator can have written.
+    The settings include how the allocator chose among free blocks of one size, which no snapshot holds: the order
+    that the recorded addresses follow for longer, else the lowest address.
     """
-    with contradictions(history):
-        if config is None:
-            config, start = recorded_start(history)
-        else:
-            start = settled_start(history, config)
-        run = Run(Columns(history), config, start)
+    config = AllocatorConfig.from_snapshot(columns.history.settings)
+    start = starting_state(columns, config)
+    config = _chosen_config(columns, config, start)
+    for _ in range(max(MOST_EVENTS // max(len(columns.actions), 1), 4) if start.guessed else 0):
+        run = Run(columns, config, start, stop_at_wrong_guess=True)
         run.all_events()
-        return run.result()
+        if run.wrong_guess is None:
+            break
+        start.enlarge(*run.wrong_guess)
+    return config, start
 
 
-def recorded_config(history: History) -> AllocatorConfig:
-    """The settings in ``history``, and how its allocator chose among free blocks of one size, which none tells.
-
-    Whichever of the two orders the recorded addresses follow for longer; that of the lowest address where no choice
-    was between segments. Raises FormatError for events that no allocator can have written.
-    """
-    told = AllocatorConfig.from_snapshot(history.settings)
-    columns = Columns(history)
-    with contradictions(history):
-        return _chosen_config(columns, told, starting_state(history, told, columns))
-
-
-def recorded_start(history: History, columns: Columns | None = None) -> tuple[AllocatorConfig, State]:
-    """``recorded_config``, and the state before the first event; ``columns`` are its, None: made here.
-
-    Raises FormatError as ``recorded_config`` does.
-    """
-    told = AllocatorConfig.from_snapshot(history.settings)
-    columns = Columns(history) if columns is None else columns
-    with contradictions(history):
-        start = starting_state(history, told, columns)
-        config = _chosen_config(columns, told, start)
-        return config, _settled(columns, config, start)
-
-
-def _chosen_config(columns: Columns, told: AllocatorConfig, start: State) -> AllocatorConfig:
-    by_age = dataclasses.replace(told, oldest_segment_first=True)
-    followed = _follows(columns, told, start)
-    return by_age if followed < _SHOWN_BY and _follows(columns, by_age, start) > followed else told
+def _chosen_config(columns: Columns, config: AllocatorConfig, start: State) -> AllocatorConfig:
+    by_age = dataclasses.replace(config, oldest_segment_first=True)
+    followed = _follows(columns, config, start)
+    return by_age if followed < _SHOWN_BY and _follows(columns, by_age, start) > followed else config
 
 
 def _follows(columns: Columns, config: AllocatorConfig, start: State) -> int:
-    """The event up to which the record has the addresses that ``config`` gives, ``_SHOWN_BY`` at most."""
+    """Return the first event whose address differs under ``config``, ``_SHOWN_BY`` at most."""
     run = _FirstDifference(columns, config, start)
     try:
         run.events(0, min(len(columns.actions), _SHOWN_BY))
@@ -126,29 +103,10 @@ def _follows(columns: Columns, config: AllocatorConfig, start: State) -> int:
     return _SHOWN_BY
 
 
-def settled_start(history: History, config: AllocatorConfig) -> State:
-    """The starting state; sizes that no event tells are corrected until the record's choices follow from them."""
-    columns = Columns(history)
-    return _settled(columns, config, starting_state(history, config, columns))
-
-
-def _settled(columns: Columns, config: AllocatorConfig, start: State) -> State:
-    for _ in range(max(MOST_EVENTS // max(len(columns.actions), 1), 4) if start.guessed else 0):
-        run = Run(columns, config, start, stop_at_wrong_guess=True)
-        run.all_events()
-        if run.wrong_guess is None:
-            break
-        start.enlarge(*run.wrong_guess)
-    return start
-
-
 class _Replaying(CachingAllocator):
-    """Keeps its cache when the record shows so.
+    """A caching allocator that keeps its cache if the record does."""
 
-    A request that fails waits for other streams in between; the record tells only that their blocks became free.
-    """
-
-    keeps_cache = False  # during a capture, a request that fails gives nothing back
+    keeps_cache = False  # a failing request empties no cache during a capture
 
     def empty_cache(self, pool: PoolId | None = None) -> None:
         if not self.keeps_cache:
@@ -156,10 +114,10 @@ class _Replaying(CachingAllocator):
 
 
 class Run:
-    """One pass over a history, of which ``columns`` are.
+    """A replay of a recorded run.
 
-    ``changed_bytes`` are by event what it added to the bytes in use or took from them, 0 where it did neither. A
-    block knows the ``event`` that it was allocated by.
+    ``changed_bytes`` is the size of the block that each event allocates or frees, else 0. A block's ``event`` is the
+    index of its allocation.
     """
 
     def __init__(
@@ -170,36 +128,32 @@ class Run:
         history = columns.history
         self.changed_bytes = array("q", [0]) * len(history.actions)
         self.pools = _PoolOf(history)
-        # A range of addresses is larger than what is there.
+        # A reserved range of addresses is larger than this.
         self.most_bytes = measured_peak_bytes(self.columns, start)
         self.stops = stop_at_wrong_guess
-        self.wrong_guess: tuple[int, int] | None = None  # a block at the start, and by how much it is larger
-        self.begin(start)
-        self.inconsistent = start.inconsistent
-
-    def begin(self, start: State) -> None:
-        """Have an allocator in the state ``start``, and nothing counted."""
+        self.wrong_guess: tuple[int, int] | None = None  # address of a starting block, and its missing bytes
         self.device = RecordedDevice()
         self.allocator = _Replaying(self.config, device=self.device)
         self.handles = restore(self.allocator, start)  # by recorded address
-        self.device.held.update(start.ranges, start.lowest.values())
-        self.pending: list[SegmentEvent] = []  # what was taken from the device or given back since the last request
-        self.released_pools: set[PoolId] = set()  # of the releases that are pending
-        self.allocations = self.matched = self.segments = self.ooms = self.ooms_matched = self.inconsistent = 0
+        self.device.starts.update(start.ranges, start.lowest.values())
+        self.pending: list[SegmentEvent] = []  # since the last request
+        self.released_pools: set[PoolId] = set()  # by pending releases
+        self.allocations = self.matched = self.segments = self.ooms = self.ooms_matched = 0
+        self.inconsistent = start.inconsistent
 
     def all_events(self) -> None:
         self.events(0, len(self.history.actions))
-        self.pending = self._give_back(self.pending)
+        self.pending = self._release_cache(self.pending)
 
     def events(self, begin: int, end: int) -> None:
-        """The events from one index up to another, which follow those before. Between them no free is cut in two."""
+        """Replay the events from ``begin`` up to ``end``, which must not part a free from its completion."""
         for start in range(begin, end, _ROWS):
-            self._some(start, min(start + _ROWS, end))
+            self._replay(start, min(start + _ROWS, end))
             if self.wrong_guess is not None:
                 return
 
-    def _some(self, begin: int, end: int) -> None:
-        """Some events. A free that is completed at once, as nearly all are, is one step."""
+    def _replay(self, begin: int, end: int) -> None:
+        """Replay a few events. A free that is completed at once, as nearly all are, is one step."""
         columns, handles, changed_bytes = self.columns, self.handles, self.changed_bytes
         request_free, complete_free = self.allocator.request_free, self.allocator.complete_free
         rows = np.flatnonzero(~columns.completions[begin:end]) + begin
@@ -221,7 +175,7 @@ class Run:
                     return
             elif action == FREE:
                 if pending:
-                    pending = self._give_back(pending)
+                    pending = self._release_cache(pending)
                 block = handles.get(address)
                 if block is None or not block.allocated:
                     self._request(index, address)
@@ -233,11 +187,11 @@ class Run:
                 complete_free(block)
             elif action == FREE_REQUESTED:
                 if pending:
-                    pending = self._give_back(pending)
+                    pending = self._release_cache(pending)
                 self._request(index, address)
             elif action == FREE_COMPLETED:
                 if pending:
-                    pending = self._give_back(pending, midway=True)
+                    pending = self._release_cache(pending, midway=True)
                 self._complete(index, address)
             elif action < OOM:
                 self.segments += 1
@@ -255,26 +209,26 @@ class Run:
     def _alloc_from_device(
         self, index: int, address: int, size: int, stream: int, pending: list[SegmentEvent]
     ) -> None:
-        """An allocation before which the device was asked for memory, or was given some back."""
+        """Replay an allocation that follows requests to the device or releases."""
         released = any(event[0] in RELEASES for event in pending)
         taken = any(event[0] not in RELEASES for event in pending)
         if released and self.config.garbage_collection_threshold and taken:
             self._collect(pending)
         elif released and (self.config.max_split_bytes is None or not taken):
-            pending = self._give_back(pending)
+            pending = self._release_cache(pending)
         self._free_pools()
         self.released_pools.clear()
         self.device.expected.extend(pending)
-        self.allocator.passes_over = released and taken
+        self.allocator.ignores_free_blocks = released and taken
         self._alloc(index, address, size, stream)
-        self.allocator.passes_over = False
+        self.allocator.ignores_free_blocks = False
         self.device.expected.clear()
 
     def _alloc(self, index: int, address: int, size: int, stream: int) -> None:
         pool = self.pools.at(index, address)
         try:
             block = self.allocator.malloc(size, stream, pool)
-        except OutOfMemory:  # the record gives back what the replay does not have: go on without it
+        except OutOfMemory:  # the record releases memory that the replay does not have: go on without it
             self.device.expected.clear()
             block = self.allocator.malloc(size, stream, pool)
         self.allocations += 1
@@ -287,7 +241,7 @@ class Run:
         self.changed_bytes[index] = block.size
 
     def _differs(self, index: int, block: Block, nbytes: int) -> None:
-        """The record did not take this block: it was smaller, if the size of the block before it was guessed."""
+        """Correct the guessed size of the block before one that the record did not choose."""
         if not self.stops:
             return
         before = self.start.live.get(self.start.guessed.get(block.address, -1))
@@ -299,9 +253,9 @@ class Run:
             self.wrong_guess = before.address, by
 
     def _collect(self, pending: list[SegmentEvent]) -> None:
-        """Give back the whole segments that the record gave back: its memory fraction is not known.
+        """Release the segments that the record's garbage collection released, and take them out of ``pending``.
 
-        Takes them out of ``pending``.
+        The memory fraction that started it is not known.
         """
         self.device.expected.extend(pending)
         for event in list(pending):
@@ -326,18 +280,18 @@ class Run:
         if block is None:
             self.inconsistent += 1
             return
-        if block.allocated:  # the record says only that it was completed
+        if block.allocated:  # only its completion is recorded
             self.changed_bytes[index] = block.size
             self.allocator.request_free(block)
         block.event_count = 0
         self.allocator.complete_free(block)
 
-    def _give_back(self, pending: list[SegmentEvent], *, midway: bool = False) -> list[SegmentEvent]:
-        """Empty the cache if memory was given back; returns what is left to happen."""
+    def _release_cache(self, pending: list[SegmentEvent], *, midway: bool = False) -> list[SegmentEvent]:
+        """Empty the cache if memory was released. Return the events that are left."""
         if not pending or pending[0][0] not in RELEASES:
             return pending
         if midway and (self.config.max_split_bytes is not None or self.config.garbage_collection_threshold):
-            self._collect(pending)  # the rest of the cache is given back after the waiting
+            self._collect(pending)  # the rest of the cache is released after the wait
             return pending
         self.device.expected.extend(event for event in pending if event[0] in RELEASES)
         self._free_pools()
@@ -348,21 +302,21 @@ class Run:
         return [event for event in pending if event[0] not in RELEASES]
 
     def _free_pools(self) -> None:
-        """Private pools that gave memory back were in use by no graph any more."""
+        """Mark private pools that released memory as used by no graph."""
         for pool in self.released_pools & self.allocator.private_pools.keys():
             self.allocator.private_pools[pool].use_count = 0
 
     def _oom(self, index: int, size: int, stream: int, pending: list[SegmentEvent]) -> None:
-        """The failing request gave back what it could and may have mapped pages first."""
+        """Replay a failing request, which first released what it could and may have mapped pages."""
         self.ooms += 1
-        if DEFAULT_POOL not in self.released_pools:  # a private pool that nobody uses any more, whoever asked for it
-            pending = self._give_back(pending)
+        if DEFAULT_POOL not in self.released_pools:  # else: an unused private pool
+            pending = self._release_cache(pending)
         self._free_pools()
         self.released_pools.clear()
         self.device.expected.extend(pending)
         self.device.lenient = False
         self.device.reserved_next = self._mapped_later(index, size, stream)
-        self.allocator.passes_over = True
+        self.allocator.ignores_free_blocks = True
         self.allocator.keeps_cache = not any(event[0] in RELEASES for event in pending)
         try:
             block = self.allocator.malloc(size, stream, self.pools.at(index, -1))
@@ -370,21 +324,23 @@ class Run:
             self.ooms_matched += not self.device.expected
         else:
             self.allocator.free(block)
-        self.allocator.passes_over = self.allocator.keeps_cache = False
+        self.allocator.ignores_free_blocks = self.allocator.keeps_cache = False
         self.device.lenient = True
         self.device.expected.clear()
         self.device.reserved_next = None
 
     def _mapped_later(self, index: int, size: int, stream: int) -> int | None:
-        """Where the address space begins that a request reserved before it failed: a later one maps it."""
+        """Return the address space that a request reserved before it failed: a later one maps it."""
         if not self.config.expandable_segments:
             return None
-        pool, columns, held = self.pools.at(index, -1), self.columns, sorted(self.device.held)
+        pool, columns, starts = self.pools.at(index, -1), self.columns, sorted(self.device.starts)
         of_kind = (columns.actions == SEGMENT_MAP) & (columns.streams == stream)
         of_kind &= (columns.sizes % self.allocator.expandable.page_bytes(small=False) != 0) == (size <= SMALL_BYTES)
         for later in np.flatnonzero(of_kind[index:]) + index:
             address = int(columns.addresses[later])
-            before = held[bisect_right(held, address) - 1] if held and held[0] <= address else -self.most_bytes
+            before = (
+                starts[bisect_right(starts, address) - 1] if starts and starts[0] <= address else -self.most_bytes
+            )
             if address - before >= self.most_bytes and self.pools.at(int(later), address) == pool:
                 return address
         return None
@@ -411,7 +367,7 @@ class Run:
 
 
 class _Differs(Exception):
-    """An address that the record has not."""
+    """The first difference between replay and record."""
 
     def __init__(self, event: int) -> None:
         super().__init__()
@@ -424,9 +380,9 @@ class _FirstDifference(Run):
 
 
 class _PoolOf:
-    """The pool of an allocation or a segment: from its event, else from the snapshot's private segments."""
+    """Pools of allocations and segments, by their events, else by the snapshot's private segments."""
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: DeviceHistory) -> None:
         self._pools = history.pools if history.pools else None
         private = sorted((s.address, s.size, s.pool) for s in history.segments if s.pool != DEFAULT_POOL)
         self._starts = [address for address, _, _ in private]
@@ -443,21 +399,21 @@ class _PoolOf:
 
 
 def _compare(expected: State, allocator: CachingAllocator, handles: dict[int, Block]) -> tuple[int, int]:
-    """Blocks of the final state, and how many of them the replay ended with: same address, size and use."""
+    """Count the blocks of the final state, and those with the same address, size and use in the replay."""
     pools = [allocator.small, allocator.large]
     for private in allocator.private_pools.values():
         pools += [private.small, private.large]
-    found = {(block.address, block.size, False) for pool in pools for block in pool.blocks.values()}
-    found |= {(block.address, block.size, True) for block in handles.values()}
+    replayed = {(block.address, block.size, False) for pool in pools for block in pool.blocks.values()}
+    replayed |= {(block.address, block.size, True) for block in handles.values()}
     addresses = sorted(expected.live)
-    wanted = {
+    recorded = {
         (address, size, live is not None)
         for at in expected.ranges.values()
         for address, size, live, _ in pieces(at, expected, addresses)
     }
-    return len(wanted), len(wanted & found)
+    return len(recorded), len(recorded & replayed)
 
 
 def measured_peak_bytes(columns: Columns, start: State) -> int:
-    """The most that was reserved at once, by the record alone."""
+    """Return the recorded peak of reserved memory."""
     return start.reserved_bytes + int(np.cumsum(columns.reserved_changes).max(initial=0))

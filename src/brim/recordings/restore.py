@@ -1,4 +1,4 @@
-"""Puts a caching allocator into a given state."""
+"""A caching allocator put into a given state."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from brim.recordings.starting_state import Group, Live, Range, State
 
 
 def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
-    """Give an empty allocator the segments and the blocks of ``state``. Peaks start from there.
+    """Give an empty allocator the segments and blocks of ``state``, and reset its peaks.
 
-    Returns the blocks that are in use or wait for another stream, by address.
+    Returns the blocks in use or waiting for another stream, by address.
     """
     handles: dict[int, Block] = {}
     addresses = sorted(state.live)
@@ -23,8 +23,7 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
         if span.expandable:
             by_group.setdefault(span.group, []).append(span)
         else:
-            allocator.stats.segments += 1
-            _chain(allocator, pieces(span, state, addresses), span.group, None, handles, age=span.age)
+            _chain(allocator, pieces(span, state, addresses), span.group, None, handles)
     bases = sorted(state.lowest.values())
     for group, ranges in by_group.items():
         _restore_expandable(allocator, group, ranges, bases, state, addresses, handles)
@@ -32,13 +31,13 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
     return handles
 
 
-Piece = tuple[int, int, Live | None, bool]  # address, bytes, who uses it, whether memory is behind it
+Piece = tuple[int, int, Live | None, bool]  # address, bytes, the block in use, whether memory is mapped
 
 
-def pieces(found: Range, state: State, addresses: list[int]) -> list[Piece]:
-    """The live blocks of a range and the free blocks between them."""
+def pieces(span: Range, state: State, addresses: list[int]) -> list[Piece]:
+    """Return the live blocks of a range and the free blocks between them."""
     pieces_of_range: list[Piece] = []
-    at, end = found.address, found.address + found.size
+    at, end = span.address, span.address + span.size
     for index in range(bisect_left(addresses, at), bisect_left(addresses, end)):
         live = state.live[addresses[index]]
         if live.address > at:
@@ -59,11 +58,10 @@ def _restore_expandable(
     addresses: list[int],
     handles: dict[int, Block],
 ) -> None:
-    """One address space per group, with holes where nothing is mapped. It ends where the next one begins."""
+    """Build a group's address space, with holes where nothing is mapped, up to the next group's."""
     base = min(state.lowest.get(group, ranges[0].address), ranges[0].address)
     after = bisect_left(bases, ranges[-1].address + 1)
     end = bases[after] if after < len(bases) else base + UNBOUNDED_BYTES
-    end = base + state.spaces.get(base, end - base)
     segment = AddressRange(base, end - base, allocator.expandable.page_bytes(group[1]))
     pieces_of_group: list[Piece] = []
     at = base
@@ -74,7 +72,7 @@ def _restore_expandable(
         at = span.address + span.size
     if at < end:
         pieces_of_group.append((at, end - at, None, False))
-    _chain(allocator, pieces_of_group, group, segment, handles, age=ranges[0].age)
+    _chain(allocator, pieces_of_group, group, segment, handles)
 
 
 def _chain(
@@ -83,15 +81,13 @@ def _chain(
     group: Group,
     segment: AddressRange | None,
     handles: dict[int, Block],
-    *,
-    age: int = 0,
 ) -> None:
-    """Blocks for adjacent pieces, linked, in use or in their pool."""
+    """Build the linked blocks of adjacent pieces, in use or in their pool."""
     stream, small, pool_id = group
     pool = allocator.block_pool(pool_id, small)
     before: Block | None = None
     for address, size, live, mapped in parts:
-        block = Block(address, size, stream, pool, segment, age)
+        block = Block(address, size, stream, pool, segment)
         block.mapped = mapped
         block.splice(before, None)
         before = block

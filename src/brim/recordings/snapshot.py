@@ -1,96 +1,48 @@
-"""Reads the memory snapshots that ``torch.cuda.memory._dump_snapshot`` writes, old and new, one device or many.
+"""A reader of the memory snapshots of ``torch.cuda.memory._dump_snapshot``, old and new, one device or many.
 
 Schema: ``torch/csrc/cuda/memory_snapshot.cpp`` and ``torch/cuda/memory.py`` of PyTorch 1.11 to 2.13.
 
-An event takes 31 bytes once it is read, a block of a segment 29, whatever they took in the file: no object is kept
-for them.
+An event takes 31 bytes in memory, a block of a segment 29: both become rows of columns, not objects.
 """
 
 from __future__ import annotations
 
 import io
-import operator
 import os
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, overload
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from brim.allocator.blocks import PoolId
 from brim.core.files import regular
 from brim.errors import FormatError
 from brim.recordings import plain_pickle
-from brim.recordings.interned import Interned
+from brim.recordings.history import STATES, BlockRecord, DeviceHistory, Interned, SegmentRecord
 from brim.recordings.pickled_rows import Column, Table
 
-PoolId = tuple[int, int]
-BYTES_PER_EVENT = 24  # no event takes less in a file
-_MOST_SUMMED_BYTES = 1 << 62  # of all events: what is held is summed in 64 bits
+BYTES_PER_EVENT = 24  # in a file, at least
+_MOST_SUMMED_BYTES = 1 << 62  # of all events: sums have 64 bits
 _NOT_NUMBERED = np.int32(-2)
-STATES = ("active_allocated", "active_awaiting_free", "active_pending_free", "inactive")
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRecord:
-    """A block at the end of the run; ``state`` is one of ``STATES``, ``stack`` an index into ``Snapshot.stacks``."""
-
-    address: int
-    size: int
-    requested: int
-    state: str
-    stack: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SegmentRecord:
-    """A segment at the end of the run. For expandable segments: one contiguous range with memory behind it."""
-
-    address: int
-    size: int
-    stream: int
-    small: bool
-    pool: PoolId
-    expandable: bool
-    blocks: Sequence[BlockRecord]
-
-
-@dataclass(kw_only=True, slots=True)
-class DeviceHistory:
-    """One device: its events, oldest first, as columns of one length, and its segments when they ended.
-
-    ``actions`` are PyTorch's words. For ``oom``, ``addresses`` holds the bytes that the device still had.
-    ``sizes`` are what was requested (``alloc``, ``free_*``) or taken (``segment_*``). ``pools`` is empty when the
-    events do not say. ``stacks`` are indices into ``Snapshot.stacks``, -1: not recorded.
-    """
-
-    device: int
-    actions: Sequence[str] = ()
-    addresses: Sequence[int] = ()
-    sizes: Sequence[int] = ()
-    streams: Sequence[int] = ()
-    times_us: Sequence[int] = ()
-    stacks: Sequence[int] = ()
-    pools: Sequence[PoolId] = ()
-    segments: tuple[SegmentRecord, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """All devices that have events or segments, and the Python stacks that they name, innermost frame first."""
+    """Devices with events or segments, and the Python stacks that they number, innermost frame first."""
 
     devices: tuple[DeviceHistory, ...]
     stacks: tuple[tuple[str, ...], ...]
 
 
 def read(path: str | Path) -> Snapshot:
-    """The snapshot in a file. Runs nothing that is in it.
+    """Read the snapshot in a file, without running anything in it.
 
-    Raises FormatError if the file is missing, no plain data, or not a memory snapshot.
+    Raises FormatError if the file is missing, not plain data, or not a memory snapshot.
     """
     try:
         with regular(path).open("rb", buffering=0) as file:
@@ -100,7 +52,7 @@ def read(path: str | Path) -> Snapshot:
 
 
 def parse(data: bytes, name: str = "the snapshot") -> Snapshot:
-    """The snapshot in ``data``; ``name`` is what errors call it."""
+    """Read the snapshot in ``data``; errors call it ``name``."""
     return _read(io.BytesIO(data), len(data), name)
 
 
@@ -113,7 +65,7 @@ def _read(source: BinaryIO, size: int, name: str) -> Snapshot:
 
 
 class _Entry(NamedTuple):
-    """A block's history before torch 2.0: where it begins, what was asked for and who asked (a stack's number)."""
+    """A block's history before torch 2.0: its address, the requested bytes and the number of the stack."""
 
     address: Any
     requested: Any
@@ -121,13 +73,13 @@ class _Entry(NamedTuple):
 
 
 class _Event:
-    """Takes the place of every event that is in the columns."""
+    """The replacement of every event that is in the columns."""
 
     __slots__ = ()
 
 
 class _Block:
-    """Takes the place of every block that is in the columns."""
+    """The replacement of every block that is in the columns."""
 
     __slots__ = ()
 
@@ -136,7 +88,7 @@ _EVENT, _BLOCK = _Event(), _Block()
 
 
 class _BlockColumns:
-    """All blocks of a file, in its order."""
+    """All blocks of a file, in the file's order."""
 
     def __init__(self) -> None:
         self.addresses, self.sizes, self.requested = array("q"), array("q"), array("q")
@@ -146,35 +98,22 @@ class _BlockColumns:
         return len(self.stacks)
 
 
-class _Blocks(Sequence[BlockRecord]):
-    """The blocks of one segment. A record is made whenever one is asked for."""
+class _Blocks:
+    """The blocks of one segment, as records made on iteration."""
 
     def __init__(self, columns: _BlockColumns, rows: range) -> None:
         self._columns, self._rows = columns, rows
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> BlockRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> _Blocks: ...
-    def __getitem__(self, index: int | slice) -> BlockRecord | _Blocks:
-        if isinstance(index, slice):
-            return _Blocks(self._columns, self._rows[index])
-        row, found = self._rows[index], self._columns
-        state = STATES[found.states[row]]
-        return BlockRecord(found.addresses[row], found.sizes[row], found.requested[row], state, found.stacks[row])
-
-    def __eq__(self, other: object) -> bool:
-        """As any sequence of the same records."""
-        return isinstance(other, Sequence) and len(other) == len(self) and all(map(operator.eq, self, other))
-
-    __hash__ = None  # type: ignore[assignment]  # as the columns that it looks at
+    def __iter__(self) -> Iterator[BlockRecord]:
+        columns = self._columns
+        for row in self._rows:
+            state = STATES[columns.states[row]]
+            size, requested = columns.sizes[row], columns.requested[row]
+            yield BlockRecord(columns.addresses[row], size, requested, state, columns.stacks[row])
 
 
 class _Columns:
-    """All events of a file, in its order."""
+    """All events of a file, in the file's order."""
 
     def __init__(self) -> None:
         self.actions: Interned[str] = Interned("B")
@@ -187,7 +126,7 @@ class _Columns:
         return len(self.stacks)
 
     def cut(self, device: int, rows: slice) -> DeviceHistory:
-        """The events of one device. All of them are given as they are, not copied."""
+        """Return the events of one device; the whole columns are not copied."""
         every = rows == slice(0, len(self))
         names = ("actions", "addresses", "sizes", "streams", "times_us", "stacks", "pools")
         columns = {name: getattr(self, name) if every else getattr(self, name)[rows] for name in names}
@@ -195,22 +134,22 @@ class _Columns:
 
 
 class _Reader:
-    """Turns events and blocks into columns and stacks into numbers while they are read."""
+    """Turns events and blocks into columns, and stacks into numbers, while the pickle is read."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.limit = name, size // BYTES_PER_EVENT + 16
         self.all, self.blocks = _Columns(), _BlockColumns()
         self.frames: dict[int, int] = {}  # id of a frame's dictionary -> number
         self.frame_texts: list[str] = []
-        self.holders: list[Any] = []  # keeps the dictionaries whose ids are known
+        self.holders: list[Any] = []  # keeps the frames alive, so that no other object gets their ids
         self.stacks: dict[bytes, int] = {}
-        self.lists: Sequence[Any] = ()  # of frames that many rows named last, and the number of each one's stack
-        self.of_lists = np.zeros(0, np.int32)
+        self.lists: Sequence[Any] = ()  # of frames, as the last table had them
+        self.of_lists = np.zeros(0, np.int32)  # the number of each list's stack
 
-    def refuse(self, found: str) -> FormatError:
-        return FormatError(f"Cannot read {self.name} as a memory snapshot of PyTorch.", found)
+    def refuse(self, reason: str) -> FormatError:
+        return FormatError(f"Cannot read {self.name} as a memory snapshot of PyTorch.", reason)
 
-    def one(self, item: dict[Any, Any]) -> Any:
+    def replace(self, item: dict[Any, Any]) -> Any:
         if "action" in item:
             return self.event(item)
         if "state" in item:
@@ -219,8 +158,8 @@ class _Reader:
             return _Entry(item.get("addr", -1), item["real_size"], self.stack(item.get("frames")))
         return item
 
-    def many(self, table: Table) -> _Event | None:
-        """Put many events into the columns at once. None if not all of them are as they should be, or nearly."""
+    def replace_many(self, table: Table) -> _Event | None:
+        """Put many events into the columns at once. Return None if any of them may be damaged."""
         columns, count, of = self.all, table.count, table.columns
         numbers = [self.numbers(of, names, count) for names in (("addr", "device_free"), ("size",), ("time_us",))]
         actions, streams, pools = of.get("action"), self.numbers(of, ("stream",), count), of.get("pool_id")
@@ -229,41 +168,41 @@ class _Reader:
             return None
         if len(columns) + count > self.limit or "size" not in of or of["size"].rows is not None:
             return None
-        if streams is None or stacks is None or any(one is None for one in numbers):
+        if streams is None or stacks is None or any(column is None for column in numbers):
             return None
-        addresses, sizes, times_us = (np.asarray(one) for one in numbers)
+        addresses, sizes, times_us = (np.asarray(column) for column in numbers)
         if min(addresses.min(), sizes.min()) < 0:
             return None
         distinct, which = np.unique(streams, return_inverse=True)
-        pool_ids = [self.pool(one) for one in pools.values or ()] if pools is not None else []
+        pool_ids = [self.pool(pool_id) for pool_id in pools.values or ()] if pools is not None else []
         try:
             columns.streams.extend(which, distinct.tolist())
             columns.actions.extend(actions.numbers, actions.values or ())
             columns.pools.extend(pools.numbers if pools is not None else (), pool_ids)
         except OverflowError as error:
             raise self.refuse(f"Its events have too many different streams, actions or pools: {error}.") from error
-        for column, found in ((columns.addresses, addresses), (columns.sizes, sizes), (columns.times_us, times_us)):
-            column.frombytes(np.ascontiguousarray(found, np.int64).tobytes())
+        for column, new in ((columns.addresses, addresses), (columns.sizes, sizes), (columns.times_us, times_us)):
+            column.frombytes(np.ascontiguousarray(new, np.int64).tobytes())
         columns.stacks.frombytes(stacks.tobytes())
         return _EVENT
 
     def numbers(self, of: dict[Any, Column], names: Sequence[str], count: int) -> NDArray[np.int64] | None:
-        """What rows hold under the first of ``names`` that they have, 0 where they have none; None: no numbers."""
-        made = np.zeros(count, np.int64)
+        """Return each row's number under the first of ``names`` that it has, else 0; None for other values."""
+        numbers = np.zeros(count, np.int64)
         for name in reversed(names):
-            found = of.get(name)
-            if found is None:
+            column = of.get(name)
+            if column is None:
                 continue
-            if found.values is not None:
+            if column.values is not None:
                 return None
-            made[slice(None) if found.rows is None else found.rows] = found.numbers
-        return made
+            numbers[slice(None) if column.rows is None else column.rows] = column.numbers
+        return numbers
 
     def stack_numbers(self, frames: Column | None, count: int) -> NDArray[np.int32] | None:
-        """The number of each row's stack; None: something else than lists of frames is among them."""
-        made = np.full(count, -1, np.int32)
+        """Return the number of each row's stack; None if a value is not a list."""
+        stacks = np.full(count, -1, np.int32)
         if frames is None:
-            return made
+            return stacks
         if frames.values is None:
             return None
         if frames.values is not self.lists:
@@ -275,8 +214,8 @@ class _Reader:
             self.of_lists = np.append(self.of_lists, np.full(max(new, len(self.of_lists)), _NOT_NUMBERED))
         unknown = np.unique(frames.numbers[self.of_lists[frames.numbers] == _NOT_NUMBERED])
         self.of_lists[unknown] = [self.stack(frames.values[number]) for number in unknown.tolist()]
-        made[slice(None) if frames.rows is None else frames.rows] = self.of_lists[frames.numbers]
-        return made
+        stacks[slice(None) if frames.rows is None else frames.rows] = self.of_lists[frames.numbers]
+        return stacks
 
     def event(self, item: dict[Any, Any]) -> _Event:
         """Put an event into the columns."""
@@ -309,10 +248,10 @@ class _Reader:
         return value[0], value[1]
 
     def block(self, item: dict[Any, Any]) -> _Block:
-        """A block; before torch 2.0 its request and its stack are in the first entry of its history."""
+        """Put a block into the columns. Before torch 2.0 its request and stack are in its history's first entry."""
         history, state, size = item.get("history"), item["state"], item.get("size", -1)
         entries = history if isinstance(history, list) else []
-        first = next((one for one in entries[:1] if type(one) is _Entry), _Entry(-1, size, -1))
+        first = next((entry for entry in entries[:1] if type(entry) is _Entry), _Entry(-1, size, -1))
         requested = item.get("requested_size", first.requested)
         numbers: tuple[Any, Any, Any] = (item.get("address", first.address), size, requested)
         if not all(type(number) is int and -1 <= number < 1 << 63 for number in numbers) or state not in STATES:
@@ -328,7 +267,7 @@ class _Reader:
         return _BLOCK
 
     def stack(self, frames: Any) -> int:
-        """The number of a stack. A list that was seen is marked with its number, because events share them."""
+        """Return the number of a stack, and put it into the list of frames, as events share lists."""
         if not frames:
             return -1
         if type(frames) is not list:
@@ -340,9 +279,9 @@ class _Reader:
             numbers = array("I", [known[id(frame)] for frame in frames])
         except KeyError:
             numbers = array("I", [self.frame(frame) for frame in frames])
-        made = self.stacks.setdefault(numbers.tobytes(), len(self.stacks))
-        frames[:] = [_StackNumber(made)]
-        return made
+        stack = self.stacks.setdefault(numbers.tobytes(), len(self.stacks))
+        frames[:] = [_StackNumber(stack)]
+        return stack
 
     def frame(self, frame: Any) -> int:
         number = self.frames.get(id(frame))
@@ -369,22 +308,22 @@ class _Reader:
         for item in document["segments"]:
             device, segment = self.segment(item, start)
             segments.setdefault(device, []).append(segment)
-            start += len(segment.blocks)
+            start += len(item["blocks"])
         if start != len(self.blocks):
             raise self.refuse("It has blocks outside its segments.")
-        made = []
+        histories = []
         for device in sorted(devices.keys() | segments.keys()):
             history = devices.get(device) or DeviceHistory(device=device)
             history.segments = self.ordered(segments.get(device, []))
             history.settings = settings
-            made.append(history)
-        return Snapshot(devices=tuple(made), stacks=tuple(self.stack_texts()))
+            histories.append(history)
+        return Snapshot(devices=tuple(histories), stacks=tuple(self.stack_texts()))
 
     def traces(self, traces: Any) -> dict[int, DeviceHistory]:
-        """The columns, cut into devices. Every event must be in one trace, in order."""
+        """Cut the columns into devices. Every event must be in one trace, in order."""
         if not isinstance(traces, list):
             raise self.refuse(f"Its device traces are {_short(traces)}.")
-        every, made, start = self.all, {}, 0
+        every, histories, start = self.all, {}, 0
         if every.pools and len(every.pools) != len(every):
             raise self.refuse("Some of its events name a pool and others do not.")
         for device, trace in enumerate(traces):
@@ -394,16 +333,16 @@ class _Reader:
             if end > len(every):
                 raise self.refuse(f"The trace of device {device} is not a list of its own events.")
             if trace:
-                made[device] = every.cut(device, slice(start, end))
+                histories[device] = every.cut(device, slice(start, end))
             start = end
         if start != len(every):
             raise self.refuse("It has events outside its device traces.")
         if np.asarray(every.sizes, np.float64).sum() >= _MOST_SUMMED_BYTES:
             raise self.refuse("Its events take more bytes than 64-bit numbers hold.")
-        return made
+        return histories
 
     def segment(self, item: Any, start: int) -> tuple[int, SegmentRecord]:
-        """A device's number and one of its segments, whose blocks begin at ``start``."""
+        """Return a device's number and one of its segments, whose blocks begin at ``start``."""
         blocks = item.get("blocks") if isinstance(item, dict) else None
         if not isinstance(blocks, list) or any(block is not _BLOCK for block in blocks):
             raise self.refuse(f"A segment is {_short(item)}.")
@@ -428,7 +367,7 @@ class _Reader:
         return device, record
 
     def tiled(self, rows: range, address: int, size: int) -> _Blocks:
-        """The blocks of a segment with their addresses: old snapshots leave them to be counted up."""
+        """Return the blocks of a segment, after adding the addresses that old snapshots lack."""
         addresses, sizes, at = self.blocks.addresses, self.blocks.sizes, address
         for row in rows:
             if addresses[row] not in (-1, at) or sizes[row] <= 0 or at >= 1 << 63:
@@ -451,18 +390,18 @@ class _Reader:
 
 
 class _StackNumber(int):
-    """Takes the place of a stack's frames once they are known."""
+    """The replacement of a stack's frames once they are numbered."""
 
     __slots__ = ()
 
 
 def _all_are(kind: type, column: Column | None) -> bool:
-    """Whether a column holds nothing else; one that is not there does not."""
-    return column is None or (column.values is not None and all(type(one) is kind for one in column.values))
+    """True if all values of the column are of ``kind``, or there is no column."""
+    return column is None or (column.values is not None and all(type(value) is kind for value in column.values))
 
 
 def _short(value: Any) -> str:
-    """What a value is, without following it inside."""
+    """Describe a value without descending into it."""
     if isinstance(value, dict):
         return f"a dictionary with {[key[:20] for key in list(value)[:8] if isinstance(key, str)]}"
     shown = f" ({str(value)[:80]})" if isinstance(value, (str, int, float)) else ""

@@ -1,6 +1,6 @@
-"""The allocator's state when a recorded run began, found by undoing its events from the state when it ended.
+"""The allocator's state before a recorded run, computed by undoing the events from the final state.
 
-Free neighbours are always merged, so live blocks and segments determine the state; free blocks are what lies between.
+Free neighbours are always merged, so live blocks and segments determine the state.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from brim.recordings.history import (
     SEGMENT_MAP,
     SEGMENT_UNMAP,
     Columns,
-    History,
+    DeviceHistory,
 )
 
 _HIGHEST = (1 << 63) - 1  # address
-Group = tuple[int, bool, PoolId]  # stream, small, pool: what shares one expandable segment
+Group = tuple[int, bool, PoolId]  # stream, small, pool: each has one expandable segment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Live:
     """A block in use. ``pending``: freed, waiting for another stream. ``freed_at``: index of the event, -1: never."""
 
     address: int
-    size: int  # 0: to be found out
+    size: int  # 0: not known yet
     requested: int
     stream: int
     pending: bool = False
@@ -46,31 +46,26 @@ class Live:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
-    """A ``cudaMalloc`` segment, or a contiguous mapped range of an expandable one. ``age``: as a ``Block``'s."""
+    """A ``cudaMalloc`` segment, or a contiguous mapped range of an expandable one."""
 
     address: int
     size: int
     group: Group
     expandable: bool
-    age: int = 0
 
 
 @dataclass(kw_only=True, slots=True)
 class State:
-    """Segments and the blocks in use, both by address. ``lowest``: first address of each expandable segment.
-
-    ``spaces``: the bytes of address space that begin at such addresses, where they are known.
-    """
+    """Segments and blocks in use by address. ``lowest``: first address of each expandable segment."""
 
     ranges: dict[int, Range] = field(default_factory=dict)
     live: dict[int, Live] = field(default_factory=dict)
     lowest: dict[Group, int] = field(default_factory=dict)
-    spaces: dict[int, int] = field(default_factory=dict)
-    inconsistent: int = 0  # events that do not fit the state that follows them
+    inconsistent: int = 0  # events that contradict the state after them
     guessed: dict[int, int] = field(default_factory=dict)  # end -> address of blocks that may be up to 1 MiB larger
 
     def enlarge(self, address: int, by: int) -> None:
-        """Give the block at ``address`` more of the free memory behind it."""
+        """Enlarge the block at ``address`` by free memory behind it."""
         live = self.live[address]
         del self.guessed[live.address + live.size]
         self.live[address] = enlarged = replace(live, size=live.size + by)
@@ -81,8 +76,8 @@ class State:
         return sum(span.size for span in self.ranges.values())
 
 
-def final_state(history: History) -> State:
-    """The state that the snapshot's segments describe."""
+def final_state(history: DeviceHistory) -> State:
+    """Return the state of the snapshot's segments."""
     state = State()
     for segment in history.segments:
         group = (segment.stream, segment.small, segment.pool)
@@ -101,10 +96,9 @@ def final_state(history: History) -> State:
     return state
 
 
-def starting_state(history: History, config: AllocatorConfig, columns: Columns | None = None) -> State:
-    """The state before the first event of ``history``; ``columns`` are its, None: made here."""
-    columns = Columns(history) if columns is None else columns
-    undo = _Undo(history, config, columns)
+def starting_state(columns: Columns, config: AllocatorConfig) -> State:
+    """Return the state before the first event."""
+    undo = _Undo(columns, config)
     segments = np.flatnonzero((columns.actions >= SEGMENT_ALLOC) & (columns.actions <= SEGMENT_UNMAP))
     for index in segments[::-1].tolist():
         undo.segment(index, int(columns.actions[index]))
@@ -117,18 +111,18 @@ def starting_state(history: History, config: AllocatorConfig, columns: Columns |
 class _Undo:
     """Steps backwards through a history."""
 
-    def __init__(self, history: History, config: AllocatorConfig, columns: Columns) -> None:
-        self._history, self._columns = history, columns
-        self._groups = Groups(history, config, columns)
+    def __init__(self, columns: Columns, config: AllocatorConfig) -> None:
+        self._history, self._columns = history, columns = columns.history, columns
+        self._groups = _Groups(columns, config)
         self._state = final_state(history)
         self._native = {at: span for at, span in self._state.ranges.items() if not span.expandable}
-        self._mapped = Mapped()
+        self._mapped = _Ranges()
         for span in self._state.ranges.values():
             if span.expandable:
                 self._mapped.add(span.address, span.size)
 
     def segment(self, index: int, action: int) -> None:
-        """Undo an event that took memory from the device or gave it back."""
+        """Undo a ``segment_*`` event."""
         address, size = self._history.addresses[index], self._history.sizes[index]
         if action == SEGMENT_ALLOC:
             self._state.inconsistent += self._native.pop(address, None) is None
@@ -141,9 +135,9 @@ class _Undo:
             self._mapped.add(address, size)
 
     def blocks(self) -> None:
-        """Undo all events of blocks. Those of one address follow each other; other addresses do not matter to them.
+        """Undo all events of blocks, address by address.
 
-        A block is in use before its ``free_completed`` and its ``free_requested``, and not before its ``alloc``.
+        A block is in use before its ``free_completed`` and ``free_requested``, and not before its ``alloc``.
         """
         state, columns = self._state, self._columns
         events = columns.by_address
@@ -164,7 +158,7 @@ class _Undo:
     def _before(
         self, at: int, events: NDArray[np.int64], actions: NDArray[np.uint8], last: NDArray[np.bool_]
     ) -> Live:
-        """The block that is in use before the event ``at`` of those, which frees it."""
+        """Return the block that ``events[at]`` frees."""
         if actions[at] == FREE_COMPLETED:
             return self._freed(int(events[at]))
         while not last[at] and actions[at + 1] == FREE_REQUESTED:
@@ -190,34 +184,30 @@ class _Undo:
         )
 
     def state(self) -> State:
-        lay_out(self._state, self._native, self._mapped, self._groups)
-        return self._state
-
-
-def lay_out(state: State, native: dict[int, Range], mapped: Mapped, groups: Groups) -> None:
-    """Give ``state`` its segments: those of ``cudaMalloc`` and what is mapped."""
-    state.ranges = native
-    for address, size in mapped.ranges(groups):
-        group = groups.expandable(address)
-        state.ranges[address] = Range(address=address, size=size, group=group, expandable=True)
-    _drop_impossible(state)
-    state.lowest = groups.lowest(state.ranges)
+        state = self._state
+        state.ranges = self._native
+        for address, size in self._mapped.ranges(self._groups):
+            group = self._groups.expandable(address)
+            state.ranges[address] = Range(address=address, size=size, group=group, expandable=True)
+        _drop_impossible(state)
+        state.lowest = self._groups.lowest(state.ranges)
+        return state
 
 
 def _drop_impossible(state: State) -> None:
-    """Leave out what is empty or lies on another segment: the events were not all of one run."""
+    """Remove segments that are empty or overlap another: the events are of several runs."""
     end = 0
     for address in sorted(state.ranges):
-        found = state.ranges[address]
-        if found.size <= 0 or address < end:
+        span = state.ranges[address]
+        if span.size <= 0 or address < end:
             del state.ranges[address]
             state.inconsistent += 1
         else:
-            end = address + found.size
+            end = address + span.size
 
 
-class Mapped:
-    """A set of addresses as disjoint ranges, in order."""
+class _Ranges:
+    """A set of addresses, as sorted disjoint ranges."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -230,7 +220,7 @@ class Mapped:
         self._replace(address, address + size, keep=False)
 
     def _replace(self, start: int, end: int, *, keep: bool) -> None:
-        """Cut ``start`` to ``end`` out of the set, and put it back as one range if it is to be kept."""
+        """Remove ``start`` to ``end`` from the set, and add it as one range if ``keep``."""
         first = bisect_left(self._ends, start + (not keep))
         last = bisect_right(self._starts, end - (not keep))
         starts, ends = [start] if keep else [], [end] if keep else []
@@ -243,8 +233,8 @@ class Mapped:
                 ends = [start] * (left < start) + [right] * (end < right)
         self._starts[first:last], self._ends[first:last] = starts, ends
 
-    def ranges(self, groups: Groups) -> list[tuple[int, int]]:
-        """Address and size of each range; where two address spaces touch, they are kept apart."""
+    def ranges(self, groups: _Groups) -> list[tuple[int, int]]:
+        """Return address and size of each range; adjacent address spaces stay apart."""
         ranges = []
         for start, end in zip(self._starts, self._ends, strict=True):
             cuts = [start, *groups.borders(start, end), end]
@@ -252,22 +242,22 @@ class Mapped:
         return ranges
 
 
-class Groups:
-    """Stream, size class and pool of an address.
+class _Groups:
+    """Stream, size class and pool of addresses.
 
-    The snapshot's segments tell where they are known. What was given back before, or mapped since, is recognised by
-    what was allocated or freed in it.
+    They are those of the snapshot's segments. For memory released before, they are those of the blocks that were
+    allocated or freed in it.
     """
 
-    def __init__(self, history: History, config: AllocatorConfig, columns: Columns) -> None:
-        self._history, self._config, self._columns = history, config, columns
+    def __init__(self, columns: Columns, config: AllocatorConfig) -> None:
+        self._history, self._config, self._columns = history, config, columns = columns.history, config, columns
         group_of_address: dict[int, Group] = {}
         mapping = (columns.actions == SEGMENT_MAP) | (columns.actions == SEGMENT_UNMAP)
         self._changes = changes = np.flatnonzero(mapping).tolist()
         if changes:
-            self._evidence = self._uses()
-            self._used = sorted(self._evidence)
-            group_of_address = {history.addresses[index]: self._recognised(index) for index in changes}
+            self._group_of_use = self._uses()
+            self._used = sorted(self._group_of_use)
+            group_of_address = {history.addresses[index]: self._group_of_change(index) for index in changes}
         for segment in history.segments:
             if segment.expandable:
                 group_of_address[segment.address] = (segment.stream, segment.small, segment.pool)
@@ -275,7 +265,7 @@ class Groups:
         self._groups = [group_of_address[address] for address in self._addresses]
 
     def _uses(self) -> dict[int, Group]:
-        """The group of every address that was allocated or freed."""
+        """Return the group of every address that was allocated or freed."""
         history, config = self._history, self._config
         groups: dict[Group, Group] = {}  # few, for very many addresses
         groups_of_addresses = {}
@@ -287,13 +277,13 @@ class Groups:
             groups_of_addresses[address] = groups.setdefault(group, group)
         return groups_of_addresses
 
-    def _recognised(self, index: int) -> Group:
-        """The group of a range that event ``index`` mapped or unmapped."""
+    def _group_of_change(self, index: int) -> Group:
+        """Return the group of the range that event ``index`` mapped or unmapped."""
         history = self._history
         address, size = history.addresses[index], history.sizes[index]
         at = bisect_left(self._used, address)
         if at < len(self._used) and self._used[at] < address + size:
-            return self._evidence[self._used[at]]
+            return self._group_of_use[self._used[at]]
         small = size % self._config.large_segment_bytes != 0
         return history.streams[index], small, self._pool(index)
 
@@ -301,25 +291,25 @@ class Groups:
         return self._history.pools[index] if self._history.pools else DEFAULT_POOL
 
     def native(self, index: int) -> Group:
-        """The group of a segment that event ``index`` gave back: only small segments are of 2 MiB."""
+        """Return the group of the segment that event ``index`` released: only small segments have 2 MiB."""
         small = self._history.sizes[index] == SMALL_SEGMENT_BYTES
         return self._history.streams[index], small, self._pool(index)
 
     def expandable(self, address: int) -> Group:
-        """The group of a mapped address: that of the nearest known range below it, else above it."""
+        """Return the group of a mapped address: that of the nearest known range below it, else above it."""
         if not self._addresses:
             return 0, False, DEFAULT_POOL
         return self._groups[max(bisect_right(self._addresses, address) - 1, 0)]
 
     def borders(self, start: int, end: int) -> list[int]:
-        """Known addresses inside ``start`` to ``end`` where another group begins."""
+        """Return known addresses between ``start`` and ``end`` at which another group begins."""
         first, last = bisect_right(self._addresses, start), bisect_left(self._addresses, end)
         return [self._addresses[i] for i in range(max(first, 1), last) if self._groups[i] != self._groups[i - 1]]
 
     def lowest(self, ranges: Mapping[int, Range]) -> dict[Group, int]:
-        """Where the address space of each group begins: pages are mapped from its lowest address on.
+        """Return the first address of each group's address space, the lowest that is mapped.
 
-        What is mapped later counts, until all of it was given back: then there is new address space.
+        Later mappings count until all memory of the group is unmapped: then it gets a new address space.
         """
         lowest: dict[Group, int] = {}
         mapped: dict[Group, int] = {}
@@ -339,21 +329,21 @@ class Groups:
 
 
 class _Allocations:
-    """Where and when a history allocates, by address."""
+    """The allocations of a history, by address."""
 
     def __init__(self, columns: Columns) -> None:
         self._of = columns
 
     @cached_property
     def _columns(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Addresses in order, and the index of each one's event."""
+        """Sorted addresses, and the index of each one's event."""
         events = np.flatnonzero(self._of.actions == ALLOC)
         addresses = self._of.addresses[events]
         order = np.argsort(addresses, kind="stable")
         return addresses[order], events[order]
 
     def first(self, begin: int, end: int, before: int) -> int | None:
-        """The lowest address from ``begin`` to ``end`` at which something was allocated before event ``before``."""
+        """Return the lowest address from ``begin`` to ``end`` of an allocation before event ``before``."""
         addresses, events = self._columns
         low, high = np.searchsorted(addresses, [min(begin, _HIGHEST), min(end, _HIGHEST)])
         earlier = np.flatnonzero(events[low:high] < before)
@@ -361,7 +351,7 @@ class _Allocations:
 
 
 def _settle(state: State, columns: Columns, config: AllocatorConfig) -> None:
-    """Find the sizes that events do not tell, and drop blocks that lie in no segment or on another block."""
+    """Compute sizes that no event has, and drop blocks outside of segments or on another block."""
     starts, addresses = sorted(state.ranges), sorted(state.live)
     allocations = _Allocations(columns)
     for address, after in pairwise([*addresses, 1 << 64]):
@@ -383,10 +373,10 @@ def _settle(state: State, columns: Columns, config: AllocatorConfig) -> None:
 
 
 def _unsplit_size(live: Live, size: int, end: int, allocations: _Allocations, config: AllocatorConfig) -> int:
-    """The size of a large block, when only the request is known.
+    """Return the size of a large block of which only the request is known.
 
-    The rest of a free block is split off when it is over 1 MiB, so a gap of up to 1 MiB belongs to the block. The
-    gap ends at the next live block, at the segment's end, or where something was allocated while the block lived.
+    A remainder of up to 1 MiB is not split off, so such a gap behind the block belongs to it. The gap ends at the
+    next live block, at the segment's end, or at an allocation during the block's life.
     """
     if config.max_split_bytes is not None and size >= config.max_split_bytes:
         return end - live.address

@@ -1,4 +1,5 @@
-"""Which branches of a program depend on a number that one of its lines reads: by its source, without running it.
+"""Which branches of a program depend on a number that one of its lines reads, and which lines keep what it makes: by
+its source, without running it.
 
 A number may be stored and compared later (``loss = total.item()``, and lines below ``if loss < best``). It is
 followed through what is assigned in the same function, what it is appended to, what the function returns to its
@@ -11,14 +12,18 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType, FrameType
 
 # Methods by which something takes a value in.
 _TAKES = frozenset(["append", "appendleft", "extend", "insert", "add", "update", "push", "put", "setdefault"])
 # What these say of a number does not depend on it.
 _BLIND = frozenset(["len", "isinstance", "hasattr", "type", "callable", "id"])
+
+_PLACE = re.compile(r"^(?:.* at )?(.+):(\d+)$")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Scope = ast.Module | Function
@@ -46,6 +51,27 @@ def branches_of(frame: FrameType | None) -> tuple[Branch, ...]:
             break
         frame = frame.f_back
     return _found(tuple(places))
+
+
+def keeping_lines(places: Iterable[str]) -> list[str]:
+    """The lines that add what a line makes to something that they keep: a list, a sum, a cache.
+
+    Args:
+        places: The line and those that called it, innermost first, each ending in a path and a number.
+    """
+    inner: list[str] = []
+    for place in places:
+        found = _PLACE.search(place)
+        source = _source(found[1]) if found else None
+        if found is None or source is None:
+            break
+        flow = _Flow(source, source.scope_at(int(found[2])), int(found[2]))
+        numbers = sorted(set(flow.keeping_lines()))
+        lines = [f"{Path(found[1]).name}:{line}: {linecache.getline(found[1], line).strip()}" for line in numbers]
+        if not flow.is_returned:
+            return lines or inner
+        inner = inner or lines  # what a function keeps while it runs is mostly gone when it has returned
+    return inner
 
 
 @functools.lru_cache(maxsize=4096)
@@ -102,6 +128,11 @@ class _Source:
             return max(inside, key=lambda f: f.lineno, default=self._tree)
         return self._functions.get((code.co_name, code.co_firstlineno))
 
+    def scope_at(self, line: int) -> Scope:
+        """The innermost function that has the line, or the whole file."""
+        around = [f for f in self._functions.values() if f.lineno <= line <= (f.end_lineno or 0)]
+        return max(around, key=lambda function: function.lineno, default=self._tree)
+
     def methods_beside(self, scope: Scope) -> list[Scope]:
         """The other functions of the class that ``scope`` is a method of."""
         owner = self._classes.get(id(scope))
@@ -123,6 +154,7 @@ class _Flow:
     def __init__(self, source: _Source, scope: Scope, line: int) -> None:
         self._source, self._scope = source, scope
         self._nodes = list(_within(scope))
+        self._line = line
         self.tainted: set[str] = set()
         self.is_returned = False
         for node in self._nodes:
@@ -139,6 +171,14 @@ class _Flow:
     def _take(self, node: ast.AST) -> None:
         self.tainted.update(_targets(node))
         self.is_returned |= isinstance(node, (ast.Return, ast.Yield))
+
+    def keeping_lines(self) -> Iterator[int]:
+        """Statements that add it to what they keep."""
+        for node in self._nodes:
+            values = _values(node)
+            takes = any(_covers(value, self._line) or _mentions(value, self.tainted) for value in values)
+            if takes and isinstance(node, (ast.stmt, ast.Call)) and _keeps(node):
+                yield node.lineno
 
     def branches(self) -> Iterator[Branch]:
         yield from self._of(self._scope, self._own_tests, reads=True)
@@ -200,6 +240,16 @@ def _targets(node: ast.AST) -> Iterator[str]:
         yield from _targets(node.value)
     elif isinstance(node, ast.Call) and (name := _taker(node)):
         yield name
+
+
+def _keeps(node: ast.stmt | ast.Call) -> bool:
+    """Whether what it stores into keeps what it had before."""
+    if isinstance(node, (ast.AugAssign, ast.Call)):
+        return True
+    if not isinstance(node, ast.Assign):
+        return False
+    is_entry = any(isinstance(target, ast.Subscript) for target in node.targets)
+    return is_entry or _mentions(node.value, set(_targets(node)))
 
 
 def _stored(target: ast.expr) -> Iterator[str]:

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from brim import device
 from brim.errors import UnsupportedError, UsageError
-from brim.rehearsal import device
 from brim.rehearsal.host_weights import HostWeights
 from brim.run.script.import_hook import when_imported
 

@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from brim.core.files import open_to_write
 from brim.run.script.import_hook import when_imported
 
 VARIABLE = "BRIM_REHEARSAL_OTHERS"  # the file that names them, a line each
@@ -24,8 +25,10 @@ def tell_when_cuda_is_used() -> None:
 
 def tell() -> None:
     """That this process uses CUDA. Where the rehearsal has ended, nobody wants to know."""
-    with contextlib.suppress(OSError, KeyError), open(os.environ[VARIABLE], "a", encoding="utf-8") as file:
-        file.write(f"{os.getpid()}\n")
+    with contextlib.suppress(OSError, KeyError):
+        named = os.fdopen(open_to_write(os.environ[VARIABLE], append=True), "a", encoding="utf-8")
+        with named:
+            named.write(f"{os.getpid()}\n")
 
 
 def count(path: Path) -> int:

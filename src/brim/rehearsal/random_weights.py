@@ -87,12 +87,15 @@ def _let_models_be_made(module: types.ModuleType) -> None:
 def _made(cls: Any, name: Any, named: dict[str, Any]) -> Any:
     import torch
 
+    from brim.estimation.models import Source, weight_type
+
     config = named.get("config")
     if config is None:
         config = cls.config_class.from_pretrained(name)
     dtype = named.get("dtype", named.get("torch_dtype"))
     if dtype in (None, "auto"):
-        dtype = getattr(config, "dtype", None) or torch.float32
+        described = Source(name=str(name), library="transformers", config=config.to_dict())
+        dtype = getattr(torch, weight_type(described).dtype)
     place = named.get("device_map")
     device = torch.device("cuda" if place == "auto" else place) if isinstance(place, (str, int)) else None
     with torch.device("meta"):

@@ -9,17 +9,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from brim.core.leak import LEAST_STEPS, Leak
+from brim.device.environment import Environment
+from brim.device.settings import DeviceSettings
 from brim.errors import UsageError
-from brim.processes import temporary_folder
+from brim.processes import python_command, temporary_folder
+from brim.recordings import snapshot as recordings
+from brim.recordings.leaks import recorded_leak
 from brim.rehearsal import force, others, values_library
-from brim.rehearsal.environment import Environment
-from brim.rehearsal.settings import DeviceSettings
-from brim.rehearsal.watched import Run
+from brim.rehearsal.watched import Run, events_after_steps
 
 COPY_LIMIT_BYTES = 32 << 20  # larger copies to a device are left out: what they bring is not computed with
 GPUS_PER_NODE = 8  # of a job that torchrun would start
@@ -33,7 +36,7 @@ class Request:
     ``ranks``: run these ranks of a job of ``gpus`` ranks, one process each, and no other; empty: one process that
     sees ``gpus`` cards. ``steps``: end after so many optimizer steps; None: when memory grows no more.
     ``memory_bytes`` takes the place of the card's. ``alloc_conf``: settings of the allocator in the place of those in
-    the environment.
+    the environment. ``changes``: what is changed in the program (``changes.py``).
     """
 
     target: str
@@ -46,6 +49,7 @@ class Request:
     random_weights: bool = False
     memory_bytes: int | None = None
     alloc_conf: str = ""
+    changes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         asked = f"Cannot rehearse {self.target}."
@@ -69,12 +73,14 @@ class DevicePeak:
         allocated_bytes: Of tensors, as ``torch.cuda.max_memory_allocated`` counts.
         reserved_bytes: Of what the allocator holds for them.
         process_bytes: Of the process, its context included, as nvidia-smi counts.
+        cache_flushes: How often the allocator gave cached memory back because the GPU had no more for a request.
     """
 
     device: int
     allocated_bytes: int
     reserved_bytes: int
     process_bytes: int
+    cache_flushes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +105,14 @@ class Rehearsal:
         not_computed: Operators that were not computed, for lack of a CPU kernel.
         left_bytes: Of weights that the program made on the CPU and that were left zero, so that they take no RAM.
         uses_cudnn: Whether cuDNN was used, whose workspaces are not counted.
+        changed: Those of the request's changes that changed something.
         other_processes: How many processes that the program started used CUDA too, each on a device of its own of
             which nothing else is known.
         torch: PyTorch's version.
         seconds: The rehearsal's own time, not the GPU's.
         host_peak_bytes: The most RAM that the process held.
         snapshot: The recording, in PyTorch's format; None where CUDA was not used.
+        leaks: By device, memory that grows with every step and that no step gives back.
     """
 
     rank: int | None
@@ -123,16 +131,28 @@ class Rehearsal:
     not_computed: tuple[str, ...] = ()
     left_bytes: int = 0
     uses_cudnn: bool = False
+    changed: tuple[str, ...] = ()
     other_processes: int = 0
     torch: str = ""
     seconds: float
     host_peak_bytes: int
     snapshot: Path | None
+    leaks: Mapping[int, Leak] = field(default_factory=dict)
+
+    @property
+    def leak(self) -> Leak | None:
+        """The leak that fills its device first."""
+        return min(self.leaks.values(), key=lambda leak: leak.full_step or 0, default=None)
 
     @property
     def fits(self) -> bool | None:
-        """Whether memory sufficed. None where the program failed for another reason, or other processes used CUDA."""
+        """Whether memory suffices, which it does not where a leak fills it in a number of steps that programs run.
+
+        None where the program failed for another reason, or other processes used CUDA.
+        """
         if self.ended == "out of memory":
+            return False
+        if self.ended != "failed" and self.leak is not None and self.leak.fills_memory:
             return False
         return None if self.ended == "failed" or self.other_processes else True
 
@@ -143,11 +163,13 @@ def rehearse_program(
     folder: Path,
     *,
     output: IO[str] | None = None,
+    errors: IO[str] | None = None,
     told: Callable[[str], None] = lambda _: None,
 ) -> list[Rehearsal]:
     """Run ``request`` with the CUDA build in ``environment``; recordings go into ``folder``. A result for each rank.
 
-    ``output``: where the program's standard output goes, None: to this process's own. ``told`` is given a sentence
+    ``output`` and ``errors``: where the program's standard output and errors go, None: to this process's own.
+    ``told`` is given a sentence
     before what takes long.
     """
     if not values_library.is_built(environment.site_packages):
@@ -159,11 +181,14 @@ def rehearse_program(
     )
     variables = environment.variables(settings, os.environ)
     variables |= force.environment("whole", variables)
+    # Workers that compile would be processes with devices of their own.
+    variables.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if environment.first is not None:  # it has to stay the first: behind it are the user's packages, torch among them
         rest = variables["PYTHONPATH"].split(os.pathsep)
         variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(environment.first), *rest]))
     return [
-        _process(request, environment, settings, variables, folder, rank, output) for rank in request.ranks or (None,)
+        _process(request, environment, settings, variables, folder, rank, output, errors)
+        for rank in request.ranks or (None,)
     ]
 
 
@@ -175,6 +200,7 @@ def _process(
     folder: Path,
     rank: int | None,
     output: IO[str] | None,
+    errors: IO[str] | None,
 ) -> Rehearsal:
     name = "" if rank is None else f"-rank{rank}"
     result, snapshot = folder / f"result{name}.json", folder / f"snapshot{name}.pickle"
@@ -187,6 +213,7 @@ def _process(
         steps=request.steps,
         world_size=0 if rank is None else request.gpus,
         random_weights=request.random_weights,
+        changes=request.changes,
         parent=os.getpid(),
     )
     variables = variables | run.variables()
@@ -196,9 +223,10 @@ def _process(
         variables |= _of_rank(rank, request.gpus)
     begun_s = time.monotonic()
     done = subprocess.run(
-        [environment.python, "-m", "brim.rehearsal.watched"],
+        python_command("-m", "brim.rehearsal.watched", interpreter=environment.python),
         env=variables,
         stdout=output,
+        stderr=errors,
         check=False,
         close_fds=False,  # the program may be one of those that this process was given, as in <(...)
     )
@@ -244,6 +272,25 @@ def _of_rank(rank: int, world_size: int) -> dict[str, str]:
     }
 
 
+def _leaks(document: dict[str, Any], settings: DeviceSettings, snapshot: Path) -> dict[int, Leak]:
+    """What the recording shows, by device."""
+    steps = document["steps"]
+    if 0 < len(steps) < LEAST_STEPS or not snapshot.exists():
+        return {}
+    events = events_after_steps(steps, document["recorded"])
+    recorded = recordings.read(snapshot)
+    leaks = {
+        history.device: recorded_leak(
+            history,
+            recorded.stacks,
+            events_after_steps=events.get(history.device, ()) if steps else None,  # None: backward passes
+            available_bytes=settings.memory_bytes - settings.context_bytes,
+        )
+        for history in recorded.devices
+    }
+    return {device: leak for device, leak in leaks.items() if leak is not None}
+
+
 def _read(
     document: dict[str, Any], settings: DeviceSettings, rank: int | None, seconds: float, snapshot: Path
 ) -> Rehearsal:
@@ -279,11 +326,13 @@ def _read(
         not_computed=tuple(document.get("not_computed", ())),
         left_bytes=document.get("left_bytes", 0),
         uses_cudnn=bool(document.get("cudnn")),
+        changed=tuple(document.get("changed", ())),
         other_processes=count,
         torch=document.get("torch", ""),
         seconds=seconds,
         host_peak_bytes=document.get("host_peak_bytes", 0),
         snapshot=snapshot if snapshot.exists() else None,
+        leaks=_leaks(document, settings, snapshot),
     )
 
 
@@ -334,7 +383,7 @@ def rehearse(
             fetched), or a value that is not allowed.
         UnsupportedError: The device cannot play that card.
     """
-    from brim.rehearsal.environment import find
+    from brim.device.environment import find
 
     environment = find()
     if environment is None:

@@ -1,7 +1,7 @@
 """A rehearsed program's own process: it runs the program as ``python`` would, and writes down what memory did.
 
-Started as ``python -m brim.rehearsal.watched`` with ``BRIM_REHEARSAL_RUN`` (a ``Run`` as JSON) in the environment, on
-the rehearsal device. What is written: a memory snapshot in PyTorch's own format, and a JSON file with the rest.
+Started as ``python -P -m brim.rehearsal.watched`` with ``BRIM_REHEARSAL_RUN`` (a ``Run`` as JSON) in the environment,
+on the rehearsal device. What is written: a memory snapshot in PyTorch's own format, and a JSON file with the rest.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ import json
 import os
 import pickle
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from brim.core.files import replacing, write_text
+from brim.core.leak import MOST_STEPS, NEGLIGIBLE_BYTES, settled
+from brim.printable import write_note
 from brim.processes import end_with_parent
-from brim.rehearsal import others, random_weights
+from brim.rehearsal import changes, others, random_weights
 from brim.rehearsal.force import InForce
 from brim.run.script.import_hook import when_imported
 from brim.run.script.script import Program, end_as_python, execute
 
 VARIABLE = "BRIM_REHEARSAL_RUN"
 SETTLED = 2  # steps without a new peak after which memory is said to grow no more
-MOST_STEPS = 50  # steps after which a rehearsal ends though memory still grows
 MOST_EVENTS = 5_000_000
 _OWN = str(Path(__file__).parents[1]) + os.sep
 
@@ -32,7 +35,8 @@ class Run:
     """What a process is to rehearse. ``steps``: end after so many optimizer steps; None: when memory grows no more.
 
     ``world_size``: ranks of the job that this is one of, 0 for none. ``random_weights``: models that are not there
-    are made from their configurations. ``parent``: the process that waits for this one, which ends with it.
+    are made from their configurations. ``changes``: made in the program as soon as PyTorch is there. ``parent``: the
+    process that waits for this one, which ends with it.
     """
 
     target: str
@@ -43,6 +47,7 @@ class Run:
     steps: int | None = None
     world_size: int = 0
     random_weights: bool = False
+    changes: tuple[str, ...] = ()
     parent: int
 
     @classmethod
@@ -66,6 +71,7 @@ class Watch:
         self._steps_of: dict[int, int] = {}  # optimizer -> its steps
         self.steps: list[dict[str, Any]] = []
         self.ran_out = 0  # how often
+        self.recorded: list[dict[str, int]] = []  # what ``in_use`` gave when the snapshot was written
         self._begun = False
         self._process = os.getpid()
 
@@ -81,6 +87,7 @@ class Watch:
 
         torch.cuda._lazy_call(self._record)
         register_optimizer_step_post_hook(self._stepped)
+        changes.apply(self._run.changes)
         if self._run.world_size:
             from brim.rehearsal import lone_rank
 
@@ -112,7 +119,7 @@ class Watch:
         steps = self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
         if steps <= len(self.steps):
             return  # another optimizer of the same iteration
-        self.steps.append({"step": steps, "devices": peaks()})
+        self.steps.append({"step": steps, "devices": peaks(), "in_use": in_use()})
         if self._run.steps is not None:
             if steps >= self._run.steps:
                 raise _Enough
@@ -120,8 +127,30 @@ class Watch:
             raise _Enough
 
     def _settled(self) -> bool:
+        """Whether neither the peaks nor what is in use between steps grow any more."""
         last = [step["devices"] for step in self.steps[-SETTLED - 1 :]]
-        return len(last) > SETTLED and all(devices == last[0] for devices in last)
+        if len(last) <= SETTLED or _total_bytes(last[-1]) - _total_bytes(last[0]) > SETTLED * NEGLIGIBLE_BYTES:
+            return False
+        ends = [sum(device["bytes"] for device in step["in_use"]) for step in self.steps]
+        ended = settled(ends, steps=SETTLED)
+        return not self._blocks_stay() if ended is None else ended
+
+    def _blocks_stay(self) -> bool:
+        """Whether blocks of each step stay in use, by the recording until now."""
+        import torch
+
+        from brim.recordings import snapshot
+        from brim.recordings.leaks import recorded_leak
+
+        if not self._begun:
+            return False
+        recorded = snapshot.parse(pickle.dumps(torch.cuda.memory._snapshot(), protocol=4))
+        events = events_after_steps(self.steps, in_use())
+        return any(
+            recorded_leak(history, recorded.stacks, events_after_steps=events[history.device])
+            for history in recorded.devices
+            if history.device in events
+        )
 
     def write_snapshot(self) -> None:
         """The allocator's recording, without frames of ours. Written whole or not at all."""
@@ -130,18 +159,17 @@ class Watch:
         if not self._begun:
             return
         snapshot = torch.cuda.memory._snapshot()
+        self.recorded = in_use()
         _strip(snapshot)
-        partial = Path(self._run.snapshot + ".partial")
-        with partial.open("wb") as file:
+        with replacing(self._run.snapshot, alone=True) as partial, partial.open("wb") as file:
             pickle.dump(snapshot, file, protocol=4)
-        partial.replace(self._run.snapshot)
 
 
 def peaks() -> list[dict[str, int]]:
     """Of each device: the most that was allocated, reserved, and taken by the process with its context."""
     import torch
 
-    from brim.rehearsal.device import loaded
+    from brim.device import loaded
 
     if not torch.cuda.is_initialized():
         return []
@@ -156,6 +184,34 @@ def peaks() -> list[dict[str, int]]:
     ]
 
 
+def in_use() -> list[dict[str, int]]:
+    """Of each device: the bytes in use, and how many allocations and frees there have been."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return []
+    each = [torch.cuda.memory_stats(number) for number in range(torch.cuda.device_count())]
+    return [
+        {
+            "bytes": stats.get("allocated_bytes.all.current", 0),
+            "events": stats.get("allocation.all.allocated", 0) + stats.get("allocation.all.freed", 0),
+        }
+        for stats in each
+    ]
+
+
+def events_after_steps(steps: Sequence[dict[str, Any]], recorded: Sequence[dict[str, int]]) -> dict[int, list[int]]:
+    """Of each device: how many allocations and frees the recording has after each step."""
+    return {
+        number: [device["events"] - (step["in_use"][number]["events"] if step["in_use"] else 0) for step in steps]
+        for number, device in enumerate(recorded)
+    }
+
+
+def _total_bytes(devices: Sequence[dict[str, int]]) -> int:
+    return sum(sum(device.values()) for device in devices)
+
+
 def main() -> None:
     """Run the program that the environment names, and write down what happened whichever way it ends."""
     run = Run.of_environment()
@@ -164,7 +220,8 @@ def main() -> None:
     when_imported(watch.begin)
     if run.random_weights:  # before transformers, which may be what imports PyTorch
         random_weights.allow()
-    program = Program(target=run.target, arguments=run.arguments, is_module=run.is_module)
+    safe = bool(os.environ.get("PYTHONSAFEPATH"))  # of the program: this process has -P in any case
+    program = Program(target=run.target, arguments=run.arguments, is_module=run.is_module, safe_path=safe)
     error: BaseException | None = None
     _look_before_leaving(run, watch)
     try:
@@ -231,24 +288,28 @@ def _write_or_tell(run: Run, watch: Watch, ended: str, told: str) -> None:
         _write(run, watch, ended, told)
     except OSError as error:
         Path(run.result).unlink(missing_ok=True)
-        sys.stderr.write(f"brim: cannot write the memory recording: {error}\n")
+        write_note(f"cannot write the memory recording: {error}")
 
 
 def _write(run: Run, watch: Watch, ended: str, told: str) -> None:
     document: dict[str, Any] = {"ended": ended, "message": told, "steps": watch.steps, "devices": []}
-    document["ran_out"] = watch.ran_out
+    document |= {"ran_out": watch.ran_out, "recorded": watch.recorded, "changed": sorted(changes.applied)}
     if "torch" in sys.modules:
         import torch
 
-        from brim.rehearsal.device import loaded
+        from brim.device import loaded
 
         document["torch"] = torch.__version__
-        document["devices"] = peaks()
+        document["devices"] = [
+            device | {"cache_flushes": torch.cuda.memory_stats(number).get("num_alloc_retries", 0)}
+            for number, device in enumerate(peaks())
+        ]
         if torch.cuda.is_initialized():
             document["kernels"] = _attention_kernels(loaded().kernels())
             document["cudnn"] = any("cudnn" in name.lower() for name in loaded().stubs())
             if ended != "out of memory" or not Path(run.snapshot).exists():
                 watch.write_snapshot()
+                document["recorded"] = watch.recorded
     values = InForce.now
     if values is not None:
         document["attention"] = values.attention
@@ -256,7 +317,7 @@ def _write(run: Run, watch: Watch, ended: str, told: str) -> None:
         document["not_computed"] = values.not_computed
         document["left_bytes"] = 0 if values.host_weights is None else values.host_weights.left_bytes
     document["host_peak_bytes"] = _host_peak_bytes()
-    Path(run.result).write_text(json.dumps(document), encoding="utf-8")
+    write_text(run.result, json.dumps(document), alone=True)
 
 
 def _attention_kernels(kernels: dict[str, int]) -> dict[str, int]:

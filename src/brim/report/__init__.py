@@ -1,1 +1,1 @@
-"""What is shown of a Timeline: explanations, comparisons, pages, traces for other viewers."""
+"""Views of a Timeline: explanations, comparisons, pages, traces for other viewers."""

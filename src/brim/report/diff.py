@@ -1,4 +1,4 @@
-"""What changed between two runs: the peak, and who grew, came or went; or the figures of two profiles."""
+"""The differences between two runs: their peaks, and owners that grew, came or went; or between two profiles."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from brim.units import MIB
 
 MOST_CHANGES = 20  # of one breakdown
 MOST_ENTRIES = 8  # of one list
-_NAMES = ("name", "kind", "label")  # what entries of lists are called by
+_NAMES = ("name", "kind", "label")  # keys of an entry's name
 _NOT_SUMMED = ("start_s", "causes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What one name held at the peak of either run. 0 bytes before: new; 0 after: gone."""
+    """Memory of a name at the peaks of both runs. 0 bytes before: new; 0 after: gone."""
 
     name: str
     before_bytes: int
@@ -33,7 +33,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A number of either run; None: the run does not have it. The unit is the end of the name."""
+    """A number of both runs; None: the run lacks it. The name ends with the unit."""
 
     name: str
     before: float | None
@@ -42,8 +42,11 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Two runs at their peaks. Every breakdown is sorted by the size of the change and cut after 20; ``figures`` are
-    peaks, counts and fragmentation of both. ``new_stacks`` and ``gone_stacks`` count what is not in the other run."""
+    """Two runs at their peaks. Breakdowns are sorted by the size of the change and cut after 20.
+
+    ``figures`` are peaks, counts and fragmentation of both. ``new_stacks`` and ``gone_stacks`` count stacks that the
+    other run lacks.
+    """
 
     before: str
     after: str
@@ -67,7 +70,7 @@ def diff(
     before_facts: Mapping[str, float] | None = None,
     after_facts: Mapping[str, float] | None = None,
 ) -> Difference:
-    """Compare two runs of one program. The facts are more numbers to compare, by name (``pinned_bytes``, ...)."""
+    """Compare two runs of a program. The facts are further numbers to compare, by name (``pinned_bytes``, ...)."""
     left, right = summary(before, most=None), summary(after, most=None)
     stacks = changes(left.by_stack, right.by_stack, most=None)
     facts = dict(before_facts or {}), dict(after_facts or {})
@@ -88,35 +91,30 @@ def diff(
 def changes(
     before: tuple[Share, ...], after: tuple[Share, ...], most: int | None = MOST_CHANGES
 ) -> tuple[Change, ...]:
-    """The names of two breakdowns whose bytes differ, by how much, the largest first."""
+    """Return the names whose bytes differ between two breakdowns, the largest change first."""
     left, right = ({share.name: share for share in shares} for shares in (before, after))
     nothing = Share(name="", bytes=0, count=0)
-    changes_found = []
-    for name in {**left, **right}:
-        old, new = left.get(name, nothing), right.get(name, nothing)
-        if (old.bytes, old.count) != (new.bytes, new.count):
-            changes_found.append(
-                Change(
-                    name=name,
-                    before_bytes=old.bytes,
-                    after_bytes=new.bytes,
-                    before_count=old.count,
-                    after_count=new.count,
-                )
-            )
-    return tuple(sorted(changes_found, key=lambda change: (-abs(change.grown_bytes), change.name))[:most])
+    rows = [(name, left.get(name, nothing), right.get(name, nothing)) for name in {**left, **right}]
+    result = [
+        Change(
+            name=name, before_bytes=old.bytes, after_bytes=new.bytes, before_count=old.count, after_count=new.count
+        )
+        for name, old, new in rows
+        if (old.bytes, old.count) != (new.bytes, new.count)
+    ]
+    return tuple(sorted(result, key=lambda change: (-abs(change.grown_bytes), change.name))[:most])
 
 
 def figures(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Figure, ...]:
-    """The numbers of two trees of plain values, side by side.
+    """Return the numbers of two trees of plain values, side by side.
 
-    Of a list whose entries have names (kernels, copies, gaps, waits) the 8 entries whose time changed most. A list
-    may have been cut: None then only says that an entry is not in it.
+    Of a list of named entries (kernels, copies, gaps, waits) only the 8 whose time changed most. Lists may have been
+    cut, so None only says that an entry is not in the list.
     """
     pairs = _pairs(_flat(before), _flat(after))
     for key in {**before, **after}:
         old, new = _entries(before.get(key)), _entries(after.get(key))
-        names = sorted({**old, **new}, key=lambda one: -abs(_time_s(new.get(one)) - _time_s(old.get(one))))
+        names = sorted({**old, **new}, key=lambda name: -abs(_time_s(new.get(name)) - _time_s(old.get(name))))
         for name in names[:MOST_ENTRIES]:
             prefix = f"{key}.{name}."
             pairs += _pairs(_flat(old.get(name, {}), prefix), _flat(new.get(name, {}), prefix))
@@ -129,13 +127,13 @@ def _pairs(before: Iterator[tuple[str, float]], after: Iterator[tuple[str, float
 
 
 def _entries(value: Any) -> dict[str, dict[str, float]]:
-    """The numbers of a list's entries by their names; those of one name (gaps) are summed."""
+    """Return the numbers of a list's entries by name, summed for equal names (gaps)."""
     entries: dict[str, dict[str, float]] = {}
     for entry in value if isinstance(value, (list, tuple)) else ():
-        called = [str(entry[key]) for key in _NAMES if key in entry] if isinstance(entry, Mapping) else []
-        if not called:
+        names = [str(entry[key]) for key in _NAMES if key in entry] if isinstance(entry, Mapping) else []
+        if not names:
             continue
-        name = called[0] + (" unified" if entry.get("unified") else "")
+        name = names[0] + (" unified" if entry.get("unified") else "")
         if "cause" in entry:
             name += f" ({entry['cause']})"
         sums = entries.setdefault(name, {})
@@ -172,7 +170,7 @@ def _figures(timeline: Timeline, peak: PeakSummary) -> dict[str, float]:
 
 
 def _segments(timeline: Timeline) -> tuple[Share, ...]:
-    """What was taken from the device over the run, by the size of the pieces."""
+    """Return the segments of the run by size."""
     counts: dict[int, int] = {}
     rows = zip(timeline.column("kind"), timeline.column("bytes"), strict=True)
     for kind, size in rows:

@@ -1,6 +1,6 @@
-"""What a Timeline held at its peak, broken down by category, site, stack and module.
+"""The memory in use at a Timeline's peak, by category, label, stack and module.
 
-Works on columns: of each event a few numbers are made at once, and no objects.
+Events are handled as columns of numbers, not as objects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MEMORY = (EventKind.ALLOC, EventKind.FREE, EventKind.SEGMENT_ALLOC, EventKind.S
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What has one name in common: its bytes and how many blocks they are."""
+    """Bytes and number of the blocks with a common name."""
 
     name: str
     bytes: int
@@ -29,11 +29,11 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class PeakSummary:
-    """The moment at which most was allocated in ``tier``. Each breakdown sums to ``allocated_bytes`` unless
-    it is cut, or memory was freed and no event says where it was allocated.
+    """The peak of allocated memory in ``tier``.
 
-    ``reserved_bytes`` is what the allocator held then, ``reserved_peak_bytes`` the most that it ever held (both equal
-    what was allocated where no segments were recorded). ``event`` is the index of the event, -1: nothing was held.
+    Each breakdown sums to ``allocated_bytes`` unless it is cut, or memory without a recorded allocation was freed.
+    ``reserved_bytes`` is the allocator's memory at that event, ``reserved_peak_bytes`` its maximum (both equal
+    ``allocated_bytes`` without recorded segments). ``event`` is the index of the event, -1: nothing was allocated.
     """
 
     tier: str
@@ -49,8 +49,8 @@ class PeakSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What was in use at one moment: rows of a Timeline, by index."""
+class LiveBlocks:
+    """The allocations in use at an event, as ``rows`` of a Timeline."""
 
     event: int
     allocated_bytes: int
@@ -60,8 +60,8 @@ class Held:
 
 
 def summary(timeline: Timeline, *, most: int | None = MOST_ROWS) -> PeakSummary:
-    """The peak of the tier that kernels work in. ``most`` limits each breakdown; None: everything."""
-    at_peak = held_at_peak(timeline)
+    """Return the peak of the compute tier. ``most`` limits each breakdown; None: everything."""
+    at_peak = live_at_peak(timeline)
     return PeakSummary(
         tier=timeline.peak_bytes.tier,
         event=at_peak.event,
@@ -76,11 +76,11 @@ def summary(timeline: Timeline, *, most: int | None = MOST_ROWS) -> PeakSummary:
     )
 
 
-def held_at_peak(timeline: Timeline) -> Held:
-    """What was in use when most was, in the tier that kernels work in."""
+def live_at_peak(timeline: Timeline) -> LiveBlocks:
+    """Return the allocations in use at the peak of the compute tier."""
     events, kinds = _changes(timeline)
     sizes = np.asarray(timeline.column("bytes"))[events]
-    # Floating-point sums are exact up to 9 PB, and of what no machine holds they are still numbers.
+    # Floating-point sums are exact up to 9 PB, and do not overflow beyond.
     used = _running(sizes, kinds, EventKind.ALLOC, EventKind.FREE)
     reserved = _running(sizes, kinds, EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE)
     allocations = np.flatnonzero(kinds == EventKind.ALLOC)
@@ -89,7 +89,7 @@ def held_at_peak(timeline: Timeline) -> Held:
         at = -1
     peak = int(used[at]) if at >= 0 else 0
     segments = bool((kinds >= EventKind.SEGMENT_ALLOC).any())
-    return Held(
+    return LiveBlocks(
         event=int(events[at]) if at >= 0 else -1,
         allocated_bytes=peak,
         reserved_bytes=int(reserved[at] if at >= 0 else 0) if segments else peak,
@@ -98,8 +98,15 @@ def held_at_peak(timeline: Timeline) -> Held:
     )
 
 
+def live_rows(timeline: Timeline, event: int) -> NDArray[np.int64]:
+    """Return the allocations in use in the compute tier at ``event``, as rows of ``timeline``."""
+    events, kinds = _changes(timeline)
+    until = int(np.searchsorted(events, event, side="right"))
+    return _live(timeline, events[:until], kinds[:until])
+
+
 def _changes(timeline: Timeline) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Index and kind of the events that change what the compute tier holds."""
+    """Return index and kind of the memory events of the compute tier."""
     tiers, names = timeline.texts("tier")
     tier = timeline.peak_bytes.tier
     tier_index = names.index(tier) if tier in names else -1
@@ -109,15 +116,15 @@ def _changes(timeline: Timeline) -> tuple[NDArray[np.int64], NDArray[Any]]:
 
 
 def _running(sizes: NDArray[Any], kinds: NDArray[Any], up: EventKind, down: EventKind) -> NDArray[np.float64]:
-    """What is held after each event."""
+    """Return the bytes after each event."""
     signs = (kinds == up).astype(np.int8) - (kinds == down).astype(np.int8)
     return np.cumsum(sizes * signs.astype(np.float64))
 
 
 def _live(timeline: Timeline, events: NDArray[np.int64], kinds: NDArray[Any]) -> NDArray[np.int64]:
-    """Those of ``events`` that allocated what nothing among them freed.
+    """Return the allocations among ``events`` that none of them frees.
 
-    A block is known by its storage, else by its address. What has neither belongs to no other event.
+    A block is identified by its storage, else by its address. An event without both belongs to no other.
     """
     block = kinds <= EventKind.FREE
     events, kinds = events[block], kinds[block]
@@ -126,7 +133,7 @@ def _live(timeline: Timeline, events: NDArray[np.int64], kinds: NDArray[Any]) ->
     identified = (storages >= 0) | (addresses >= 0)
     loose = events[~identified & (kinds == EventKind.ALLOC)]
     keys = np.where(storages >= 0, storages, ~addresses)[identified][::-1]
-    _, last = np.unique(keys, return_index=True)  # the first from behind: what happened to each block last
+    _, last = np.unique(keys, return_index=True)  # the first from behind: each block's last event
     latest = np.flatnonzero(identified)[::-1][last]
     return np.sort(np.concatenate([loose, events[latest][kinds[latest] == EventKind.ALLOC]]))
 
@@ -138,7 +145,7 @@ def _shares(
     most: int | None,
     rename: Callable[[str], str] | None = None,
 ) -> tuple[Share, ...]:
-    """The rows' bytes by the text that they have in a column, the largest first."""
+    """Return the rows' bytes by their text in a column, the largest first."""
     indices, names = timeline.texts(column)
     labels, number = np.unique(np.asarray(indices)[rows], return_inverse=True)
     sums = np.bincount(number, weights=np.asarray(timeline.column("bytes"))[rows], minlength=len(labels))
@@ -153,7 +160,7 @@ def _shares(
 
 
 def _module_of(stack: str) -> str:
-    """A prediction's stack is the module path; of recorded frames the innermost ``forward`` is the module."""
+    """Return the module path of a prediction's stack; of recorded frames the innermost ``forward``."""
     if "\n" not in stack and " " not in stack:
         return stack
     return next((frame for frame in stack.split("\n") if frame.startswith("forward at ")), "")

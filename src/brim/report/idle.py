@@ -1,8 +1,7 @@
-"""What compute waited for, and how long: one table for profiled devices and for brim's own runs.
+"""The waits of compute, by cause: the same table for profiled devices and for brim's own runs.
 
-A profile, and brim's own runs, say why compute waited (IDLE events), in gaps or inside of a COMPUTE event that
-lasted all the while. The gaps that are left between COMPUTE events are given to what was under way in them: a copy
-(the block that it brought), else an allocation, else unknown.
+A profile and brim's own runs record why compute waited (IDLE events), in gaps or during a COMPUTE event. Other gaps
+between COMPUTE events are attributed to a copy in them, else to an allocation, else to an unknown cause.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from numpy.typing import NDArray
 from brim.core import EventKind, Timeline
 
 COPY, ALLOCATION, UNKNOWN, COLLECTIVE = "copy", "allocation", "unknown", "collective"
-SHORTEST_S = 1e-6  # of a gap that counts as waiting: a shorter one is within the resolution of the clocks
+SHORTEST_S = 1e-6  # of a gap that counts: a shorter one is within the resolution of the clocks
 _Numbers = NDArray[Any]
 _Part = tuple[str, str, float]  # label, cause, seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """Time that compute spent on waiting for one thing. ``label``: a block, tensor, operation or kernel."""
+    """Compute's waits of the same cause and ``label``: a block, tensor, operation or kernel."""
 
     label: str
     cause: str
@@ -37,11 +36,10 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class IdleReport:
-    """``wall_s`` runs from the first to the last thing done; ``waits`` sum to ``idle_s``, the longest first.
+    """Seconds of computing and waiting. ``waits`` sum to ``idle_s``, the longest first.
 
-    ``computed`` tells whether the Timeline says when something computed or waited; where not, ``busy_s`` is 0 and
-    nothing is known of waiting. ``compute_recorded``: where false, only waiting was recorded, and ``busy_s`` is all
-    other time, whatever was done in it.
+    ``computed`` False: the Timeline has neither computing nor waiting, and all figures are 0. ``compute_recorded``
+    False: only waiting was recorded, and ``busy_s`` is all other time, whatever was done in it.
     """
 
     computed: bool
@@ -62,20 +60,24 @@ class IdleReport:
 
 
 def attribute(timeline: Timeline) -> IdleReport:
-    """Who kept compute waiting. Copies and computing that overlap are nobody's fault.
+    """Attribute compute's idle time to causes. Copies beside computing are no wait.
 
-    Works on columns: a few times 8 bytes for each event, whatever their number.
+    Memory: a few times 8 bytes per event.
     """
     kinds = np.asarray(timeline.column("kind"))
-    told = bool((kinds == EventKind.IDLE).any())
+    has_waits = bool((kinds == EventKind.IDLE).any())
     computing = _computing(timeline, kinds)
-    if not told and not len(computing):
+    if not has_waits and not len(computing):
         return IdleReport(computed=False, compute_recorded=False, wall_s=0.0, busy_s=0.0, idle_s=0.0, waits=())
     starts, ends = _spans(timeline, computing)
     idle = np.flatnonzero(kinds == EventKind.IDLE)
     idle_starts, idle_ends = _spans(timeline, idle)
     covered = _spans(timeline, np.concatenate([computing, idle])) if len(starts) else (starts, ends)
-    waits = _summed(itertools.chain(_told(timeline, idle), _infer(timeline, kinds, *covered, told=told)))
+    waits = _summed(
+        itertools.chain(
+            _recorded_waits(timeline, idle), _inferred_waits(timeline, kinds, *covered, has_waits=has_waits)
+        )
+    )
     idle_s = sum(wait.seconds for wait in waits)
     if len(starts):
         busy_s = _seconds(*covered) - _seconds(idle_starts, idle_ends)
@@ -96,20 +98,20 @@ def _seconds(starts: _Numbers, ends: _Numbers) -> float:
 
 
 def _computing(timeline: Timeline, kinds: _Numbers) -> _Numbers:
-    """The indices of what computed; collectives wait for others."""
+    """Return the indices of computing; collectives only wait for others."""
     categories, names = timeline.texts("category")
     collective = names.index(COLLECTIVE) if COLLECTIVE in names else -1
     return np.flatnonzero((kinds == EventKind.COMPUTE) & (np.asarray(categories) != collective))
 
 
 def _recorded_s(timeline: Timeline) -> float:
-    """From the first thing that was recorded to the end of the last."""
+    """Return the seconds from the first event to the end of the last."""
     times = np.asarray(timeline.column("time_s"))
     return float(np.max(times + np.asarray(timeline.column("duration_s"))) - np.min(times))
 
 
 def _spans(timeline: Timeline, events: _Numbers) -> tuple[_Numbers, _Numbers]:
-    """Begins and ends of the times in which any of ``events`` went on, in order and apart from each other."""
+    """Return begins and ends of the sorted disjoint spans of ``events``."""
     begins = np.asarray(timeline.column("time_s"))[events]
     ends = begins + np.asarray(timeline.column("duration_s"))[events]
     order = np.argsort(begins, kind="stable")
@@ -119,7 +121,7 @@ def _spans(timeline: Timeline, events: _Numbers) -> tuple[_Numbers, _Numbers]:
 
 
 def _summed(parts: Iterable[_Part]) -> tuple[Wait, ...]:
-    """One row for each thing that was waited for, the longest wait first."""
+    """Sum waits by label and cause, the longest first."""
     waits: dict[tuple[str, str], tuple[float, int]] = {}
     for label, cause, seconds in parts:
         known_s, count = waits.get((label, cause), (0.0, 0))
@@ -128,19 +130,21 @@ def _summed(parts: Iterable[_Part]) -> tuple[Wait, ...]:
     return tuple(sorted(rows, key=lambda wait: (-wait.seconds, wait.label)))
 
 
-def _told(timeline: Timeline, events: _Numbers) -> Iterator[_Part]:
-    """The waits that were recorded as such."""
+def _recorded_waits(timeline: Timeline, events: _Numbers) -> Iterator[_Part]:
+    """Yield the recorded waits."""
     labels, names = timeline.texts("label")
     causes, seconds = timeline.texts("category")[0], timeline.column("duration_s")
     for index in events:
         yield names[labels[index]], names[causes[index]] or UNKNOWN, seconds[index]
 
 
-def _infer(timeline: Timeline, kinds: _Numbers, starts: _Numbers, ends: _Numbers, *, told: bool) -> Iterator[_Part]:
-    """The gaps between the spans of computing, and of waiting that is ``told``, cut where copies begin and end.
+def _inferred_waits(
+    timeline: Timeline, kinds: _Numbers, starts: _Numbers, ends: _Numbers, *, has_waits: bool
+) -> Iterator[_Part]:
+    """Yield waits for the gaps between spans of computing and recorded waiting, cut where copies begin and end.
 
-    A copy that ends after compute went on was not waited for. Of the others the last one was, and before it those
-    that kept it from beginning.
+    A copy that ends after the gap was not waited for. Of the others the last one was, and before it those that
+    delayed it.
     """
     copies = np.flatnonzero(kinds == EventKind.COPY)
     times = np.asarray(timeline.column("time_s"))
@@ -152,7 +156,7 @@ def _infer(timeline: Timeline, kinds: _Numbers, starts: _Numbers, ends: _Numbers
     columns = [timeline.texts(name)[0] for name in ("label", "source", "tier")]
     last = np.searchsorted(stops, starts[1:], side="right") - 1
     for begin, end, index in zip(map(float, ends[:-1]), map(float, starts[1:]), map(int, last), strict=True):
-        if told and end - begin < SHORTEST_S:
+        if has_waits and end - begin < SHORTEST_S:
             continue
         at = end
         while index >= 0 and stops[index] > begin and at > begin:
@@ -175,7 +179,7 @@ def _copied(index: int, names: list[str], columns: list[array[int]]) -> str:
 
 
 class _Allocations:
-    """When memory was taken, and for what."""
+    """Allocations by time."""
 
     def __init__(self, timeline: Timeline, kinds: _Numbers) -> None:
         events = np.flatnonzero(kinds == EventKind.ALLOC)
@@ -185,7 +189,7 @@ class _Allocations:
         self._labels, self._names = timeline.texts("label")
 
     def between(self, begin: float, end: float) -> _Part:
-        """Time without a copy: an allocation's if one was made in it."""
+        """Return the wait of a time without a copy: for an allocation in it, else unknown."""
         index = int(np.searchsorted(self._times, begin))
         if index < len(self._times) and self._times[index] < end:
             return self._names[self._labels[self._events[index]]], ALLOCATION, end - begin

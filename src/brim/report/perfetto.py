@@ -1,8 +1,8 @@
-"""Timelines as a trace that Perfetto and chrome://tracing open: lanes of work, counters of memory, side by side.
+"""Export of Timelines as a trace for Perfetto and chrome://tracing: lanes of work and counters of memory.
 
 Format: "Trace Event Format" (the JSON that ``chrome://tracing`` and ui.perfetto.dev read). Times are microseconds.
-Each Timeline is a process: a predicted one lies beside a measured one on the same axis. Where no event has a time (a
-prediction of memory alone), each is put a microsecond after the one before.
+Each Timeline is a process: a predicted one lies beside a measured one on the same axis. If no event has a time (a
+prediction of memory alone), each is a microsecond after the one before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from brim.core import Event, EventKind, Timeline
-from brim.core.replacing import replacing
+from brim.core.files import replacing
 from brim.errors import UsageError
 
 _HELD = {EventKind.ALLOC: 1, EventKind.FREE: -1}
@@ -28,10 +28,10 @@ FURTHER = "further categories"
 
 
 def write(path: str | Path, timelines: Sequence[Timeline]) -> None:
-    """One trace file of all ``timelines``, packed if its name ends in ``.gz``; whole, or not at all.
+    """Write a trace file of all ``timelines``, completely or not at all, packed if its name ends in ``.gz``.
 
-    A pipe or a device is written to as it is, so what fails on the way stays there in part.
-    Raises UsageError for no timelines, or a file that cannot be written.
+    A pipe or a device is written to directly, so a failure leaves a part there.
+    Raises UsageError without timelines, or for a file that cannot be written.
     """
     path = Path(path)
     if not timelines:
@@ -52,13 +52,13 @@ def _fill(path: Path, timelines: Sequence[Timeline], *, packed: bool) -> None:
 
 
 def trace_events(timelines: Sequence[Timeline]) -> Iterator[dict[str, Any]]:
-    """The events of the trace, one process after the other, each in the order of time."""
+    """Yield the events of the trace, process by process, each in the order of time."""
     for number, timeline in enumerate(timelines, 1):
         yield from _Process(number, timeline).events()
 
 
 class _Lane:
-    """Rows of one lane, by the numbers of their threads."""
+    """Rows of a lane, by the numbers of their threads."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -66,7 +66,7 @@ class _Lane:
         self._free: list[int] = []  # a heap: the first row is taken first
 
     def thread(self, at_us: float) -> int | None:
-        """A row that is free then; None: there is none."""
+        """Return a row that is free at this time, or None."""
         while self.busy and self.busy[0][0] <= at_us:
             heapq.heappush(self._free, heapq.heappop(self.busy)[1])
         return heapq.heappop(self._free) if self._free else None
@@ -77,9 +77,9 @@ class _Process:
         self.number, self.timeline = number, timeline
         self.lanes: dict[str, _Lane] = {}
         self.threads = 0
-        self.at_us = 0.0  # where we are
-        self.held: dict[str, dict[str, int]] = {}  # counter -> series -> bytes
-        self.owners: dict[tuple[str, int, int], list[str]] = {}  # what was allocated where -> its category
+        self.at_us = 0.0
+        self.counters: dict[str, dict[str, int]] = {}  # counter -> series -> bytes
+        self.owners: dict[tuple[str, int, int], list[str]] = {}  # tier, storage, address -> categories
 
     def events(self) -> Iterator[dict[str, Any]]:
         kind = "measured" if self.timeline.measured else "predicted"
@@ -103,9 +103,9 @@ class _Process:
         return {"ph": "M", "name": what, "pid": self.number, "tid": thread, "args": args}
 
     def slice(self, event: Event) -> Iterator[dict[str, Any]]:
-        """A lane for each stream that computes, each way of copies, and idle times, each with rows for what overlaps.
+        """Yield a slice. Computing streams, directions of copies and idle times have lanes, with rows for overlaps.
 
-        Events come in the order of time.
+        Events must come in the order of time.
         """
         lane = _LANES[event.kind]
         if event.kind is EventKind.COPY:
@@ -125,27 +125,27 @@ class _Process:
         if event.category:
             args["why" if event.kind is EventKind.IDLE else "category"] = event.category
         name = event.label or event.category or lane
-        yield self.made("X", name, thread) | {
+        yield self.record("X", name, thread) | {
             "dur": event.duration_s * 1e6,
             "cat": _LANES[event.kind],
             "args": args,
         }
 
-    def made(self, phase: str, name: str, thread: int) -> dict[str, Any]:
+    def record(self, phase: str, name: str, thread: int) -> dict[str, Any]:
         return {"ph": phase, "name": name, "pid": self.number, "tid": thread, "ts": self.at_us}
 
     def counter(self, event: Event) -> dict[str, Any]:
-        """Bytes that are held, stacked by category; or reserved. A free has the category of its allocation."""
+        """Return allocated bytes by category, or reserved bytes. A free has the category of its allocation."""
         if event.kind in _RESERVED:
             name, series, sign = f"{event.tier} reserved", "reserved", _RESERVED[event.kind]
         else:
             name, sign = f"{event.tier} held", _HELD[event.kind]
             series = self.category(event)
-        values = self.held.setdefault(name, {})
+        values = self.counters.setdefault(name, {})
         if series not in values and len(values) >= MOST_SERIES:
             series = FURTHER
         values[series] = values.get(series, 0) + sign * event.bytes
-        return self.made("C", name, 0) | {"args": dict(values)}
+        return self.record("C", name, 0) | {"args": dict(values)}
 
     def category(self, event: Event) -> str:
         key = (event.tier, event.storage, event.address)
@@ -159,4 +159,4 @@ class _Process:
 
     def out_of_memory(self, event: Event) -> dict[str, Any]:
         name = f"out of memory: {event.label or event.tier}"
-        return self.made("i", name, 0) | {"s": "p", "args": {"bytes": event.bytes}}
+        return self.record("i", name, 0) | {"s": "p", "args": {"bytes": event.bytes}}

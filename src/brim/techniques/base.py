@@ -1,10 +1,11 @@
-"""What every technique has in common."""
+"""Types that techniques share, replacements of ``forward``, and the models that techniques refuse."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,12 +17,23 @@ from brim.errors import UnsupportedError, UsageError
 HANDLE_ATTRIBUTE = "brim"
 
 
+@contextmanager
+def autocast_cache(enabled: bool) -> Iterator[None]:
+    """Let autocast cache the casts of weights within only if it did before and ``enabled`` is set."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(before and enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One thing that a technique could do to one block ("" is the whole model): a column for the planner.
+    """A choice of a technique for a block ("" is the model): a column for the planner.
 
-    ``saves_bytes`` is by tier, at the peak of a step; negative where it takes some. ``compute_s`` is what it adds to
-    the step's compute, ``moves_bytes`` what it sends over each link, (source, target) -> bytes a step.
+    ``saves_bytes`` is by tier, at the peak of a step; negative where it takes memory. ``compute_s`` is added to the
+    step's compute, ``moves_bytes`` is the traffic of a step by link (source, target).
     """
 
     technique: str
@@ -41,7 +53,7 @@ class Handle(Protocol):
 
 
 def refuse_second(model: nn.Module) -> None:
-    """Raise UsageError when ``model``, or any part of it, is fitted already."""
+    """Raise UsageError if ``model``, or any part of it, is fitted already."""
     for path, module in model.named_modules():
         if HANDLE_ATTRIBUTE in vars(module):
             where = f"its part {path!r}" if path else "it"
@@ -52,16 +64,22 @@ def refuse_second(model: nn.Module) -> None:
             )
 
 
-# A parameter class with one of these of its own is more than its bytes: moved as those, it would lose the rest.
-_OWN_WAYS = ("__torch_function__", "__torch_dispatch__", "to", "cuda", "cpu")
+def refuse_gradients(tensors: Iterable[object], *problem: str) -> None:
+    """Raise UnsupportedError with the texts of ``problem`` if any of ``tensors`` needs a gradient."""
+    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        raise UnsupportedError(*problem)
+
+
+# A parameter class that defines one of these has data beside its bytes, which a move of the bytes would lose.
+_OVERRIDES = ("__torch_function__", "__torch_dispatch__", "to", "cuda", "cpu")
 _LOAD_PLAIN = (
     "Give the model in float32, bfloat16 or float16; brim.load(folder, quantization='int8') (int4, fp8) quantizes it."
 )
 
 
 def refuse_special_tensors(model: nn.Module) -> None:
-    """Raise UnsupportedError when the bytes of a parameter are not its values: others' quantized or sharded classes,
-    sparse ones, and those without values or shape."""
+    """Raise UnsupportedError for parameters whose bytes are not their values: quantized or sharded classes of other
+    libraries, sparse tensors, and those without values or shape."""
     for name, parameter in model.named_parameters():
         special = _special(model, parameter)
         if special is not None:
@@ -70,11 +88,11 @@ def refuse_special_tensors(model: nn.Module) -> None:
 
 
 def _special(model: nn.Module, parameter: nn.Parameter) -> tuple[str, str] | None:
-    """What a parameter is, and what to do; None for an ordinary one."""
+    """The reason why a parameter is refused, and what to do; None for an ordinary one."""
     kind = type(parameter)
     if is_lazy(parameter):
         return "has no shape yet.", "Call the model once."
-    if kind not in (nn.Parameter, FakeTensor) and any(_has_own(kind, way) for way in _OWN_WAYS):
+    if kind not in (nn.Parameter, FakeTensor) and any(_overrides(kind, name) for name in _OVERRIDES):
         package = kind.__module__.partition(".")[0]
         if kind.__name__ == "DTensor":
             return "is sharded over ranks (DTensor).", "Fit the model before it is sharded."
@@ -96,5 +114,40 @@ def _special(model: nn.Module, parameter: nn.Parameter) -> tuple[str, str] | Non
     return None
 
 
-def _has_own(kind: type, way: str) -> bool:
-    return getattr(kind, way, None) is not getattr(nn.Parameter, way, None)
+def _overrides(kind: type, name: str) -> bool:
+    return getattr(kind, name, None) is not getattr(nn.Parameter, name, None)
+
+
+class StandIn:
+    """A replacement for the ``forward`` of a module's instance, inside of the module's hooks.
+
+    ``_before`` is an earlier replacement, or None for the ``forward`` of the class.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._before = module, vars(module).get("forward")
+        self._active = True
+        vars(module)["forward"] = self
+
+    def remove(self) -> None:
+        """Restore ``forward``; below a replacement of another technique only pass calls on until that is removed."""
+        self._active = False
+        while isinstance(top := vars(self._module).get("forward"), StandIn) and not top._active:
+            if top._before is None:
+                del vars(self._module)["forward"]
+            else:
+                vars(self._module)["forward"] = top._before
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            return self._before(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+
+def in_force(module: nn.Module) -> Iterator[StandIn]:
+    """The active replacements of ``module``, outermost first."""
+    stand_in = vars(module).get("forward")
+    while isinstance(stand_in, StandIn):
+        if stand_in._active:
+            yield stand_in
+        stand_in = stand_in._before

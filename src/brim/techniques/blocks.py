@@ -1,26 +1,26 @@
-"""Blocks: what is moved as one. Found from the shape of the module tree, never from a list of model names."""
+"""Blocks of a model, found from the shape of the module tree, never from a list of model names."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-# A unit this much smaller than the model costs more in bookkeeping than in bytes: it stays where compute is.
+# A smaller share of the model is not worth moving: it stays in the compute tier.
 _LOOSE_FRACTION = 1 / 256
-# Containers are opened until their parts are at most this share of the model, so that a ring of two is small.
+# Containers are opened until their parts are at most this share of the model, so that a ring of two slots is small.
 _COARSEST_FRACTION = 1 / 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Parameters that come and go together.
+    """Parameters that are moved together.
 
-    ``triggers`` are the modules whose call needs them: one, or several where a tensor is tied between modules.
-    ``name`` is the first of them; all of them, joined by ``+``, where the first has a block of its own too.
-    ``lookups`` are those of the triggers that only pick rows (``nn.Embedding``).
+    ``triggers`` are the modules whose calls need them: several where a tensor is tied between modules. ``name`` is
+    the first trigger; or all of them, joined by ``+``, where the first has a block of its own too. ``lookups`` are
+    the triggers that only pick rows (``nn.Embedding``).
     """
 
     name: str
@@ -32,7 +32,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """A module's parameters as blocks in definition order, and the loose rest that always stays."""
+    """The blocks of a model in definition order, and the loose parameters, which stay in the compute tier."""
 
     blocks: tuple[Block, ...]
     loose: tuple[str, ...]
@@ -48,6 +48,27 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def groups_within(
+    parameters: Iterable[nn.Parameter], limit_bytes: int, bytes_of: Callable[[nn.Parameter], int]
+) -> list[list[nn.Parameter]]:
+    """Split ``parameters``, in order, into groups of at most ``limit_bytes``, or of a single parameter."""
+    groups: list[list[nn.Parameter]] = []
+    group_bytes = 0
+    for parameter in parameters:
+        size = bytes_of(parameter)
+        if not groups or group_bytes + size > limit_bytes:
+            groups.append([])
+            group_bytes = 0
+        groups[-1].append(parameter)
+        group_bytes += size
+    return groups
+
+
+def is_transposed(linear: nn.Module) -> bool:
+    """Return whether a layer is transformers' ``Conv1D``, a linear layer with a transposed weight."""
+    return type(linear).__name__ == "Conv1D"
+
+
 def find_blocks(
     model: nn.Module,
     *,
@@ -55,10 +76,10 @@ def find_blocks(
     cut_parts: bool = True,
     stay: Collection[str] = (),
 ) -> Partition:
-    """The blocks of ``model``. None is larger than ``largest_bytes`` unless it is a single indivisible module.
+    """The blocks of ``model``. Only a block of one indivisible module may be larger than ``largest_bytes``.
 
-    Without ``cut_parts`` the parts of a container stay whole: whether a module calls its children is not known.
-    Parameters in ``stay`` belong to no block, and count for nobody's size.
+    Without ``cut_parts`` the parts of a container are not cut: it is not known whether a module calls its children.
+    Parameters in ``stay`` belong to no block, and do not count for its size.
     """
     parameters = dict(model.named_parameters())
     staying = frozenset(id(parameters[name]) for name in stay)
@@ -71,11 +92,11 @@ def find_blocks(
     sizes = {triggers: sum(tensor_bytes(parameters[name]) for name in names) for triggers, names in groups.items()}
     small = total * _LOOSE_FRACTION
     if sum(size for triggers, size in sizes.items() if triggers and size < small) > total / 4:
-        small = 0  # a model of very many small units: then they are what must move
-    kept = {triggers for triggers, size in sizes.items() if triggers and size >= small}
-    loose = tuple(name for triggers, names in groups.items() if triggers not in kept for name in names)
+        small = 0  # a model of many small units, which then must move
+    moved = {triggers for triggers, size in sizes.items() if triggers and size >= small}
+    loose = tuple(name for triggers, names in groups.items() if triggers not in moved for name in names)
     return Partition(
-        blocks=tuple(_block(model, triggers, groups, sizes[triggers]) for triggers in groups if triggers in kept),
+        blocks=tuple(_block(model, triggers, groups, sizes[triggers]) for triggers in groups if triggers in moved),
         loose=loose,
         loose_bytes=sum(tensor_bytes(parameters[n]) for n in loose) + sum(tensor_bytes(b) for b in model.buffers()),
         mixed=frozenset(unit for name in loose for unit in users[name]),
@@ -83,9 +104,9 @@ def find_blocks(
 
 
 def adapters(model: nn.Module) -> frozenset[str]:
-    """The parameters that are trained where most of their block is frozen (LoRA and its kin).
+    """The trained parameters of blocks that are mostly frozen, as with LoRA.
 
-    They are to ``stay``: then what is streamed goes one way only.
+    They are to ``stay``: then streamed blocks are never written back.
     """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     sizes = {name: tensor_bytes(parameter) for name, parameter in model.named_parameters()}
@@ -99,7 +120,7 @@ def adapters(model: nn.Module) -> frozenset[str]:
 
 def _block(model: nn.Module, triggers: tuple[str, ...], groups: dict[tuple[str, ...], list[str]], size: int) -> Block:
     lookups = tuple(path for path in triggers if _only_looks_up(model.get_submodule(path)))
-    # What a unit shares with others is a block beside its own, and needs a name beside its own.
+    # Parameters that a unit shares with others are a block beside its own, with another name.
     is_ambiguous = len(triggers) > 1 and (triggers[0],) in groups
     name = "+".join(triggers) if is_ambiguous else triggers[0]
     return Block(name=name, triggers=triggers, lookups=lookups, tensors=tuple(groups[triggers]), bytes=size)
@@ -113,14 +134,14 @@ def _only_looks_up(module: nn.Module) -> bool:
 def _units(
     module: nn.Module, path: str, in_container: bool, coarse: float, largest: int, staying: Collection[int]
 ) -> Iterator[str]:
-    """Module paths that are moved as one: parts of repeated containers, and leaves outside of them.
+    """The module paths of blocks: parts of repeated containers, and leaves outside of them.
 
     A part above ``coarse`` bytes is opened where it holds a container itself, one above ``largest`` in any case.
     """
     size = sum(tensor_bytes(p) for p in module.parameters() if id(p) not in staying)
     children = [(name, child) for name, child in module.named_children() if _holds_parameters(child)]
-    whole = in_container and (size <= coarse or (size <= largest and not _holds_container(module)))
-    if whole or not children or _is_fused(module):
+    fits = in_container and (size <= coarse or (size <= largest and not _holds_container(module)))
+    if fits or not children or _is_fused(module):
         if size:
             yield path
         return
@@ -130,7 +151,7 @@ def _units(
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether the children are repeated parts: a list or sequence, or three and more of one composite class."""
+    """Return whether the children are repeated: a list or sequence, or three and more of one composite class."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         return True
     kinds = [type(child) for child in module.children() if any(True for _ in child.children())]
@@ -146,7 +167,7 @@ def _holds_container(module: nn.Module) -> bool:
 
 
 def _is_fused(module: nn.Module) -> bool:
-    """PyTorch's own composites may read their children's weights without calling them (fused paths)."""
+    """Return whether this is a composite of PyTorch that may read its children's weights without calling them."""
     opened = (
         nn.ModuleList,
         nn.ModuleDict,
@@ -161,7 +182,7 @@ def _is_fused(module: nn.Module) -> bool:
 
 
 def _owners(model: nn.Module, parameters: dict[str, nn.Parameter], units: list[str]) -> dict[str, tuple[str, ...]]:
-    """Parameter -> the units that hold it, in definition order; none for those directly in a parent."""
+    """Parameter -> the units that contain it, in definition order; none where it is directly in a parent."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     owners: dict[str, list[str]] = {name: [] for name in parameters}
     for unit in units:
@@ -171,9 +192,9 @@ def _owners(model: nn.Module, parameters: dict[str, nn.Parameter], units: list[s
 
 
 def _groups(owners: dict[str, tuple[str, ...]]) -> dict[tuple[str, ...], list[str]]:
-    """Units that need them -> parameters. Tied groups that share a unit are one: no unit needs more than two blocks.
+    """Units -> the parameters that they need. Tied groups that share a unit are joined.
 
-    Its own, and one that it shares. A ring of two slots then holds whatever a call needs.
+    So a unit needs two blocks at most, its own and a shared one, which a ring of two slots can hold.
     """
     shared: list[set[str]] = []
     for units_of in {units_of: None for units_of in owners.values() if len(units_of) > 1}:

@@ -1,7 +1,7 @@
-"""Compiling: each block by itself, as torchtitan does it (torchtitan/parallelisms/parallelize_llama.py).
+"""Compilation of each block by itself, as torchtitan does it (torchtitan/parallelisms/parallelize_llama.py).
 
-Ansel et al., "PyTorch 2", ASPLOS 2024. A compiled block keeps what PyTorch's partitioner chooses, and what lies
-between the operations of one kernel is in no memory.
+Ansel et al., "PyTorch 2", ASPLOS 2024. A compiled block saves the tensors that PyTorch's partitioner chooses, and
+intermediate values within a kernel take no memory.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import nn
 from brim.errors import UsageError
 from brim.predict.compiled.block import CompiledBlock, NotOneGraph
 from brim.predict.compiled.torch_compile import is_traced, note_not_compiled
+from brim.techniques.base import StandIn, in_force
 from brim.techniques.checkpointing.technique import blocks
-from brim.techniques.forward_override import StandIn, in_force
 
 
 def apply(model: nn.Module, names: Iterable[str] | None = None, *, backend: str = "inductor") -> Compiling:
-    """Compile the modules of these paths, each by itself; without names every block.
+    """Compile the modules of these paths, each by itself; by default every block.
 
-    In a trace, what was placed in them before, such as checkpointing, is compiled with them; hooks on them stay
-    outside. A module that is not a single graph runs as it is written there, and the trace says so.
+    In a trace, techniques applied before, such as checkpointing, are compiled with a block, its hooks are not. A
+    module that is not a single graph runs uncompiled there, and the trace notes it.
 
-    Raises UsageError for an unknown path, a block inside another one, or one that is compiled already.
+    Raises UsageError for an unknown path, a block inside another one, or a block that is compiled already.
     """
     chosen = list(blocks(model) if names is None else names)
     modules = [_module(model, name) for name in chosen]
@@ -36,8 +36,6 @@ def apply(model: nn.Module, names: Iterable[str] | None = None, *, backend: str 
 
 
 class Compiling:
-    """The handle."""
-
     def __init__(self, modules: Iterable[nn.Module], backend: str) -> None:
         compiled: dict[Any, Any] = {}
         self._placed = [_Forward(module, compiled, backend) for module in modules]
@@ -57,7 +55,7 @@ class _Forward(StandIn):
 
     @property
     def choice(self) -> tuple[Any, ...]:
-        """What is compiled with it: blocks that are checkpointed in other ways are other graphs."""
+        """The choices of the other replacements: blocks that are checkpointed differently are different graphs."""
         return tuple(getattr(placed, "choice", None) for placed in in_force(self._module) if placed is not self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,11 +80,11 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 
 
 def _refuse(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
-    """A graph within a graph, or the same one twice."""
-    there = [(path, part) for path, part in model.named_modules() if _is_compiled(part)]
+    """Raise UsageError for a graph within a graph, or a block that is compiled already."""
+    compiled = [(path, part) for path, part in model.named_modules() if _is_compiled(part)]
     for name, module in chosen.items():
         inside = set(module.modules())
-        for path, part in there:
+        for path, part in compiled:
             if part in inside or module in set(part.modules()):
                 where = "It is" if part is module else f"{path} is"
                 raise UsageError(

@@ -1,4 +1,4 @@
-"""A model called on fake tensors, to see what it does. It takes no memory and leaves no trace in the model."""
+"""Calls of a model on fake tensors, which take no memory and leave the model as it is."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from brim.errors import UsageError
+from brim.model_inputs import map_tensors
 
 
 @contextmanager
 def dry_run(model: nn.Module, example: Any) -> Iterator[Any]:
-    """While open, operations are fake; gives ``example`` as fake tensors, for ``call_with``.
+    """Make operations fake within, and give ``example`` as fake tensors, for ``call_with``.
 
-    True ones go to where the model is: it may be about to be moved to where they are.
-
-    What other modes there are (a trace's recorder) does not see it: a real run has no memory of it either. Buffers
-    are replaced meanwhile, for fake tensors write through to small constants.
+    Real tensors move to the model's device: the model may be about to be moved to theirs. Other modes, such as a
+    trace's recorder, do not see the call, as a real run has no memory of it either. Buffers are replaced meanwhile,
+    since fake tensors write through to small constants.
     """
     tensors = [value for value in tree_leaves(example) if isinstance(value, torch.Tensor)]
     own = [tensor.fake_mode for tensor in (*tensors, *model.parameters()) if isinstance(tensor, FakeTensor)]
@@ -34,10 +34,10 @@ def dry_run(model: nn.Module, example: Any) -> Iterator[Any]:
 
     before = [(module, dict(module._buffers)) for module in model.modules()]
     with _disable_current_modes():
-        inputs = tree_map_only(torch.Tensor, fake, example)
+        inputs = map_tensors(example, fake)
         with mode:
             if not own and (first := next(model.parameters(), None)) is not None:
-                inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(first.device), inputs)
+                inputs = map_tensors(inputs, lambda tensor: tensor.to(first.device))
             try:
                 for module, buffers in before:
                     module._buffers.update({n: None if b is None else fake(b).clone() for n, b in buffers.items()})
@@ -48,8 +48,8 @@ def dry_run(model: nn.Module, example: Any) -> Iterator[Any]:
 
 
 def as_arguments(example: Any) -> dict[str, Any] | tuple[Any, ...]:
-    """What a model is called with for ``example``: a mapping has named inputs, a tuple or a list positional ones, and
-    a tensor alone is the only one.
+    """The arguments of a model for ``example``: named ones for a mapping, positional ones for a tuple or a list, a
+    single one for a tensor.
 
     Raises UsageError for anything else.
     """
@@ -67,6 +67,5 @@ def as_arguments(example: Any) -> dict[str, Any] | tuple[Any, ...]:
 
 
 def call_with(model: nn.Module, inputs: Any) -> Any:
-    """``model`` on an example of its inputs, as ``as_arguments`` has it."""
     arguments = as_arguments(inputs)
     return model(**arguments) if isinstance(arguments, dict) else model(*arguments)

@@ -20,7 +20,7 @@ def add_lora(
     layers: Mapping[type[nn.Module], type[nn.Module]] | None = None,
     **settings: Any,
 ) -> Any:
-    """``module`` with adapters: in the layers that PEFT names for ``model_type``, else in every linear layer.
+    """Add adapters to the layers of ``module`` that PEFT names for ``model_type``, else to every linear layer.
 
     Args:
         module: The model; its parameters no longer train afterwards.
@@ -28,7 +28,7 @@ def add_lora(
         model_type: As in the model's configuration.
         targets: Other layers: ends of their names, or ``"all-linear"``.
         layers: PEFT's kind of layer for kinds that it does not know.
-        settings: Of PEFT's ``LoraConfig``.
+        settings: Other settings of PEFT's ``LoraConfig``.
 
     Raises:
         UnsupportedError: PEFT cannot add adapters to it.

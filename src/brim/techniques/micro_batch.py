@@ -1,7 +1,8 @@
-"""Micro-batches: a batch in pieces whose gradients add up to those of the whole, and the largest piece that fits.
+"""Micro-batches: pieces of a batch whose gradients add up to those of the batch, and the largest piece that fits.
 
-The loss of a batch is a mean over what counts in it (tokens with a label, or rows). A piece's mean, times its share
-of what counts, adds up to that. Exact up to the order of summation; batch norm, which sees a piece at a time, is not.
+The loss of a batch is a mean over its counted items (tokens with a label, or rows). It is the sum of the pieces'
+means, each times its share of the items: exact up to the order of summation, except for batch norm, which sees one
+piece.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from brim.errors import BudgetError, UsageError
 from brim.units import format_bytes
 
-_IGNORED = -100  # the label that no loss of PyTorch or transformers counts
+IGNORED_LABEL = -100  # the label that losses of PyTorch and transformers ignore
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """A piece of a batch, of the batch's own structure. Its mean loss times ``weight`` is its part of the whole's."""
+    """A piece of a batch, in the same structure. Its mean loss times ``weight`` is its part of the batch's loss."""
 
     inputs: Any
     weight: float
@@ -30,16 +31,15 @@ class MicroBatch:
 def split(
     batch: Any, micro_batch: int, *, labels: str | int | None = None, causal: bool | None = None
 ) -> list[MicroBatch]:
-    """``batch`` (a tensor, or dictionaries, tuples and lists of them) in pieces of ``micro_batch`` rows; the last
-    piece has what is left.
+    """Split ``batch`` (a tensor, or dictionaries, tuples and lists of them) into pieces of ``micro_batch`` rows.
 
-    ``labels`` is the key or position of the tensor that says what counts: whole numbers other than -100. Unless told,
-    it is the entry "labels" of a dictionary or the last one of a tuple; without one, or where it holds no whole
-    numbers, rows count. ``causal``: the labels of a causal language model, whose first position is never counted
-    (transformers shifts them); unless told, so are two-dimensional labels of a dictionary.
+    ``labels`` is the key or position of the tensor of labels, where integers other than -100 are counted. By default
+    it is the entry "labels" of a dictionary or the last one of a tuple; without integer labels rows are counted.
+    ``causal``: the labels are those of a causal language model, whose first position is not counted (transformers
+    shifts them); by default this holds for two-dimensional labels in a dictionary.
 
-    Tensors whose first size is not the number of rows go to every piece as they are, one-dimensional ones and those
-    of one row. Pieces in which nothing counts are left out. Raises UsageError for what cannot be split.
+    Tensors that are one-dimensional or have one row, and not the batch's number of rows, go to every piece as they
+    are. Pieces without counted items are left out. Raises UsageError for a batch that cannot be split.
     """
     if type(micro_batch) is not int or micro_batch < 1:
         raise UsageError(f"Cannot make micro-batches of {micro_batch!r} rows.", "The number must be 1 or more.")
@@ -61,8 +61,8 @@ def split(
 def largest(predict: Callable[[int], int], budget_bytes: int, upper: int) -> int:
     """The largest size from 1 to ``upper`` whose ``predict``-ed bytes are within the budget.
 
-    ``predict`` must not fall as the size grows; it is asked few times, for a prediction takes seconds: where bytes
-    are a line in the size, four at most. Raises BudgetError where not even 1 fits, naming what it takes.
+    ``predict`` must not fall as the size grows. It is called rarely, as a prediction takes seconds: four times at
+    most where bytes are linear in the size. Raises BudgetError with the bytes of size 1 if not even that fits.
     """
     if upper < 1:
         raise UsageError(f"Cannot search micro-batches up to {upper}.", "The limit must be 1 or more.")
@@ -94,7 +94,7 @@ def largest(predict: Callable[[int], int], budget_bytes: int, upper: int) -> int
 
 
 def _labels(batch: Any, labels: str | int | None) -> torch.Tensor | None:
-    """The tensor of whole numbers that says what counts."""
+    """The tensor of integer labels, or None."""
     if labels is not None:
         try:
             candidate = batch[labels]
@@ -104,16 +104,16 @@ def _labels(batch: Any, labels: str | int | None) -> torch.Tensor | None:
         candidate = batch.get("labels")
     else:
         candidate = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-    whole = isinstance(candidate, torch.Tensor) and not candidate.is_floating_point() and candidate.dim() > 0
-    return candidate if whole else None
+    has_labels = isinstance(candidate, torch.Tensor) and not candidate.is_floating_point() and candidate.dim() > 0
+    return candidate if has_labels else None
 
 
 def _counts(labels: torch.Tensor | None, rows: int, causal: bool) -> list[int]:
-    """What counts in each row."""
+    """The number of counted items in each row."""
     if labels is None or isinstance(labels, FakeTensor):  # no values: rows count, and memory does not depend on them
         return [1] * rows
     shown = labels[:, 1:] if causal else labels
-    counts: list[int] = (shown != _IGNORED).reshape(rows, -1).sum(1).tolist()
+    counts: list[int] = (shown != IGNORED_LABEL).reshape(rows, -1).sum(1).tolist()
     return counts
 
 

@@ -1,8 +1,7 @@
-"""A tensor whose values are elsewhere: it has the shape, the dtype and the device.
+"""A tensor whose values are elsewhere: it has a shape, a dtype and a device, but no memory.
 
-``p.grad`` and ``optimizer.state[p][...]`` of what was offloaded are such tensors, so that code which looks whether
-there is a gradient sees one, and code which would silently compute without values gets an error. Code that keeps
-the values may let them be read and changed (``Keeper``): then an operation gets them one tensor at a time.
+Offloaded gradients and optimizer states are such tensors: code that tests for a gradient sees one, and code that
+would compute without values gets an error. With a ``Backing`` operations get the values, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ _aten = torch.ops.aten
 _ZEROING = (_aten.zero_.default, _aten._foreach_zero_.default)
 
 
-class Keeper(Protocol):
-    """Who has the values of one tensor."""
+class Backing(Protocol):
+    """Access to the values of an offloaded tensor."""
 
     def value(self) -> torch.Tensor:
-        """They, in memory of their own."""
+        """A copy of the values."""
 
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiply them by a number, now or when they are next needed."""
+        """Multiply the values by a number, now or when they are next needed."""
 
     def replace(self, value: torch.Tensor) -> None:
-        """Have these values from now on."""
+        """Replace the values."""
 
 
 class OffloadedTensor(torch.Tensor):
-    """Shape, dtype and device of a tensor, without its values. Made by ``offloaded_tensor``.
+    """A tensor without values, made by ``offloaded_tensor``.
 
-    Setting it to zero calls ``on_zero``; any other operation is the keeper's, or refused where there is none.
+    Setting it to zero calls ``on_zero``; any other operation needs a ``backing``, or is refused.
     """
 
     what: str
     todo: str
     on_zero: Callable[[], None] | None
-    keeper: Keeper | None
+    backing: Backing | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # straight to dispatch
 
@@ -58,7 +57,7 @@ class OffloadedTensor(torch.Tensor):
         offloaded = list(_offloaded_tensors([*args, *(kwargs or {}).values()]))
         if func is _aten.detach.default:
             return offloaded[0]
-        if all(other.keeper is not None for other in offloaded):
+        if all(other.backing is not None for other in offloaded):
             return _with_values(func, args, kwargs or {})
         raise _refusal(func, offloaded[0])
 
@@ -75,69 +74,68 @@ def offloaded_tensor(
     what: str,
     todo: str,
     on_zero: Callable[[], None] | None = None,
-    keeper: Keeper | None = None,
+    backing: Backing | None = None,
 ) -> OffloadedTensor:
-    """A tensor without values. ``what`` and ``todo`` are for the error; ``on_zero`` is called by ``zero_``."""
+    """A tensor without values. ``what`` and ``todo`` name it in errors; ``zero_`` calls ``on_zero``."""
     tensor: OffloadedTensor = torch.Tensor._make_wrapper_subclass(
         OffloadedTensor, tuple(shape), strides=tuple(stride), dtype=dtype, device=device
     )
-    tensor.what, tensor.todo, tensor.on_zero, tensor.keeper = what, todo, on_zero, keeper
+    tensor.what, tensor.todo, tensor.on_zero, tensor.backing = what, todo, on_zero, backing
     return tensor
 
 
-def _refusal(func: Any, found: OffloadedTensor) -> UnsupportedError:
+def _refusal(func: Any, tensor: OffloadedTensor) -> UnsupportedError:
     return UnsupportedError(
-        f"{found.what} cannot be used by {func}.",
+        f"{tensor.what} cannot be used by {func}.",
         "Its values are not in memory: brim offloads them between their uses.",
-        found.todo,
+        tensor.todo,
     )
 
 
 def _with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``func`` on the values themselves. Lists of tensors are gone through one by one: they may be too many."""
-    one_by_one = _LISTS.get(func)
-    if one_by_one is not None:
-        return one_by_one(*args, **kwargs)
+    """Call ``func`` on the values; for lists of tensors, which may not fit in memory together, one by one."""
+    over_list = _LISTS.get(func)
+    if over_list is not None:
+        return over_list(*args, **kwargs)
     is_number = len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].dim() == 0
     if func is _aten.mul_.Tensor and isinstance(args[0], OffloadedTensor) and is_number:
-        assert args[0].keeper is not None
-        args[0].keeper.scale(args[1])
+        assert args[0].backing is not None
+        args[0].backing.scale(args[1])
         return args[0]
     if _is_view(func) or _written(func, kwargs.items()):
-        raise _refusal(
-            func, next(_offloaded_tensors([*args, *kwargs.values()]))
-        )  # what is written to the result would be lost
+        # Writes to the result would be lost.
+        raise _refusal(func, next(_offloaded_tensors([*args, *kwargs.values()])))
     written = _written(func, enumerate(args))
     listed = [tensor for value in args if isinstance(value, (list, tuple)) for tensor in _offloaded_tensors(value)]
     if listed or len(written) > 1:
         raise _refusal(func, next(_offloaded_tensors(args)))
     values = {
-        id(tensor): tensor.keeper.value()
+        id(tensor): tensor.backing.value()
         for tensor in _offloaded_tensors([*args, *kwargs.values()])
-        if tensor.keeper is not None
+        if tensor.backing is not None
     }
     output = func(*(values.get(id(a), a) for a in args), **{k: values.get(id(v), v) for k, v in kwargs.items()})
     for tensor in written:
-        assert tensor.keeper is not None
-        tensor.keeper.replace(values[id(tensor)])
+        assert tensor.backing is not None
+        tensor.backing.replace(values[id(tensor)])
         return tensor
     return output
 
 
 def _is_view(func: Any) -> bool:
-    """Whether a result shares its memory with an argument that ``func`` does not change."""
+    """Return whether a result shares its memory with an argument that ``func`` does not change."""
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def _written(func: Any, given: Iterable[tuple[int | str, Any]]) -> list[OffloadedTensor]:
-    """Those of the arguments ``given``, by position or by name, that ``func`` changes in place."""
+    """The arguments, of ``given`` by position or by name, that ``func`` changes in place."""
     arguments = dict(enumerate(func._schema.arguments)) | {a.name: a for a in func._schema.arguments}
     places = [(arguments.get(key), value) for key, value in given if isinstance(value, OffloadedTensor)]
     return [v for a, v in places if a is not None and a.alias_info is not None and a.alias_info.is_write]
 
 
 def _norms(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    """As ``clip_grad_norm_`` asks for them."""
+    """The norms for ``clip_grad_norm_``."""
     return [_aten._foreach_norm.Scalar([_value(tensor)], *args, **kwargs)[0] for tensor in tensors]
 
 
@@ -147,16 +145,16 @@ def _scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def _unscale(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    """As a gradient scaler does: look for what is not finite, and multiply."""
+    """Check that all values are finite and scale them, as a gradient scaler does."""
     for tensor in tensors:
-        keeper = tensor.keeper if isinstance(tensor, OffloadedTensor) else None
+        backing = tensor.backing if isinstance(tensor, OffloadedTensor) else None
         _aten._amp_foreach_non_finite_check_and_unscale_.default([_value(tensor)], found_inf, inverse)
-        if keeper is not None and inverse.item() != 1:
-            keeper.scale(inverse)
+        if backing is not None and inverse.item() != 1:
+            backing.scale(inverse)
 
 
 def _value(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.keeper.value() if isinstance(tensor, OffloadedTensor) and tensor.keeper is not None else tensor
+    return tensor.backing.value() if isinstance(tensor, OffloadedTensor) and tensor.backing is not None else tensor
 
 
 _LISTS: dict[Any, Callable[..., Any]] = {

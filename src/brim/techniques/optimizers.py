@@ -1,7 +1,7 @@
-"""Optimizers by name, the real ones, and what each keeps for a parameter.
+"""Optimizers by name, and the bytes of their states.
 
-Most are PyTorch's own. Lion is here; AdamW with moments of 8 bits is torchao's. What a smaller state costs is another
-course of training: these are choices, not lossless techniques.
+Most are PyTorch's own. Lion is here; AdamW with moments of 8 bits is torchao's. An optimizer with smaller states
+trains differently: it is a choice, not a lossless technique.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from brim.errors import UnsupportedError, UsageError
 from brim.predict.formulas.optimizers import MADE, optimizer_state
 
 OPTIMIZERS = MADE
-# Made as PyTorch's fused kernels, which take nothing beside the states. PyTorch has no fake kernels of others', and
-# a plan is a prediction.
+# Run as PyTorch's fused kernels, which need no temporary memory. Those of other optimizers have no fake kernels,
+# which a prediction needs.
 FUSED = ("adamw", "adam")
 
 
@@ -60,15 +60,15 @@ class Lion(Optimizer):
         return loss
 
 
-def make(name: str, parameters: Iterable[Any], lr: float | None = None, **known: Any) -> Optimizer:
+def make(name: str, parameters: Iterable[Any], lr: float | None = None, **settings: Any) -> Optimizer:
     """An optimizer by its name in ``OPTIMIZERS``.
 
-    ``parameters`` are tensors or PyTorch's groups (dictionaries); ``lr`` None is the library's default, and so is
-    whatever is not among ``known`` (``weight_decay``, ``betas``, ``fused``, ...). Raises UsageError for an unknown
-    name or option, UnsupportedError where ``adamw8bit`` is asked for without torchao.
+    ``parameters`` are tensors or PyTorch's groups (dictionaries); with ``lr`` None, and for options that are not
+    given (``weight_decay``, ``betas``, ``fused``, ...), the library's default holds. Raises UsageError for an unknown
+    name or option, UnsupportedError for ``adamw8bit`` without torchao.
     """
     maker = _maker(name)
-    options = known if lr is None else {"lr": lr, **known}
+    options = settings if lr is None else {"lr": lr, **settings}
     allowed = [option for option in inspect.signature(maker).parameters if option not in ("self", "params")]
     fixed = _FIXED.get(name, {})
     for option in options:
@@ -82,7 +82,7 @@ def make(name: str, parameters: Iterable[Any], lr: float | None = None, **known:
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Let the next step take ``lr``. Compiled optimizers (torchao's) keep theirs in a tensor, and want it filled."""
+    """Set the learning rate, also in compiled optimizers (torchao's), which have it in a tensor."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(lr)
@@ -91,7 +91,7 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 def state_bytes(name: str, parameters: Iterable[torch.Tensor]) -> list[int]:
-    """Bytes that the optimizer keeps for each of ``parameters`` once it has stepped, step counters included.
+    """The bytes of the optimizer's state for each of ``parameters`` after a step, step counters included.
 
     PyTorch keeps its counters (4 bytes each) in RAM unless the optimizer is fused or capturable.
     """

@@ -1,4 +1,4 @@
-"""Precision: in which types weights, arithmetic and updates are.
+"""Precision: the dtypes of weights, arithmetic and updates.
 
 | | weights | products | optimizer |
 |---|---|---|---|
@@ -16,7 +16,7 @@ Only ``fp32`` is lossless.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -26,7 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from brim.errors import UnsupportedError, UsageError
-from brim.techniques.optimizer_offload.rounding import WideSteps
+from brim.techniques.blocks import groups_within
+from brim.units import MIB
 
 PRECISIONS = ("fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16", "bf16-stochastic", "bf16-master", "fp8")
 _MIXED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
@@ -37,20 +38,14 @@ _FP8_CAPABILITY = (8, 9)  # Ada Lovelace
 _TF32_CAPABILITY = (8, 0)  # Ampere
 
 
+def autocast_dtype(precision: str) -> torch.dtype | None:
+    """The autocast dtype of a mixed ``precision``; None for other precisions."""
+    return _MIXED.get(precision)
+
+
 def states_dtype(precision: str) -> torch.dtype | None:
-    """What the optimizer's states are kept in. None: as the weights."""
+    """The dtype of the optimizer's states; None: that of the weights."""
     return _STATES.get(precision)
-
-
-@contextmanager
-def autocast_cache(enabled: bool) -> Iterator[None]:
-    """Within, autocast keeps what it makes of weights only if it did before, and ``enabled``."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(before and enabled)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def apply(
@@ -63,11 +58,9 @@ def apply(
 ) -> PrecisionHandle:
     """Put ``precision``, one of ``PRECISIONS``, into force on ``model`` and on ``optimizer``'s steps.
 
-    ``device`` is where the model will compute; where its parameters are now unless told. ``seed`` is for random
-    rounding. Parameters stay the objects that they are, so an optimizer may be made before or after. Raises
-    UsageError
-    for an unknown precision or a second application, UnsupportedError where the device or a library that it needs is
-    not there.
+    ``device`` is the compute device, by default that of the parameters. ``seed`` is for random rounding. Parameters
+    stay the same objects, so an optimizer may be made before or after. Raises UsageError for an unknown precision or
+    a second application, UnsupportedError without the device or the library that it needs.
     """
     if precision not in PRECISIONS:
         raise UsageError(f"Unknown precision {precision!r}.", f"Known: {', '.join(PRECISIONS)}.")
@@ -83,11 +76,11 @@ def apply(
 
 
 class PrecisionHandle:
-    """How a training loop computes under this precision. All its methods do the plain thing where that is right.
+    """The steps of a training loop under a precision. Its methods do what plain training does where that is right.
 
-    ``keeps_casts``: autocast keeps what it made of each weight until the forward pass is over, for weights that are
-    used twice. Where blocks are streamed or computed again, that would hold all weights once more, in 16 bits.
-    Without it, the gradients of a layer that is called twice are added in 32 bits instead of 16: not the same bits.
+    ``keeps_casts``: autocast caches its cast of each weight until the end of the forward pass, for weights that are
+    used twice. Where blocks are streamed or recomputed, the cache would hold a 16-bit copy of all weights. Without
+    it, the gradients of a layer that is called twice are added in 32 bits instead of 16: not the same bits.
     """
 
     keeps_casts = True
@@ -98,7 +91,7 @@ class PrecisionHandle:
         self.precision, self._optimizer, self._device = precision, optimizer, device
         self._undo: list[Callable[[], None]] = [lambda: vars(model).pop(_MARK)]
         self._wide: WideSteps | None = None
-        self._settings: Callable[[], None] | None = None  # gives the process back what it had
+        self._settings: Callable[[], None] | None = None  # restores the settings of the process
         vars(model)[_MARK] = precision
         try:
             self._apply(model, optimizer, seed)
@@ -121,7 +114,7 @@ class PrecisionHandle:
                 self._undo.append(_load_wide(optimizer, self._wide))
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Around the model's call and its loss."""
+        """The context of the model's call and its loss."""
         dtype = _MIXED.get(self.precision)
         if dtype is None:
             return nullcontext()
@@ -131,14 +124,14 @@ class PrecisionHandle:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Make gradients what they are without a scaled loss, to be clipped or looked at. Once before ``step``."""
+        """Divide gradients by the loss scale, to be clipped or read. Call it once before ``step``."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """The optimizer's step. False where it was left out: the scaled gradients were not finite."""
+        """Step the optimizer. Returns False if the step was skipped: the scaled gradients were not finite."""
         if self._scaler is None:
-            if self._wide is None or optimizer is self._optimizer:  # whose step has been taken over
+            if self._wide is None or optimizer is self._optimizer:  # its step is replaced already
                 optimizer.step()
             else:
                 self._wide.step(optimizer, optimizer.step)
@@ -150,12 +143,12 @@ class PrecisionHandle:
         return not has_values or self._scaler.get_scale() >= before
 
     def take_weights(self, value: Callable[[str], torch.Tensor]) -> None:
-        """Masters, if any, become what ``value`` gives by name: for weights that came after this was applied."""
+        """Set the masters, if any, to ``value`` of each name, for weights that were loaded after ``apply``."""
         if self._wide is not None:
             self._wide.take(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """``precision``, ``scaler`` (numbers) and ``tensors``: all that a later run needs to go on bit for bit."""
+        """The state that a later run needs to continue exactly: ``precision``, ``scaler`` (numbers), ``tensors``."""
         return {
             "precision": self.precision,
             "scaler": {} if self._scaler is None else self._scaler.state_dict(),
@@ -163,7 +156,7 @@ class PrecisionHandle:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise UsageError where it is another precision's."""
+        """Load the state of the same precision. Raises UsageError for another precision."""
         if state.get("precision") != self.precision:
             raise UsageError(
                 f"Cannot load the state of precision {state.get('precision')}.",
@@ -176,13 +169,13 @@ class PrecisionHandle:
             self._wide.load_state(dict(state["tensors"]))
 
     def close(self) -> None:
-        """Give the process its settings back; the model and the optimizer stay as they are."""
+        """Restore the settings of the process; the model and the optimizer stay as they are."""
         if self._settings is not None:
             self._settings()
         self._settings = None
 
     def remove(self) -> None:
-        """Weights get the types that they had, with the values that they have now (those of the masters, if any)."""
+        """Give weights their dtypes back, with their present values (those of the masters, if any)."""
         self.close()
         for undo in reversed(self._undo):
             undo()
@@ -207,14 +200,14 @@ class PrecisionHandle:
 
 
 class _Step:
-    """Stands in an optimizer's instance for its step, so that a user's own loop takes wide steps too."""
+    """Replaces the step of an optimizer's instance, so that a user's own loop takes wide steps too."""
 
     def __init__(self, optimizer: Optimizer, wide: WideSteps) -> None:
         self._optimizer, self._wide = optimizer, wide
-        self._before = vars(optimizer).get("step")  # an LR scheduler's counter, say
+        self._before = vars(optimizer).get("step")  # for example an LR scheduler's counter
         self._active = True
         vars(optimizer)["step"] = self
-        # What LR schedulers look for (torch/optim/lr_scheduler.py): a method's function, and their own mark on it.
+        # LR schedulers read a method's function, and their own mark on it (torch/optim/lr_scheduler.py).
         self.__func__ = self
         if hasattr(self._before, "_wrapped_by_lr_sched"):
             self._wrapped_by_lr_sched = True
@@ -242,7 +235,7 @@ class _Step:
 
 
 def _load_wide(optimizer: Optimizer, wide: WideSteps) -> Callable[[], None]:
-    """``Optimizer.load_state_dict`` casts the state to its parameter's type: it must find the masters there."""
+    """Bind parameters to their masters in ``load_state_dict``, which casts a state to its parameter's dtype."""
 
     def load(state_dict: dict[str, Any]) -> None:
         with wide.at_masters(p for group in optimizer.param_groups for p in group["params"]):
@@ -257,7 +250,7 @@ def _load_wide(optimizer: Optimizer, wide: WideSteps) -> Callable[[], None]:
 
 
 class _CastInputs:
-    """Floating inputs of the whole model, made what its weights are."""
+    """Casts the floating inputs of the model to the dtype of its weights."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tuple(map(_narrow, args)), {name: _narrow(value) for name, value in kwargs.items()}
@@ -269,10 +262,10 @@ def _narrow(value: Any) -> Any:
 
 
 def _cast(model: nn.Module) -> list[Callable[[], None]]:
-    """Floating parameters and buffers to bfloat16; the way back for each.
+    """Cast floating parameters and buffers to bfloat16. Returns the functions that undo it.
 
-    Buffers that are not part of the state are constants that a model computed for itself (rotary frequencies): they
-    stay as precise as they are.
+    Buffers that are not part of the state are constants that the model computed (rotary frequencies): they keep their
+    precision.
     """
     back: list[Callable[[], None]] = []
     for parameter in model.parameters():
@@ -323,7 +316,7 @@ def _allow_tf32(model: nn.Module, device: torch.device) -> Callable[[], None]:
 
 
 def _convert_to_float8(model: nn.Module, device: torch.device) -> Callable[[], None]:
-    """torchao's dynamic tensor-wise scaling in linear layers with sizes in multiples of 16, but the last one."""
+    """Use torchao's dynamic tensor-wise scaling in all linear layers but the last whose sizes are multiples of 16."""
     _need_gpu(model, device, "fp8", "float8", _FP8_CAPABILITY)
     try:
         float8 = importlib.import_module("torchao.float8")
@@ -361,3 +354,167 @@ def _need_gpu(model: nn.Module, device: torch.device, precision: str, kind: str,
         f"{needed}, and {reason}.",
         "Use bf16-mixed.",
     )
+
+
+# Bytes of parameters that are widened at once: enough for fused and foreach kernels, small beside a model.
+_TOGETHER_BYTES = 64 * MIB
+_KEPT_BITS = -65536  # 0xFFFF0000: the half of a float32 that a bfloat16 is
+
+
+class WideSteps:
+    """Steps of the user's optimizer in float32, some parameters at a time, on parameters that rest in bfloat16.
+
+    A bfloat16 has 8 bits of precision: an update of less than 1/512 of a weight is lost in rounding to the nearest.
+    Either float32 masters are kept beside (Micikevicius et al., arXiv 1710.03740), or updates are rounded up or down
+    at random, right on average (Gupta et al., arXiv 1502.02551; Zamirai et al., arXiv 2010.06192).
+
+    With ``masters`` the float32 values are kept for the next step, and so is the optimizer's state; without, both
+    rest in bfloat16 and are rounded at random. ``parameters`` are those that were cast to bfloat16, by name. Updates
+    are computed on ``device``, by default that of the parameters.
+    """
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], *, masters: bool, seed: int, device: torch.device | None = None
+    ) -> None:
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self.masters: dict[str, torch.Tensor] | None = {} if masters else None
+        if masters:
+            self.masters = {name: p.detach().to(device or p.device).float() for name, p in parameters.items()}
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._pending: dict[str, torch.Tensor] = {}
+
+    def step(self, optimizer: Optimizer, inner: Callable[..., Any], closure: Any = None) -> Any:
+        """Step with ``inner``, the optimizer's own step, which must update each parameter independently."""
+        if closure is not None:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.step was called with a closure.",
+                "Its parameters are cast to float32 a few at a time: the loss cannot be computed again meanwhile.",
+                "Use precision bf16-mixed.",
+            )
+        groups, result = optimizer.param_groups, None
+        try:
+            for group in groups:
+                result = self._step_group(optimizer, inner, group)
+        finally:
+            optimizer.param_groups = groups
+        return result
+
+    def _step_group(self, optimizer: Optimizer, inner: Callable[..., Any], group: dict[str, Any]) -> Any:
+        everyone, result = group["params"], None
+        # A step may write to its group (a counter): once, not once per part.
+        before = {name: value for name, value in group.items() if name != "params"}
+        optimizer.param_groups = [group]
+        try:
+            for part in groups_within(everyone, _TOGETHER_BYTES, lambda parameter: 4 * parameter.numel()):
+                group.update(before)
+                group["params"] = part
+                with self._widened(optimizer, [p for p in part if id(p) in self._names and p.grad is not None]):
+                    result = inner()
+        finally:
+            group["params"] = everyone
+        return result
+
+    @contextmanager
+    def _widened(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        narrow = [(parameter, parameter.data, parameter.grad) for parameter in parameters]
+        for parameter, data, gradient in narrow:
+            assert gradient is not None
+            parameter.grad = None  # its dtype must be that of the parameter
+            parameter.data = self._wide(parameter, data)
+            parameter.grad = gradient.float()
+            if self.masters is None:
+                _each_state(optimizer, parameter, torch.Tensor.float)
+        try:
+            yield
+        finally:
+            for parameter, data, gradient in narrow:
+                parameter.grad = None
+                wide, parameter.data = parameter.data, data
+                parameter.grad = gradient
+                self._narrow(wide, data)
+                if self.masters is None:
+                    _each_state(optimizer, parameter, self._rounded)
+
+    @contextmanager
+    def at_masters(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        narrow = [(parameter, parameter.data) for parameter in parameters if id(parameter) in self._names]
+        for parameter, data in narrow:
+            parameter.data = self._wide(parameter, data)
+        try:
+            yield
+        finally:
+            for parameter, data in narrow:
+                parameter.data = data
+
+    def _wide(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
+        return data.float() if self.masters is None else self.masters[self._names[id(parameter)]]
+
+    def _narrow(self, wide: torch.Tensor, data: torch.Tensor) -> None:
+        if self.masters is None:
+            data.copy_(self._rounded(wide))
+        else:
+            data.copy_(wide)
+
+    def _rounded(self, wide: torch.Tensor) -> torch.Tensor:
+        return round_at_random(wide, self._generator(wide))
+
+    def _generator(self, tensor: torch.Tensor) -> torch.Generator | None:
+        if isinstance(tensor, FakeTensor):
+            return None  # nothing random is drawn
+        device = tensor.device
+        if device not in self._generators:
+            generator = torch.Generator(device).manual_seed(self._seed)
+            if f"rounding.{device}" in self._pending:
+                generator.set_state(self._pending.pop(f"rounding.{device}"))
+            self._generators[device] = generator
+        return self._generators[device]
+
+    def take(self, value: Callable[[str], torch.Tensor]) -> None:
+        """Set the masters to ``value`` of each name, for weights that were loaded since."""
+        for name, master in (self.masters or {}).items():
+            master.copy_(value(name))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The state that a later run needs to continue exactly: ``rounding.DEVICE`` and ``master.NAME`` tensors."""
+        state = dict(self._pending)
+        state |= {f"rounding.{device}": generator.get_state() for device, generator in self._generators.items()}
+        return state | {f"master.{name}": value for name, value in (self.masters or {}).items()}
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Load ``state``. Raises UsageError if it is of another precision or of other parameters."""
+        masters = {name: value for name, value in state.items() if name.startswith("master.")}
+        own_masters = {f"master.{name}": value for name, value in (self.masters or {}).items()}
+        others = [name for name in state if name not in masters and not name.startswith("rounding.")]
+        if masters.keys() != own_masters.keys() or others:
+            raise UsageError(
+                "Cannot load the state of a precision.",
+                f"It has {len(masters)} float32 masters where this model has {len(own_masters)}.",
+                "Load the state that the same model and precision wrote.",
+            )
+        for name, value in masters.items():
+            own_masters[name].copy_(value)
+        self._generators = {}
+        self._pending = {name: value.cpu() for name, value in state.items() if name not in masters}
+
+
+def round_at_random(wide: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Round each float32 to a neighbouring bfloat16, the nearer one being likelier, so that the mean is exact.
+
+    A random number below one unit of the bfloat16's last place is added, and the lower bits are cut off.
+    """
+    assert wide.dtype is torch.float32
+    bits = wide.contiguous().view(torch.int32)
+    noise = torch.empty_like(bits).random_(0, -_KEPT_BITS, generator=generator)
+    noise.add_(bits).bitwise_and_(_KEPT_BITS)
+    return noise.view(torch.float32).to(torch.bfloat16)
+
+
+def _each_state(
+    optimizer: Optimizer, parameter: nn.Parameter, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Apply ``change`` to every floating tensor of the parameter's state; counters (scalars) stay exact."""
+    state: dict[str, Any] = optimizer.state.get(parameter) or {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
+            state[name] = change(value)

@@ -1,8 +1,8 @@
-"""Flat records of bytes, one per block, that rest in RAM or on disk and come to RAM to be worked on.
+"""Flat records of bytes, one per block, that rest in RAM or on disk and come to RAM to be changed.
 
-Those on disk pass through one buffer of a fixed size. It is not cut into equal slots: a model's largest block (an
-embedding) may be eight times as large as the others, and then it has the buffer for itself while many of the others
-fit side by side, one being read, one being worked on, one being written.
+Records on disk pass through one buffer of a fixed size. It is not cut into equal slots: a model's largest block (an
+embedding) may be eight times as large as the others; it takes the entire buffer, in which several of the others fit
+side by side, one being read, one in use, one being written.
 """
 
 from __future__ import annotations
@@ -23,25 +23,23 @@ from brim.memory.transfer import All, Done, Settled, Waitable
 
 @dataclass(eq=False)
 class _Place:
-    """A part of the buffer that holds a record, or is about to."""
-
     record: int
     begin: int
     bytes: int
     used: bool = False
     ready: Waitable = field(default_factory=Done)
     written: Waitable = field(default_factory=Done)
-    displaced: list[_Place] = field(default_factory=list)  # what is lost once ``ready`` is done, but not if it fails
+    displaced: list[_Place] = field(default_factory=list)  # overwritten once ``ready`` succeeds
 
     def overlaps(self, begin: int, bytes: int) -> bool:
         return begin < self.begin + self.bytes and self.begin < begin + bytes
 
 
 class Records:
-    """``sizes`` in bytes by record. ``tier`` is ``ram`` (each has its own memory) or ``disk``.
+    """Records of ``sizes`` in bytes. ``tier`` is ``ram`` (each has its own memory) or ``disk``.
 
-    ``buffer_bytes`` bounds the RAM that records on disk pass through; the largest needs that much at least. With
-    ``brief`` it is taken when a record first comes, and ``let_go`` gives it back until one comes again.
+    ``buffer_bytes`` bounds the RAM that records on disk pass through; it is raised to the largest record. With
+    ``brief`` the buffer is allocated when a record comes, and ``free_buffer`` frees it until the next one.
     """
 
     def __init__(
@@ -78,16 +76,17 @@ class Records:
             largest = max(self.sizes.values())
             self._buffer_bytes = round_up(max(buffer_bytes, largest), PAGE_BYTES)
             if not self._brief:
-                self._whole_buffer()
+                self._allocated_buffer()
 
-    def _whole_buffer(self) -> Buffer:
+    def _allocated_buffer(self) -> Buffer:
         if self._buffer is None:
             self._buffer = self._memory.ram.allocate(self._buffer_bytes, f"{self._label} on their way")
         return self._buffer
 
-    def let_go(self) -> None:
-        """Give back a brief buffer, once all in it is on the disk. Raises the TransferError of a write that failed;
-        then it stays."""
+    def free_buffer(self) -> None:
+        """Free a brief buffer once its records are on disk. Raises the TransferError of a failed write, without
+        freeing it.
+        """
         if self._brief and self._buffer is not None:
             self.settle()
             self._places.clear()
@@ -97,9 +96,9 @@ class Records:
     # -- coming and going
 
     def enter(self, record: int, *, empty: bool = False) -> torch.Tensor:
-        """The record's bytes (uint8, in RAM) to be read and written until ``leave``; ``empty``: it has none yet.
+        """The record's bytes (uint8, in RAM), to be used until ``leave``. ``empty``: it is new, and not read.
 
-        Raises the TransferError of its read, or of the write of what was in its way (which is kept).
+        Raises the TransferError of its read, or of the write of a record that it displaces, which is not lost.
         """
         if record in self._stores:
             return self._stores[record].tensor
@@ -116,11 +115,11 @@ class Records:
             self._undo(place)
             raise
         place.displaced.clear()
-        Settled(place.written).wait()  # nobody may change what is being written; it will be written again
+        Settled(place.written).wait()  # it must not change while it is written; ``leave`` writes it again
         return self._view(place)
 
     def leave(self, record: int, *, changed: bool = True) -> None:
-        """The record was worked on; what rests on disk is written there in the background."""
+        """End the use of a record. On disk it is written in the background if it was ``changed``."""
         place = self._find(record)
         if place is None:
             return
@@ -129,9 +128,9 @@ class Records:
             place.written = self._write(place)
 
     def secure(self, record: int) -> None:
-        """What is in the buffer is on the disk as well when this returns: it may be changed, and forgotten.
+        """Wait until the record in the buffer is on disk too, so that it may be changed and forgotten.
 
-        A write that failed is tried again. Raises its TransferError; then the record is as it was.
+        A failed write is tried again. Raises its TransferError; then the record is as it was.
         """
         place = self._find(record)
         if place is not None:
@@ -140,19 +139,19 @@ class Records:
             place.written.wait()
 
     def forget(self, record: int) -> None:
-        """What is in the buffer is not what the record is to be: it will be read again. It must not be in use."""
+        """Drop the record from the buffer, so that it is read again. It must not be in use."""
         place = self._find(record)
         if place is not None:
             self._places.remove(place)
 
     def expect(self, records: Sequence[int]) -> None:
-        """Begin to read what comes next, as far as there is room beside what is in use."""
+        """Start to read the next records, as far as there is room beside those in use."""
         for record in records:
             if record in self._extents and self._locate(record) is None and self._fetch(record, records) is None:
                 return
 
     def settle(self) -> None:
-        """Wait for all that is under way. Raises the TransferError of a failed write, whose record stays in RAM."""
+        """Wait for all reads and writes. Raises the TransferError of a failed write, whose record stays in RAM."""
         for place in list(self._places):
             for written_place in (*place.displaced, place):
                 Settled(written_place.ready).wait()
@@ -183,7 +182,7 @@ class Records:
         self._memory.scratch().overwrite([source], [values])
 
     def _resting(self, record: int) -> torch.Tensor | None:
-        """The record's bytes where they are in RAM anyway."""
+        """The record's bytes, if they are in RAM."""
         if record in self._stores:
             return self._stores[record].tensor
         place = self._locate(record)
@@ -198,7 +197,7 @@ class Records:
         return self._view(place)
 
     def free(self) -> None:
-        """Wait for what is under way and give everything back. A second call does nothing."""
+        """Wait for all reads and writes and free everything. A second call does nothing."""
         for place in self._places:
             for written_place in (*place.displaced, place):
                 Settled(written_place.ready).wait()
@@ -213,7 +212,7 @@ class Records:
     # -- places in the buffer
 
     def _locate(self, record: int) -> _Place | None:
-        """Where the record is in the buffer. If not there, all that was ever written of it is on the disk."""
+        """The record's place in the buffer; None: all of it is on disk."""
         for place in list(self._places):
             if any(other.record == record for other in place.displaced):
                 Settled(place.ready).wait()
@@ -229,7 +228,7 @@ class Records:
         return self._buffer.tensor[place.begin : place.begin + place.bytes]
 
     def _fetch(self, record: int, keep: Collection[int], *, empty: bool = False) -> _Place | None:
-        """Make room and begin to read; None where that would displace what is in use or in ``keep``."""
+        """Make room and start to read; None where that would displace a record in use or in ``keep``."""
         bytes = self.sizes[record]
         begin = min(self._rooms(bytes, keep), default=None)
         if begin is None:
@@ -244,22 +243,22 @@ class Records:
         else:
             extent = self._extents[record]
             run = ReadRun(path=extent.path, offset=extent.offset, bytes=bytes, at=0, direct=True)
-            target = self._whole_buffer().part(place.begin, place.begin + bytes)
+            target = self._allocated_buffer().part(place.begin, place.begin + bytes)
             place.ready = self._memory.engine.read([run], target, f"{self._label} {record}", after)
             self.read_bytes += bytes
         self._places.append(place)
         return place
 
     def _rooms(self, bytes: int, keep: Collection[int]) -> Iterator[tuple[int, int]]:
-        """Where a record could go: how recently what is there was used (the least is best), and the offset."""
-        buffer = self._whole_buffer()
+        """The possible places of a record, as (age rank of the records there, lowest is oldest; offset)."""
+        buffer = self._allocated_buffer()
         for begin in {0, *(place.begin + place.bytes for place in self._places)}:
-            there = [(age, p) for age, p in enumerate(self._places, 1) if p.overlaps(begin, bytes)]
-            if begin + bytes <= buffer.bytes and not any(p.used or p.record in keep for _, p in there):
-                yield max((age for age, _ in there), default=0), begin
+            overlapping = [(age, p) for age, p in enumerate(self._places, 1) if p.overlaps(begin, bytes)]
+            if begin + bytes <= buffer.bytes and not any(p.used or p.record in keep for _, p in overlapping):
+                yield max((age for age, _ in overlapping), default=0), begin
 
     def _freed(self, displaced: Sequence[_Place]) -> list[Waitable]:
-        """What must be done before others' memory is written to. A write that failed is tried again."""
+        """The transfers to wait for before ``displaced`` is overwritten. Failed writes are repeated."""
         after: list[Waitable] = []
         for other in displaced:
             if _failed(other.written):
@@ -268,7 +267,7 @@ class Records:
         return after
 
     def _undo(self, place: _Place) -> None:
-        """It could not be brought: whatever could not be written because of it is back, whole."""
+        """Drop a place whose read failed, and restore the displaced records whose writes failed."""
         self._places.remove(place)
         for other in place.displaced:
             Settled(other.written).wait()
@@ -283,7 +282,7 @@ class Records:
 
 
 def _failed(condition: Waitable) -> bool:
-    """Whether it is over and went wrong."""
+    """Return whether a transfer has ended with an error."""
     if not getattr(condition, "done", False):
         return False
     try:

@@ -1,42 +1,40 @@
-"""What autograd keeps for backward, seen by several techniques at once.
+"""Saved-tensor hooks of autograd that several techniques share.
 
 PyTorch calls only the innermost pair of saved-tensor hooks (torch/autograd/graph.py, ``saved_tensors_hooks``), so a
 technique that takes some tensors would hide all others from the user's own hooks, from ``torch.utils.checkpoint``
-(whose non-reentrant form lives by such hooks) and from other techniques. ``keeping`` passes on what it does not take.
+(whose non-reentrant form relies on such hooks) and from other techniques. ``Saving`` passes the rest on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-
-class Keeper(Protocol):
-    """Keeps some tensors for backward in its own way."""
-
-    def pack(self, tensor: torch.Tensor) -> Kept | None:
-        """What stands for ``tensor`` until backward; None: not a tensor that this keeper takes."""
+Unpack = Callable[[], torch.Tensor]
 
 
-class Kept(Protocol):
-    def unpack(self) -> torch.Tensor:
-        """The tensor, or one with the same values, when backward needs it. It may be asked for more than once."""
+class Packer(Protocol):
+    """Replaces some of the tensors that autograd saves."""
+
+    def pack(self, tensor: torch.Tensor) -> Unpack | None:
+        """A function that gives the values of ``tensor``, once or more often, or None to leave it to others."""
 
 
 class Saving:
-    """Hooks around a stretch of forward: ``keeper`` takes what it wants, the hooks outside take the rest.
+    """Saved-tensor hooks around a part of forward. The outer hooks get the tensors that ``packer`` does not take.
 
-    ``begin`` and ``end`` must pair like brackets with all other saved-tensor hooks of the thread.
+    ``begin`` and ``end`` must nest with all other saved-tensor hooks of the thread.
     """
 
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
+    def __init__(self, packer: Packer) -> None:
+        self._packer = packer
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
     def begin(self) -> None:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(_Packing(self._keeper, _top_hooks()), _unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(_PackHook(self._packer, _top_hooks()), _unpack)
         self._hooks.__enter__()
 
     def end(self) -> None:
@@ -57,36 +55,36 @@ Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 def _top_hooks() -> Hooks | None:
-    """The hooks in force in this thread."""
+    """The innermost hooks of this thread."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def keepers_in_force() -> Iterator[Keeper]:
+def active_packers() -> Iterator[Packer]:
     """The keepers whose hooks would see a tensor that is saved now, innermost first, as far as they can be seen."""
     hooks = _top_hooks()
-    while hooks is not None and isinstance(hooks[0], _Packing):
-        yield hooks[0].keeper
+    while hooks is not None and isinstance(hooks[0], _PackHook):
+        yield hooks[0].packer
         hooks = hooks[0].outer
 
 
 def is_recomputed() -> bool:
-    """Whether what is saved now is only noted down, to be computed again (torch/utils/checkpoint.py)."""
+    """Return whether a checkpoint (torch/utils/checkpoint.py) will recompute the tensors that are saved now."""
     hooks = _top_hooks()
-    while hooks is not None and isinstance(hooks[0], _Packing):
+    while hooks is not None and isinstance(hooks[0], _PackHook):
         hooks = hooks[0].outer
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 class Unchanged:
-    """The check that plain autograd makes when it uses what it saved, and that hooks take the place of.
+    """Autograd's check that a saved tensor was not changed in place, which it leaves out for hooks.
 
-    ``nothing`` is an empty tensor: what stands for ``tensor`` from now on shares its version counter, not its bytes.
+    With ``nothing``, an empty tensor, the witness shares the version counter of ``tensor`` and not its memory.
     """
 
     __slots__ = ("_expected", "_kind", "_size", "witness")
 
     def __init__(self, tensor: torch.Tensor, nothing: torch.Tensor | None) -> None:
-        # Without its history: an output that its own node keeps would keep the node.
+        # Detached: an output that its own node saves would keep the node alive.
         self.witness, self._expected = tensor.detach(), tensor._version
         self._kind, self._size = (tensor.dtype, tensor.device), list(tensor.shape)
         if nothing is not None:
@@ -103,40 +101,25 @@ class Unchanged:
                 "to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
             )
 
-
-class _Passed:
-    """A tensor that the hooks outside keep."""
-
-    def __init__(self, packed: Any, unpack: Callable[[Any], Any]) -> None:
-        self._packed, self._unpack = packed, unpack
-
-    def unpack(self) -> Any:
-        return self._unpack(self._packed)
+    def checked(self) -> torch.Tensor:
+        self.check()
+        return self.witness
 
 
-class _Plain:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._unchanged = Unchanged(tensor, None)
+class _PackHook:
+    """The pack hook of ``packer``; ``outer`` is the pair of hooks around it."""
 
-    def unpack(self) -> torch.Tensor:
-        self._unchanged.check()
-        return self._unchanged.witness
+    def __init__(self, packer: Packer, outer: Hooks | None) -> None:
+        self.packer, self.outer = packer, outer
 
-
-class _Packing:
-    """What autograd calls with each tensor that it saves; ``outer`` is the pair of hooks around it."""
-
-    def __init__(self, keeper: Keeper, outer: Hooks | None) -> None:
-        self.keeper, self.outer = keeper, outer
-
-    def __call__(self, tensor: torch.Tensor) -> Kept:
-        kept = self.keeper.pack(tensor)
-        if kept is not None:
-            return kept
+    def __call__(self, tensor: torch.Tensor) -> Unpack:
+        unpack = self.packer.pack(tensor)
+        if unpack is not None:
+            return unpack
         if self.outer is not None:
-            return _Passed(self.outer[0](tensor), self.outer[1])
-        return _Plain(tensor)
+            return partial(self.outer[1], self.outer[0](tensor))
+        return Unchanged(tensor, None).checked
 
 
-def _unpack(kept: Kept) -> torch.Tensor:
-    return kept.unpack()
+def _unpack(unpack: Unpack) -> torch.Tensor:
+    return unpack()

@@ -63,8 +63,6 @@ def test_pytorchs_peaks_are_seen_by_nested_monitors():
             del held
     assert outer.usage().vram_allocated_bytes - inner.usage().vram_allocated_bytes == 150 * MIB
     assert outer.usage().vram_reserved_bytes >= 200 * MIB
-    process_bytes = outer.usage().vram_process_bytes
-    assert process_bytes is None or process_bytes > outer.usage().vram_reserved_bytes
 
 
 def test_free_vram_counts_what_pytorch_can_use_again():

@@ -13,7 +13,7 @@ from torch import nn
 
 from brim import accelerator
 from brim.measure import device_rates
-from brim.memory import numa, streams
+from brim.memory import streams
 from brim.memory.streams import PinnedSource
 from support.placed import place
 
@@ -47,7 +47,7 @@ def test_pages_are_locked_by_a_processor_of_the_gpu_s_node(monkeypatch):
     allowed, seen = os.sched_getaffinity(0), []
     lock = streams.page_lock
     monkeypatch.setattr(
-        numa, "processors_near", lambda pci_address, system: asked.append(pci_address) or {min(allowed)}
+        streams, "processors_near", lambda pci_address, system: asked.append(pci_address) or {min(allowed)}
     )
     monkeypatch.setattr(streams, "page_lock", lambda *args: seen.append(os.sched_getaffinity(0)) or lock(*args))
     asked = []

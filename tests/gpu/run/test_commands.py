@@ -20,6 +20,7 @@ from brim.cli import main
 from brim.run.train.loop import train
 from brim.run.train.request import Request as Training
 from support.generating import save_words_llama
+from support.gpu import DONE
 from support.trainings import write_text
 
 pytestmark = [
@@ -61,7 +62,7 @@ def resident(saved: Path) -> LlamaForCausalLM:
 
 def test_generate(saved: Path, reserved: Any, capsys: pytest.CaptureFixture[str]) -> None:
     budget = ["--vram", "140MiB", "--ram", "2GiB", "--device", "cuda", "--max-new-tokens", "4", "--json"]
-    assert main(["generate", str(saved), "--prompt", "one more thing", *budget]) == 0
+    assert main(["generate", str(saved), "--prompt", "one more thing", *budget]) in DONE
     assert reserved() <= 140 * MIB
     found = json.loads(capsys.readouterr().out)
     assert found["measured_bytes"]["vram"] <= found["promised_bytes"]["vram"] <= 140 * MIB
@@ -96,11 +97,11 @@ def test_train(
     """Weights, gradients and states are 492 MiB and more, cuBLAS's workspaces 64."""
     command = ["train", str(saved), "--data", str(saved / "text.txt"), "--output", str(tmp_path / "out")]
     command += ["--seq", "16", "--batch", "1", "--steps", "2", "--save-every", "1", "--precision", "fp32", "--json"]
-    assert main([*command, "--vram", "280MiB", "--ram", "3GiB", "--device", "cuda", *options]) == 0
+    assert main([*command, "--vram", "280MiB", "--ram", "3GiB", "--device", "cuda", *options]) in DONE
     found = json.loads(capsys.readouterr().out)
     assert reserved() <= found["promised_bytes"]["vram"] <= 280 * MIB
     assert found["measured_bytes"]["vram"] <= 280 * MIB
-    assert main([*command, "--vram", "280MiB", "--ram", "3GiB", "--device", "cuda", *options, "--resume"]) == 0
+    assert main([*command, "--vram", "280MiB", "--ram", "3GiB", "--device", "cuda", *options, "--resume"]) in DONE
 
 
 def test_load(saved: Path, reserved: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from brim.cli import main
 from support.generating import save_words_llama
+from support.gpu import DONE
 from support.trainings import write_text
 
 pytestmark = [
@@ -59,12 +60,12 @@ def test_generate(saved: Path, reserved: Any, capsys: pytest.CaptureFixture[str]
         "--ram",
         "2GiB",
     ]
-    assert main([*command, "--vram", "140MiB", "--device", "cuda:1"]) == 0
+    assert main([*command, "--vram", "140MiB", "--device", "cuda:1"]) in DONE
     first, second = reserved()
     assert first == 0 and 0 < second <= 140 * MIB
     found = json.loads(capsys.readouterr().out)
     assert {decision["choice"] for decision in found["plan"]["decisions"]} > {"resident"}
-    assert main([*command, "--vram", "140MiB", "--device", "cuda:0"]) == 0
+    assert main([*command, "--vram", "140MiB", "--device", "cuda:0"]) in DONE
     assert json.loads(capsys.readouterr().out)["text"] == found["text"]
 
 
@@ -74,14 +75,14 @@ def test_train(
 ) -> None:
     command = ["train", str(saved), "--data", str(saved / "text.txt"), "--seq", "16", "--batch", "1", "--steps", "2"]
     command += ["--save-every", "1", "--precision", "fp32", "--json", "--ram", "3GiB", "--vram", "280MiB", *stream]
-    assert main([*command, "--device", "cuda:1", "--output", str(tmp_path / "one")]) == 0
+    assert main([*command, "--device", "cuda:1", "--output", str(tmp_path / "one")]) in DONE
     first, second = reserved()
     assert first == 0 and 0 < second <= 280 * MIB
     found = json.loads(capsys.readouterr().out)
-    assert main([*command, "--device", "cuda:1", "--output", str(tmp_path / "one"), "--resume"]) == 0
+    assert main([*command, "--device", "cuda:1", "--output", str(tmp_path / "one"), "--resume"]) in DONE
     capsys.readouterr()
     assert reserved()[0] == 0
-    assert main([*command, "--device", "cuda:0", "--output", str(tmp_path / "other")]) == 0
+    assert main([*command, "--device", "cuda:0", "--output", str(tmp_path / "other")]) in DONE
     assert json.loads(capsys.readouterr().out)["losses"] == found["losses"]
 
 

@@ -36,7 +36,7 @@ PROGRAM = textwrap.dedent("""
     model = AutoModelForCausalLM.from_pretrained(folder).cuda().train()
     handle = sharding.apply(model, sharding.mesh_of(1, 1, "cuda"), sharding.Sharding(zero=3, offload=offload))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    sharding.group_by_kind(optimizer, offload=offload)
+    sharding.group_by_mesh(optimizer, offload=offload)
     batch = torch.randint(0, 100, (2, tokens), generator=torch.Generator().manual_seed(0)).cuda()
     losses = []
     for step in range(4):

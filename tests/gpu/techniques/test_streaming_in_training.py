@@ -12,7 +12,8 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.memory.tiers import device_memory
 from brim.techniques.blocks import find_blocks
 from brim.techniques.optimizer_offload import technique as optimizer_offload
-from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, Weights, apply
+from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, Weights
+from brim.techniques.weights import place_weights
 from support.streamed_training import IDS, Net, plan_of
 
 pytestmark = [
@@ -37,7 +38,7 @@ def test_steps_of_adamw_block_by_block(choice: str, tied: bool, repeats: bool) -
     memory = device_memory(
         Timeline("training", measured=True), vram_bytes=64 << 20, ram_bytes=64 << 20, device=device
     )
-    handle = apply(net, partition, plan_of(partition, choice, 2), memory, Weights(), training=True)
+    handle = place_weights(net, partition, plan_of(partition, choice, 2), memory, Weights(), training=True)
     ours, theirs = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (net, twin))
     for _ in range(4):
         losses = [loss_of(net), loss_of(twin)]
@@ -73,7 +74,7 @@ def test_weights_that_rest_in_ram_are_stepped_there(early: bool, gradients: str)
         Timeline("training", measured=True), vram_bytes=64 << 20, ram_bytes=64 << 20, device=device
     )
     plan = plan_of(partition, FROM_RAM, 3)
-    weights = apply(net, partition, plan, memory, Weights(), training=True)
+    weights = place_weights(net, partition, plan, memory, Weights(), training=True)
     ours, theirs = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (net, twin))
     offload = optimizer_offload.apply(net, ours, memory, states=RAM, gradients=gradients, streaming=weights)
     moved = memory.recorder.copied_bytes

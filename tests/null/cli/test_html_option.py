@@ -18,9 +18,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("saved") / "llama", hidden=64)
 
 
-def both(arguments: list[str], path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Any, Any]:
+def both(arguments: list[str], path: Path, capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[Any, Any]:
     """The command's JSON and its page's data."""
-    assert main([*arguments, "--json", "--html", str(path)]) == 0
+    assert main([*arguments, "--json", "--html", str(path)]) == code
     output = capsys.readouterr()
     assert str(path) in output.err
     return json.loads(output.out), data_of(path.read_text())
@@ -59,12 +59,21 @@ def test_what_does_not_fit_is_shown_until_it_fails_and_without_end(
         "--gpu",
         "RTX 3060",
     ]
-    document, page = both(arguments, tmp_path / "report.html", capsys)
+    document, page = both(arguments, tmp_path / "report.html", capsys, code=3)
     assert document["fits"] is False
+    assert rows(page, "It fits with") == [[s["options"], s["process_bytes"]] for s in document["fits_with"]] != []
     here, endless = (view["panels"][0] for view in page["views"])
     assert len(here["ooms"]) == 1 and endless["ooms"] == []
     assert here["peak"]["allocated_bytes"] < endless["peak"]["allocated_bytes"] == document["peak_bytes"]["allocated"]
     assert page["verdict"].startswith("Does not fit: it takes ")
+
+
+def check_parts(page: Any) -> None:
+    """Every figure of memory on the page is one of a table that adds up, the picture's peak among them."""
+    panels = {panel["tier"].upper(): panel["peak"]["allocated_bytes"] for panel in page["views"][0]["panels"]}
+    for tier, _, _, measured, pools, beside in rows(page, "Memory, promised and measured"):
+        assert pools == panels.get(tier, 0)
+        assert beside == max(measured - pools, 0)
 
 
 def check_both_runs(document: Any, page: Any) -> None:
@@ -95,6 +104,7 @@ def test_generate_shows_its_plan_and_what_was_copied(
     }
     (memory,) = (row for row in rows(page, "Memory, promised and measured") if row[0] == "RAM")
     assert memory[3] == document["measured_bytes"]["ram"]
+    check_parts(page)
     assert len(rows(page, "Decisions")) == len(document["plan"]["decisions"])
     check_both_runs(document, page)
     held = page["views"][1]["panels"][0]["peak"]["allocated_bytes"]
@@ -108,8 +118,11 @@ def test_train_shows_its_losses_and_peaks(llama: Path, tmp_path: Path, capsys: p
     more = ["--batch", "2", "--steps", "2", "--ram", "1GiB", "--device", "cpu"]
     document, page = both([*arguments, *more], tmp_path / "report.html", capsys)
     assert [loss for _, loss in rows(page, "Loss")] == document["losses"]
-    told = {tier: (promised, measured) for tier, _, promised, measured in rows(page, "Memory, promised and measured")}
+    told = {
+        tier: (promised, measured) for tier, _, promised, measured, *_ in rows(page, "Memory, promised and measured")
+    }
     assert told["RAM"] == (document["promised_bytes"]["ram"], document["measured_bytes"]["ram"])
+    check_parts(page)
     check_both_runs(document, page)
     assert "activation" in page["views"][1]["panels"][0]["groups"]
 

@@ -44,6 +44,18 @@ gc.collect()
     assert child(code).split() == ["loaded", "True", "collected"]
 
 
+def test_garbage_from_before_is_freed_first():
+    code = f"""{CYCLE}
+import gc
+from brim.cli.loading import load
+gc.disable()
+Cycle()
+load("brim.core")
+print("loaded")
+"""
+    assert child(code).split() == ["collected", "loaded"]
+
+
 def test_at_the_exit_functions_run_and_nothing_is_looked_through():
     code = f"""{CYCLE}
 import atexit

@@ -115,7 +115,7 @@ def test_memory_that_the_system_has_not_is_one_error(error, monkeypatch, capsys)
 
     monkeypatch.setattr(sys.modules[__name__], "hungry", hungry, raising=False)
     monkeypatch.setitem(COMMANDS, "hungry", (f"{__name__}:hungry", ""))
-    assert main(["hungry"]) == 2
+    assert main(["hungry"]) == 3
     told = capsys.readouterr().err
     assert "Error: The command cannot continue." in told and "no more memory: " in told
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from brim.cli import main
-from brim.core.replacing import replacing
+from brim.core.files import replacing
 
 MESSAGE = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.65 "

@@ -10,7 +10,12 @@ import pytest
 
 from brim import cli
 from brim.cli.options import OutputFile
-from brim.cli.rehearse import largest_that_fits, rehearse, with_option
+from brim.cli.rehearse import _headline, largest_that_fits, rehearse, with_option
+from brim.core.leak import Leak, LeakingLine
+from brim.rehearsal.rehearse import DevicePeak, Rehearsal, Request
+from brim.units import GIB, MIB
+
+FITS, FAILS = "It fits on RTX 3060", "It does not fit on RTX 3060"
 
 
 @pytest.mark.parametrize("fitting", range(9))
@@ -71,7 +76,7 @@ def test_what_cannot_be_rehearsed_is_refused(tmp_path: Path, capsys: pytest.Capt
 def test_options_that_contradict_are_refused_before_anything_runs(
     options: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from brim.rehearsal import environment
+    from brim.device import environment
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(environment, "prepare", lambda *_, **__: pytest.fail("a rehearsal was prepared"))
@@ -94,3 +99,70 @@ def test_a_recording_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
     assert option.type.convert(str(beside[0]), option, None) == beside[0]
     with pytest.raises(click.BadParameter, match="not a memory snapshot"):
         option.type.convert(str(beside[1]), option, None)
+
+
+def rehearsal(
+    process_bytes: int,
+    ended: str = "finished",
+    *,
+    flushes: int = 0,
+    full_step: int | None = None,
+    message: str = "",
+    steps: int = 50,
+    grew_until: int = 2,
+) -> Rehearsal:
+    device = DevicePeak(
+        device=0, allocated_bytes=0, reserved_bytes=0, process_bytes=process_bytes, cache_flushes=flushes
+    )
+    lines = (LeakingLine(line="train.py:8", bytes_per_step=80 * MIB),)
+    leak = Leak(bytes_per_step=80 * MIB, lines=lines, steps=50, since_step=24, full_step=full_step)
+    return Rehearsal(
+        rank=None, ended=ended, message=message, steps=steps, grew_until=grew_until, devices=(device,),
+        memory_bytes=12 * GIB, context_bytes=400_000_000, context_source="", seconds=1.0, host_peak_bytes=0,
+        snapshot=None, leaks={0: leak} if full_step else {},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (rehearsal(8 * GIB), f"{FITS}: the program ran to its end."),
+        (rehearsal(8 * GIB, "enough"), f"{FITS}: memory grew until step 2, and the rehearsal ended after step 50."),
+        (
+            rehearsal(12 * GIB),
+            f"{FITS}, though the safe upper bound is 377 MiB above the memory: the program ran to its end.",
+        ),
+        (
+            rehearsal(12 * GIB, flushes=3),
+            f"{FITS}, though the safe upper bound is 377 MiB above the memory and the allocator had to give its "
+            "cache back 3 times: the program ran to its end.",
+        ),
+        (
+            rehearsal(8 * GIB, flushes=1),
+            f"{FITS}, though the allocator had to give its cache back once: the program ran to its end.",
+        ),
+        (
+            rehearsal(8 * GIB, "enough", full_step=134),
+            f"{FAILS}: memory in use grows by 80 MiB with each step, and the GPU is full at about step 134.",
+        ),
+        (
+            rehearsal(8 * GIB, full_step=353),
+            f"{FAILS}: memory in use grows by 80 MiB with each step, and the GPU is full at about step 353 "
+            "(the program ended after step 50).",
+        ),
+        (
+            rehearsal(12 * GIB, "out of memory", full_step=51),
+            f"{FAILS}: it ran out of memory in step 51: memory in use grows by 80 MiB with each step.",
+        ),
+        (
+            rehearsal(8 * GIB, "enough", full_step=200_000),
+            f"{FITS}: memory grew until step 2, and the rehearsal ended after step 50.",
+        ),
+        (
+            rehearsal(8 * GIB, "failed", message="ValueError: x\nmore", full_step=134),
+            "The program failed: ValueError: x",
+        ),
+    ],
+)
+def test_the_first_line_is_the_answer(found: Rehearsal, says: str) -> None:
+    assert _headline(Request(target="train.py", gpu="RTX 3060"), found) == says

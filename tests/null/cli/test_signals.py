@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import signal
 import sys
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from brim import cli as command_line
 from brim.cli import signals
 from brim.cli.signals import Terminated, signals_as_exceptions
+from brim.errors import UnsupportedError
 
 
 class Ended:
@@ -64,6 +66,18 @@ def test_a_signal_that_became_another_error_on_its_way_is_no_traceback(raised, c
     assert capsys.readouterr().err.endswith("ed. (RuntimeError: there wasn't one active)\n")
 
 
+def test_a_signal_that_an_import_in_cpp_dropped_is_what_ended_the_command(monkeypatch, capsys):
+    def imported(**_):
+        with contextlib.suppress(Terminated):  # as C++ does, when it imports a library that it can do without
+            signal.raise_signal(signal.SIGTERM)
+        raise ImportError("cannot load module more than once per process")
+
+    monkeypatch.setattr(command_line.brim, "main", imported)
+    monkeypatch.setattr(command_line, "failed_import", lambda error: UnsupportedError("Cannot import numpy."))
+    assert command_line.main([]) == 143
+    assert capsys.readouterr().err.startswith("Terminated. (ImportError: cannot load module")
+
+
 def test_an_error_without_a_signal_keeps_its_traceback(monkeypatch):
     def failed(**_):
         raise RuntimeError("a defect")
@@ -87,6 +101,29 @@ def test_a_signal_within_a_trace_is_heard_where_no_code_of_pytorch_runs():
                     model(x)
             timer.join()
             assert torch._C._len_torch_dispatch_stack() == 1
+
+
+class _Counter(dict):
+    """Receives a signal while PyTorch counts a call of a fake tensor's mode, before that has begun."""
+
+    def __contains__(self, name: object) -> bool:
+        if not self:
+            self["signal"] = 1
+            signal.raise_signal(signal.SIGTERM)
+        return super().__contains__(name)
+
+
+def test_a_signal_before_a_fake_tensor_s_mode_is_heard_where_no_code_of_pytorch_runs(monkeypatch):
+    """The mode is off already, and no frame has the name of its method yet."""
+    x = torch.zeros(4, 8)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = nn.Linear(8, 8)
+        model(x)
+        monkeypatch.setattr(torch.utils._stats, "simple_call_counter", _Counter())
+        with pytest.raises(Terminated) as raised, signals_as_exceptions():
+            model(x)
+            pytest.fail("the signal was lost")
+    assert not [entry for entry in raised.traceback if "/torch/" in str(entry.path)]
 
 
 def test_a_signal_within_a_trace_ends_what_waits_beneath_pytorch(monkeypatch):

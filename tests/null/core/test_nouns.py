@@ -217,3 +217,15 @@ def test_amounts_are_numbers_from_0_on(value):
         with pytest.raises(FormatError):
             Plan.from_json(wrong)
     assert Plan.from_json(document) == plan
+
+
+def test_a_plan_tells_what_was_measured_above_it() -> None:
+    promise = Promise(peak_bytes={"ram": 3 << 20, "vram": 5 << 20, "disk": 1 << 20})
+    budget = {"ram": 4 << 20, "vram": 6 << 20}
+    plan = Plan(model="m", hardware="h", task="train", budget_bytes=budget, decisions=(), promise=promise)
+    assert plan.exceeded({"ram": 3 << 20, "vram": 5 << 20, "disk": 1 << 20}) == []
+    assert plan.exceeded({"ram": 5 << 20, "vram": (5 << 20) + 1, "disk": 2 << 20}) == [
+        "5 MiB of RAM were measured: 1 MiB above the budget of 4 MiB.",
+        "5 MiB of VRAM were measured: 1 B above the promise of 5 MiB.",
+        "2 MiB of DISK were measured: 1 MiB above the promise of 1 MiB.",
+    ]

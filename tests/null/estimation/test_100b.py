@@ -67,8 +67,8 @@ def test_brims_column_is_what_brim_says(estimates):
     assert table("weights, gradients, optimizer states")[1:] == [f"{states:,} B"] * 2
     assert table("activations")[2] == f"{parts['activations']:,} B"
     rest = parts["workspaces"] + parts["temporary"]
-    assert table("workspaces, and what a backward pass has in its hands")[2] == f"{rest:,} B"
-    assert table("blocks of 512 B that are not full")[2] == f"{parts['rounding']:,} B"
+    assert table("workspaces, and gradients at work in the backward pass")[2] == f"{rest:,} B"
+    assert table("rounding to blocks of 512 B")[2] == f"{parts['rounding']:,} B"
     assert table("allocated")[2] == f"{found.peak_bytes.allocated:,} B"
 
 

@@ -3,10 +3,14 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import brim
 from brim.errors import ModelError, UnsupportedError, UsageError
-from brim.estimation.models import find_model
+from brim.estimation.models import Source, find_model, weight_type
+from brim.estimation.steps import Job
+from brim.estimation.workload import Workload
 
 
 def test_a_name_a_hub_id_a_folder_and_a_file_are_models(folder):
@@ -39,9 +43,10 @@ def test_a_name_of_nothing_is_one_clear_error(model, error, told):
         ("{", ModelError, "not a model's configuration"),
         ("[1]", ModelError, "list"),
         ("{}", ModelError, "model_type"),
-        ('{"model_type": "lama"}', UsageError, "llama"),
+        ('{"model_type": "llama", "architectures": 2}', ModelError, "not a list of class names"),
+        ('{"model_type": "llama", "architectures": "LlamaForCausalLM"}', ModelError, "not a list of class names"),
+        ('{"model_type": "lama"}', UsageError, r"config\.json(.|\n)+lama(.|\n)+llama"),
         ('{"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}', UnsupportedError, "code of its own"),
-        ('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}', UnsupportedError, "quantized"),
     ],
 )
 def test_a_damaged_or_foreign_configuration_is_one_clear_error(tmp_path, text, error, told):
@@ -74,3 +79,81 @@ def test_a_file_names_its_functions_when_the_one_asked_for_is_missing(tmp_path):
     file.write_text("raise RuntimeError('broken')")
     with pytest.raises(ModelError, match="broken"):
         find_model(f"{file}:build")
+
+
+# Where configurations of composite models name the type of their weights, and where of several it is taken from.
+@pytest.mark.parametrize(
+    ("config", "dtype", "origin"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16", "dtype of its configuration"),
+        ({"torch_dtype": "float16", "text_config": {"dtype": "bfloat16"}}, "float16", "dtype of its configuration"),
+        ({"text_config": {"dtype": "bfloat16"}}, "bfloat16", "text_config.dtype of its configuration"),
+        ({"text_config": {"torch_dtype": "torch.bfloat16"}}, "bfloat16", "text_config.dtype of its configuration"),
+        ({"thinker_config": {"text_config": {"dtype": "bfloat16"}}}, "bfloat16", "thinker_config.text_config.dtype"),
+        ({"vision_config": {"dtype": "float32"}, "text_config": {"dtype": "bfloat16"}}, "bfloat16", "text_config"),
+        ({"audio_config": {"torch_dtype": "bfloat16"}}, "bfloat16", "audio_config"),
+        ({"dtype": None, "llm_config": {"torch_dtype": "bfloat16"}}, "bfloat16", "llm_config"),
+        ({"vocabulary_map": {"dtype": 7}, "dtype": {"": "bfloat16"}}, "float32", "default"),
+        ({}, "float32", "default: its configuration names no dtype"),
+    ],
+)
+def test_the_type_of_weights_is_found_wherever_a_configuration_has_it(config, dtype, origin):
+    found = weight_type(Source(name="mine", library="transformers", config=config))
+    assert found.dtype == dtype
+    assert found.origin.startswith(origin)
+
+
+def test_the_weights_say_their_type_where_the_configuration_does_not(folder):
+    path = folder("llama", text_config={"dtype": "float16"})
+    save_file({"lm_head.weight": torch.zeros(2, 2, dtype=torch.bfloat16)}, path / "model.safetensors")
+    found = weight_type(find_model(path))
+    assert (found.dtype, found.origin) == ("bfloat16", "the weights of its checkpoint")
+
+
+@pytest.mark.parametrize(("name", "part"), [("llama", None), ("vlm", "text_config")])
+def test_a_quantized_model_is_estimated_in_the_precision_that_is_asked_for(folder, name, part):
+    asked = {"batch": 1, "seq": 8, "precision": "bf16"}
+    plain = brim.estimate(path := folder(name), **asked)
+    config = json.loads((path / "config.json").read_text())
+    (config if part is None else config[part])["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=r"quantized .awq.[^\n]*\n.*--precision bf16"):
+        brim.estimate(path, batch=1, seq=8)
+    assert brim.estimate(path, **asked).peak_bytes == plain.peak_bytes
+
+
+def test_a_composite_model_is_estimated_in_the_precision_of_its_text(folder):
+    found = brim.estimate(folder("vlm"), batch=1, seq=8)
+    assert (found.workload.precision, found.precision_origin) == (
+        "bf16", "by text_config.dtype of its configuration (bfloat16)",
+    )  # fmt: skip
+    assert found.peak_bytes == brim.estimate(folder("vlm", dtype="bfloat16"), batch=1, seq=8).peak_bytes
+    assert "inputs: text alone; what images and sounds add is not in it" in found.notes
+
+
+def test_a_module_of_the_users_own_keeps_its_type(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "def build():\n"
+        "    return torch.nn.Linear(64, 64, dtype=torch.bfloat16), (torch.zeros(2, 64, dtype=torch.bfloat16),)\n"
+    )
+    found = brim.estimate(f"{file}:build")
+    assert (found.workload.precision, found.precision_origin) == (
+        "bf16", "by the function's module as it is (bfloat16)",
+    )  # fmt: skip
+    assert found.at_peak_bytes["parameters"] == (64 * 64 + 64) * 2
+    assert brim.estimate(f"{file}:build", precision="fp32").at_peak_bytes["parameters"] == (64 * 64 + 64) * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        ({"text_config": {"sliding_window": 1024}}, True),
+        ({"thinker_config": {"text_config": {"attention_chunk_size": 8192}}}, True),
+        ({"sliding_window": None, "text_config": {"sliding_window": None}}, False),
+    ],
+)
+def test_a_window_is_found_in_the_part_that_has_it(config, windows):
+    source = Source(name="mine", library="transformers", config=config)
+    assert Job(source, Workload()).has_windows == windows

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from brim.errors import UnsupportedError, UsageError
-from brim.measure.capacity import amount_bytes, free_bytes, ram_capacity_bytes
+from brim.measure import capacity
+from brim.measure.capacity import amount_bytes, check_room, free_bytes, ram_capacity_bytes, ram_room_bytes
 
 GIB = 1 << 30
 NO_LIMIT_V1 = "9223372036854771712"
@@ -82,6 +83,45 @@ def test_a_path_that_the_container_does_not_see_falls_back_to_what_is_mounted(tm
     )
     assert ram_capacity_bytes(proc) == GIB
     assert free_bytes("ram", proc=proc) == 0
+
+
+def test_what_a_limit_above_leaves_is_the_room_of_a_nested_cgroup(tmp_path):
+    proc = process_tree(
+        tmp_path,
+        cgroup="0::/pod/app\n",
+        mounts=V2,
+        files={
+            "pod/memory.max": str(600 << 20),
+            "pod/memory.current": str(250 << 20),
+            "pod/memory.stat": f"inactive_file {50 << 20}\nactive_file 0\n",
+            "pod/app/memory.max": str(500 << 20),
+            "pod/app/memory.current": str(30 << 20),
+        },
+    )
+    assert ram_capacity_bytes(proc) == 500 << 20
+    assert ram_room_bytes(proc) == 400 << 20  # what others in the pod use counts
+
+
+@pytest.mark.parametrize(("limit", "used"), [("RLIMIT_AS", 900), ("RLIMIT_DATA", 500), ("RLIMIT_RSS", 300)])
+def test_a_ulimit_counts_like_a_container_s(tmp_path, monkeypatch, limit, used):
+    resource = pytest.importorskip("resource")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/status").write_text(
+        f"Name:\tpython\nVmSize:\t{900 << 10} kB\nVmData:\t{500 << 10} kB\nVmRSS:\t{300 << 10} kB\n"
+    )
+    bounded = getattr(resource, limit)
+    endless = (resource.RLIM_INFINITY,) * 2
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (GIB, GIB) if which == bounded else endless)
+    assert ram_capacity_bytes(tmp_path) == GIB
+    assert ram_room_bytes(tmp_path) == free_bytes("ram", proc=tmp_path) == GIB - (used << 20)
+
+
+def test_a_budget_has_to_fit_beside_what_the_process_has(monkeypatch):
+    monkeypatch.setattr(capacity, "_limits", lambda proc: iter([(600 << 20, 350 << 20)]))
+    check_room(350 << 20)
+    check_room(400 << 20, held_bytes=50 << 20)
+    with pytest.raises(UsageError, match=r"(?s)590 MiB of RAM.*may use 600 MiB in all.*350 MiB are left"):
+        check_room(590 << 20)
 
 
 def test_a_system_without_cgroups_has_the_machine(tmp_path):

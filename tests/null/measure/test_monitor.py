@@ -1,19 +1,14 @@
 """The monitor sees peaks that are over when it is asked, and monitors do not spoil one another."""
 
 import mmap
-import os
 import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from brim import accelerator
 from brim.errors import UsageError
-from brim.measure import monitor as monitor_module
-from brim.measure import nvml
 from brim.measure.monitor import KernelMeter, Monitor, SampledMeter, Watch
 
 MIB = 1 << 20
@@ -116,57 +111,16 @@ def test_no_thread_is_left():
     assert threading.active_count() == before
 
 
-def test_bytes_read_from_disk_are_counted_and_cached_ones_are_not(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(os.urandom(MIB) * 8)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        with Monitor() as cold:
-            path.read_bytes()
-        with Monitor() as warm:
-            path.read_bytes()
-    finally:
-        os.close(descriptor)
-    if cold.usage().disk_read_bytes in (None, 0):
-        pytest.skip("this system or filesystem does not count reads from storage")
-    assert cold.usage().disk_read_bytes >= 8 * MIB
-    assert warm.usage().disk_read_bytes < MIB
-
-
 def test_without_cuda_no_vram_is_reported():
     code = (
         "import sys\nfrom brim.measure.monitor import Monitor\n"
         "with Monitor() as monitor: pass\n"
         "usage = monitor.usage()\n"
-        "assert (usage.vram_allocated_bytes, usage.vram_reserved_bytes, usage.vram_process_bytes) == (0, 0, None)\n"
+        "assert (usage.vram_allocated_bytes, usage.vram_reserved_bytes) == (0, 0)\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("driver", "reserved", "found"),
-    [
-        ([900, None], [600, 0], 1000 + 300),  # the second GPU has nothing of this process
-        ([900, 500], [600, 300], 1000 + 300 + 200),
-        ([900, None], [600, 300], None),  # it has something, and the driver does not tell what
-        ([None, None], [0, 0], None),
-    ],
-)
-def test_the_process_bytes_of_several_gpus(driver, reserved, found, monkeypatch):
-    uuids = ["first", "second"]
-    cuda = SimpleNamespace(
-        get_device_properties=lambda index: SimpleNamespace(uuid=uuids[index]),
-        memory_reserved=lambda index: reserved[index],
-    )
-    one = accelerator.Accelerator(type="cuda", module=cuda, device=None)
-    monkeypatch.setattr(accelerator, "in_use", lambda: [(one, 0), (one, 1)])
-    monkeypatch.setattr(nvml, "process_bytes", lambda name: driver[uuids.index(name.removeprefix("GPU-"))])
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    assert monitor_module._vram_process_bytes(1000) == found
 
 
 def test_wrong_use_is_a_usage_error():

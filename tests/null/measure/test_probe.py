@@ -99,6 +99,16 @@ def test_a_damaged_cache_is_measured_again_with_a_warning(measured, tmp_path, mo
     assert Hardware.read(kept) == hardware
 
 
+@pytest.mark.parametrize("change", ["zero", "negative"])
+def test_rates_that_no_machine_has_are_a_damaged_cache(tmp_path, known_machine, change):
+    document = known_machine.to_json()
+    for part in (*document["tiers"], *document["links"]):
+        part["bytes_per_s"] = 0.0 if change == "zero" else -1.0
+    (tmp_path / "hardware.json").write_text(json.dumps(document))
+    with pytest.warns(UserWarning, match="is damaged, so this machine is measured again"):
+        assert probing._load(tmp_path / "hardware.json") is None
+
+
 def aged(file: Path, hours: float) -> None:
     then = time.time() - hours * 3600
     os.utime(file, (then, then))
@@ -146,8 +156,8 @@ def test_a_disk_is_looked_at_once_a_day_whatever_the_ages_of_files_are(measured,
     kept.write_text(json.dumps(hardware.to_json()))
     aged(kept, -5)
     looked = []
-    disk = probing._disk
-    monkeypatch.setattr(probing, "_disk", lambda *given: looked.append(given) or disk(*given))
+    disk = probing._measure_disk
+    monkeypatch.setattr(probing, "_measure_disk", lambda *given: looked.append(given) or disk(*given))
     before = time.time
     monkeypatch.setattr(time, "time", lambda: before() - 24 * 3600)
     for _ in range(3):
@@ -180,7 +190,7 @@ def test_without_a_cache_it_measures_once_per_process_and_says_so_once(tmp_path,
     assert "torch" in hardware.source.partition("disk of ")[2]  # a disk's speed is that of files that are there
     monkeypatch.setattr("brim.measure.disk._interleaved", pytest.fail)
     assert rates(probe(device="cpu")) == rates(hardware)
-    assert Remembered("figures", ()).get("one") == [1.0]
+    assert Remembered("figures", ()).get("one", count=1) == [1.0]
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]
 
 

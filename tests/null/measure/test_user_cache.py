@@ -115,3 +115,29 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".name.lock").touch()
     build_once(tmp_path / "name", _fill)
     assert [path.name for path in tmp_path.iterdir()] == ["name"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are POSIX's")
+def test_what_is_no_file_of_its_own_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("{}")
+    assert user_cache.load_text(tmp_path / "file") is not None
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "link", "zeros", "folder"):
+        assert user_cache.load_text(tmp_path / name) is None, name
+    user_cache.store_text(tmp_path / "link", "[]")  # in its place: what it leads to stays
+    assert (tmp_path / "file").read_text() == "{}" and (tmp_path / "link").read_text() == "[]"
+    user_cache.store_text(tmp_path / "pipe", "[]")
+    found = user_cache.load_text(tmp_path / "pipe")
+    assert found is not None and found[0] == "[]"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are POSIX's")
+def test_a_folder_in_which_a_pipe_lies_is_made_again(tmp_path: Path) -> None:
+    folder = user_cache.build_once(tmp_path / "made", lambda into: (into / "a").touch())
+    (folder / "a").unlink()
+    os.mkfifo(folder / "a")
+    user_cache.build_once(tmp_path / "made", lambda into: (into / "a").touch())
+    assert (folder / "a").is_file()

@@ -13,7 +13,6 @@ import brim
 from brim.core import EventKind, Timeline
 from brim.errors import UsageError
 from brim.measure import watch as watching
-from brim.measure.watch_cuda import write_snapshot
 from brim.recordings import snapshot
 from brim.report.explain import summary
 from brim.units import MIB
@@ -153,10 +152,12 @@ def test_the_thread_ends_with_the_block(path):
     assert not any(thread.name == "brim-watch" for thread in threading.enumerate())
 
 
-def test_what_the_cuda_recorder_writes_is_read_by_the_snapshot_reader(path):
+def test_what_the_cuda_recorder_writes_is_read_by_the_snapshot_reader(path, monkeypatch):
     frames = [{"filename": "train.py", "line": 3, "name": "step"}]
     event = {"action": "alloc", "addr": 4096, "size": 512, "stream": 0, "time_us": 1, "frames": frames}
-    write_snapshot(path, {"segments": [], "device_traces": [[event]], "allocator_settings": {}})
+    recorded = {"segments": [], "device_traces": [[event]], "allocator_settings": {}}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: recorded)
+    watching.CudaRecorder("", 1, None, "python").write(path, why="")
     assert snapshot.read(path).stacks == (("step at train.py:3",),)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import safetensors.torch
 import torch
 
 from brim.errors import ModelError
+from brim.memory import checkpoint_files
 from brim.memory.checkpoint_files import (
     DTYPES,
     Extent,
@@ -165,6 +167,58 @@ def test_neighbouring_extents_are_joined() -> None:
         ("a", 12, 4),
         ("b", 16, 4),
     ]
+
+
+def header_of(path: Path, text: str) -> None:
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode())
+
+
+def test_more_tensors_than_any_model_has_are_refused_before_they_are_parsed(tmp_path: Path) -> None:
+    entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    path = tmp_path / "model.safetensors"
+    header_of(path, "{" + ",".join(f'"{number}":{entry}' for number in range(1_000_000)) + "}")
+    began_s = time.process_time()
+    with pytest.raises(ModelError, match="lists 1,000,000 tensors; at most 262,144"):
+        read_checkpoint(tmp_path)
+    assert time.process_time() - began_s < 1
+    header_of(path, "{" + ",".join(f'"{number}":{entry}' for number in range(2_000)) + "}")
+    with pytest.raises(ModelError, match="2,000 of its tensors hold no bytes"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_shape_of_a_million_sizes_is_refused_before_they_are_multiplied(tmp_path: Path) -> None:
+    sizes = ",".join(["9000000000000000000"] * 1_000_000)
+    header_of(tmp_path / "model.safetensors", f'{{"w":{{"dtype":"F32","shape":[{sizes}],"data_offsets":[0,0]}}}}')
+    began_s = time.process_time()
+    with pytest.raises(ModelError, match=r"shape .* of .w. is wrong"):
+        read_checkpoint(tmp_path)
+    assert time.process_time() - began_s < 5
+
+
+def test_a_key_that_comes_twice_among_many_is_found_at_once(tmp_path: Path) -> None:
+    keys = ",".join(f'"{number}":"a.safetensors"' for number in [*range(200_000), 199_999])
+    header_of(tmp_path / "model.safetensors", f"{{{keys}}}")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "model.safetensors.index.json").write_text(f'{{"weight_map":{{{keys}}}}}')
+    began_s = time.process_time()
+    for folder in (tmp_path, tmp_path / "b"):
+        with pytest.raises(ModelError, match="the key '199999' appears twice"):
+            read_checkpoint(folder)
+    assert time.process_time() - began_s < 5
+
+
+def test_a_shard_that_is_listed_by_many_names_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.safetensors", tensors())
+    names = {f"{name}": "./" * number + "a.safetensors" for number, name in enumerate(tensors())}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    headers = []
+    monkeypatch.setattr(
+        checkpoint_files,
+        "read_safetensors_header",
+        lambda path: headers.append(path) or read_safetensors_header(path),
+    )
+    assert read_checkpoint(tmp_path).keys() == tensors().keys()
+    assert len(headers) == 1
 
 
 class TestChecksum:

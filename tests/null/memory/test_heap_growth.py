@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from brim.memory.heap import KEPT_BYTES, OWN_MAPPING_BYTES
+from brim.memory.heap import MAPPING_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
 from brim.memory.heap_growth import HeapGrowth
 from brim.memory.pool import PAGE_BYTES
 
@@ -27,7 +27,7 @@ def high():
     lines = open("/proc/self/status").read().splitlines()
     return {line.split()[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmHWM", "VmRSS"))}
 heap.return_freed_memory()
-heap.trim()
+heap.collect_and_trim()
 high()
 open("/proc/self/clear_refs", "w").write("5")
 before = high()["VmRSS:"]
@@ -44,11 +44,11 @@ print(high()["VmHWM:"] - before)
 
 def test_a_large_tensor_has_pages_of_its_own_and_gives_them_back() -> None:
     heap = HeapGrowth()
-    heap.alloc(1, OWN_MAPPING_BYTES)
-    assert heap.peak_bytes == OWN_MAPPING_BYTES + PAGE_BYTES
+    heap.alloc(1, MAPPING_THRESHOLD_BYTES)
+    assert heap.peak_bytes == MAPPING_THRESHOLD_BYTES + PAGE_BYTES
     heap.free(1)
-    heap.alloc(2, OWN_MAPPING_BYTES)
-    assert heap.peak_bytes == OWN_MAPPING_BYTES + PAGE_BYTES
+    heap.alloc(2, MAPPING_THRESHOLD_BYTES)
+    assert heap.peak_bytes == MAPPING_THRESHOLD_BYTES + PAGE_BYTES
 
 
 def test_a_hole_stays_until_something_fits_into_it() -> None:
@@ -77,14 +77,14 @@ def test_neighbours_that_are_free_are_one_hole() -> None:
 
 def test_the_top_shrinks_once_enough_of_it_is_free() -> None:
     heap = HeapGrowth()
-    count = KEPT_BYTES // (40 * KIB) + 2
+    count = TRIM_THRESHOLD_BYTES // (40 * KIB) + 2
     for name in range(count):
         heap.alloc(name, 40 * KIB)
     before = heap.peak_bytes
     for name in reversed(range(1, count)):
         heap.free(name)
     heap.alloc(count, before)  # a mapping: the heap has given its pages back by now
-    assert heap.peak_bytes < 2 * before - KEPT_BYTES // 2
+    assert heap.peak_bytes < 2 * before - TRIM_THRESHOLD_BYTES // 2
 
 
 def lives(seed: int) -> list[list[int]]:

@@ -82,10 +82,12 @@ def test_a_program_sees_the_error_that_it_expects() -> None:
     assert max(storage.bytes for storage in on_cuda(step).storages) == 4000
 
 
-def test_a_kernel_that_is_compiled_from_text_is_refused() -> None:
-    twice = torch.cuda.jiterator._create_jit_fn("template <typename T> T twice(T x) { return 2 * x; }")
-    with pytest.raises(UnsupportedError, match=rf"jiterator cannot be traced(.|\n)*{HERE}"):
-        on_cuda(lambda: twice(torch.ones(3, device="cuda")))
+def test_a_kernel_that_is_compiled_from_text_makes_results_of_the_inputs_shape() -> None:
+    sums = torch.cuda.jiterator._create_multi_output_jit_fn(
+        "template <typename T> void f(T x, T y, T& sum, T& difference) { sum = x + y; difference = x - y; }", 2
+    )
+    made = on_cuda(lambda: sums(torch.ones(30, 1, device="cuda"), torch.ones(40, device="cuda")))
+    assert [storage.bytes for storage in made.storages] == [120, 160, 4800, 4800]
 
 
 def test_what_functions_of_pytorch_make_where_their_input_lies_lies_there() -> None:

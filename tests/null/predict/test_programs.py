@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -856,3 +857,22 @@ def test_counters_that_an_optimizer_counts_on_together_are_known():
     assert on_cuda(build, steps=2).notes == {}
     assert seen == [1.0, 2.0]
     assert all(type(number) is float for number in seen)
+
+
+def test_a_group_of_one_listens_to_no_other_machine(one_rank):
+    before = listening()
+
+    def build() -> Step:
+        torch.distributed.init_process_group("nccl")
+        heard.update(listening() - before)
+        net = nn.Linear(4, 4).cuda()
+        return lambda: net(torch.ones(2, 4, device="cuda")).sum().backward()
+
+    heard: set[str] = set()
+    on_cuda(build)
+    assert heard <= {"127.0.0.1", "::1"}
+
+
+def listening() -> set[str]:
+    """Addresses at which this process takes connections."""
+    return {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}

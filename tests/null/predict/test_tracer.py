@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -309,6 +311,46 @@ def test_a_trace_survives_its_file(tmp_path):
     path = tmp_path / "trace.json"
     path.write_text(__import__("json").dumps(made.to_json()))
     assert Trace.read(path) == made
+
+
+_REPLACED_FIRST = """
+import torch
+linear = torch.nn.functional.linear
+torch.nn.functional.linear = lambda *args: (print("called"), linear(*args))[1]
+from brim.predict.tracer import trace
+
+def build():
+    net, x = torch.nn.Linear(8, 8), torch.zeros(4, 8)
+    return lambda: net(x)
+
+print(len(trace(build, steps=1).storages))  # weight, bias, input, result, and cuBLAS's workspace
+"""
+
+
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+def test_a_linear_function_that_replaces_pytorchs_is_called(monkeypatch, target):
+    linear, calls = torch.nn.functional.linear, []
+
+    def replaced(input, weight, bias=None):
+        calls.append(tuple(input.shape))
+        return linear(input, weight, bias)
+
+    def build():
+        net = nn.Linear(8, 8)
+        x = torch.zeros(4, 8)
+        return lambda: net(x).sum().backward()
+
+    plain = trace(build, steps=1, target=target)
+    monkeypatch.setattr(F, "linear", replaced)
+    assert trace(build, steps=1, target=target).storages == plain.storages
+    assert calls == [(4, 8)]
+    assert F.linear is replaced
+
+
+@pytest.mark.thorough
+def test_a_linear_function_may_replace_pytorchs_before_brim_is_imported():
+    done = subprocess.run([sys.executable, "-c", _REPLACED_FIRST], capture_output=True, text=True, timeout=250)
+    assert (done.stdout.split(), done.returncode) == (["called", "5"], 0), done.stderr
 
 
 def test_a_caller_may_be_in_inference_mode():

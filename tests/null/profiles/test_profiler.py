@@ -19,8 +19,8 @@ from brim.profiles.activity import (
     SYNCHRONIZE,
     call_kind,
 )
-from brim.profiles.events import copy_kind
 from brim.profiles.figures import CAUSES, DeviceProfile, Profile
+from brim.profiles.profiler import copy_kind
 from brim.units import MIB
 from support.profiles import called, copied, kernel, memory, operation
 

@@ -19,16 +19,26 @@ from brim.allocator.out_of_memory import OutOfMemory
 from brim.core import EventKind, Timeline
 from brim.errors import FormatError
 from brim.recordings import snapshot
-from brim.recordings.replay import recorded_config, replay
+from brim.recordings.history import Columns, DeviceHistory
+from brim.recordings.replay import Run, recorded_start
 from brim.recordings.timeline import recorded_run
-from brim.recordings.what_if import best, what_if
+from brim.recordings.what_if import WhatIf, best, what_if
 from brim.units import GIB, KIB, MIB
+from support.allocator_runs import replay
 from support.simulated_recording import Recording
 
 ROOT = Path(__file__).parents[3]
 SNAPSHOTS = Path(os.environ.get("BRIM_GROUND_TRUTH", ROOT.parent / "shared" / "ground_truth")) / "snapshots"
 FILES = sorted(SNAPSHOTS.glob("*.pickle"))
 real = pytest.mark.skipif(not FILES, reason=f"no recorded snapshots under {SNAPSHOTS}")
+
+
+def recorded_config(history: DeviceHistory) -> AllocatorConfig:
+    return recorded_start(Columns(history))[0]
+
+
+def replay_under(history: DeviceHistory, config: AllocatorConfig) -> WhatIf:
+    return what_if(history, config, recorded=recorded_config(history))
 
 
 def random_run(made: Recording, seed: int, steps: int, *, streams: int = 1, largest: int = 24 * MIB) -> None:
@@ -70,12 +80,12 @@ def test_a_real_run_is_replayed_exactly(path):
         timeline = recorded_run(history, path.stem).timeline
         assert timeline.peak_bytes("vram", segments=True) == result.peak_reserved_measured_bytes
         assert timeline.peak_bytes("vram") == result.peak_allocated_replayed_bytes
-        own = what_if(history, recorded_config(history))
+        own = replay_under(history, recorded_config(history))
         if not result.ooms:
             assert own.peak_reserved_bytes == result.peak_reserved_measured_bytes
-            assert own.would_fit is None
+            assert own.serves_failure is None
         else:
-            assert own.would_fit is False
+            assert own.serves_failure is False
 
 
 @real
@@ -89,11 +99,11 @@ def test_a_real_run_under_other_settings():
         pytest.skip(f"{path.name} is not at hand")
     (history,) = snapshot.read(path).devices
     peaks = {
-        text: what_if(history, AllocatorConfig.parse(text)).peak_reserved_bytes // MIB
+        text: replay_under(history, AllocatorConfig.parse(text)).peak_reserved_bytes // MIB
         for text in ("", "expandable_segments:True", "roundup_power2_divisions:8", "max_split_size_mb:256")
     }
     assert list(peaks.values()) == [59_920, 53_098, 63_610, 60_312]
-    first, *others = best(history).found
+    first, *others = best(history, recorded=recorded_config(history)).replayed
     assert first.settings.startswith("expandable_segments:True")
     assert first.peak_reserved_bytes <= peaks["expandable_segments:True"] * MIB
     assert peaks["expandable_segments:True"] in [one.peak_reserved_bytes // MIB for one in others]
@@ -173,7 +183,7 @@ def test_captures_that_come_and_go_are_replayed_exactly(text, seed):
         if random_.random() < 0.6:
             pools.append((0, turn + 1))
             made.begin_allocate_to_pool(pools[-1], random_.choice([None, [1]]))
-        capturing = bool(made._captures)
+        capturing = bool(made.captures)
         random_run(made, seed + turn, 25, streams=2)
         if capturing:
             made.end_allocate_to_pool(pools[-1])
@@ -201,7 +211,11 @@ def test_the_order_of_blocks_of_one_size_is_found_out(text, by_age):
     assert replay(history).exact
     if not made.config.expandable_segments:  # there is one segment of each kind, whose addresses go up
         assert recorded_config(history).oldest_segment_first is by_age
-        other = replay(history, replace(made.config, oldest_segment_first=not by_age))
+        columns = Columns(history)
+        config, start = recorded_start(columns)
+        run = Run(columns, replace(config, oldest_segment_first=not by_age), start)
+        run.all_events()
+        other = run.result()
         assert other.addresses_matched < other.allocations
 
 
@@ -241,10 +255,10 @@ def test_any_history_is_replayed_or_reported(data):
             with suppress(FormatError):
                 result = replay(history)
                 assert 0 <= result.addresses_matched <= result.allocations
-                assert what_if(history, AllocatorConfig(expandable_segments=True)).peak_reserved_bytes >= 0
+                assert replay_under(history, AllocatorConfig(expandable_segments=True)).peak_reserved_bytes >= 0
 
 
-def test_what_if_says_whether_a_failed_run_would_have_fitted():
+def test_what_if_says_whether_the_request_that_failed_is_served():
     made = Recording("", 200 * MIB)
     pins = []
     for _ in range(4):  # four half-used segments: 80 MiB free and none of it in one piece
@@ -259,12 +273,34 @@ def test_what_if_says_whether_a_failed_run_would_have_fitted():
     assert result.exact, result
     assert result.ooms == result.ooms_matched == 1
     assert len(pins) + len(fillers) == 10
-    own = what_if(history, AllocatorConfig())
-    assert (own.would_fit, own.failed_bytes) == (False, 100 * MIB)
-    assert {run.would_fit for run in best(history).found} == {False}
+    own = replay_under(history, AllocatorConfig())
+    assert (own.serves_failure, own.failed_bytes) == (False, 100 * MIB)
+    assert {run.serves_failure for run in best(history, recorded=recorded_config(history)).replayed} == {False}
 
 
-def test_what_if_finds_a_setting_under_which_a_fragmented_run_fits():
+def test_a_setting_that_serves_the_failed_request_says_nothing_of_what_follows():
+    """The whole run, under that setting from its beginning, fails a little later."""
+
+    def run(text: str) -> Recording:
+        made = Recording(text, 500 * MIB)
+        kept = []
+        with pytest.raises(OutOfMemory):
+            for _ in range(4):
+                made.free(made.malloc(100 * MIB))
+                kept.append(made.malloc(61 * MIB))
+            for _ in range(2):
+                kept.append(made.malloc(200 * MIB))
+        return made
+
+    settings = "expandable_segments:True"
+    failed, again = run(""), run(settings)
+    (history,) = snapshot.parse(failed.dump()).devices
+    (until,) = snapshot.parse(again.dump()).devices
+    assert replay_under(history, AllocatorConfig.parse(settings)).serves_failure
+    assert until.actions.count("oom") == 1 and until.actions.count("alloc") > history.actions.count("alloc")
+
+
+def test_what_if_finds_a_setting_under_which_a_fragmented_run_is_served():
     made = Recording("", 220 * MIB)
     kept = []
     for _ in range(5):
@@ -276,8 +312,8 @@ def test_what_if_finds_a_setting_under_which_a_fragmented_run_fits():
             kept.append(made.malloc(size * MIB))
     (history,) = snapshot.parse(made.dump()).devices
     assert replay(history).exact
-    first = best(history).found[0]
-    assert first.would_fit is (first.failed_bytes == 0)
+    first = best(history, recorded=recorded_config(history)).replayed[0]
+    assert first.serves_failure is (first.failed_bytes == 0)
 
 
 def test_a_timeline_holds_the_start_and_every_change():

@@ -7,11 +7,10 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brim.allocator.config import AllocatorConfig
 from brim.core import Timeline
-from brim.recordings.history import Columns
-from brim.recordings.replay import settled_start
-from brim.recordings.snapshot import STATES, BlockRecord, DeviceHistory, SegmentRecord
+from brim.recordings.history import STATES, BlockRecord, Columns, DeviceHistory, SegmentRecord
+from brim.recordings.replay import recorded_start
+from brim.recordings.stacks import StackTexts
 from brim.recordings.timeline import INFERRED, _Writing, recorded_run
 from brim.units import MIB
 
@@ -50,9 +49,9 @@ def histories(draw: st.DrawFn) -> DeviceHistory:
 @given(histories())
 def test_it_is_what_a_replay_of_nothing_tells(history: DeviceHistory) -> None:
     timeline = Timeline("run", measured=True, facts={"device": 1.0, INFERRED: 1.0})
-    config = AllocatorConfig.from_snapshot({})
-    run = _Writing(Columns(history), config, settled_start(history, config))
-    run.prepare(timeline, STACKS)
+    columns = Columns(history)
+    run = _Writing(columns, *recorded_start(columns))
+    run.prepare(timeline, StackTexts(STACKS))
     run.keep_moment("end", 0)
     found = recorded_run(history, "run", stacks=STACKS)
     assert found.timeline == timeline

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from brim.rehearsal.branches import branches_of
+from brim.rehearsal.branches import branches_of, keeping_lines
 from brim.rehearsal.made_up import Reads
 
 # `read()` stands for what gives a number; `# <-` marks the branches that hang on it.
@@ -154,3 +154,48 @@ def test_a_condition_that_reads_it_is_told_as_such(tmp_path: Path) -> None:
     exec(compile(IN_THE_CONDITION, str(file), "exec"), names)
     names["run"](2.0)  # type: ignore[operator]
     assert seen == [(4, True)]
+
+
+KEEPING = """
+def train(net, x):
+    out = net(x)
+    out = out + x
+    return out.mean()
+
+class Trainer:
+    def run(self):
+        for batch in data:
+            loss = train(net, batch)
+            loss.backward()
+            self.total += loss
+            count = 1
+            seen.append(count)
+            last = loss
+
+def hidden(net, x):
+    cache[len(cache)] = out = net(x)
+    return 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "kept_by"),
+    [
+        ([3, 10], ["train.py:12: self.total += loss"]),
+        ([10], ["train.py:12: self.total += loss"]),
+        ([18, 10], ["train.py:18: cache[len(cache)] = out = net(x)"]),
+        ([13], ["train.py:14: seen.append(count)"]),
+        ([9], ["train.py:12: self.total += loss"]),
+    ],
+)
+def test_the_lines_that_keep_what_a_line_makes_are_found(
+    tmp_path: Path, lines: list[int], kept_by: list[str]
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(KEEPING)
+    assert keeping_lines([f"f at {path}:{line}" for line in lines]) == kept_by
+
+
+@pytest.mark.parametrize("place", ["", "aten::mm", "f at /nowhere/train.py:3"])
+def test_of_what_has_no_source_no_line_is_told(place: str) -> None:
+    assert keeping_lines([place]) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from brim.core import EventKind, Timeline
 from brim.report.diff import diff, figures
-from brim.report.explain import held_at_peak, summary
+from brim.report.explain import live_at_peak, summary
 from brim.units import MIB
 
 
@@ -39,7 +39,7 @@ def test_the_peak_is_broken_down_and_adds_up():
     ]
     assert [one.name for one in found.by_stack] == [CONV, STEP]
     assert [one.name for one in found.by_module] == ["forward at conv.py:3", ""]
-    assert len(held_at_peak(timeline).rows) == 3
+    assert len(live_at_peak(timeline).rows) == 3
     assert summary(timeline, most=1).by_label == summary(timeline).by_label[:1]
 
 

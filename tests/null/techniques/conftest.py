@@ -10,7 +10,8 @@ import pytest
 from torch import nn
 
 from brim.techniques.blocks import adapters, find_blocks
-from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming, apply
+from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
+from brim.techniques.weights import place_weights
 from support.streamed_training import CHOICES, memory_for, plan_of
 
 
@@ -34,7 +35,7 @@ def fit(kind: str) -> Iterator[Callable[..., WeightStreaming]]:
     def fit(net: nn.Module, *, slots: int = 2, training: bool = True, **parts: Any) -> WeightStreaming:
         partition = find_blocks(net, stay=adapters(net), **parts)
         plan, memory = plan_of(partition, CHOICES[kind], slots), memory_for(kind)
-        handles.append(apply(net, partition, plan, memory, Weights(), training=training))
+        handles.append(place_weights(net, partition, plan, memory, Weights(), training=training))
         return handles[-1]
 
     yield fit

@@ -100,7 +100,7 @@ def test_a_gradient_that_is_gone_is_not_mistaken_for_the_next(trained: Trained) 
 def test_gradients_asked_for_twice_are_added_once(trained: Trained) -> None:
     """While what a second pass has made waits to be added to what the first one has left."""
     net, optimizer = trained
-    gradients = optimizer.brim._places.gradients
+    gradients = optimizer.brim._storage.gradients
     before = net[0].weight.grad.clone()
     index, number = next(
         (i, b.parameters.index(net[0].weight))

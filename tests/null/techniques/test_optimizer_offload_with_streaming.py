@@ -83,6 +83,7 @@ def test_weights_that_rest_in_ram_are_stepped_there(early: bool, gradients: str)
         with offload.final() if early else contextlib.nullcontext():
             streamed.loss_of(net).backward()
         streamed.loss_of(twin).backward()
+        streamed.finish_copies(memory)  # those ahead of use among them
         up = moved[RAM, VRAM]
         optimizer.step()
         assert moved[VRAM, RAM] - down == sum(p.nbytes for p in twin.parameters())  # the gradients

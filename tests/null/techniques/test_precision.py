@@ -13,8 +13,7 @@ import brim
 from brim.core import Category
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques import precision
-from brim.techniques.optimizer_offload import rounding
-from brim.techniques.optimizer_offload.rounding import round_at_random
+from brim.techniques.precision import round_at_random
 from support import trained
 
 PURE = ("bf16", "bf16-stochastic", "bf16-master")
@@ -73,7 +72,7 @@ def test_mixed_is_plain_autocast() -> None:
 
 @pytest.mark.parametrize("together_bytes", [1, 1 << 30])
 def test_masters_are_those_of_a_loop_by_hand(together_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding, "_TOGETHER_BYTES", together_bytes)
+    monkeypatch.setattr(precision, "_TOGETHER_BYTES", together_bytes)
     model = trained.make("llama")
     masters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     by_hand = torch.optim.AdamW(masters.values(), lr=1e-3)

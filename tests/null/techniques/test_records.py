@@ -89,7 +89,7 @@ def test_a_brief_buffer_is_there_while_records_come(memory: Memory) -> None:
         values.clear()  # a visit begins with empty records
         visit(records, seed, values)
         assert memory.ram.held_bytes == 8 * PAGE_BYTES
-        records.let_go()
+        records.free_buffer()
         for record, value in values.items():
             assert (records.get(record, 0, 50) == value).all()
     records.free()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from brim.techniques.saved_tensor_hooks import Kept, Saving
+from brim.techniques.saved_tensor_hooks import Saving, Unpack
 
 
 class _Reference:
@@ -29,9 +29,9 @@ class _ByStorage:
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight, self.unpacked = weight, 0
 
-    def pack(self, tensor: torch.Tensor) -> Kept | None:
+    def pack(self, tensor: torch.Tensor) -> Unpack | None:
         same = tensor.untyped_storage()._cdata == self.weight.untyped_storage()._cdata
-        return _Reference(self, tensor) if same else None
+        return _Reference(self, tensor).unpack if same else None
 
 
 def _layers() -> tuple[nn.Linear, nn.Linear, torch.Tensor]:
@@ -96,7 +96,7 @@ def test_a_graph_that_is_dropped_frees_what_it_kept() -> None:
     storages: list[weakref.ref] = []
 
     class Watching:
-        def pack(self, tensor: torch.Tensor) -> Kept | None:
+        def pack(self, tensor: torch.Tensor) -> Unpack | None:
             storages.append(weakref.ref(tensor.untyped_storage()))
             return None
 
@@ -117,7 +117,7 @@ def test_what_was_modified_in_place_is_refused_as_by_plain_autograd() -> None:
     _, _, x = _layers()
 
     class Nothing:
-        def pack(self, tensor: torch.Tensor) -> Kept | None:
+        def pack(self, tensor: torch.Tensor) -> Unpack | None:
             return None
 
     with Saving(Nothing()):

@@ -11,7 +11,7 @@ from brim.techniques import precision
 from brim.techniques.activation_offload import inplace as inplace_activations
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.loss import chunked as chunked_loss
-from brim.techniques.saved_tensor_hooks import Kept, Saving
+from brim.techniques.saved_tensor_hooks import Saving, Unpack
 from support import trained
 
 
@@ -57,9 +57,9 @@ class _Taking:
     def __init__(self) -> None:
         self.taken: list[torch.Size] = []
 
-    def pack(self, tensor: torch.Tensor) -> Kept:
+    def pack(self, tensor: torch.Tensor) -> Unpack:
         self.taken.append(tensor.shape)
-        return _Copied(tensor)
+        return _Copied(tensor).unpack
 
 
 class _Copied:

@@ -91,7 +91,9 @@ def rope(config: dict[str, Any], size: int, mode: str) -> Step:
     grads = torch.randn_like(query), torch.randn_like(key)
     inverse = (10000.0 ** -(torch.arange(0, head, 2).float() / head)).to("cuda")
     positions = torch.arange(tokens, device="cuda")
-    angles = (inverse[None, :, None] @ positions[None, None].float()).transpose(1, 2)
+    # A product of matrices, which is cuBLAS's as that of a batch was when this was measured (from PyTorch 2.13 on,
+    # Triton makes batches of outer products).
+    angles = (inverse[:, None] @ positions[None].float())[None].transpose(1, 2)
     angles = torch.cat((angles, angles), dim=-1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
 

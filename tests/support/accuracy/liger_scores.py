@@ -111,7 +111,8 @@ def sparse_multi_token_attention(config: dict[str, Any], size: int, mode: str) -
 
 
 def llama4_rope(config: dict[str, Any], size: int, mode: str) -> Step:
-    """The frequencies are a matrix product, as transformers had them in 2025 (later ones multiply)."""
+    """The frequencies are a matrix product, as transformers had them in 2025 (later ones multiply), and cuBLAS's, as
+    PyTorch had them (from 2.13 on, Triton makes batches of outer products)."""
     from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
     hidden, tokens, dtype = config.get("hidden_size", size), config.get("seq_len", size), _dtype(config)
@@ -123,7 +124,7 @@ def llama4_rope(config: dict[str, Any], size: int, mode: str) -> Step:
     grads = torch.randn_like(query), torch.randn_like(key)
     inverse = (10000.0 ** -(torch.arange(0, head, 2).float() / head)).to("cuda")
     positions = torch.arange(tokens, device="cuda", dtype=torch.long).unsqueeze(0)
-    angles = (inverse[None, :, None] @ positions[:, None, :].float()).transpose(1, 2)
+    angles = (inverse[:, None] @ positions.float())[None].transpose(1, 2)
     frequencies = torch.polar(torch.ones_like(angles), angles) * 1.0
 
     def full(held: tuple[torch.Tensor, ...] = (inverse, positions)) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from support.gpu.process_memory import process_bytes
 from support.gpu.zoo import Case, build, initialized, weights_key
 
 _TIMED_STEPS = 3
@@ -108,8 +109,6 @@ def _run(case: Case, device: str, weights: nn.Module) -> Record:
 
 
 def _peaks() -> Record:
-    from brim.measure.nvml import process_bytes
-
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     held = process_bytes(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
     if held is None:  # a container hides process ids: the device's own count, where nobody else uses it

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 import brim
+from brim.device.environment import Environment
+from brim.device.settings import DeviceSettings
 from brim.estimation.simulation import simulate
 from brim.rehearsal import force
-from brim.rehearsal.environment import Environment
-from brim.rehearsal.settings import DeviceSettings
 from support.ordinary import Program, worker
 
 CAPABILITY = (9, 0)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,22 +13,24 @@ from click.core import ParameterSource
 
 from brim.cli import verdict
 from brim.cli.estimate import ranks as estimate_ranks
-from brim.cli.estimate.program import REHEARSAL, TRACE, environment_for, rehearsed
+from brim.cli.estimate.program import environment_for, rehearsed
 from brim.cli.loading import MODELS, load
 from brim.cli.options import BUDGET, DESCRIBED_MODEL, GPU, Command, html_option, json_option, print_json, write_html
 from brim.cli.split_options import split_of, split_options
-from brim.errors import UsageError
+from brim.errors import BudgetError, UsageError
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
+    from brim.cli.console import Console
+    from brim.estimation.alternatives import Alternative
     from brim.estimation.estimate import Estimate, Study
     from brim.estimation.growth import Growth
     from brim.report.html.page import View
 
 _MOST_MODULES = 12
+_BESIDE_PROGRAM = ("--alloc-conf", "--gpu", "--html", "--json", "--vram", "-h", "--help")  # also after it
 _PROCESS = "with {} of CUDA context, as nvidia-smi counts"
 
 
@@ -41,7 +42,8 @@ _OPTIONS: list[Callable[..., Any]] = [
     ),
     click.option(
         "--precision",
-        help="fp32, bf16, bf16-mixed, fp16-mixed, fp8, int8 or int4. [default: the configuration's]",
+        help="fp32, bf16, bf16-mixed, fp16-mixed, fp8, int8 or int4. [default: the weights' own; with --gpus "
+        "bf16-mixed]",
     ),
     click.option(
         "--optimizer",
@@ -81,11 +83,6 @@ _OPTIONS: list[Callable[..., Any]] = [
     click.option("--new-tokens", type=int, help="Tokens to generate. [default: 128]"),
     split_options,
     click.option(
-        "--by",
-        type=click.Choice([REHEARSAL, TRACE]),
-        help="Of a program: rehearse it, or trace it. [default: rehearse where a CUDA build of PyTorch is there]",
-    ),
-    click.option(
         "--explain-formula", is_flag=True, help="Show the closed forms and their arithmetic; nothing is traced."
     ),
     html_option,
@@ -100,16 +97,47 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Command(Command):
+    """After a program come its own arguments, and the few options of ours that a program does not decide."""
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = args[: args.index("--") if "--" in args else None]
+        at = self._program_at(words)
+        if at is not None:
+            ours, own = self._told_apart(words[at + 1 :])
+            if own:
+                click.echo(f"Given to the program: {shlex.join(own)}", err=True)
+            args = [*words[: at + 1], *ours, "--", *own, *args[len(words) + 1 :]]
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             if any(map(is_program, words)):
                 raise click.UsageError(
-                    f"{error.format_message()} Options of the program go after --.", ctx
+                    f"{error.format_message()} Options of the program go after its name.", ctx
                 ) from error
             raise
+
+    def _program_at(self, words: list[str]) -> int | None:
+        """Where the name of a program stands; None where another model, or none, is named."""
+        at = 0
+        while at < len(words) and words[at].startswith("-"):
+            at += 2 if self._takes_value(words[at]) else 1
+        return at if at < len(words) and is_program(words[at]) else None
+
+    def _told_apart(self, words: list[str]) -> tuple[list[str], list[str]]:
+        """Of the words after a program: options of ours, and the program's own arguments."""
+        ours: list[str] = []
+        own: list[str] = []
+        at = 0
+        while at < len(words):
+            is_ours = words[at].partition("=")[0] in _BESIDE_PROGRAM
+            end = at + (2 if is_ours and self._takes_value(words[at]) else 1)
+            (ours if is_ours else own).extend(words[at:end])
+            at = end
+        return ours, own
+
+    def _takes_value(self, word: str) -> bool:
+        return any(word in option.opts and not option.is_flag for option in self.params
+                   if isinstance(option, click.Option))  # fmt: skip
 
 
 def is_program(model: str) -> bool:
@@ -119,7 +147,7 @@ def is_program(model: str) -> bool:
 
 @click.command(cls=_Command)
 @click.argument("model", type=DESCRIBED_MODEL)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS]...")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 @_options
 def estimate(
     model: str,
@@ -127,20 +155,21 @@ def estimate(
     gpu: str | None,
     vram: int | str | None,
     alloc_conf: str,
-    by: str | None,
     explain_formula: bool,
     html: Path | None,
     as_json: bool,
     **options: Any,
-) -> None:
+) -> int | None:
     """Predict what a step of training or generation takes, without a GPU.
 
     MODEL is a name or hub id of the catalog, a folder with a config.json, a config.json, file.py:function, or a
     program as it is: train.py. The function returns a step to trace, or a model and its inputs as a pair.
 
-    A program is rehearsed where --gpu names a card of NVIDIA's and a CUDA build of PyTorch is there, as brim rehearse
-    does it: what it writes is written. Otherwise it is traced: run on tensors without values until its optimizer has
-    stepped twice, and it changes no files, starts no processes and reaches no network. ARGS are its own.
+    A program is rehearsed, as by brim rehearse: it runs with PyTorch's CUDA build on a GPU that is not there, and the
+    files that it writes are kept. It needs --gpu. ARGS are its own: all words after it but --gpu, --vram,
+    --alloc-conf, --html and --json; after -- these too.
+
+    Exit code 3 says that it does not fit; the answer then names settings that do.
     """
     asked = _Asked(
         model=model, arguments=arguments, settings=options, gpu=gpu, vram=vram, alloc_conf=alloc_conf, html=html,
@@ -148,10 +177,7 @@ def estimate(
     )  # fmt: skip
     if is_program(model):
         _of_program(model, arguments, options, explain_formula)
-        _report_program(asked, by)
-        return
-    if by is not None:
-        raise UsageError(f"Cannot use --by {by} with {model}.", "Only programs can be rehearsed.", "Leave out --by.")
+        return _report_program(asked)
     if arguments:
         raise UsageError(f"{' '.join(arguments)} was given beside {model}.", "Only programs take arguments.")
     split = split_of(options)
@@ -168,13 +194,13 @@ def estimate(
         options["compiled"] = bool(compiled)
         if explain_formula or html is not None:
             raise UsageError("Cannot use --gpus with --explain-formula or --html.", "They apply to one GPU only.")
-        estimate_ranks.report(model, options, *split, gpu, vram, alloc_conf, as_json)
-    elif not explain_formula:
-        _report(asked)
-    elif html is None:
-        _explain(model, options, as_json)
-    else:
+        return estimate_ranks.report(model, options, *split, gpu, vram, alloc_conf, as_json)
+    if not explain_formula:
+        return _report(asked)
+    if html is not None:
         raise UsageError("Cannot use --html with --explain-formula.", "Nothing is traced, so there is no picture.")
+    _explain(model, options, as_json)
+    return None
 
 
 def _of_program(model: str, arguments: tuple[str, ...], options: dict[str, Any], explain_formula: bool) -> None:
@@ -190,25 +216,12 @@ def _of_program(model: str, arguments: tuple[str, ...], options: dict[str, Any],
         raise UsageError(
             f"{' and '.join(options_given)} {'was' if len(options_given) == 1 else 'were'} given for {model}.",
             "The program itself decides that.",
-            f"Give its own options after --, as in: brim estimate {model} -- {options_given[0]} ...",
+            f"Give its own options after it, as in: brim estimate {model} {options_given[0]} ...",
         )
     if not Path(model).is_file():
         raise UsageError(f"Cannot run {model}.", "There is no such file.")
     split_of(options)
     del options["compiled"]
-
-
-def _program(path: str, arguments: tuple[str, ...]) -> Callable[[], None]:
-    """The program as ``python`` runs it, but what it prints goes to stderr."""
-    from contextlib import redirect_stdout
-
-    from brim.run.script.script import Program, execute
-
-    def run() -> None:
-        with redirect_stdout(sys.stderr):
-            execute(Program(target=path, arguments=arguments))
-
-    return run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,61 +238,74 @@ class _Asked:
     as_json: bool
 
 
-def _report_program(asked: _Asked, by: str | None) -> None:
-    from brim.estimation.simulation import place_of
-
-    place = place_of(asked.gpu, asked.vram)
-    environment, reason = environment_for(by, place)
-    if environment is None:
-        click.echo(f"By trace: {reason}.", err=True)
-        _report(asked)
-        return
+def _report_program(asked: _Asked) -> int | None:
     from brim.estimation.growth import NOTHING
+    from brim.estimation.simulation import place_of
     from brim.report.html.page import View
 
+    place = place_of(asked.gpu, asked.vram)
+    environment = environment_for(place)
     click.echo("By rehearsal: the program really runs, and the files that it writes are kept.", err=True)
     estimate, timeline = rehearsed(asked.model, asked.arguments, place, asked.alloc_conf, environment)
     if asked.html is not None:
         _write_page(asked.html, [] if timeline is None else [View(timeline=timeline)], estimate, place.total_bytes)
     if asked.as_json:
-        print_json(estimate.to_json())
+        print_json(estimate.to_json() | {"fits_with": []})  # settings of a program are its own
     else:
         _print(estimate, NOTHING, place.total_bytes)
+    return _exit_code(estimate)
 
 
-def _report(asked: _Asked) -> None:
-    from rich.console import Console
+def _exit_code(estimate: Estimate) -> int | None:
+    return BudgetError.exit_code if estimate.fits is False else None
 
+
+def _report(asked: _Asked) -> int | None:
+    from brim.cli.console import Console
     from brim.estimation.workload import Workload
 
     workload, model = Workload(**asked.settings), asked.model
     load("brim.estimation.estimate")
+    from brim.estimation.alternatives import alternatives
     from brim.estimation.estimate import Study, hardware_of
-    from brim.estimation.models import Source, find_model
+    from brim.estimation.models import find_model
     from brim.estimation.simulation import place_of
 
     place, hardware = place_of(asked.gpu, asked.vram), hardware_of(asked.gpu)
-    if is_program(model):
-        file, run = os.path.abspath(model), _program(model, asked.arguments)  # noqa: PTH100  # as its tracebacks name it
-        source = Source(name=Path(model).name, library="python", program=run, file=file)
-    else:
-        source = find_model(model)
+    source = find_model(model)
     if source.library == "transformers":
         load(MODELS)
     with Console(stderr=True).status("Tracing one step on fake tensors") as status:
         study = Study(source, workload, place, hardware, asked.alloc_conf)
         estimate = study.estimate()
         status.update("Solving for other sizes")
-        growth = None if asked.as_json else study.growth()
+        growth = None if asked.as_json and estimate.fits is not False else study.growth()
+        others: Sequence[Alternative] = ()
+        if growth is not None and estimate.fits is False:
+            status.update("Looking for settings that fit")
+            others = alternatives(study, growth.largest_batch)
     if asked.html is not None:
-        _write_html(asked.html, study, estimate, growth)
-    if growth is None:
-        print_json(estimate.to_json())
+        _write_html(asked.html, study, estimate, growth, others)
+    if asked.as_json:
+        print_json(estimate.to_json() | {"fits_with": [other.to_json() for other in others]})
     else:
-        _print(estimate, growth, study.place.total_bytes)
+        assert growth is not None
+        _print(estimate, growth, study.place.total_bytes, others, _plan_command(asked, estimate))
+    return _exit_code(estimate)
 
 
-def _write_html(path: Path, study: Study, estimate: Estimate, growth: Growth | None) -> None:
+def _plan_command(asked: _Asked, estimate: Estimate) -> str:
+    """The command that plans what was estimated."""
+    words = ["brim", "plan", asked.model, "--task", estimate.workload.task, "--batch", str(estimate.workload.batch)]
+    words += ["--seq", str(estimate.workload.seq)] if estimate.workload.seq else []
+    words += ["--gpu", asked.gpu] if asked.gpu is not None else []
+    words += ["--vram", str(asked.vram)] if asked.vram is not None else []
+    return shlex.join(words)
+
+
+def _write_html(
+    path: Path, study: Study, estimate: Estimate, growth: Growth | None, others: Sequence[Alternative]
+) -> None:
     """What memory does on this GPU; of a step that does not fit, also what it would do without end."""
     import dataclasses
 
@@ -293,13 +319,18 @@ def _write_html(path: Path, study: Study, estimate: Estimate, growth: Growth | N
         rest = simulate(study.trace, endless, study.alloc_conf)
         title = f"{estimate.model} (predicted, if memory had no end)"
         views.append(View(timeline=rest, title=title, phases=phases(study.trace, rest)))
-    _write_page(path, views, estimate, study.place.total_bytes, growth)
+    _write_page(path, views, estimate, study.place.total_bytes, growth, others)
 
 
 def _write_page(
-    path: Path, views: list[View], estimate: Estimate, total_bytes: int | None, growth: Growth | None = None
+    path: Path,
+    views: list[View],
+    estimate: Estimate,
+    total_bytes: int | None,
+    growth: Growth | None = None,
+    others: Sequence[Alternative] = (),
 ) -> None:
-    from brim.report.html.page import Table
+    from brim.report.html.page import Table, page
 
     peak = estimate.peak_bytes
     rows = [
@@ -310,21 +341,37 @@ def _write_page(
         ("safe upper bound", estimate.upper_bound_bytes, ""),
     ]
     table = Table(title="Peak", columns=("peak", "bytes", "what"), rows=tuple(rows))
-    failed = [estimate.out_of_memory] if estimate.fits is False else []
+    fitting = Table(
+        title="It fits with",
+        columns=("options", "bytes"),
+        rows=tuple((other.options, other.process_bytes) for other in others),
+    )
+    failed = [estimate.out_of_memory] if estimate.out_of_memory else []
     told = Table(
         title="What was assumed",
         columns=("note",),
         rows=tuple((note,) for note in (*estimate.notes, estimate.program)),
     )
     sentence = verdict.of_estimate(estimate, total_bytes, growth.largest_batch if growth else None)
-    title, settings = estimate.title, estimate.settings
-    write_html(path, views, title=title, verdict=sentence, tables=[table, told], notes=[settings, *failed])
+    notes = [estimate.settings, *failed]
+    if estimate.precision_origin:
+        notes.insert(1, verdict.of_precision(estimate.workload.precision, estimate.precision_origin))
+    write_html(
+        path,
+        page(
+            views,
+            title=estimate.title,
+            verdict=sentence,
+            tables=[table, *[fitting] * bool(others), told],
+            notes=notes,
+        ),
+    )
 
 
 def _explain(model: str, settings: dict[str, Any], as_json: bool) -> None:
     import dataclasses
 
-    from rich.console import Console
+    from brim.cli.console import Console
 
     with Console(stderr=True).status("Loading PyTorch"):
         from brim.estimation.closed_forms import closed_forms, forms_of_weights
@@ -345,18 +392,47 @@ def _explain(model: str, settings: dict[str, Any], as_json: bool) -> None:
         console.print(f"{name.replace('_', ' ')}: {form.arithmetic}{told}", markup=False)
 
 
-def _print(estimate: Estimate, growth: Growth, total_bytes: int | None) -> None:
-    from rich.console import Console
+def _print(
+    estimate: Estimate,
+    growth: Growth,
+    total_bytes: int | None,
+    others: Sequence[Alternative] = (),
+    command: str = "",
+) -> None:
+    from dataclasses import asdict
+
+    from brim.cli.console import Console
+    from brim.cli.explain.text import of_leak
 
     console = Console(highlight=False)
     sentence = verdict.of_estimate(estimate, total_bytes, growth.largest_batch)
     console.print(sentence, markup=False, soft_wrap=True, style="bold")
     console.print(estimate.describe(), markup=False, soft_wrap=True)
-    if estimate.fits is False:
+    if estimate.precision_origin:
+        told = verdict.of_precision(estimate.workload.precision, estimate.precision_origin)
+        console.print(told, markup=False, soft_wrap=True)
+    for line in of_leak(asdict(estimate.leak)) if estimate.leak is not None else ():
+        console.print(line, markup=False, soft_wrap=True)
+    if estimate.out_of_memory:
         console.print(estimate.out_of_memory, markup=False)
+        _print_others(console, estimate, others, command)
     for table in (_peaks(estimate), _categories(estimate), _modules(estimate), *_growth(growth)):
         console.print(table)
     _last_lines(console, estimate, growth)
+
+
+def _print_others(console: Console, estimate: Estimate, others: Sequence[Alternative], plan: str) -> None:
+    """Settings that fit, or the command ``plan``, which looks further."""
+    if others:
+        table = _table("it fits with", "process", title="")
+        for other in others:
+            table.add_row(other.options, format_bytes(other.process_bytes))
+        console.print(table)
+    elif not estimate.is_program:
+        console.print(
+            "No small change of these settings fits. What offloads and streams is looked for by", markup=False
+        )
+        console.print(plan, markup=False, soft_wrap=True)
 
 
 def _peaks(estimate: Estimate) -> Table:
@@ -403,11 +479,11 @@ def _growth(growth: Growth) -> list[Table]:
     for name, points in (("batch", growth.batches), ("seq", growth.lengths)):
         if not points:
             continue
-        table = _table(name, "allocated", "reserved", "process")
+        table = _table(name, "allocated", "reserved", "process", "")
         for point in points:
             size = f"{getattr(point, name):,}"
             sizes = (point.allocated_bytes, point.reserved_bytes, point.process_bytes)
-            table.add_row(size, *map(format_bytes, sizes))
+            table.add_row(size, *map(format_bytes, sizes), "" if point.fits else "does not fit")
         tables.append(table)
     return tables
 

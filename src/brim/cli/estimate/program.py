@@ -1,4 +1,4 @@
-"""``brim estimate train.py``: by a rehearsal where a CUDA build of PyTorch is at hand, else by a trace."""
+"""``brim estimate train.py``: a rehearsal, reported as an estimate."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from brim.errors import ModelError, UnsupportedError, UsageError
+from brim.errors import ModelError, UsageError
 from brim.processes import temporary_folder
 
 if TYPE_CHECKING:
     from brim.core.timeline import Timeline
+    from brim.device.environment import Environment
     from brim.estimation.estimate import Estimate
     from brim.estimation.simulation import Place
-    from brim.rehearsal.environment import Environment
     from brim.rehearsal.rehearse import Rehearsal, Request
 
-REHEARSAL, TRACE = "rehearsal", "trace"
+_MOST_ADVICE = 3
 _ENDLESS_BYTES = 1 << 42  # to tell what a program takes that does not fit
 _REHEARSED = (
     "rehearsed: run as it is by PyTorch's CUDA build on a GPU that is not there, until memory grew no more; what "
@@ -28,43 +28,25 @@ _REHEARSED = (
 _CATEGORIES = "categories and modules are inferred from the stacks of allocations"
 
 
-def environment_for(by: str | None, place: Place) -> tuple[Environment | None, str]:
-    """The CUDA build to rehearse with, ready to use; None and the reason where the program is to be traced.
+def environment_for(place: Place) -> Environment:
+    """Return the CUDA build to rehearse with.
 
-    ``by``: ``rehearsal``, ``trace`` or None, whichever can be. Raises UsageError and UnsupportedError where a
-    rehearsal was asked for and cannot be.
+    Raises UsageError where no card of the catalog is named, or the build is not there and may not be fetched, and
+    UnsupportedError where there is none for this machine.
     """
-    if by == TRACE:
-        return None, "--by trace was given"
-    try:
-        return _environment(place), ""
-    except (UnsupportedError, UsageError) as error:
-        if by == REHEARSAL:
-            raise
-        return None, error.found.rstrip(".")
-
-
-def _environment(place: Place) -> Environment:
     from brim import catalog
-    from brim.rehearsal import values_library
-    from brim.rehearsal.environment import find
-    from brim.rehearsal.settings import DeviceSettings
+    from brim.cli.rehearse import confirmed
+    from brim.device.environment import prepare
+    from brim.device.settings import DeviceSettings
 
     if place.name not in catalog.gpu_names():
-        raise UsageError("Cannot rehearse the program.", "No GPU of the catalog is named.", "Name one with --gpu.")
-    settings = DeviceSettings.of(place.name, memory_bytes=place.total_bytes)
-    environment = find()
-    if environment is None:
         raise UsageError(
-            "Cannot rehearse the program.",
-            "There is no CUDA build of PyTorch.",
-            f"`brim rehearse --gpu {place.name!r} ...` fetches one.",
+            "Cannot estimate a program.",
+            "It is rehearsed, and no GPU of the catalog is named.",
+            "Name one with --gpu.",
         )
-    if not values_library.is_built(environment.site_packages):
-        click.echo("Building the device for this PyTorch, once: half a minute.", err=True)
-    values_library.built(environment.site_packages)
-    environment.variables(settings)
-    return environment
+    DeviceSettings.of(place.name, memory_bytes=place.total_bytes)  # refuses cards before anything is downloaded
+    return prepare(confirm=confirmed)
 
 
 def rehearsed(
@@ -72,7 +54,7 @@ def rehearsed(
 ) -> tuple[Estimate, Timeline | None]:
     """What the program takes, rehearsed, and what memory did on this GPU (None: the program did not use it).
 
-    Of a program that does not fit, the estimate is of a GPU with memory without end, as a trace's is.
+    Of a program that does not fit, the estimate is of a GPU with memory without end.
     Raises ModelError where the program fails.
     """
     from brim.rehearsal.rehearse import Request
@@ -81,28 +63,44 @@ def rehearsed(
         target=model, arguments=arguments, gpu=place.name, memory_bytes=place.total_bytes, alloc_conf=alloc_conf
     )
     rehearsal, here = _run(request, environment)
-    if rehearsal.fits:
+    if rehearsal.ended != "out of memory":
         return _estimate(Path(model).name, rehearsal, here, place), here
     endless, whole = _run(replace(request, memory_bytes=_ENDLESS_BYTES), environment)
     estimate = _estimate(Path(model).name, endless, whole, place)
-    return replace(estimate, fits=False, out_of_memory=rehearsal.message), here
+    notes = (*_what_helps(here), *estimate.notes)
+    return replace(estimate, fits=False, out_of_memory=rehearsal.message, leak=rehearsal.leak, notes=notes), here
+
+
+def _what_helps(timeline: Timeline | None) -> list[str]:
+    """The best advice against what failed, not rehearsed."""
+    from brim.report.failure import IN_PHASE, advice_for, failure
+
+    failed = None if timeline is None else failure(timeline)
+    if failed is None:
+        return []
+    where = "" if failed.phase is None else f" {IN_PHASE[failed.phase]}"
+    helpful = [one for one in advice_for(failed) if one.helps][:_MOST_ADVICE]
+    return [f"it runs out{where}; what helps there: {one.text} {one.paste}".rstrip() for one in helpful]
 
 
 def _run(request: Request, environment: Environment) -> tuple[Rehearsal, Timeline | None]:
     from brim.cli.explain.snapshot import explain_snapshot
     from brim.rehearsal.rehearse import FOLDERS, rehearse_program
+    from brim.rehearsal.remedies import remedy
 
     with temporary_folder(FOLDERS) as folder:
-        (rehearsal,) = rehearse_program(request, environment, folder, output=sys.stderr)
+        (rehearsal,) = rehearse_program(
+            request, environment, folder, output=sys.stderr, told=lambda text: click.echo(text, err=True)
+        )
         if rehearsal.fits is None:
             raise ModelError(
                 f"Cannot estimate {request.target}.",
                 f"The program fails: {rehearsal.message}",
-                "Correct the program, or its arguments, which go after --; or estimate it with --by trace.",
+                remedy(rehearsal.message) or "Correct the program, or its arguments, which go after its name.",
             )
         if rehearsal.snapshot is None or not rehearsal.devices:
             return rehearsal, None
-        devices = explain_snapshot(rehearsal.snapshot, request.target, ())
+        devices = explain_snapshot(rehearsal.snapshot, request.target, (), leaks=rehearsal.leaks)
     largest = max(rehearsal.devices, key=lambda device: device.process_bytes).device
     return rehearsal, next((device.timeline for device in devices if device.body["device"] == largest), None)
 
@@ -127,8 +125,8 @@ def _estimate(name: str, rehearsal: Rehearsal, timeline: Timeline | None, place:
     if timeline is not None:
         peak_summary = summary(timeline, most=None)
         for group in peak_summary.by_category:
-            name = NAMES[Category(group.name)] if group.name in list(Category) else "other"
-            categories[name] = categories.get(name, 0) + group.bytes
+            category = NAMES[Category(group.name)] if group.name in list(Category) else "other"
+            categories[category] = categories.get(category, 0) + group.bytes
         modules = {group.name: group.bytes for group in peak_summary.by_module}
     added = tuple(margin for margin in [context_margin(place)] if margin.bytes)
     context = f"CUDA context of {rehearsal.context_bytes:,} B: {rehearsal.context_source}"
@@ -145,8 +143,9 @@ def _estimate(name: str, rehearsal: Rehearsal, timeline: Timeline | None, place:
         step_s=None,
         flops=None,
         not_modelled=(),
-        fits=True,
+        fits=rehearsal.fits,
+        leak=rehearsal.leak,
         notes=(f"program: {_REHEARSED}", _CATEGORIES, *notes_of(rehearsal), context),
         is_program=True,
-        by=REHEARSAL,
+        by="rehearsal",
     )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from brim.cli import verdict
 from brim.cli.loading import MODELS, load
 from brim.cli.options import print_json
-from brim.errors import UsageError
+from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -27,9 +31,9 @@ def report(
     vram: int | str | None,
     alloc_conf: str,
     as_json: bool,
-) -> None:
-    """Estimate and print."""
-    from rich.console import Console
+) -> int | None:
+    """Estimate and print. The exit code where it does not fit."""
+    from brim.cli.console import Console
 
     for name in ("method", "new_tokens", "lora_rank", "lora_targets"):
         if settings.pop(name) is not None:
@@ -37,6 +41,7 @@ def report(
                 f"Cannot use --{name.replace('_', '-')} with --gpus.", "Only full training can be split so far."
             )
     load("brim.estimation.ranks.estimate", MODELS)
+    _say_what_is_ruled_out(model, settings, split, gpu, vram)
     with Console(stderr=True).status("Working out one rank of each kind"):
         from brim.estimation.ranks.estimate import estimate_ranks
 
@@ -44,15 +49,56 @@ def report(
     if as_json:
         print_json(estimate.to_json())
     else:
-        _print(estimate)
+        _print(estimate, _further(model, estimate, gpu))
+    return BudgetError.exit_code if estimate.fits is False else None
 
 
-def _print(estimate: ParallelEstimate) -> None:
-    from rich.console import Console
+def _say_what_is_ruled_out(
+    model: str, settings: dict[str, Any], split: Split, gpu: str | None, vram: int | str | None
+) -> None:
+    """Say at once what one division rules out; what every rank takes is worked out all the same."""
+    from brim import catalog
+    from brim.estimation.models import find_model
+    from brim.estimation.ranks.sizes import shape_of
+    from brim.estimation.simulation import place_of
+    from brim.planner.meshes.search import Pieces
+    from brim.planner.meshes.torch_engine import least_states
+
+    room = place_of(gpu, vram).available_bytes
+    adam = settings["optimizer"] in (None, "adam", "adamw") and settings["precision"] != "bf16"
+    if room is None or gpu is None or split.offload_shards or not adam:
+        return
+    try:
+        pieces = Pieces(shape_of(find_model(model)), catalog.gpu(gpu), settings["seq"] or 1)
+    except UnsupportedError:  # its parameters are not known without a trace
+        return
+    least = least_states(pieces.parameters(), split.gpus)
+    if least > room:
+        click.echo(
+            f"It fits in no split: weights, gradients and states take {format_bytes(least)} on each of {split.gpus} "
+            f"GPUs, and one has {format_bytes(room)} for them. What this split takes follows.",
+            err=True,
+        )
+
+
+def _further(model: str, estimate: ParallelEstimate, gpu: str | None) -> str:
+    """The command that looks for splits that fit, where there is a GPU to search for."""
+    if gpu is None:
+        return ""
+    words = ["brim", "plan", model, "--task", "train", "--gpus", str(estimate.split.gpus), "--gpu", gpu]
+    words += ["--seq", str(estimate.workload.seq)] if estimate.workload.seq else []
+    words += ["--global-batch", str(estimate.split.global_batch), "--engine", estimate.engine]
+    return f" Splits that do are looked for by {shlex.join(words)}"
+
+
+def _print(estimate: ParallelEstimate, further: str) -> None:
+    from brim.cli.console import Console
 
     console = Console(highlight=False)
     where = f" on {estimate.gpu}" if estimate.gpu else ""
     console.print(f"{estimate.model}{where}: {estimate.workload.describe()}", markup=False, soft_wrap=True)
+    told = verdict.of_precision(estimate.workload.precision, estimate.precision_origin)
+    console.print(told, markup=False, soft_wrap=True)
     console.print(estimate.split.describe(), markup=False, soft_wrap=True)
     console.print(_ranks(estimate))
     console.print(_breakdown(estimate))
@@ -65,7 +111,7 @@ def _print(estimate: ParallelEstimate) -> None:
             f"{format_bytes(estimate.node_ram_bytes)} for all of a node", markup=False, soft_wrap=True,
         )  # fmt: skip
     if estimate.fits is False:
-        console.print("It does not fit.", markup=False)
+        console.print(f"It does not fit.{further}", markup=False, soft_wrap=True)
     _last_lines(console, estimate)
 
 
@@ -115,7 +161,9 @@ def _breakdown(estimate: ParallelEstimate) -> Table:
     worst = estimate.worst
     table = _table(f"at the peak of rank {worst.rank}", "bytes", "share")
     total = max(worst.peak_bytes.process, 1)
-    for name, size in sorted(worst.breakdown.items(), key=lambda row: -row[1]):
+    kept = worst.peak_bytes.process - sum(worst.breakdown.values())
+    rows = worst.breakdown | {"kept by the allocator, unused": kept}
+    for name, size in sorted(rows.items(), key=lambda row: -row[1]):
         if size:
             table.add_row(name.replace("_", " "), format_bytes(size), f"{size / total:.1%}")
     return table

@@ -1,4 +1,4 @@
-"""Each kind of file that ``brim explain`` reads, as one answer: JSON, text, timelines and tables."""
+"""The answer of ``brim explain`` for each kind of file: JSON, text, timelines and tables."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from brim.cli.explain import source as explain_source
 from brim.cli.explain import text as explain_text
 from brim.cli.explain.source import Source
+from brim.errors import FormatError
 
 if TYPE_CHECKING:
+    from brim.core.leak import Leak
     from brim.core.timeline import Timeline
     from brim.profiles.figures import Profile
     from brim.report.oom.reader import OomMessage
@@ -32,11 +34,16 @@ class Explained:
 
 
 def of_log(source: Source, settings: tuple[str, ...]) -> Explained:
-    """Out-of-memory messages in a log: the one that says most is explained, the others are named."""
+    """Explain the out-of-memory message that says most in a log, and name the others."""
     from brim.report.oom.reader import primary, read_oom
 
-    with explain_source.log_of(source) as log:
-        messages = read_oom(log)
+    try:
+        with explain_source.log_of(source) as log:
+            messages = read_oom(log)
+    except FormatError as error:
+        raise FormatError(
+            f"Cannot read an out-of-memory message in {source.name}.", error.found, error.todo
+        ) from None
     chosen = primary(messages)
     others = [message for message in messages if message is not chosen]
     body = {"kind": source.kind, "source": source.name} | chosen.to_json()
@@ -62,11 +69,19 @@ def advice_table(advice: Sequence[Mapping[str, Any]]) -> Rows:
     )
 
 
-def of_snapshot(source: Source, settings: tuple[str, ...]) -> Explained:
+def of_snapshot(
+    source: Source,
+    settings: tuple[str, ...],
+    *,
+    leaks: Mapping[int, Leak] | None = None,
+    revise: Callable[[list[dict[str, Any]]], None] = lambda _: None,
+) -> Explained:
+    """Explain a memory snapshot. ``revise`` may change the devices' documents before the text is made."""
     from brim.cli.explain.snapshot import explain_snapshot
 
-    devices = explain_snapshot(source.path, source.name, settings)
+    devices = explain_snapshot(source.path, source.name, settings, leaks=leaks)
     bodies = [device.body for device in devices]
+    revise(bodies)
     notes = [f"Device {body['device']}: {body['headline']}" for body in bodies]
     if bodies:
         notes.append("Categories are inferred from stacks and lifetimes; a recording does not hold them.")
@@ -89,12 +104,12 @@ def _snapshot_tables(body: dict[str, Any]) -> list[Rows]:
     for moment in body["moments"]:
         when = f"{name}, {explain_text.WHEN[moment['what']]}"
         sizes = tuple(
-            (explain_text.size_name(one["limit_bytes"]), one["count"], one["bytes"]) for one in moment["free_by_size"]
+            (explain_text.size_name(row["limit_bytes"]), row["count"], row["bytes"]) for row in moment["free_by_size"]
         )
         tables.append((f"Free blocks: {when}", ("size", "blocks", "bytes"), sizes))
         pinned = tuple(
-            (f"{one['address']:#x}", one["bytes"], one["free_bytes"], one["blocks_in_use"], explain_text.pins(one))
-            for one in moment["segments"]
+            (f"{row['address']:#x}", row["bytes"], row["free_bytes"], row["blocks_in_use"], explain_text.pins(row))
+            for row in moment["segments"]
         )
         heads = ("segment", "size_bytes", "free_bytes", "blocks in use", "pinned by")
         tables.append((f"Segments with pinned free memory: {when}", heads, pinned))
@@ -102,9 +117,9 @@ def _snapshot_tables(body: dict[str, Any]) -> list[Rows]:
 
 
 def _what_if_table(runs: Sequence[Mapping[str, Any]], name: str) -> Rows:
-    columns = ("settings", "reserved at the peak_bytes", "allocated at the peak_bytes", "would fit")
+    columns = ("settings", "reserved at the peak_bytes", "allocated at the peak_bytes", "serves the failed request")
     rows = tuple(
-        (run["settings"] or "default", run["peak_reserved_bytes"], run["peak_allocated_bytes"], run["would_fit"])
+        (run["settings"] or "default", run["peak_reserved_bytes"], run["peak_allocated_bytes"], run["serves_failure"])
         for run in runs
     )
     return f"Replayed under other settings, {name}", columns, rows

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
     help='Allocator settings to replay a snapshot under, as in "expandable_segments:True". May be repeated; '
     '"best" searches for the setting with which least is reserved.',
 )
-@click.option(
-    "--perfetto",
-    type=OutputFile(TRACE),
-    help="Also write the run as a trace for ui.perfetto.dev.",
-)
+@click.option("--perfetto", type=OutputFile(TRACE), help="Also write the run as a trace for ui.perfetto.dev.")
 @html_option
 @json_option
 def explain(
@@ -49,7 +45,7 @@ def explain(
     if compared:
         explained = _compared(sources, settings)
     elif len(sources) == 1:
-        explained = _one(sources[0], settings)
+        explained = _explain_file(sources[0], settings)
     else:
         raise UsageError(f"Cannot explain {len(sources)} files.", todo="Give one, or --diff and two: BEFORE AFTER.")
     if perfetto is not None:
@@ -60,10 +56,10 @@ def explain(
         print_json(explained.body)
         return
     for line in explained.lines:
-        click.echo(readable(line))  # names are of any origin, and a file is explained because it is not known
+        click.echo(readable(line))  # names in an unknown file are of any origin
 
 
-def _one(path: Path, settings: tuple[str, ...]) -> Explained:
+def _explain_file(path: Path, settings: tuple[str, ...]) -> Explained:
     from brim.cli.explain import answers as explained
     from brim.cli.explain import source as explain_source
 
@@ -104,10 +100,10 @@ def _write_perfetto(path: Path, explained: Explained) -> None:
 
 
 def _write_html(path: Path, explained: Explained) -> None:
-    from brim.report.html.page import Table, View
+    from brim.report.html.page import Table, View, page
 
     views = [View(timeline=timeline, title=title) for title, timeline in explained.views]
     tables = [Table(title=title, columns=columns, rows=rows) for title, columns, rows in explained.tables]
     first, *rest = [*explained.notes, ""]
     notes = [note for note in rest if note]
-    write_html(path, views, title=explained.title, verdict=first, tables=tables, notes=notes)
+    write_html(path, page(views, title=explained.title, verdict=first, tables=tables, notes=notes))

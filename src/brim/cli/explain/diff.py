@@ -24,7 +24,7 @@ _BREAKDOWNS = ("by_category", "by_module", "by_label", "by_stack", "by_segment_s
 
 
 def compared(before: Source, after: Source) -> Explained:
-    """What changed. Raises UsageError for two things that cannot be compared."""
+    """Compare two files. Raises UsageError if their kinds cannot be compared."""
     kinds = {before.kind, after.kind}
     if kinds <= set(_RUNS):
         return _runs(before, after)
@@ -37,7 +37,7 @@ def compared(before: Source, after: Source) -> Explained:
 
 
 def _devices(source: Source) -> dict[int, tuple[Timeline, dict[str, float]]]:
-    """Timelines and further numbers by device."""
+    """Return Timelines and further numbers by device."""
     if source.kind == explain_source.TIMELINE:
         timeline = explain_source.timeline_of(source)
         return {int(timeline.facts.get("device", 0)): (timeline, {})}
@@ -96,7 +96,7 @@ def _runs(before: Source, after: Source) -> Explained:
 
 
 def headline(difference: Difference) -> str:
-    """The change of the peak, and what made most of it: of what changed the same way."""
+    """Return a sentence about the change of the peak, and the largest change in the same direction."""
     numbers = {change.name: (change.before or 0, change.after or 0) for change in difference.figures}
     old, new = numbers["reserved_peak_bytes"]
     used, uses = numbers["allocated_peak_bytes"]
@@ -137,7 +137,7 @@ def _shown(figure: Mapping[str, Any]) -> str:
 
 
 def _is_of_a_list(name: str) -> bool:
-    """Whether a figure's name has a kernel's or a copy's own name in it."""
+    """Return whether a figure's name contains that of a kernel, copy, gap or wait."""
     return name.startswith(("kernels.", "copies.", "gaps.", "waits."))
 
 

@@ -1,4 +1,4 @@
-"""What a file given to ``brim explain`` is: told by its content, never by its name."""
+"""The files that ``brim explain`` reads: their kind is recognised by content, never by name."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ from brim.errors import FormatError, UsageError
 
 SNAPSHOT, TIMELINE, PROFILE, NSIGHT, LOG = "snapshot", "timeline", "profile", "nsight", "oom"
 _FIRST_BYTES_WITHIN_S = 5.0
-HEAD_BYTES = 1 << 16  # enough to tell what a file is
-_ARTEFACTS = ("Hardware", "Trace", "Plan")  # of brim, and nothing to explain
+HEAD_BYTES = 1 << 16  # enough to recognise a file
+_ARTEFACTS = ("Hardware", "Trace", "Plan")  # files of brim without a run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A file to explain. ``name`` is what it is called; ``kind`` what it holds; ``path`` where it can be read."""
+    """A file to explain. Messages call it ``name``; it can be read at ``path``."""
 
     name: str
     kind: str
     path: Path
-    stream: BinaryIO | None = None  # a log from a pipe: read once, not kept
+    stream: BinaryIO | None = None  # a log from a pipe, to be read once
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Source]:
-    """The contents of ``path``, or of the standard input for "-". A pipe can be read only once: it is copied to a
-    file while it is needed.
+    """Open ``path``, or the standard input for "-". A pipe is copied to a temporary file, unless it holds a log.
 
-    Raises FormatError if it cannot be read, UsageError if it is something of brim that holds no run.
+    Raises FormatError if it cannot be read, UsageError for a file of brim without a run.
     """
     if str(path) == "-":
         with _piped(sys.stdin.buffer, "the standard input", path) as source:
@@ -53,25 +52,30 @@ def opened(path: Path) -> Iterator[Source]:
 
 @contextmanager
 def _piped(stream: BinaryIO, name: str, path: Path) -> Iterator[Source]:
-    """A source that can be read only once: a log is read as it comes, anything else is copied to a file."""
+    """Open a stream that can be read only once: a log is read as it comes, anything else is copied to a file."""
     head = stream.read(HEAD_BYTES)
     if (kind := kind_of(head, name)) == LOG:
-        yield Source(name=name, kind=kind, path=path, stream=io.BufferedReader(_Both(head, stream)))
+        yield Source(name=name, kind=kind, path=path, stream=io.BufferedReader(_Rejoined(head, stream)))
         return
     with tempfile.NamedTemporaryFile(prefix="brim_explain_") as file:
         file.write(head)
         while block := stream.read(1 << 20):
             file.write(block)
         file.flush()
-        yield Source(name=name, kind=kind, path=Path(file.name))
+        try:
+            yield Source(name=name, kind=kind, path=Path(file.name))
+        except FormatError as error:  # names the copy
+            raise FormatError(
+                *(text.replace(file.name, name) for text in (error.asked, error.found, error.todo))
+            ) from error
 
 
 def kind_of(head: bytes, name: str) -> str:
-    """What a file is, by its first bytes."""
+    """Return the kind of a file by its first bytes."""
     from brim.profiles import nsight
     from brim.profiles import profiler as profile
 
-    if head.startswith(b"\x80"):  # every pickle of protocol 2 or later begins so
+    if head.startswith(b"\x80"):  # a pickle of protocol 2 or later
         return SNAPSHOT
     if nsight.is_sqlite(head):
         return NSIGHT
@@ -87,13 +91,13 @@ def kind_of(head: bytes, name: str) -> str:
 
 
 def timeline_of(source: Source) -> Timeline:
-    """The Timeline in a file. Raises FormatError for anything else."""
+    """Read the Timeline in a file. Raises FormatError for anything else."""
     return Timeline.read(source.path, source.name)
 
 
 @contextmanager
 def log_of(source: Source) -> Iterator[BinaryIO]:
-    """A log, open for reading."""
+    """Open a log for reading."""
     if source.stream is not None:
         yield source.stream
     else:
@@ -102,7 +106,7 @@ def log_of(source: Source) -> Iterator[BinaryIO]:
 
 
 def _is_pipe(path: Path) -> bool:
-    """Whether it is neither a file nor a folder. What cannot be asked is told when it is opened."""
+    """Return whether ``path`` is neither a file nor a folder; False if unknown, as opening it says why."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -111,7 +115,7 @@ def _is_pipe(path: Path) -> bool:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Raises FormatError if it cannot be opened."""
+    """Open a file or pipe. Raises FormatError if that fails."""
     try:
         if not path.is_fifo():
             return path.open("rb")
@@ -123,10 +127,10 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _waiting_open(path: Path) -> int:
-    """A pipe with a name that nobody writes to would be waited for without end."""
+    """Open a named pipe, and wait a few seconds for a writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not path.resolve().is_fifo():
-        return descriptor  # a shell's own, by its number: whoever writes is there
+        return descriptor  # a shell's own, by its number, has a writer
     if not select.select([descriptor], [], [], _FIRST_BYTES_WITHIN_S)[0]:
         os.close(descriptor)
         raise TimeoutError(errno.ETIMEDOUT, f"It is a pipe that nobody wrote to within {_FIRST_BYTES_WITHIN_S:.0f} s")
@@ -141,8 +145,8 @@ def _head(path: Path) -> bytes:
         raise FormatError(f"Cannot explain {path}.", f"{error}.") from error
 
 
-class _Both(io.RawIOBase):
-    """First bytes that were read already, then what follows them."""
+class _Rejoined(io.RawIOBase):
+    """The first bytes of a stream, which were read before, then the rest."""
 
     def __init__(self, head: bytes, rest: BinaryIO) -> None:
         self._head, self._rest = head, rest

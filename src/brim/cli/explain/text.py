@@ -1,4 +1,4 @@
-"""What ``brim explain`` prints: the cause first, then the numbers, then what to do."""
+"""The text of ``brim explain``: the cause first, then the numbers, then advice."""
 
 from __future__ import annotations
 
@@ -11,15 +11,25 @@ if TYPE_CHECKING:
     from brim.report.oom.reader import OomMessage
 
 WHEN = {"peak": "at the peak", "oom": "when it failed", "end": "at the end"}
-MOST_LINES = 8  # of one list
+MOST_LINES = 8  # of a list
+_NO_STACK = "(stack not recorded, as in a backward pass)"
+_LET_GO = (
+    "Keep numbers (loss.item()) or detached copies on the CPU instead of tensors with their graphs, give caches a "
+    "bound, and register hooks once. Smaller steps and other settings only delay the end."
+)
 _Lines = list[str]
 
 
 def of_message(chosen: OomMessage, others: Sequence[OomMessage]) -> _Lines:
     rank = f" ({chosen.rank})" if chosen.rank else ""
-    lines = [f"{chosen.family} on {chosen.device}{rank}: {chosen.cause.replace('_', ' ')}", chosen.why]
+    by = f", by {chosen.program}" if chosen.program and chosen.program not in chosen.family else ""
+    doing = f", in the phase: {chosen.phase}" if chosen.phase else ""
+    headline = f"{chosen.family} on {chosen.device}{rank}{by}{doing}: {chosen.cause.replace('_', ' ')}"
+    lines = [headline, chosen.why]
     for name, count in chosen.numbers_bytes.items():
         lines.append(f"  {name.replace('_', ' '):18} {format_bytes(count):>10}  {count:,} bytes")
+    lines += [f"  {name.replace('_', ' '):18}  not known to the program that printed it" for name in chosen.unknown]
+    lines += [f"  also in the message: {size}" for size in chosen.not_read]
     lines += _advice(
         [{"text": advice.text, "paste": advice.paste, "helps": advice.helps} for advice in chosen.advice]
     )
@@ -49,8 +59,9 @@ def of_snapshot(devices: Sequence[Mapping[str, Any]]) -> _Lines:
 def _device(device: Mapping[str, Any]) -> _Lines:
     replay = device["replay"]
     settings = device["settings"] or "default settings"
-    lines = [
-        f"device {device['device']}: {device['headline']}",
+    lines = [f"device {device['device']}: {device['headline']}"]
+    lines += [f"  {line}" for line in (of_leak(device["leak"]) if device["leak"] else [])]
+    lines += [
         f"  {device['events']:,} events, {settings}; replayed: {replay['addresses_matched']:,} of "
         f"{replay['allocations']:,} addresses, {replay['segments_matched']:,} of {replay['segments']:,} segments "
         "agree",
@@ -71,12 +82,12 @@ def _device(device: Mapping[str, Any]) -> _Lines:
 
 
 def untried(device: Mapping[str, Any]) -> str:
-    """Settings that the run's sizes suggest and that were not replayed."""
+    """Return a sentence about derived settings that were not replayed."""
     return f"not replayed for want of time, ask for them with --what-if: {', '.join(device['untried'])}"
 
 
 def _shown(moments: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first failure, and the peak if it was another moment; where neither is, the end."""
+    """Return the first failure, and the peak if it differs; without either, the end."""
     failed = [moment for moment in moments if moment["what"] == "oom"][:1]
     peak = [moment for moment in moments if moment["what"] == "peak"]
     if failed and peak and failed[0]["reserved_bytes"] == peak[0]["reserved_bytes"]:
@@ -107,15 +118,33 @@ def _moment(moment: Mapping[str, Any]) -> _Lines:
 
 
 def pins(segment: Mapping[str, Any]) -> str:
-    """What keeps a segment: the largest blocks in use with the code that asked for them."""
+    """Return the blocks that pin a segment, the largest first, with the code that allocated them."""
     named = [
         f"{format_bytes(pin['bytes'])} {short(pin['label']) or '(stack not recorded)'}" for pin in segment["pins"]
     ]
     return "; ".join(named)
 
 
+def of_leak(leak: Mapping[str, Any]) -> _Lines:
+    """Return the program's lines whose allocations stay in use."""
+    from brim.rehearsal.branches import keeping_lines
+
+    rows = [(row["bytes_per_step"], short(row["line"])) for row in leak["lines"]]
+    if len(rows) > MOST_LINES:
+        rest = sum(size for size, _ in rows[MOST_LINES:])
+        rows = [*rows[:MOST_LINES], (rest, f"{len(rows) - MOST_LINES:,} other lines")]
+    seen = f"seen from {leak['unit']} {leak['since_step']:,} to {leak['steps']:,}"
+    keeping = dict.fromkeys(line for row in leak["lines"] for line in keeping_lines(row["places"]))
+    return [
+        f"what each {leak['unit']} leaves in use ({seen}), by who asked for it:",
+        *(f"  {format_bytes(size):>10}  {line or _NO_STACK}" for size, line in rows),
+        *([f"kept by {'; '.join(list(keeping)[:MOST_LINES])}"] if keeping else []),
+        _LET_GO,
+    ]
+
+
 def short(frame: str) -> str:
-    """A frame with the end of its path."""
+    """Return a frame with the end of its path."""
     what, at, where = frame.rpartition(" at ")
     parts = where.split("/")
     return f"{what}{at}{'/'.join(parts[-3:])}" if len(parts) > 3 else frame[:160]
@@ -132,9 +161,9 @@ def size_name(limit: int) -> str:
 def _what_if_line(run: Mapping[str, Any], measured_bytes: int) -> str:
     fits = {
         None: "",
-        True: ", would have fit: yes",
-        False: f", would have fit: no ({format_bytes(run['failed_bytes'])} not served)",
-    }[run["would_fit"]]
+        True: ", serves the request that failed: yes",
+        False: f", serves the request that failed: no ({format_bytes(run['failed_bytes'])} not served)",
+    }[run["serves_failure"]]
     change = run["peak_reserved_bytes"] - measured_bytes
     return (
         f"with {run['settings'] or 'default settings'}: {format_bytes(measured_bytes)} -> "
@@ -144,7 +173,7 @@ def _what_if_line(run: Mapping[str, Any], measured_bytes: int) -> str:
 
 
 def of_peak(peak: Mapping[str, Any], title: str = "by category") -> _Lines:
-    """What was in use at the peak."""
+    """Return the memory in use at the peak."""
     if peak["event"] < 0:
         return ["nothing was allocated"]
     lines = [f"in use at the peak of {peak['tier']}, {format_bytes(peak['allocated_bytes'])}, {title}:"]
@@ -163,14 +192,14 @@ def of_peak(peak: Mapping[str, Any], title: str = "by category") -> _Lines:
 
 
 def timeline_headline(body: Mapping[str, Any]) -> str:
-    """A run in one sentence."""
+    """Return a sentence about a run."""
     peak = body["peak"]
     what = "Measured" if body["measured"] else "Predicted"
     allocated = f"{format_bytes(peak['allocated_bytes'])} allocated at the peak of {peak['tier']}"
     reserved = f", {format_bytes(peak['reserved_peak_bytes'])} reserved"
     failed = body["out_of_memory"]
     if failed is None:
-        return f"{what}: {allocated}{reserved}. Nothing failed."
+        return f"{what}: {allocated}{reserved}. No allocation failed."
     by = f" by {failed['label']}" if failed["label"] else ""
     return f"{what}: out of memory: {format_bytes(failed['bytes'])} were requested{by}. {allocated}{reserved}."
 
@@ -194,7 +223,7 @@ def of_idle(idle: Mapping[str, Any]) -> _Lines:
 
 
 def profile_notes(body: Mapping[str, Any]) -> _Lines:
-    """One sentence per device."""
+    """Return a sentence per device."""
     if not body["devices"]:
         return ["Nothing ran on a device while this was recorded."]
     lines = []

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-
+from brim.cli import verdict
+from brim.cli.console import Console
 from brim.cli.loading import loading_bar
 from brim.errors import UsageError
 from brim.units import format_seconds
@@ -32,6 +32,7 @@ def run(model: str, context: int | None, options: dict[str, Any]) -> None:
             loading = loading_bar(status)
             talk = stack.enter_context(chat(request, context=context, on_stage=status.update, on_loaded=loading))
         console.print(f"{model}, {talk.context:,} tokens of context. {_HINT}", markup=False)
+        console.print(verdict.of_precision(*talk.precision), markup=False)
         for text in _messages(console):
             with _interrupts() as stopped:
                 try:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from brim.cli import verdict
+from brim.cli.console import Console
 from brim.cli.generate import chat as generate_chat
 from brim.cli.generate import split as generate_split
 from brim.cli.loading import MODELS, load, loading_bar
@@ -143,12 +144,11 @@ def generate(
         if as_json or html is not None:
             raise click.UsageError("--json and --html take a --prompt or --prompts.")
         generate_chat.run(model, context, options)
-    elif prompts is not None:
-        _many(model, prompts, html, as_json, options)
-    else:
-        assert prompt is not None
-        _one(model, prompt, html, as_json, options)
-    return None
+        return None
+    if prompts is not None:
+        return _many(model, prompts, html, as_json, options)
+    assert prompt is not None
+    return _one(model, prompt, html, as_json, options)
 
 
 def _sampling(options: dict[str, Any]) -> Any:
@@ -173,7 +173,7 @@ def _of_stdin() -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _one(model: str, prompt: str, html: Path | None, as_json: bool, options: dict[str, Any]) -> None:
+def _one(model: str, prompt: str, html: Path | None, as_json: bool, options: dict[str, Any]) -> int:
     load("brim.run.generate.request", MODELS)
     from brim.cli.run_report import compute_of
     from brim.run.generate.request import Request
@@ -199,12 +199,13 @@ def _one(model: str, prompt: str, html: Path | None, as_json: bool, options: dic
         _write_html(html, result, compute)
     if as_json:
         print_json(result.to_json() | {"compute": compute})
-        return
-    sys.stdout.write("\n")
-    _summary(result, progress)
+    else:
+        sys.stdout.write("\n")
+        _summary(result, progress)
+    return verdict.of_exceeded(result.plan.exceeded(result.measured_bytes), progress)
 
 
-def _many(model: str, path: Path, html: Path | None, as_json: bool, options: dict[str, Any]) -> None:
+def _many(model: str, path: Path, html: Path | None, as_json: bool, options: dict[str, Any]) -> int:
     load("brim.run.generate.request", MODELS)
     from brim.cli.run_report import compute_of
     from brim.run.generate.inputs import read_prompts
@@ -234,31 +235,22 @@ def _many(model: str, path: Path, html: Path | None, as_json: bool, options: dic
         _write_html(html, result, compute)
     if as_json:
         sys.stdout.write(json.dumps({"summary": result.to_json() | {"compute": compute}}) + "\n")
-        return
-    _summary(result, progress)
-    progress.print(
-        f"{result.tokens} tokens in {format_seconds(result.seconds)}: {result.tokens_per_s:.4g} tokens/s, "
-        f"{result.batch} sequences at once"
-    )
+    else:
+        _summary(result, progress)
+        progress.print(
+            f"{result.tokens} tokens in {format_seconds(result.seconds)}: {result.tokens_per_s:.4g} tokens/s, "
+            f"{result.batch} sequences at once"
+        )
+    return verdict.of_exceeded(result.plan.exceeded(result.measured_bytes), progress)
 
 
 def _write_html(path: Path, result: Figures, compute: Mapping[str, Any]) -> None:
-    from brim.cli.run_report import compute_tables, views_of
-    from brim.report.html.page import Table
+    from brim.cli.run_report import compute_tables, memory_table, views_of
+    from brim.report.html.page import Table, page
 
     plan = result.plan
-    promised, measured = result.promised_bytes, result.measured_bytes
-    rows = tuple(
-        (tier.upper(), count, promised[tier], measured[tier])
-        for tier, count in plan.budget_bytes.items()
-        if tier in promised
-    )
-    memory = Table(
-        title="Memory, promised and measured",
-        columns=("tier", "budget_bytes", "promised_bytes", "measured_bytes"),
-        rows=rows,
-        note="Measured is the whole process; the picture shows what brim's pools held.",
-    )
+    measured = {tier: result.measured_bytes[tier] for tier in plan.budget_bytes if tier in result.promised_bytes}
+    memory = memory_table(result.timeline, plan.budget_bytes, result.promised_bytes, measured)
     time = Table(
         title="Time per token",
         columns=("promised_s", "measured_s", "eta"),
@@ -267,7 +259,7 @@ def _write_html(path: Path, result: Figures, compute: Mapping[str, Any]) -> None
     )
     views = views_of(result.timeline, result.predicted, plan)
     tables = [memory, time, *compute_tables(compute)]
-    write_html(path, views, title=f"{plan.model}: {plan.task}", tables=tables, one_axis=True)
+    write_html(path, page(views, title=f"{plan.model}: {plan.task}", tables=tables, one_axis=True))
 
 
 def _summary(result: Figures, console: Console) -> None:
@@ -281,6 +273,8 @@ def _summary(result: Figures, console: Console) -> None:
     measured_s = "-" if result.s_per_token is None else format_seconds(result.s_per_token)
     table.add_row("time per token", "", format_seconds(plan.promise.step_s), measured_s)
     console.print(table)
+    told = verdict.of_precision(*result.precision)
+    console.print(told, markup=False, highlight=False, soft_wrap=True)
     blocks = [d for d in plan.decisions if d.technique == "weight_streaming"]
     resident = sum(d.bytes for d in blocks if d.choice == "resident")
     streamed = sum(d.bytes for d in blocks if d.choice != "resident")

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
-
+from brim.cli import verdict
+from brim.cli.console import Console
 from brim.cli.options import print_json
 from brim.cli.split_options import under_torchrun
 from brim.errors import UsageError
@@ -67,6 +67,7 @@ def run(
         return None
     sys.stdout.write("\n")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(verdict.of_precision(*result.precision), markup=False)
     weights = ", ".join(format_bytes(count) for count in result.weights_bytes)
     took = "" if result.s_per_token is None else f"; {format_seconds(result.s_per_token)} per token"
     console.print(f"{result.split} split: {weights} of weights on ranks 0 to {len(result.weights_bytes) - 1}{took}")
@@ -74,7 +75,7 @@ def run(
 
 
 def _started(request: Any, gpus: int, *, as_json: bool) -> int | None:
-    """As ``torchrun --nproc-per-node GPUS -m brim generate`` would start them."""
+    """As ``torchrun --nproc-per-node GPUS --no-python brim generate`` would start them."""
     import torch
 
     from brim.run.ranks.start import start
@@ -83,7 +84,7 @@ def _started(request: Any, gpus: int, *, as_json: bool) -> int | None:
     if there and there < gpus:
         raise UsageError(
             f"--gpus {gpus} was given.", f"This machine has {there}.",
-            f"Give --gpus {there}, or start the ranks of several machines by torchrun -m brim generate ...",
+            f"Give --gpus {there}, or start the ranks of several machines by torchrun --no-python brim generate ...",
         )  # fmt: skip
     asked = request.generation
     words = ["generate", str(asked.model), "--prompt", asked.prompt, "--gpus", str(gpus), "--split", request.split]

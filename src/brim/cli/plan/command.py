@@ -28,16 +28,15 @@ from brim.cli.options import (
     print_json,
 )
 from brim.cli.plan.page import tiers_of, write_page
-from brim.errors import UsageError
+from brim.errors import BudgetError, UsageError
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
+    from brim.cli.console import Console
     from brim.run.plan.request import Answer, Effect, Proposal, Request
 
-INFEASIBLE = 3  # the exit code where nothing fits
 _COUNT = click.IntRange(min=1)
 
 
@@ -69,7 +68,13 @@ _OPTIONS = [
     click.option(
         "--ram",
         type=BUDGET,
-        help="Host memory: 8GiB, or 80% of it.  [default: 90 % of what is free, 64GiB beside a --gpu]",
+        help="Host memory: 8GiB, or 80% of it; with --gpus, of a node.  [default: 90 % of what is free; beside a "
+        "--gpu its share of the machine that it is sold in, else 64GiB]",
+    ),
+    click.option(
+        "--ram-gb-per-s",
+        type=Finite(min=0, min_open=True),
+        help="GB/s that host memory moves beside a --gpu; with --gpus, of a node.  [default: as with --ram]",
     ),
     click.option("--disk", type=BUDGET, help="Room on disk for what memory cannot hold."),
     click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences a step."),
@@ -122,7 +127,19 @@ _OPTIONS = [
 
 
 # What several GPUs' plans take into account; of a comparison one GPU's is one, which may have RAM and disk.
-_SEVERAL = {"model", "task", "gpu", "ram", "seq", "gpus_per_node", "engine", "global_batch", "output", "as_json"}
+_SEVERAL = {
+    "model",
+    "task",
+    "gpu",
+    "ram",
+    "ram_gb_per_s",
+    "seq",
+    "gpus_per_node",
+    "engine",
+    "global_batch",
+    "output",
+    "as_json",
+}
 _USED = {
     "compare_gpus": _SEVERAL | {"compare_gpus", "price", "disk", "lossless"},
     "gpus": _SEVERAL | {"gpus", "top"},
@@ -217,14 +234,12 @@ def _leave_out_several(options: dict[str, Any]) -> None:
 
 def _answer(request: Request, output: Path | None, **asked: Any) -> Answer:
     """What is found, its plans written to ``output``."""
-    from rich.console import Console
-
+    from brim.cli.console import Console
     from brim.run.plan.file import write
-    from brim.run.plan.request import PLAN_FILE
     from brim.run.plan.search import plan as answer_to
 
     with Console(stderr=True).status("Planning"):
-        answer = _with_files(answer_to(request, **asked), output or Path(PLAN_FILE))
+        answer = _with_files(answer_to(request, **asked), output)
         for index in range(len(answer.proposals) if output is not None else 0):
             write(_file(output or Path(), index), answer, index)
     return answer
@@ -237,7 +252,7 @@ def _show(answer: Answer, output: Path | None, html: Path | None, as_json: bool)
         print_json(answer.to_json())
     else:
         _print(answer, output)
-    return None if answer.proposals else INFEASIBLE
+    return None if answer.proposals else BudgetError.exit_code
 
 
 def _file(output: Path, index: int) -> Path:
@@ -245,28 +260,33 @@ def _file(output: Path, index: int) -> Path:
     return output if index == 0 else output.with_name(f"{output.stem}.{index + 1}{output.suffix}")
 
 
-def _with_files(answer: Answer, output: Path) -> Answer:
-    """Commands with the names that their plans' files have, or will have."""
+def _with_files(answer: Answer, output: Path | None) -> Answer:
+    """Commands with the names that their plans' files have; where none are written, with the command before them that
+    writes them."""
     from brim.run.plan.request import PLAN_FILE
 
     def named(proposal: Proposal, index: int) -> Proposal:
-        name = str(_file(output, index))
+        name = str(_file(output or Path(PLAN_FILE), index))
         if not proposal.command.startswith("brim "):  # a line of Python
             return replace(proposal, command=proposal.command.replace(PLAN_FILE, name))
         words = [name if word == PLAN_FILE else word for word in shlex.split(proposal.command)]
-        return replace(proposal, command=shlex.join(words))
+        writes = f"{answer.request.command()} --output {PLAN_FILE} && " if output is None and name in words else ""
+        return replace(proposal, command=writes + shlex.join(words))
 
     return replace(answer, proposals=[named(proposal, index) for index, proposal in enumerate(answer.proposals)])
 
 
 def _print(answer: Answer, output: Path | None) -> None:
-    from rich.console import Console
+    from brim.cli.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
     request, machine = answer.request, answer.machine
     budget = ", ".join(f"{format_bytes(n)} of {tier.upper()}" for tier, n in machine.budget_bytes.items())
     console.print(verdict.of_plans(answer), markup=False, style="bold")
     console.print(f"{request.model}: {request.task} on {machine.hardware.name} with {budget}", markup=False)
+    console.print(verdict.of_precision(*answer.precision), markup=False)
+    for assumed in machine.assumed:
+        console.print(f"assumed: {assumed}", markup=False)
     if answer.proposals:
         _print_plans(console, answer)
         if output is None:
@@ -277,12 +297,13 @@ def _print(answer: Answer, output: Path | None) -> None:
         from brim.run.plan.precision_table import shown
 
         console.print(shown(answer.precisions))
-    for assumed in machine.assumed:
-        console.print(f"assumed: {assumed}", markup=False)
     console.print(f"planned in {format_seconds(answer.took_s)}", markup=False)
 
 
 def _print_plans(console: Console, answer: Answer) -> None:
+    from brim.run.model.factory import is_factory
+    from brim.run.plan.training import DATA, TRAINED
+
     tiers = tiers_of(answer)
     step = "s per step" if answer.request.task == "train" else "s per token"
     plans = _table("", *(tier.upper() for tier in tiers), step, "tokens/s", "limited by", "gap", left=("limited by",))
@@ -300,23 +321,30 @@ def _print_plans(console: Console, answer: Answer) -> None:
     for number, proposal in enumerate(answer.proposals, 1):
         console.print(f"{number}: {_in_words(proposal)}", markup=False)
     best = answer.proposals[0]
-    for title, effects in (("plan 1 uses", best.techniques), ("more room by", best.frees)):
+    for title, effects in (("plan 1 uses", best.techniques), ("more room, not needed here, by", best.frees)):
         if effects:
             console.print(_effects(title, effects))
     for number, proposal in enumerate(answer.proposals, 1):
         console.print(f"{number}: {proposal.command}", markup=False)
+    if answer.request.task == "train" and not is_factory(answer.request.model):
+        console.print(f"{DATA} stands for your data, {TRAINED} for the folder that the trained model goes to.")
 
 
 def _effects(title: str, effects: Sequence[Effect]) -> Table:
     table = _table(title, "which", "saves", "costs", left=("which", "saves"))
     for effect in effects:
-        costs = format_seconds(effect.costs_s) if effect.costs_s else "nothing"
-        table.add_row(effect.technique, effect.what, _saved(effect), costs)
+        table.add_row(effect.technique, effect.what, _saved(effect), _costs(effect.costs_s))
     return table
 
 
 def _in_words(proposal: Proposal) -> str:
     return "; ".join(f"{effect.technique}: {effect.what}" for effect in proposal.techniques) or "everything resident"
+
+
+def _costs(seconds: float) -> str:
+    if seconds < 0:
+        return f"{format_seconds(-seconds)} less"
+    return format_seconds(seconds) if seconds else "nothing"
 
 
 def _saved(effect: Effect) -> str:
@@ -332,10 +360,8 @@ def _print_nearest(console: Console, answer: Answer) -> None:
     if not answer.nearest:
         console.print("No small change that would do was found.")
         return
-    changes = _table("it fits with", "")
-    for change in answer.nearest:
-        changes.add_row(change.change, change.command)
-    console.print(changes)
+    for change in answer.nearest:  # a line each: a table would break commands over several
+        console.print(f"It fits with {change.change}: {change.command}", markup=False)
 
 
 def _table(*columns: str, left: tuple[str, ...] = ()) -> Table:

@@ -10,11 +10,10 @@ from typing import Any
 
 from brim.cli.loading import MODELS, load
 from brim.cli.options import print_json
-from brim.core.replacing import write_text
+from brim.core.files import write_text
 from brim.errors import BudgetError, UsageError
 from brim.units import format_bytes, format_seconds
 
-INFEASIBLE = 3
 _TOKENS = 1_000_000_000  # what GPU-hours and cost are told for
 _HOUR_S = 3600
 
@@ -58,7 +57,7 @@ def show(
     as_json: bool,
 ) -> int | None:  # fmt: skip
     """Work out every number of GPUs for the same batch, and print; the exit code where none fits."""
-    from rich.console import Console
+    from brim.cli.console import Console
 
     if options["task"] != "train" or not options["gpu"]:
         raise UsageError(
@@ -77,7 +76,7 @@ def show(
         )
     else:
         _print(model, batch, options, rows, price)
-    return None if any(row.step_s is not None for row in rows) else INFEASIBLE
+    return None if any(row.step_s is not None for row in rows) else BudgetError.exit_code
 
 
 def _row(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
@@ -123,8 +122,9 @@ def _split(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
 
 def _print(model: str, batch: int, options: dict[str, Any], rows: Sequence[Row], price: float | None) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from brim.cli.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{model}: {batch} x {options['seq']:,} tokens a step on {options['gpu']}", markup=False)

@@ -7,23 +7,23 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from brim.cli import verdict
 from brim.cli.loading import MODELS, load
 from brim.cli.options import print_json
 from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from brim.cli.console import Console
     from brim.estimation.ranks.estimate import ParallelEstimate
     from brim.estimation.ranks.split import Split
     from brim.planner.meshes.search import Mesh
     from brim.run.plan.meshes import Found
 
-INFEASIBLE = 3
-
 
 def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool) -> int | None:
     """Search, prove and print, and write the first to ``output``; where nothing fits, what would. The exit code."""
-    from rich.console import Console
+    from brim.cli.console import Console
 
     _check(options)
     started = time.perf_counter()
@@ -58,32 +58,36 @@ def _found(model: str, options: dict[str, Any]) -> Found | BudgetError:
 
 def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, as_json: bool) -> int:
     """What would fit in place of what was asked."""
-    from rich.console import Console
-
-    from brim.run.plan.meshes import fastest
+    from brim.cli.console import Console
+    from brim.run.plan.meshes import assumed, smallest_fits
     from brim.run.plan.meshes_nearest import infeasible
 
+    console = Console(highlight=False, soft_wrap=True)
+    if not as_json:  # what is known at once is told at once
+        why = " ".join(part for part in (refusal.asked, refusal.found) if part)
+        console.print(f"Nothing fits. {why}", markup=False)
+        for text in assumed(options):
+            console.print(f"assumed: {text}", markup=False)
+        if refusal.todo:
+            console.print(refusal.todo, markup=False)
     with Console(stderr=True).status("Looking for what would fit"):
-        answer = infeasible(model, options, refusal, lambda changed: bool(fastest(model, dict(changed)).rows))
+        answer = infeasible(model, options, refusal, lambda changed: smallest_fits(model, dict(changed)))
     if as_json:
         print_json({
-            "model": model, "gpus": options["gpus"], "engine": options["engine"] or "torch", "proposals": [],
+            "model": model, "gpus": options["gpus"], "engine": options["engine"] or "torch",
+            "assumed": assumed(options), "proposals": [],
             "infeasible": answer.to_json(),
         })  # fmt: skip
-        return INFEASIBLE
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"Nothing fits. {answer.why}", markup=False)
-    if refusal.todo:
-        console.print(refusal.todo, markup=False)
+        return BudgetError.exit_code
     for change in answer.nearest:
         console.print(f"It fits with {change.change}: {change.command}", markup=False)
     if not answer.nearest:
         console.print("No small change that would do was found.", markup=False)
-    return INFEASIBLE
+    return BudgetError.exit_code
 
 
 def _write(path: Path, model: str, options: dict[str, Any], mesh: Mesh, proof: ParallelEstimate) -> None:
-    """For ``torchrun ... -m brim train --plan``."""
+    """For ``torchrun ... --no-python brim train --plan``."""
     from brim.run.plan.meshes import engine_of
     from brim.run.ranks import plan as distributed_plan
 
@@ -127,6 +131,8 @@ def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
 
 
 def _document(model: str, options: dict[str, Any], answer: Found, took_s: float) -> dict[str, Any]:
+    from brim.run.plan.meshes import assumed
+
     proposals = []
     for mesh, proof in answer.rows:
         document = proof.to_json()
@@ -140,7 +146,7 @@ def _document(model: str, options: dict[str, Any], answer: Found, took_s: float)
         })  # fmt: skip
     return {
         "model": model, "gpus": options["gpus"], "meshes": answer.looked_at, "traced": answer.traced,
-        "least_bytes": answer.least_bytes, "proposals": proposals, "took_s": took_s,
+        "least_bytes": answer.least_bytes, "assumed": assumed(options), "proposals": proposals, "took_s": took_s,
     }  # fmt: skip
 
 
@@ -149,14 +155,24 @@ def _size(split: Split, axis: str) -> str:
     return f"{split.interleave}{' zb' * split.zero_bubble}" if axis == "v" else str(split.size(axis))
 
 
+def _print_assumed(console: Console, options: dict[str, Any], proof: ParallelEstimate) -> None:
+    from brim.run.plan.meshes import assumed
+
+    console.print(verdict.of_precision(proof.workload.precision, proof.precision_origin), markup=False)
+    for text in assumed(options):
+        console.print(f"assumed: {text}", markup=False)
+
+
 def _print(model: str, options: dict[str, Any], answer: Found, took_s: float) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from brim.cli.console import Console
 
     rows = answer.rows
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{model}: train on {options['gpus']} {options['gpu']}, {options['seq']:,} tokens", markup=False)
+    _print_assumed(console, options, rows[0][1])
     table = Table(box=box.SIMPLE, pad_edge=False)
     in_ram = any(mesh.split.offload_shards for mesh, _ in rows)
     ram = ["RAM of a node"] if in_ram else []

@@ -25,7 +25,7 @@ def tiers_of(answer: Answer) -> list[str]:
 
 
 def write_page(path: Path, answer: Answer) -> None:
-    from brim.report.html.page import Table, View
+    from brim.report.html.page import Table, View, page
 
     request, tiers = answer.request, tiers_of(answer)
     tables: list[Table] = []
@@ -51,7 +51,7 @@ def write_page(path: Path, answer: Answer) -> None:
     ]
     notes = [] if answer.proposals else [answer.refusal]
     title = f"{request.model}: a plan to {request.task} on {answer.machine.hardware.name}"
-    write_html(path, views, title=title, verdict=verdict.of_plans(answer), tables=tables, notes=notes)
+    write_html(path, page(views, title=title, verdict=verdict.of_plans(answer), tables=tables, notes=notes))
 
 
 def _plans(answer: Answer, tiers: Sequence[str]) -> Any:

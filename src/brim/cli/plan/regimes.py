@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from brim.cli.options import print_json, write_html
-from brim.core.replacing import write_text
+from brim.core.files import write_text
 from brim.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 def show(request: Request, plot: Path | None, html: Path | None, as_json: bool) -> None:
     """Compare, and print or write the answer. ``plot`` is an SVG file."""
-    from rich.console import Console
-
+    from brim.cli.console import Console
     from brim.run.plan.regimes import regimes
     from brim.run.plan.request import machine_of
 
@@ -51,7 +50,7 @@ def _write_plot(path: Path, answer: Regimes) -> None:
 
 
 def _write_html(path: Path, answer: Regimes) -> None:
-    from brim.report.html.page import Table
+    from brim.report.html.page import Table, page
 
     columns = ("times the memory", *(f"{way}_s" for way in answer.ways))
     tokens = tuple((point.ratio, *(point.token_s[way] for way in answer.ways)) for point in answer.points)
@@ -64,4 +63,4 @@ def _write_html(path: Path, answer: Regimes) -> None:
         Table(title="What was assumed", columns=("of the machine",), rows=tuple((text,) for text in answer.assumed)),
     ]
     title = f"{answer.model} on {answer.hardware}: ways to generate"
-    write_html(path, [], title=title, tables=[table for table in tables if table.rows], notes=[answer.answer()])
+    write_html(path, page([], title=title, tables=[table for table in tables if table.rows], notes=[answer.answer()]))

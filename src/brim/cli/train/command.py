@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from brim.cli import verdict
+from brim.cli.console import Console
 from brim.cli.options import (
     BUDGET,
     MODEL,
@@ -128,6 +129,11 @@ def _how() -> list[Callable[..., Any]]:
         ),
         click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --output."),
         click.option(
+            "--change-settings",
+            is_flag=True,
+            help="With --resume: let --lr, --clip-norm and others differ.",
+        ),
+        click.option(
             "--overwrite", is_flag=True, help="Take the place of the model, or of the training, that is in --output."
         ),
         click.option("--allow-non-finite", is_flag=True, help="Go on with, and save, what is not finite (NaN, inf)."),
@@ -170,7 +176,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @_options
 def train(
     model: str, html: Path | None, as_json: bool, disk: tuple[str, int | str | None] | None, **options: Any
-) -> None:
+) -> int:
     """Train a model that may be larger than memory.
 
     MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network. `auto` is the planner's
@@ -189,21 +195,18 @@ def train(
     request = Request(model=model, disk_folder=folder, disk=limit, **_resolved(options))
     if over_ranks:
         train_split.run(request, split, as_json=as_json)
-        return
+        return 0
     console = Console(stderr=True)
-    talks = console.is_terminal
     with console.status("starting", spinner="dots") as status:
 
         def on_step(report: StepReport) -> None:
-            if talks:
-                console.print(report.line(), highlight=False)
+            status.line(report.line())
 
         def on_note(text: str) -> None:
             console.print(text, highlight=False)
 
         def on_evaluation(report: EvaluationReport) -> None:
-            if talks:
-                console.print(report.line(), highlight=False)
+            console.print(report.line(), highlight=False)
 
         result = run(
             request,
@@ -218,9 +221,10 @@ def train(
         _write_html(html, result, compute)
     if as_json:
         print_json(result.to_json() | {"compute": compute})
-        return
-    _summary(result, console)
-    click.echo(str(result.output))
+    else:
+        _summary(result, console)
+        click.echo(str(result.output))
+    return verdict.of_exceeded(result.plan.exceeded(result.measured_bytes), console)
 
 
 def _resolved(options: dict[str, Any]) -> dict[str, Any]:
@@ -236,19 +240,10 @@ def _resolved(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_html(path: Path, result: Training, compute: Mapping[str, Any]) -> None:
-    from brim.cli.run_report import compute_tables, views_of
-    from brim.report.html.page import Table
+    from brim.cli.run_report import compute_tables, memory_table, views_of
+    from brim.report.html.page import Table, page
 
-    budget, promised = result.plan.budget_bytes, result.promised_bytes
-    memory = Table(
-        title="Memory, promised and measured",
-        columns=("tier", "budget_bytes", "promised_bytes", "measured_bytes"),
-        rows=tuple(
-            (tier.upper(), budget.get(tier), promised.get(tier), measured)
-            for tier, measured in result.measured_bytes.items()
-        ),
-        note="Measured is the whole process; the picture shows what brim's pools held.",
-    )
+    memory = memory_table(result.timeline, result.plan.budget_bytes, result.promised_bytes, result.measured_bytes)
     time = Table(
         title="Time per step",
         columns=("promised_s", "measured_s"),
@@ -263,10 +258,12 @@ def _write_html(path: Path, result: Training, compute: Mapping[str, Any]) -> Non
     views = views_of(result.timeline, result.predicted, result.plan)
     title = f"{result.plan.model}: {result.plan.task}"
     tables = [memory, time, *compute_tables(compute), losses, *([evaluated] if result.evaluations else [])]
-    write_html(path, views, title=title, tables=tables, notes=result.notes, one_axis=True)
+    write_html(path, page(views, title=title, tables=tables, notes=result.notes, one_axis=True))
 
 
 def _summary(result: Training, console: Console) -> None:
+    from brim.run.train.strategy.choice import PRECISION
+
     table = Table(title="promised and measured", title_justify="left")
     for column in ("", "budget", "promised", "measured"):
         table.add_column(column, justify="left" if not column else "right")
@@ -276,6 +273,8 @@ def _summary(result: Training, console: Console) -> None:
         table.add_row(tier.upper(), *("" if count is None else format_bytes(count) for count in cells))
     table.add_row("time per step", "", format_seconds(result.plan.promise.step_s), format_seconds(result.step_s))
     console.print(table)
+    told = verdict.of_precision(result.plan.choices(PRECISION)[""], result.precision_origin)
+    console.print(told, markup=False, highlight=False, soft_wrap=True)
     if result.losses:
         console.print(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f} in {len(result.losses)} steps")
     if result.evaluations:

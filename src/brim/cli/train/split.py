@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
-from rich.console import Console
 
+from brim.cli import verdict
+from brim.cli.console import Console
 from brim.cli.options import print_json
 from brim.cli.split_options import under_torchrun
 from brim.errors import UnsupportedError, UsageError
@@ -28,7 +29,7 @@ def asked_for(options: Mapping[str, Any]) -> bool:
         raise UsageError(
             f"--{split_options[0].replace('_', '-')} was given.",
             "It splits a training over ranks, and this process is alone.",
-            "Run torchrun --nproc-per-node N -m brim train ..., or leave it out.",
+            "Run torchrun --nproc-per-node N --no-python brim train ..., or leave it out.",
         )  # fmt: skip
     return under
 
@@ -63,6 +64,8 @@ def run(training: Request, options: Mapping[str, Any], *, as_json: bool) -> None
     if as_json:
         print_json(result.to_json())
         return
+    told = verdict.of_precision(result.precision, result.precision_origin)
+    console.print(told, markup=False, highlight=False, soft_wrap=True)
     if result.losses:
         console.print(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f} in {len(result.losses)} steps")
     click.echo(str(result.output))

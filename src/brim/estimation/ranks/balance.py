@@ -2,7 +2,8 @@
 
 A step of 1F1B takes as long as its slowest stage for each micro-batch, and the first and last one of all others
 (Narayanan et al., arXiv 2104.04473), whose sum is the same however layers are dealt out. So the least is that of the
-slowest stage. Of the ways to reach it the one is taken whose fullest rank has the least in it.
+slowest stage. Of the ways to reach it the one is taken whose fullest rank has the least in it. Where stages wait for
+their launches the sum is not the same, and a search compares with even stages too.
 """
 
 from __future__ import annotations

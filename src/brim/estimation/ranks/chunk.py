@@ -62,14 +62,14 @@ class TracedChunk:
 
     def _backward(self, number: int, sent: list[torch.Tensor] | None, *, last: bool) -> None:
         input, output = self._flying.pop(number)
-        self.handle.put_off(last=last)
+        self.handle.set_last_backward(last=last)
         with self.handle.losses():
             output.backward(None if self._returned is None else self._returned[number])
         self._send(input, sent)
 
     def _backward_input(self, number: int, sent: list[torch.Tensor] | None) -> None:
         input, output = self._flying.pop(number)
-        self.handle.hold()
+        self.handle.set_half_backward()
         gradient = None if self._returned is None else self._returned[number]
         with self.handle.losses():
             self._halved[number] = (input, pipeline.InputHalf(self.model, input, output, gradient))
@@ -79,7 +79,7 @@ class TracedChunk:
 
     def _backward_weight(self, number: int, *, last: bool) -> None:
         _, half = self._halved.pop(number)
-        self.handle.hold()
+        self.handle.set_half_backward()
         with self.handle.losses():
             half.finish()
         if last:

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from brim import catalog
-from brim.core import Trace
+from brim.core import Hardware, Phase, Trace
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.breakdown import at_peak
 from brim.estimation.estimate import PeakBytes, capability_of
-from brim.estimation.models import Source, find_model
+from brim.estimation.models import Source, check_not_quantized, find_model
 from brim.estimation.ranks import torch_engine
 from brim.estimation.ranks.host_memory import RamPeak, ram_peak
-from brim.estimation.ranks.job import ParallelJob, StageFacts
+from brim.estimation.ranks.job import DEFAULT_PRECISION, MegatronOptions, ParallelJob, StageFacts
 from brim.estimation.ranks.megatron import stages as ranks_megatron
 from brim.estimation.ranks.split import ENGINES, Split
 from brim.estimation.ranks.time import (
     StageTime,
     StepTime,
+    kernels_s,
+    node_rate,
     stage_time,
     step_time,
     training_hardware,
 )
 from brim.estimation.simulation import Place, place_of, simulate
-from brim.estimation.workload import Workload
+from brim.estimation.workload import ASKED, Workload
 
 _DEFAULT_TOKENS = 4096
 
@@ -58,6 +60,7 @@ class ParallelEstimate:
 
     ``worst_rank`` is the rank that allocates most, the first of those that are alike; ``process_bytes`` is the most
     that any rank's process takes on its GPU, which may be another rank's where allocators fragment unlike.
+    ``precision_origin`` says where the precision is from.
     """
 
     model: str
@@ -72,6 +75,7 @@ class ParallelEstimate:
     flops: int
     notes: tuple[str, ...]
     not_modelled: tuple[str, ...] = ()
+    precision_origin: str = ""
 
     @property
     def worst(self) -> Rank:
@@ -101,6 +105,8 @@ class ParallelEstimate:
             "mesh": {name: split.size(name) for name in ("pp", "dp", "cp", "tp", "ep")},
             "micro_batches": split.micro_batches,
             "engine": self.engine,
+            "precision": self.workload.precision,
+            "precision_origin": self.precision_origin,
             "step_s": self.step_s,
             "seconds": self.time.to_json() if self.time is not None else None,
             "flops": self.flops,
@@ -131,15 +137,17 @@ def estimate_ranks(
     gpu: str | catalog.Gpu | None = None,
     vram: str | int | None = None,
     alloc_conf: str = "",
-    fused_loss: bool = True,
+    megatron: MegatronOptions | None = None,
     compiled: bool = False,
+    ram_gb_per_s: float | None = None,
 ) -> ParallelEstimate:
     """What every rank of a training step of ``model`` takes when it is split as ``split`` says.
 
     ``engine``: ``torch`` is PyTorch's own (FSDP2, DTensor, pipelining), traced as it will run; ``megatron`` is
-    Megatron-LM with Transformer Engine, written down from its code (bf16 weights, AdamW; ``fused_loss`` is its
-    ``--cross-entropy-loss-fusion`` by Transformer Engine). ``compiled``: each block by torch.compile, in ``torch``
-    only. Ranks that are alike are worked out once. Raises UsageError for what does not divide, naming the nearest
+    Megatron-LM with Transformer Engine, written down from its code (bf16 weights, AdamW), with ``megatron`` as
+    the options of its own command line. ``compiled``: each block by torch.compile, in ``torch`` only.
+    ``ram_gb_per_s``: of a node's RAM, else that of the machine that the GPU is sold in. Ranks that are alike
+    are worked out once. Raises UsageError for what does not divide, naming the nearest
     that does, and UnsupportedError for what the engine does not do.
     """
     if engine not in ENGINES:
@@ -150,18 +158,26 @@ def estimate_ranks(
             "Only training can be split so far.",
             "Use --task train.",
         )
+    name, origin = (precision, ASKED) if precision else DEFAULT_PRECISION[engine]
     workload = Workload(
-        task=task, batch=split.micro_batch, seq=seq, precision=precision, optimizer=optimizer,
-        checkpointing=checkpointing,
+        task=task, batch=split.micro_batch, seq=seq, precision=name, optimizer=optimizer, checkpointing=checkpointing,
     )  # fmt: skip
-    place = place_of(gpu, vram)
-    job = _job(find_model(model), workload, split, place, fused_loss=fused_loss, compiled=compiled)
+    place, source = place_of(gpu, vram), find_model(model)
+    if precision is None:
+        check_not_quantized(source)
+    job = _job(source, workload, split, place, megatron=megatron, compiled=compiled)
     stages, notes = (ranks_megatron if engine == "megatron" else torch_engine).stages(job)
-    return _assembled(job, engine, stages, place, alloc_conf, notes)
+    return replace(_assembled(job, engine, stages, place, alloc_conf, notes, ram_gb_per_s), precision_origin=origin)
 
 
 def _job(
-    source: Source, workload: Workload, split: Split, place: Place, *, fused_loss: bool = True, compiled: bool = False
+    source: Source,
+    workload: Workload,
+    split: Split,
+    place: Place,
+    *,
+    megatron: MegatronOptions | None = None,
+    compiled: bool = False,
 ) -> ParallelJob:
     return ParallelJob(
         source=source,
@@ -169,7 +185,7 @@ def _job(
         split=split,
         sequence=workload.seq or _tokens(source),
         capability=capability_of(place),
-        fused_loss=fused_loss,
+        megatron=megatron or MegatronOptions(),
         compiled=compiled,
     )
 
@@ -227,8 +243,9 @@ def _cpu_stages(
 
 
 def _assembled(
-    job: ParallelJob, engine: str, stages: Sequence[StageFacts], place: Place, alloc_conf: str, notes: tuple[str, ...]
-) -> ParallelEstimate:
+    job: ParallelJob, engine: str, stages: Sequence[StageFacts], place: Place, alloc_conf: str,
+    notes: tuple[str, ...], ram_gb_per_s: float | None,
+) -> ParallelEstimate:  # fmt: skip
     split = job.split
     nccl = _nccl_bytes(split)
     of_stage: dict[int, tuple[PeakBytes, dict[str, int], RamPeak | None]] = {}
@@ -243,7 +260,7 @@ def _assembled(
         ranks.append(Rank(rank=number, coordinates=coordinates, peak_bytes=peak, breakdown=breakdown, ram=ram))
     worst = max(ranks, key=lambda rank: (rank.peak_bytes.allocated, -rank.rank))
     most = max(rank.peak_bytes.process for rank in ranks)
-    time, told = _time(stages, split, place)
+    time, told = _time(stages, split, place, None if ram_gb_per_s is None else ram_gb_per_s * 1e9)
     flops = sum(op.flops for facts in stages for op in facts.ops if op.flops)
     context = f"CUDA context of {place.context.bytes:,} B: {place.context.source}"
     if nccl:
@@ -280,7 +297,9 @@ def _memory(trace: Trace, place: Place, alloc_conf: str, nccl: int) -> tuple[Pea
     return peak, breakdown.by_category | beside
 
 
-def _time(stages: Sequence[StageFacts], split: Split, place: Place) -> tuple[StepTime | None, tuple[str, ...]]:
+def _time(
+    stages: Sequence[StageFacts], split: Split, place: Place, ram_bytes_per_s: float | None
+) -> tuple[StepTime | None, tuple[str, ...]]:
     if place.name not in catalog.gpu_names():
         return None, ()
     gpu = catalog.gpu(place.name)
@@ -290,14 +309,22 @@ def _time(stages: Sequence[StageFacts], split: Split, place: Place) -> tuple[Ste
     times: dict[int, StageTime] = {}
     for facts in stages:
         if id(facts) not in times:
-            times[id(facts)] = stage_time(
-                facts.ops, facts.sent, facts.once, split, gpu, hardware,
-                weight_ops=facts.weight_ops, in_ram=facts.in_ram,
-            )  # fmt: skip
+            times[id(facts)] = stage_time(facts, split, gpu, hardware, ram_bytes_per_s=ram_bytes_per_s)
     told = [f"step seconds: {source}"]
+    if any(_launches_last(facts, hardware) for facts in stages):
+        told.append(
+            "bound by launches: kernels are over before the host has launched the next; larger micro-batches or CUDA "
+            "graphs make the step faster"
+        )
     if split.offload_shards:
-        told.append(f"the RAM of a node moves {catalog.HOST_BYTES_PER_S / 1e9:.0f} GB/s, shared by its ranks")
+        rate = node_rate(split, gpu, ram_bytes_per_s)
+        told.append(f"the RAM of a node moves {rate / 1e9:.0f} GB/s, shared by its ranks")
     return step_time([times[id(facts)] for facts in stages], split), tuple(told)
+
+
+def _launches_last(facts: StageFacts, hardware: Hardware) -> bool:
+    works = (op for op in facts.ops if op.phase in (Phase.FORWARD, Phase.BACKWARD))
+    return sum(facts.launches_s) > kernels_s(works, hardware)
 
 
 def _tokens(source: Source) -> int:

@@ -3,18 +3,84 @@ ranks."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from brim.core import Op, Storage, Trace
+from brim.core.hardware import VRAM
+from brim.errors import UsageError
 from brim.estimation.models import Source
 from brim.estimation.ranks.script import Sent
 from brim.estimation.ranks.split import Split
-from brim.estimation.workload import Workload
+from brim.estimation.workload import Workload, training_precision
+from brim.units import KIB
+
+DEFAULT_PRECISION = {  # by engine, and where it is from
+    "torch": training_precision(None, VRAM),
+    "megatron": ("bf16", "by default: Megatron-LM's --bf16"),
+}
+_CHOICES = {
+    "cross_entropy_fusion_impl": ("native", "te"),
+    "attention_backend": ("auto", "flash", "fused", "unfused"),
+    "transformer_impl": ("transformer_engine", "local"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronOptions:
+    """Options of Megatron-LM's own command line that change what a step takes, by their names and defaults there.
+
+    Attributes:
+        cross_entropy_loss_fusion: Fuse the loss by ``cross_entropy_fusion_impl``.
+        cross_entropy_fusion_impl: ``native`` compiles Megatron-LM's loss; ``te`` is Transformer Engine's kernel,
+            which Megatron-LM refuses by default since June 2026.
+        gradient_accumulation_fusion: A product adds its weight gradient to the float32 buffer by itself.
+        create_attention_mask_in_dataloader: Each micro-batch brings a dense mask of one byte for each pair of tokens.
+        attention_backend: ``auto``, ``flash`` (FlashAttention), ``fused`` (cuDNN) or ``unfused``.
+        transformer_impl: ``transformer_engine``, or ``local``: Megatron-LM's own layers, whose attention is unfused.
+        deterministic_mode: Take deterministic kernels only.
+        num_distributed_optimizer_instances: Groups of data-parallel ranks that each split all optimizer states.
+        cublas_workspace_config: The value of ``CUBLAS_WORKSPACE_CONFIG``, as in ``:4096:8``; empty: cuBLAS's default.
+
+    Raises UsageError for a value that Megatron-LM or PyTorch does not know.
+    """
+
+    cross_entropy_loss_fusion: bool = False
+    cross_entropy_fusion_impl: str = "native"
+    gradient_accumulation_fusion: bool = True
+    create_attention_mask_in_dataloader: bool = True
+    attention_backend: str = "auto"
+    transformer_impl: str = "transformer_engine"
+    deterministic_mode: bool = False
+    num_distributed_optimizer_instances: int = 1
+    cublas_workspace_config: str = ""
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(f"Unknown {option} {getattr(self, name)}.", f"Known: {', '.join(known)}.")
+        if not re.fullmatch(r"(:\d{1,9}:\d{1,9})*", self.cublas_workspace_config):
+            raise UsageError(
+                f"Cannot use --cublas-workspace-config {self.cublas_workspace_config}.",
+                "It must be pairs of KiB and a count, as in :4096:8.",
+            )
+
+    @property
+    def loss(self) -> str:
+        """``unfused``, ``native`` or ``te``."""
+        return self.cross_entropy_fusion_impl if self.cross_entropy_loss_fusion else "unfused"
+
+    def cublas_workspace_bytes(self, default_bytes: int) -> int:
+        """Sum the pairs of KiB and counts, as PyTorch does (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+        numbers = [int(number) for number in self.cublas_workspace_config.split(":")[1:]]
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
+        return sum(size * count for size, count in pairs) * KIB if numbers else default_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelJob:
-    """A model to train, how, and how it is split. ``capability`` is the GPU's. ``fused_loss``: of Megatron-LM
+    """A model to train, how, and how it is split. ``capability`` is the GPU's. ``megatron``: options of that engine
     only. ``target``: ``cuda``, or ``cpu`` for ranks without a GPU. ``compiled``: each block by torch.compile.
     ``layers``: which of the model's are there; None: all."""
 
@@ -23,7 +89,7 @@ class ParallelJob:
     split: Split
     sequence: int
     capability: tuple[int, int]
-    fused_loss: bool = True
+    megatron: MegatronOptions = MegatronOptions()
     target: str = "cuda"
     compiled: bool = False
     layers: tuple[int, ...] | None = None
@@ -35,7 +101,8 @@ class StageFacts:
 
     ``ops`` and ``sent`` are those of one micro-batch, and the optimizer's kernels; ``once`` is sent once a step.
     Where shards are in RAM, ``ram`` is what lies there, and ``in_ram`` are the CPU's operations beside ``ops``.
-    ``weight_ops``: of ``ops``, the second halves of a zero-bubble pipeline's backward passes.
+    ``weight_ops``: of ``ops``, the second halves of a zero-bubble pipeline's backward passes. ``launches_s``: what
+    the host takes at least to launch a micro-batch's forward and backward pass.
     """
 
     trace: Trace
@@ -46,3 +113,4 @@ class StageFacts:
     not_modelled: tuple[str, ...] = ()
     ram: tuple[Storage, ...] = ()
     in_ram: tuple[Op, ...] = ()
+    launches_s: tuple[float, float] = (0.0, 0.0)

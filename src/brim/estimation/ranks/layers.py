@@ -113,7 +113,7 @@ def _kinds_of(architecture: str, configuration: str) -> tuple[int, ...]:
     if model is None:  # what is wrong with it the trace will tell
         return (0,) * int(config.num_hidden_layers)
     layers, _ = pipeline.stack_of(model)
-    lists = [value for _, value in pipeline.of_layers(config, len(layers))]
+    lists = [value for _, value in pipeline.layer_settings(config, len(layers))]
     first: list[tuple[int, Any, dict[str, Any]]] = []  # of each kind
     kinds = []
     for number, layer in enumerate(layers):
@@ -138,7 +138,7 @@ def _with_layers(source: Source, layers: int) -> Source:
     """The source with so many layers, which are alike."""
     config = transformers_config(source)
     field = str(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
-    lists = dict(pipeline.of_layers(config, int(config.num_hidden_layers)))
+    lists = dict(pipeline.layer_settings(config, int(config.num_hidden_layers)))
     told = {name: [lists[name][0]] * layers for name in lists if name in source.config}
     return replace(source, config={**source.config, **told, field: layers})
 

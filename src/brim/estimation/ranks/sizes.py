@@ -13,7 +13,7 @@ from brim.estimation.models import Source, class_of, transformers_config
 from brim.estimation.ranks.split import Sizes
 from brim.techniques.checkpointing.technique import blocks
 from brim.techniques.parallel.context_parallel import narrow
-from brim.techniques.parallel.tensor_parts import has_turned, why_whole
+from brim.techniques.parallel.tensor_parts import has_transposed, why_not_split
 
 # Decoders whose layer is norm, attention, norm, feed-forward, in that order, and what is special about each.
 _GATED = ("llama", "mistral", "qwen2", "phi3", "gemma", "mixtral", "deepseek_v2", "deepseek_v3")
@@ -137,7 +137,7 @@ def _has_whole_tensors(source: Source, config: Any) -> bool:
     with torch.device("meta"), no_init_weights():
         model = kind._from_config(config)
     layers = [model.get_submodule(path) for path in blocks(model)[:1]]
-    return any(why_whole(layer) or has_turned(layer) for layer in layers)
+    return any(why_not_split(layer) or has_transposed(layer) for layer in layers)
 
 
 def _latent(config: Any) -> Latent | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from brim import catalog
 from brim.core import Hardware, Op, Phase
 from brim.errors import UsageError
+from brim.estimation.ranks.job import StageFacts
 from brim.estimation.ranks.schedule import Turn, turns
 from brim.estimation.ranks.script import Sent
 from brim.estimation.ranks.split import Split
@@ -91,17 +92,25 @@ def sent_s(sent: Sent, split: Split, network: catalog.Network) -> float:
 
 def crossed_s(sent: Sent, gpu: catalog.Gpu) -> float:
     """Seconds of a shard's copy between page-locked RAM and the GPU. Raises UsageError where no rate is known."""
-    if not gpu.pcie_bytes_per_s:
+    link_bytes_per_s = catalog.host_of(gpu).link_bytes_per_s
+    if not link_bytes_per_s:
         raise UsageError(
             f"Cannot predict shards in RAM with {gpu.name}.", "The rate of its link to the host is not known.",
             "Name another GPU.",
         )  # fmt: skip
-    return sent.bytes / gpu.pcie_bytes_per_s
+    return sent.bytes / link_bytes_per_s
 
 
-def host_s(ops: Iterable[Op], split: Split) -> float:
+def node_rate(split: Split, gpu: catalog.Gpu, ram_bytes_per_s: float | None = None) -> float:
+    """Bytes per second of RAM that the ranks of a node have: those given, else those of the machine it is sold in."""
+    if ram_bytes_per_s is not None:
+        return ram_bytes_per_s
+    return catalog.host_of(gpu).rate_of(min(split.gpus, split.gpus_per_node))
+
+
+def host_s(ops: Iterable[Op], split: Split, ram_bytes_per_s: float) -> float:
     """Seconds of what the CPU does to shards in RAM: its rate, which a node's ranks share, is that of their bytes."""
-    rate = catalog.HOST_BYTES_PER_S / min(split.gpus, split.gpus_per_node)
+    rate = ram_bytes_per_s / min(split.gpus, split.gpus_per_node)
     return sum(op.read_bytes + op.written_bytes for op in ops) / rate
 
 
@@ -113,34 +122,36 @@ def all_sent_s(sent: Iterable[Sent], split: Split, gpu: catalog.Gpu) -> float:
 
 
 def stage_time(
-    ops: Sequence[Op], sent: Sequence[Sent], once: Sequence[Sent], split: Split, gpu: catalog.Gpu, hardware: Hardware,
-    *, weight_ops: Sequence[Op] = (), in_ram: Sequence[Op] = (),
-) -> StageTime:  # fmt: skip
-    """From the kernels and collectives of one micro-batch, the optimizer's kernels, and what is sent once a step.
+    facts: StageFacts, split: Split, gpu: catalog.Gpu, hardware: Hardware, *, ram_bytes_per_s: float | None = None
+) -> StageTime:
+    """Time a pipeline rank from the kernels and collectives of one micro-batch, the optimizer's kernels, and what is
+    sent once a step.
 
     Within a micro-batch tensor-parallel collectives wait for what they need and are waited for. FSDP2 gathers the
     next block's weights, and reduces the last one's gradients, while a block computes: only what is longer than the
-    kernels shows. Shards in RAM come and go in the same turn, on the same streams. ``in_ram``: the CPU adds gradients
-    of several micro-batches, for which FSDP2 waits, and takes the optimizer's step.
+    kernels shows. Shards in RAM come and go in the same turn, on the same streams; the CPU adds gradients of several
+    micro-batches, for which FSDP2 waits, and takes the optimizer's step, at ``ram_bytes_per_s``. Kernels that are
+    over before the host has launched the next take as long as the launches.
     """
+    ops, in_ram, rate = facts.ops, facts.in_ram, node_rate(split, gpu, ram_bytes_per_s)
     seconds, waits = {}, 0.0
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        own = [each for each in sent if each.phase is phase]
-        works = kernels_s((op for op in ops if op.phase is phase), hardware)
-        adds = host_s((op for op in in_ram if op.phase is phase), split)
+    for phase, launches_s in zip((Phase.FORWARD, Phase.BACKWARD), facts.launches_s, strict=True):
+        own = [each for each in facts.sent if each.phase is phase]
+        works = max(kernels_s((op for op in ops if op.phase is phase), hardware), launches_s)
+        adds = host_s((op for op in in_ram if op.phase is phase), split, rate)
         hidden = [each.axis == "shard" and not (adds and each.kind == "to_ram") for each in own]
         waited = adds + all_sent_s((each for each, hides in zip(own, hidden, strict=True) if not hides), split, gpu)
         beside = all_sent_s((each for each, hides in zip(own, hidden, strict=True) if hides), split, gpu)
         waited += max(beside - works - waited, 0.0)
         seconds[phase], waits = works + waited, waits + waited
     optimizer_s = kernels_s((op for op in ops if op.phase is Phase.OPTIMIZER), hardware)
-    optimizer_s += host_s((op for op in in_ram if op.phase is Phase.OPTIMIZER), split)
+    optimizer_s += host_s((op for op in in_ram if op.phase is Phase.OPTIMIZER), split, rate)
     return StageTime(
         forward_s=seconds[Phase.FORWARD],
         backward_s=seconds[Phase.BACKWARD],
         communicates_s=waits,
-        once_s=optimizer_s + all_sent_s(once, split, gpu),
-        weight_s=kernels_s(weight_ops, hardware),
+        once_s=optimizer_s + all_sent_s(facts.once, split, gpu),
+        weight_s=kernels_s(facts.weight_ops, hardware),
     )
 
 

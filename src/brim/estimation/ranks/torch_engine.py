@@ -24,7 +24,7 @@ from brim.estimation.ranks.balance import stages_of
 from brim.estimation.ranks.chunk import TracedChunk
 from brim.estimation.ranks.compose import OPTIMIZER, Composer, mark_of, traced_order
 from brim.estimation.ranks.depth import deepened_in_pairs
-from brim.estimation.ranks.job import ParallelJob, StageFacts
+from brim.estimation.ranks.job import DEFAULT_PRECISION, ParallelJob, StageFacts
 from brim.estimation.ranks.join import of_chunks
 from brim.estimation.ranks.layers import Layers, layers_of
 from brim.estimation.ranks.schedule import Turn, brief, turns
@@ -209,7 +209,7 @@ class _Program:
 
     def build(self) -> Callable[[], None]:
         job, split = self.job, self.job.split
-        weights, computes = _TYPES[job.workload.precision or _precision(job)]
+        weights, computes = _TYPES[job.workload.precision or DEFAULT_PRECISION["torch"][0]]
         chunks, tied_weights = [], []
         for layers in self.chunks:
             model, table = self._model(layers, weights)
@@ -222,7 +222,7 @@ class _Program:
             tied_weights += [pipeline.TiedWeight(p) for name, p in model.named_parameters() if name == table]
         trained = [p for chunk in chunks for p in chunk.model.parameters() if p.requires_grad]
         optimizer = make_optimizer(job.workload.optimizer or "adamw", trained)
-        sharding.group_by_kind(optimizer, offload=split.offload_shards)
+        sharding.group_by_mesh(optimizer, offload=split.offload_shards)
         return self._step(chunks, tied_weights, optimizer)
 
     def _model(self, layers: Layers, weights: torch.dtype) -> tuple[pipeline.Stage, str | None]:
@@ -269,12 +269,6 @@ def _likely(split: Split) -> int:
     """Of the ranks that share sequences the first and the last have fewer pieces of attention than all others. The
     process is the first of all ranks nevertheless: DTensor remembers meshes over traces, as one rank sees them."""
     return 1 if split.cp > 2 else 0
-
-
-def _precision(job: ParallelJob) -> str:
-    """The configuration's; where it has none, what large models are trained in."""
-    dtype = str(getattr(transformers_config(job.source), "dtype", None)).removeprefix("torch.")
-    return "bf16" if dtype in ("bfloat16", "float16") else "bf16-mixed"
 
 
 # -- from a trace to facts -----------------------------------------------------------------------------------
@@ -343,7 +337,7 @@ def _put_off(composer: Composer, usual: Iterable[Sent], split: Split) -> tuple[S
 def _boundary_bytes(job: ParallelJob) -> int:
     split = job.split
     config: Any = transformers_config(job.source)
-    weights, computes = _TYPES[job.workload.precision or _precision(job)]
+    weights, computes = _TYPES[job.workload.precision or DEFAULT_PRECISION["torch"][0]]
     width = (computes or weights).itemsize
     return split.micro_batch * split.between(job.sequence) * int(config.hidden_size) * width
 

@@ -17,7 +17,7 @@ from brim.errors import BudgetError, ModelError, UnsupportedError, UsageError
 from brim.estimation.ranks.script import Sent
 from brim.estimation.ranks.sizes import Shape
 from brim.estimation.ranks.split import Split, check_sizes
-from brim.estimation.ranks.time import StepTime, crossed_s, host_s, sent_s
+from brim.estimation.ranks.time import StepTime, crossed_s, host_s, node_rate, sent_s
 from brim.planner.meshes.search import RECOMPUTE, Mesh, Pieces, nccl_bytes
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -32,9 +32,11 @@ _LOGIT = 12  # and of a logit: in bfloat16, in float32, and both gradients of th
 
 
 def offloaded(
-    shape: Shape, *, gpus: int, gpus_per_node: int, gpu: catalog.Gpu, sequence: int, global_batch: int, ram_bytes: int
-) -> list[Mesh]:
-    """The meshes that divide, the fastest first, with an estimate of their bytes. ``ram_bytes``: of a node.
+    shape: Shape, *, gpus: int, gpus_per_node: int, gpu: catalog.Gpu, sequence: int, global_batch: int,
+    ram_bytes: int, ram_bytes_per_s: float | None = None,
+) -> list[Mesh]:  # fmt: skip
+    """The meshes that divide, the fastest first, with an estimate of their bytes. ``ram_bytes``, and its rate: of a
+    node.
 
     Raises BudgetError where a node's RAM does not hold the states of its ranks, UsageError where nothing divides.
     """
@@ -48,7 +50,8 @@ def offloaded(
         )  # fmt: skip
     meshes = [
         Mesh(
-            split=split, checkpointing=recompute, time=_step(pieces, split, recompute),
+            split=split, checkpointing=recompute,
+            time=_step(pieces, split, recompute, node_rate(split, gpu, ram_bytes_per_s)),
             peak_bytes=_bytes(pieces, split, recompute),
         )
         for split in _splits(shape, gpus, gpus_per_node, sequence, global_batch)
@@ -235,7 +238,7 @@ def _bytes(pieces: Pieces, split: Split, recompute: str) -> int:
     return shape.layers * ends.layer_bytes + whole + logits + nccl_bytes(split) + pieces.gpu.context().bytes
 
 
-def _step(pieces: Pieces, split: Split, recompute: str) -> StepTime:
+def _step(pieces: Pieces, split: Split, recompute: str, ram_bytes_per_s: float) -> StepTime:
     layer, embedding, head = pieces.costs(split, recompute)
     ends, layers = pieces.ends(split, recompute), pieces.shape.layers
     outside = embedding.plus(head)
@@ -246,12 +249,12 @@ def _step(pieces: Pieces, split: Split, recompute: str) -> StepTime:
         forward, backward = max(incoming_s - cost.forward_s, 0.0), max(incoming_s + outgoing_s - cost.backward_s, 0.0)
         compute += times * (cost.forward_s + cost.backward_s)
         waits += times * (forward + backward)
-        adds += times * _host_s(_ADDED * count / split.shards, split)
+        adds += times * _host_s(_ADDED * count / split.shards, split, ram_bytes_per_s)
     return StepTime(
         compute_s=compute * split.micro_batches,
         communication_s=waits * split.micro_batches + adds * (split.micro_batches - 1),
         bubble_s=0.0,
-        once_s=_host_s(_STEPPED * pieces.parameters() / split.gpus, split),
+        once_s=_host_s(_STEPPED * pieces.parameters() / split.gpus, split, ram_bytes_per_s),
     )
 
 
@@ -269,6 +272,6 @@ def _taken_s(pieces: Pieces, split: Split, count: int) -> float:
     return crossed_s(shard, pieces.gpu) + sent_s(whole, split, pieces.network)
 
 
-def _host_s(moved_bytes: float, split: Split) -> float:
+def _host_s(moved_bytes: float, split: Split, ram_bytes_per_s: float) -> float:
     op = Op(name="", module="", phase=Phase.OPTIMIZER, step=0, at=0, read_bytes=int(moved_bytes))
-    return host_s([op], split)
+    return host_s([op], split, ram_bytes_per_s)

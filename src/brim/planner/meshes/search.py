@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from brim import catalog
 from brim.core import Hardware, Op, Phase, Trace
 from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.estimation.estimate import capability_of
 from brim.estimation.ranks.balance import balanced
 from brim.estimation.ranks.megatron.layer import Place
+from brim.estimation.ranks.megatron.stages import LAUNCHES_S
 from brim.estimation.ranks.megatron.step import stage_trace
 from brim.estimation.ranks.script import Sent
 from brim.estimation.ranks.sizes import Shape
@@ -29,6 +31,7 @@ from brim.estimation.ranks.time import (
     step_time,
     training_hardware,
 )
+from brim.estimation.simulation import place_of
 from brim.planner.meshes.splits import splits
 from brim.predict.formulas import megatron_states
 
@@ -176,6 +179,7 @@ class Pieces:
 
     def __init__(self, shape: Shape, gpu: catalog.Gpu, sequence: int) -> None:
         self.shape, self.gpu, self.sequence = shape, gpu, sequence
+        self.capability = capability_of(place_of(gpu))  # which decides on the kernels, and so on what they keep
         self.hardware: Hardware = training_hardware(gpu)[0]
         self.network = catalog.network(gpu)
         self._all_ends: dict[_Key, Ends] = {}
@@ -191,15 +195,26 @@ class Pieces:
         return states + nccl_bytes(split)
 
     def meshes(self, split: Split) -> Iterator[Mesh]:
-        """One for each kind of recomputation, its stages balanced within the GPU's room where they fit."""
+        """One for each kind of recomputation, its stages even, or balanced within the GPU's room where even ones do
+        not fit or are slower."""
+        room = self._room(split)
         for recompute in RECOMPUTE:
             ends = self.ends(split, recompute)
-            layers = self._balanced(split, recompute, ends)
-            own = self.named(split, layers)
-            stage_bytes = [self.stage_bytes(own, stage, ends, layers[stage]) for stage in range(split.pp)]
-            time = self.step(own, recompute, ends, layers)
-            fullest = stage_bytes.index(max(stage_bytes))
-            yield Mesh(split=own, checkpointing=recompute, time=time, peak_bytes=max(stage_bytes), fullest=fullest)
+            layouts = {self._balanced(split, recompute, ends)}
+            if self.shape.layers % (split.pp * split.interleave) == 0:
+                layouts.add(stage_layers(self.shape.layers, split.pp * split.interleave))
+            candidates = [self._mesh(split, recompute, ends, layers) for layers in layouts]
+            yield min(candidates, key=lambda mesh: (mesh.peak_bytes > room, mesh.step_s, mesh.peak_bytes))
+
+    def _mesh(self, split: Split, recompute: str, ends: Ends, layers: tuple[int, ...]) -> Mesh:
+        own = self.named(split, layers)
+        stage_bytes = [self.stage_bytes(own, stage, ends, layers[stage]) for stage in range(split.pp)]
+        time = self.step(own, recompute, ends, layers)
+        fullest = stage_bytes.index(max(stage_bytes))
+        return Mesh(split=own, checkpointing=recompute, time=time, peak_bytes=max(stage_bytes), fullest=fullest)
+
+    def _room(self, split: Split) -> int:
+        return self.gpu.capacity_bytes - self.gpu.context().bytes - nccl_bytes(split)
 
     def named(self, split: Split, layers: tuple[int, ...]) -> Split:
         """The split with these layers, said where the engine would deal them out otherwise: evenly."""
@@ -210,17 +225,15 @@ class Pieces:
         many = split.pp * split.interleave
         if many == 1 or split.interleave > 1:
             return stage_layers(self.shape.layers, many)
-        room = self.gpu.capacity_bytes - self.gpu.context().bytes - nccl_bytes(split)
-        layer, embedding, head = (cost.forward_s + cost.backward_s for cost in self.costs(split, recompute))
-        beside = {0: embedding, split.pp - 1: head}
 
         def seconds(stage: int, count: int) -> float:
-            return count * layer + beside.get(stage, 0.0)
+            cost = self._stage_costs(split, recompute, stage, count)
+            return cost.forward_s + cost.backward_s
 
         def held(stage: int, count: int) -> int:
             return self.stage_bytes(split, stage, ends, count)
 
-        counts = balanced(self.shape.layers, split.pp, seconds, held, room)
+        counts = balanced(self.shape.layers, split.pp, seconds, held, self._room(split))
         return counts or stage_layers(self.shape.layers, split.pp)
 
     def parameters(self) -> int:
@@ -252,7 +265,7 @@ class Pieces:
                 little = _alone(split, stages)
                 traced = stage_trace(
                     replace(self.shape, layers=each * stages), little, stage, sequence=self.sequence,
-                    recompute=recompute,
+                    recompute=recompute, capability=self.capability,
                 )  # fmt: skip
                 peaks[stages, stage, each] = (traced.parameters, traced.expert_parameters, *_peak_bytes(traced.trace))
         layer_parameters, layer_experts, layer_bytes, _ = (
@@ -272,15 +285,10 @@ class Pieces:
         )  # fmt: skip
 
     def step(self, split: Split, recompute: str, ends: Ends, layers: tuple[int, ...]) -> StepTime:
-        layer, embedding, head = self.costs(split, recompute)
         own = [layers[stage] * split.interleave for stage in range(split.pp)]
         stages = []
         for stage in range(split.pp):
-            cost = layer.times(own[stage]).plus(self._handed_on(split, stage))
-            if stage == 0:
-                cost = cost.plus(embedding)
-            if stage == split.pp - 1:
-                cost = cost.plus(head)
+            cost = self._stage_costs(split, recompute, stage, own[stage])
             count = own[stage] * ends.layer_parameters + _beside(split, stage, ends)
             once = self.once_s(split, count, own[stage] * ends.layer_experts)
             stages.append(StageTime(
@@ -288,6 +296,22 @@ class Pieces:
                 weight_s=(cost.backward_s - cost.sends_s / 2) / 2,
             ))  # fmt: skip
         return step_time(stages, split)
+
+    def _stage_costs(self, split: Split, recompute: str, stage: int, layers: int) -> Costs:
+        """Seconds of a stage of ``layers`` layers for one micro-batch: its kernels' or its launches', whichever take
+        longer, and what it sends."""
+        layer, embedding, head = self.costs(split, recompute)
+        cost = layer.times(layers).plus(self._handed_on(split, stage))
+        if stage == 0:
+            cost = cost.plus(embedding)
+        if stage == split.pp - 1:
+            cost = cost.plus(head)
+        sends = cost.sends_s / 2
+        forward, backward = (
+            max(seconds - sends, layers * launches) + sends
+            for seconds, launches in zip((cost.forward_s, cost.backward_s), LAUNCHES_S, strict=True)
+        )
+        return Costs(forward_s=forward, backward_s=backward, sends_s=cost.sends_s)
 
     def _handed_on(self, split: Split, stage: int) -> Costs:
         """What a stage's chunks send to those before and behind."""
@@ -317,7 +341,12 @@ class Pieces:
         if key not in self._known:
             shallow, deep = (
                 stage_trace(
-                    replace(self.shape, layers=layers), _alone(split), 0, sequence=self.sequence, recompute=recompute
+                    replace(self.shape, layers=layers),
+                    _alone(split),
+                    0,
+                    sequence=self.sequence,
+                    recompute=recompute,
+                    capability=self.capability,
                 )
                 for layers in (1, 2)
             )

@@ -15,6 +15,7 @@ from brim import catalog
 from brim.core import Op, Phase
 from brim.errors import BudgetError, ModelError, UnsupportedError, UsageError
 from brim.estimation.models import Source
+from brim.estimation.ranks.job import DEFAULT_PRECISION
 from brim.estimation.ranks.pieces import pieces
 from brim.estimation.ranks.script import Sent
 from brim.estimation.ranks.sizes import Shape, shape_of
@@ -31,7 +32,7 @@ from brim.planner.meshes.search import (
 from brim.planner.meshes.splits import run_splits
 
 DOUBT = 0.02  # of seconds that are expected of a way whose like was proved
-PRECISION = "bf16-mixed"  # what brim train takes on GPUs
+PRECISION = DEFAULT_PRECISION["torch"][0]
 _WIDTH = 2  # bytes of a weight that computes
 _RESTS = 12  # of a parameter in float32: the weight and two moments, which ZeRO splits
 _GRADIENT = 4
@@ -68,15 +69,19 @@ def run_meshes(
     return sorted(meshes, key=lambda mesh: mesh.step_s)
 
 
+def least_states(parameters: int, gpus: int) -> int:
+    """Bytes of weights, gradients and moments that some GPU has, or its share of RAM, however they are split."""
+    return -(-(_RESTS + _GRADIENT) * parameters // gpus)
+
+
 def _check_states(shape: Shape, gpus: int, gpu: catalog.Gpu, parameters: int) -> None:
     """However they are split, some GPU has the mean at least."""
-    states, room = (_RESTS + _GRADIENT) * parameters, gpu.capacity_bytes - gpu.context().bytes
-    least = -(-states // gpus)
+    room, least = gpu.capacity_bytes - gpu.context().bytes, least_states(parameters, gpus)
     if least > room:
         raise BudgetError(
             f"Cannot split {shape.name} over {gpus} {gpu.name}.",
             f"Its states need at least {least:,} B on each of them, and one has {room:,} B for them.",
-            f"About {-(-states // room)} GPUs hold its states.",
+            f"About {-(-least_states(parameters, 1) // room)} GPUs hold its states.",
             smallest_bytes={"vram": least + gpu.context().bytes},
         )  # fmt: skip
 

@@ -30,8 +30,8 @@ def rules_for(target: str, capability: tuple[int, int]) -> Callable[[torch._ops.
     """The rules of ``target``'s kernels for one trace, looked up by operation."""
     if target == "cpu":
         return _cpu_rule
-    rules = cuda_kernels.rules(capability)
-    return lambda func: rules.get(func) or (_collective if func.namespace in _COLLECTIVES else None)
+    kernels = cuda_kernels.rules(capability)
+    return lambda func: _collective if func.namespace in _COLLECTIVES else kernels(func)
 
 
 def _collective(kernel: Kernel) -> None:

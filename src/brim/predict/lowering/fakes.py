@@ -16,6 +16,7 @@ from brim.predict.lowering.kernel import dense_or_channels_last
 from brim.predict.values.known import known
 
 _aten = torch.ops.aten
+_LARGEST = 2  # of a bag, as embedding_bag numbers how it is reduced
 
 
 def _grouped_mm(
@@ -93,6 +94,22 @@ def _ctc_loss(
     return torch.empty(batch, dtype=log_probs.dtype), alpha
 
 
+def _embedding_bag(
+    weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, scale_grad_by_freq: bool = False,
+    mode: int = 0, sparse: bool = False, per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False, padding_idx: int = -1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """cuda/EmbeddingBag.cu: the bags, each row's bag, each bag's size, and where its largest numbers are."""
+    bags = offsets.size(0) - int(include_last_offset)
+    largest = (bags, weight.size(1)) if mode == _LARGEST else (0,)
+    return (
+        torch.empty(bags, weight.size(1), dtype=weight.dtype),
+        torch.empty(indices.shape, dtype=indices.dtype),
+        torch.empty(offsets.shape, dtype=indices.dtype),
+        torch.empty(largest, dtype=indices.dtype),
+    )
+
+
 def _like_second(grad: torch.Tensor, source: torch.Tensor, *args: object, **named: object) -> torch.Tensor:
     """The gradient of what comes after the result's."""
     return torch.empty(source.shape, dtype=source.dtype)
@@ -151,6 +168,8 @@ FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten._thnn_fused_gru_cell_backward.default: cuda_recurrent.fake_gru_cell_backward,
     _aten._efficient_attention_backward.default: cuda_efficient_attention.fake_backward,
     _aten.as_strided.default: _as_strided,
+    _aten._embedding_bag.default: _embedding_bag,
+    _aten._embedding_bag_forward_only.default: _embedding_bag,
     _aten._ctc_loss.Tensor: _ctc_loss,
     _aten._ctc_loss_backward.default: _like_second,
     _aten._ctc_loss_backward.Tensor: _like_second,

@@ -10,6 +10,7 @@ const COLOURS = {
   activation: "#56B4E9",
   workspace: "#8c6d4f",
   temporary: "#CC79A7",
+  optimizer_temporary: "#882255",
   others: "#a6a6a6",
   "not known": "#9aa3ad",
 };
@@ -35,6 +36,7 @@ const PATTERNS = {
   activation: "upright",
   workspace: "cross",
   temporary: "wide",
+  optimizer_temporary: "down",
   others: "grid",
   "not known": "level",
 };

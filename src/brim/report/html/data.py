@@ -1,4 +1,10 @@
-"""A view's numbers as its page needs them: levels, the events around the peak, what was held, lanes."""
+"""The data of a page's view: levels of detail, events around the peak, blocks at some moments, lanes.
+
+Each level cuts a run into buckets, even in events and in time, and keeps of each the moments of least and most
+allocated bytes, of most reserved bytes, and its last event. So no peak is lost at any zoom, and a picture is true
+between bursts of events too. (After M4: Jugel et al., "M4: a visualization-oriented time series data aggregation",
+VLDB 2014.)
+"""
 
 from __future__ import annotations
 
@@ -13,11 +19,20 @@ import numpy as np
 from brim.core import EventKind, Plan, Timeline
 from brim.core.hardware import VRAM
 from brim.core.timeline import CONTEXT_BYTES
-from brim.report.held import Held, Numbers, durations_ns, frames_of, held, module_of, tiers_of, times_ns
+from brim.report.html.lanes import lanes, phases_of_spans
+from brim.report.html.memory import (
+    Numbers,
+    TierEvents,
+    durations_ns,
+    frames_of,
+    module_of,
+    moments,
+    ranked,
+    tier_events,
+    tiers_of,
+    times_ns,
+)
 from brim.report.html.packing import integers, plain, texts
-from brim.report.html.pyramid import levels
-from brim.report.lanes import lanes, phases_of_spans
-from brim.report.occupancy import moments, ranked
 
 _MOST_FRAMES = 40  # of a stack, from the innermost
 _MOST_OOMS = 50
@@ -26,17 +41,17 @@ _SPAN_COLUMNS = ("start_ns", "duration_ns", "busy_ns", "bytes", "count")
 
 @dataclass(frozen=True, kw_only=True)
 class Detail:
-    """How much of a run is kept. ``exact_events`` lie around the peak; a shorter run is kept whole."""
+    """Limits of a view. ``exact_events`` lie around the peak; a shorter run is exact throughout."""
 
     buckets: tuple[int, ...] = (500, 4_000, 16_000)
     exact_events: int = 150_000
-    block_rows: int = 150_000  # over all kept moments
+    block_rows: int = 150_000  # of all moments
     moments: int = 40
     owners: int = 20_000
     spans: int = 20_000  # of a lane
 
     def less(self) -> Detail:
-        """Half of everything."""
+        """Return half of everything."""
         return Detail(
             buckets=tuple(max(count // 2, 100) for count in self.buckets),
             exact_events=self.exact_events // 2,
@@ -50,7 +65,7 @@ class Detail:
 def view_data(
     timeline: Timeline, title: str, plan: Plan | None, detail: Detail, phases: Sequence[tuple[str, int]] = ()
 ) -> dict[str, Any]:
-    """Everything that the page shows of one timeline."""
+    """Return the page's data of a timeline."""
     times = times_ns(timeline)
     durations = durations_ns(timeline)
     ends = [0] if times is None else times + durations
@@ -80,13 +95,14 @@ def view_data(
 
 
 def _panel(timeline: Timeline, tier: str, plan: Plan | None, detail: Detail) -> dict[str, Any]:
-    """One tier of a timeline: its picture, its peak and what can be looked up in it."""
-    events = held(timeline, tier)
+    """Return a tier's picture, its peak, and its events, blocks and owners to look up."""
+    events = tier_events(timeline, tier)
     allocated, reserved = np.cumsum(events.delta), np.cumsum(events.reserved_delta)
     peak = int(np.argmax(allocated)) if len(allocated) else -1
     named, rank = ranked(events, peak, detail.owners)
-    kept = [np.arange(len(events))] if len(events) <= detail.exact_events else []
-    kept = levels(events.time_ns, allocated, reserved, detail.buckets) + kept
+    all_positions = levels(events.time_ns, allocated, reserved, detail.buckets)
+    if len(events) <= detail.exact_events:
+        all_positions.append(np.arange(len(events)))
     first, last = _exact_range(len(events), peak, detail.exact_events)
     ooms = np.flatnonzero(events.kind == EventKind.OOM)
     chosen = _moment_positions(events, allocated, peak, first, ooms, detail)
@@ -106,7 +122,7 @@ def _panel(timeline: Timeline, tier: str, plan: Plan | None, detail: Detail) -> 
         "reserved_peak_bytes": int(max(reserved.max(), 0)),
         "context_bytes": int(timeline.facts.get(CONTEXT_BYTES, 0)) if tier == VRAM else 0,
         "lines": _lines(timeline, tier, plan),
-        "levels": _levels(events, kept, reserved),
+        "levels": _levels(events, all_positions, reserved),
         "exact": _exact(events, first, last, rank),
         "moments": moments(events, chosen, detail.block_rows // len(chosen), rank),
         "owners": _owner_data(events, named),
@@ -115,61 +131,61 @@ def _panel(timeline: Timeline, tier: str, plan: Plan | None, detail: Detail) -> 
 
 
 def _exact_range(count: int, peak: int, most: int) -> tuple[int, int]:
-    """[first, last): ``most`` events, the peak among them."""
+    """Return the range of ``most`` events around the peak."""
     first = max(0, min(peak - most * 3 // 5, count - most))
     return first, min(count, first + most)
 
 
-def _levels(found: Held, kept: list[Numbers], reserved: Numbers) -> list[dict[str, Any]]:
-    """What was held of each group at the kept positions; one group at a time, as each is a whole run's column."""
+def _levels(events: TierEvents, all_positions: list[Numbers], reserved: Numbers) -> list[dict[str, Any]]:
+    """Return the live bytes of each group at each level's positions; a group at a time, to bound memory."""
     levels: list[dict[str, Any]] = [
         {
-            "event": integers(found.event[positions]),
-            "time_ns": integers(found.time_ns[positions]),
+            "event": integers(events.event[positions]),
+            "time_ns": integers(events.time_ns[positions]),
             "reserved": integers(reserved[positions]),
             "groups": [],
         }
-        for positions in kept
+        for positions in all_positions
     ]
-    group = np.append(found.owners.group, -1)[found.owner]  # the owner -1 has the group -1
-    for number in range(len(found.owners.groups)):
-        held_bytes = np.cumsum(np.where(group == number, found.delta, 0))
-        for level, positions in zip(levels, kept, strict=True):
+    group = np.append(events.owners.group, -1)[events.owner]  # the owner -1 has the group -1
+    for number in range(len(events.owners.groups)):
+        held_bytes = np.cumsum(np.where(group == number, events.delta, 0))
+        for level, positions in zip(levels, all_positions, strict=True):
             level["groups"].append(integers(held_bytes[positions]))
     return levels
 
 
-def _exact(found: Held, first: int, last: int, rank: Numbers) -> dict[str, Any]:
+def _exact(events: TierEvents, first: int, last: int, rank: Numbers) -> dict[str, Any]:
     part = slice(first, last)
-    owner = np.append(rank, -1)[found.owner[part]]
+    owner = np.append(rank, -1)[events.owner[part]]
     columns: dict[str, Numbers] = {
-        "event": found.event[part],
-        "time_ns": found.time_ns[part],
-        "kind": found.kind[part].astype(np.int64),
-        "bytes": found.delta[part] + found.reserved_delta[part],
-        "address": found.address[part],
-        "stream": found.stream[part],
+        "event": events.event[part],
+        "time_ns": events.time_ns[part],
+        "kind": events.kind[part].astype(np.int64),
+        "bytes": events.delta[part] + events.reserved_delta[part],
+        "address": events.address[part],
+        "stream": events.stream[part],
         "owner": owner,
     }
     return {"first": first, "last": last} | {name: integers(column) for name, column in columns.items()}
 
 
 def _moment_positions(
-    found: Held, allocated: Numbers, peak: int, first: int, ooms: Numbers, detail: Detail
+    events: TierEvents, allocated: Numbers, peak: int, first: int, ooms: Numbers, detail: Detail
 ) -> list[int]:
-    """Before the exact events; and, of a run that is not kept whole, the peak, each OOM and peaks all along."""
-    if len(found) <= detail.exact_events:
+    """Return the position before the exact events; of a longer run also the peak, OOMs and local peaks."""
+    if len(events) <= detail.exact_events:
         return [-1]
-    live = max(len(found.live_at(peak)), 1)
+    live = max(len(events.live_at(peak)), 1)
     count = max(min(detail.moments, detail.block_rows // live), 2)
-    borders = np.linspace(0, len(found), count + 1).astype(int).tolist()
+    borders = np.linspace(0, len(events), count + 1).astype(int).tolist()
     tops = [start + int(np.argmax(allocated[start:end])) for start, end in pairwise(borders)]
-    return sorted({first - 1, peak, len(found) - 1, *ooms[:2].tolist(), *tops})
+    return sorted({first - 1, peak, len(events) - 1, *ooms[:2].tolist(), *tops})
 
 
-def _owner_data(found: Held, named: Numbers) -> dict[str, Any]:
-    """The named owners, then one stand-in per group; stacks as numbers of frames."""
-    owners, chosen = found.owners, named.tolist()
+def _owner_data(events: TierEvents, named: Numbers) -> dict[str, Any]:
+    """Return the named owners, then the others of each group; stacks as numbers of frames."""
+    owners, chosen = events.owners, named.tolist()
     frames: dict[str, int] = {}
     stacks: dict[str, int] = {}
     rows: list[list[int]] = []
@@ -190,25 +206,65 @@ def _owner_data(found: Held, named: Numbers) -> dict[str, Any]:
     }
 
 
-def _oom_data(timeline: Timeline, found: Held, ooms: Numbers) -> list[dict[str, Any]]:
+def _oom_data(timeline: Timeline, events: TierEvents, ooms: Numbers) -> list[dict[str, Any]]:
     indices, names = timeline.texts("label")
     sizes = timeline.column("bytes")
     return [
         {
-            "event": int(found.event[at]),
-            "time_ns": int(found.time_ns[at]),
-            "bytes": int(sizes[int(found.event[at])]),
-            "label": plain(names[indices[int(found.event[at])]]),
+            "event": int(events.event[at]),
+            "time_ns": int(events.time_ns[at]),
+            "bytes": int(sizes[int(events.event[at])]),
+            "label": plain(names[indices[int(events.event[at])]]),
         }
         for at in ooms[:_MOST_OOMS].tolist()
     ]
 
 
 def _lines(timeline: Timeline, tier: str, plan: Plan | None) -> list[dict[str, Any]]:
-    """Horizontal lines: what was promised, the budget, what the device has."""
+    """Return horizontal lines: the promise, the budget and the device's memory."""
     facts = timeline.facts
     promised = plan.promise.peak_bytes.get(tier) if plan else facts.get(f"promised_bytes.{tier}")
     budget = plan.budget_bytes.get(tier) if plan else facts.get(f"budget_bytes.{tier}")
     device = facts.get("total_bytes") if tier == timeline.peak_bytes.tier else None
     lines = (("promised", promised), ("budget", budget), ("device", device))
     return [{"name": name, "bytes": int(count)} for name, count in lines if count and math.isfinite(count)]
+
+
+def levels(time_ns: Numbers, allocated: Numbers, reserved: Numbers, buckets: Sequence[int]) -> list[Numbers]:
+    """Return positions of events, for each of ``buckets`` (ascending) that is coarser than the run itself.
+
+    ``allocated`` and ``reserved`` are bytes after each event. A level has at most eight positions per bucket, in
+    order; the first moment of the peak is in each.
+    """
+    chosen: list[Numbers] = []
+    positions = np.arange(len(allocated))
+    for count in sorted(buckets, reverse=True):
+        if 8 * count >= len(positions):
+            continue
+        inner = _level(time_ns[positions], allocated[positions], reserved[positions], count)
+        positions = positions[inner]
+        chosen.insert(0, positions)
+    return chosen
+
+
+def _level(time_ns: Numbers, allocated: Numbers, reserved: Numbers, count: int) -> Numbers:
+    starts = _bucket_starts(time_ns, count)
+    ends = np.append(starts[1:], len(allocated)) - 1
+    extremes = (_first_maximum(column, starts) for column in (allocated, -allocated, reserved))
+    return np.unique(np.concatenate([*extremes, ends]))
+
+
+def _bucket_starts(time_ns: Numbers, count: int) -> Numbers:
+    """Return the starts of ``count`` buckets of equal events, and of ``count`` of equal duration."""
+    even = np.linspace(0, len(time_ns), count, endpoint=False).astype(np.int64)
+    times = np.linspace(time_ns[0], time_ns[-1], count, endpoint=False)
+    timed = np.searchsorted(time_ns, times)
+    return np.unique(np.concatenate([even, timed]))
+
+
+def _first_maximum(values: Numbers, starts: Numbers) -> Numbers:
+    """Return the first position of each bucket's largest value."""
+    lengths = np.diff(np.append(starts, len(values)))
+    hits = np.flatnonzero(values == np.repeat(np.maximum.reduceat(values, starts), lengths))
+    _, first = np.unique(np.searchsorted(starts, hits, side="right"), return_index=True)
+    return hits[first]

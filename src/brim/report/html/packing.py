@@ -1,4 +1,4 @@
-"""How numbers and texts are put into a page: small, and harmless whatever they say."""
+"""Encodings of numbers and texts in a page: small, and harmless whatever they say."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from numpy.typing import ArrayLike
 
 LONGEST_TEXT = 500
 
-# Control characters, lone surrogates, and what hides text or turns its direction. They are written out: a name that
-# reads otherwise than it is spelled would mislead people as a tag would mislead the browser.
+# Control characters, lone surrogates, and characters that hide text or turn its direction. They are escaped: a name
+# that reads otherwise than it is spelled would mislead people as a tag would mislead the browser.
 _UNREADABLE = re.compile("[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
 
 
 def plain(text: str) -> str:
-    """``text`` in one readable line of at most ``LONGEST_TEXT`` characters."""
+    """Return ``text`` as a readable line of at most ``LONGEST_TEXT`` characters."""
     if len(text) > LONGEST_TEXT:
         text = f"{text[: LONGEST_TEXT - 1]}…"
     return _UNREADABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text.replace("\t", " ").replace("\n", " "))
 
 
 def integers(values: ArrayLike) -> dict[str, Any]:
-    """Whole numbers as base64 of deflated bytes: differences of neighbours, all their lowest bytes first.
+    """Return whole numbers as base64 of deflated bytes: differences of neighbours, all their lowest bytes first.
 
     Memory repeats itself, so most differences are small and their high bytes deflate to nothing.
     """
@@ -38,7 +38,7 @@ def integers(values: ArrayLike) -> dict[str, Any]:
 
 
 def texts(values: Sequence[str]) -> dict[str, Any]:
-    """Texts as base64 of deflated JSON."""
+    """Return texts as base64 of deflated JSON."""
     return {"n": len(values), "t": _deflated(json.dumps([plain(text) for text in values]).encode())}
 
 
@@ -47,6 +47,6 @@ def _deflated(data: bytes) -> str:
 
 
 def script_json(document: Any) -> str:
-    """JSON that ends no script element and opens no comment in one."""
+    """Return JSON that ends no script element and opens no comment in one."""
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,4 +1,4 @@
-"""A report as one HTML file: no network, no script but its own, and nothing in it runs whatever names it shows."""
+"""Reports as single HTML files without network access. No text in them can run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from brim.core import Plan, Timeline
-from brim.core.replacing import replacing
+from brim.core.files import replacing
 from brim.errors import UsageError
 from brim.report.html.data import Detail, view_data
 from brim.report.html.packing import plain, script_json
 
-MOST_BYTES = 10_000_000  # of a page: what people can still send by mail
+MOST_BYTES = 10_000_000  # of a page: small enough for mail
 Cell = str | int | float | bool | None
 
 _SCRIPTS = (
@@ -25,17 +25,17 @@ _SCRIPTS = (
     "card.js", "main.js",
 )  # fmt: skip
 _STYLES = ("theme.css", "page.css")
-MOST_ROWS = 1_000  # of a table: what the page shows of one (tables.js)
+MOST_ROWS = 1_000  # of a table, as tables.js shows it
 _LARGE_EVENTS = 1_000_000  # a run as long as this fills most of a page
 _LEAST_EVENTS = 1_000  # with less detail around a peak the page is useless
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """One timeline with its title ("before"; "" is what the timeline calls itself).
+    """A timeline with its title ("before"; "": the timeline's own name).
 
-    Of ``plan`` the promise and the budget are drawn as lines and the decisions are listed. ``phases`` name stretches
-    of the run above its picture: each its name and the number of its first event, in order.
+    The promise and the budget of ``plan`` are drawn as lines, its decisions are listed. ``phases`` are stretches of
+    the run, marked above its picture: name and number of the first event, in order.
     """
 
     timeline: Timeline
@@ -46,10 +46,10 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows for people; ``note`` is a sentence under the title, and tells how many rows are left out.
+    """Rows for people; ``note`` is a sentence under the title.
 
-    Of more than ``MOST_ROWS`` the first are kept, or with ``spread`` such as lie evenly, the first and the last
-    among them.
+    Of more than ``MOST_ROWS`` the first are shown, or with ``spread`` evenly spaced ones, the first and the last
+    among them; the note then says so.
     Columns named ``bytes``, ``..._bytes``, ``..._s`` or ``..._share`` are shown with units and without that end.
     """
 
@@ -60,32 +60,15 @@ class Table:
     spread: bool = False
 
 
-def write(
-    path: str | Path,
-    views: Sequence[View],
-    *,
-    title: str,
-    verdict: str = "",
-    tables: Sequence[Table] = (),
-    notes: Sequence[str] = (),
-    one_axis: bool = False,
-) -> int:
-    """Write the page and return its bytes, at most ``MOST_BYTES`` for any number of events.
-
-    ``views`` stand below each other on one scale of bytes: predicted and measured, before and after, several devices.
-    ``one_axis``: their times count from one moment, so they are drawn, zoomed and moved together.
-    ``verdict`` is the sentence that it begins with, ``notes`` are paragraphs below that. Texts may be of any
-    origin. Raises UsageError if the file cannot be written.
-    """
-    document = page(
-        views, title=title, verdict=verdict, tables=tables, notes=notes, one_axis=one_axis
-    ).encode()  # fmt: skip
+def write(path: str | Path, document: str) -> int:
+    """Write a page and return its bytes. Raises UsageError if the file cannot be written."""
+    data = document.encode()
     try:
         with replacing(path) as partial:
-            partial.write_bytes(document)
+            partial.write_bytes(data)
     except OSError as error:
         raise UsageError(f"Cannot write the report to {path}.", f"{error}.", "Name another file.") from error
-    return len(document)
+    return len(data)
 
 
 def page(
@@ -97,7 +80,12 @@ def page(
     notes: Sequence[str] = (),
     one_axis: bool = False,
 ) -> str:
-    """The page itself."""
+    """Return a page of at most ``MOST_BYTES`` for any number of events.
+
+    ``views`` stand below each other on one scale of bytes: predicted and measured, before and after, several devices.
+    ``one_axis``: their times count from the same moment, so they are drawn, zoomed and moved together.
+    ``verdict`` is the first sentence, ``notes`` are paragraphs below it. Texts may be of any origin.
+    """
     listed = [*(table for view in views for table in _view_tables(view, several=len(views) > 1)), *tables]
     rest = {
         "title": plain(title),
@@ -108,7 +96,7 @@ def page(
     }
     detail = Detail()
     large = sum(len(view.timeline) > _LARGE_EVENTS for view in views)
-    for _ in range(max(large - 1, 0).bit_length()):  # several would not fit, and trying takes as long as writing
+    for _ in range(max(large - 1, 0).bit_length()):  # several would not fit
         detail = detail.less()
     while True:
         data = script_json(
@@ -152,7 +140,7 @@ def _digest(text: str) -> str:
 
 
 def _view_tables(view: View, *, several: bool) -> list[Table]:
-    """The plan's decisions and settings, and the facts that the timeline carries."""
+    """Return tables of the plan's decisions and settings, and of the timeline's facts."""
     tables, of = [], f": {_title(view)}" if several else ""
     if view.plan is not None:
         plan = view.plan
@@ -171,7 +159,7 @@ def _view_tables(view: View, *, several: bool) -> list[Table]:
 
 
 def _tables_data(tables: Sequence[Table]) -> list[dict[str, Any]]:
-    """All tables, in at most half of what a page may have, with fewer rows if they have to."""
+    """Return all tables in at most half of a page's bytes, with fewer rows if needed."""
     most = MOST_ROWS
     while True:
         shown = [_table_data(table, most) for table in tables]
@@ -197,7 +185,7 @@ def _table_data(table: Table, most: int) -> dict[str, Any]:
 
 
 def _cell(cell: Cell) -> Cell:
-    """JSON has no infinities: those, and other special values, are shown as text."""
+    """Return infinities and NaN, which JSON does not have, as text."""
     if cell is None or isinstance(cell, bool | int):
         return cell
     if isinstance(cell, float):

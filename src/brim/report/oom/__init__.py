@@ -1,1 +1,1 @@
-"""Out-of-memory messages: found in logs, read, explained, answered with advice."""
+"""Out-of-memory messages: extracted from logs, read, explained, answered with advice."""

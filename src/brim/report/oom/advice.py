@@ -1,146 +1,194 @@
-"""What helps against running out of memory, the most promising first, and what does not help although many say so."""
+"""Advice against running out of memory, the most promising first, and popular advice that does not help."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from brim.report.oom.cause import UNSET_BYTES, Cause, unallocated_bytes
+from brim.report.oom.cause import UNSET_BYTES, Cause, is_shared_memory, unallocated_bytes
+from brim.report.oom.programs import IN_RAM, OF_FAMILY, program_advice, remedies, spelled
+from brim.report.phase import BY_PHASE, GENERATE, PRECISION, RECOMPUTE, SMALLER, Advice, phase_of
 from brim.units import MIB, format_bytes
 
-
-@dataclass(frozen=True, kw_only=True)
-class Advice:
-    """One thing to do. ``paste`` is a command or setting to paste, if there is one; ``helps`` False: it does not."""
-
-    text: str
-    paste: str = ""
-    helps: bool = True
-
-
 EXPANDABLE = Advice(
-    text="Let segments grow instead of being many: free pieces then join.",
-    paste="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    "Let segments grow instead of being many: free pieces then join.",
+    "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
 )
 REPLAY = Advice(
-    text="Record a snapshot and replay it: it shows whether another setting would have fitted.",
-    paste="brim explain snapshot.pickle --what-if best",
+    "Record a snapshot and replay it: it shows which settings serve the request that failed.",
+    "brim explain snapshot.pickle --what-if best",
 )
-SMALLER = Advice(text="Make the step smaller: batch size first (with gradient accumulation), then sequence length.")
-RECOMPUTE = Advice(
-    text="Recompute activations instead of keeping them.", paste="model.gradient_checkpointing_enable()"
+FEWER_WORKERS = Advice(
+    "Use fewer DataLoader workers: each may hold its own copy of the data.",
+    "DataLoader(..., num_workers=2, persistent_workers=True)",
 )
-PRECISION = Advice(text="Compute in bfloat16.", paste='torch.autocast("cuda", dtype=torch.bfloat16)')
-FIT = Advice(text="Let brim place what does not fit in RAM or on disk.", paste="brim generate MODEL --vram 6GiB")
-WHO = Advice(text="See who holds the device, and end or move them.", paste="nvidia-smi")
+SHARED_MEMORY = Advice("In a container, give shared memory.", "docker run --shm-size=16g ...")
+WHO = Advice("See who holds the device, and end or move them.", "nvidia-smi")
 
 _BY_CAUSE: dict[Cause, tuple[Advice, ...]] = {
-    Cause.EXHAUSTED: (SMALLER, RECOMPUTE, PRECISION, FIT),
+    Cause.EXHAUSTED: (SMALLER, RECOMPUTE, PRECISION, GENERATE),
     Cause.TOO_LARGE: (
-        Advice(text="Look at the line that asks for it: a shape is usually wrong, or attention is not fused."),
+        Advice("Look at the line that asks for it: a shape is usually wrong, or attention is not fused."),
         SMALLER,
-        FIT,
+        GENERATE,
     ),
     Cause.FRAGMENTATION: (EXPANDABLE, REPLAY, SMALLER),
-    Cause.OTHER_PROCESS: (
-        WHO,
-        Advice(text="Use another device.", paste="export CUDA_VISIBLE_DEVICES=1"),
-        SMALLER,
-    ),
+    Cause.OTHER_PROCESS: (WHO, Advice("Use another device.", "export CUDA_VISIBLE_DEVICES=1"), SMALLER),
     Cause.MEMORY_FRACTION: (
-        Advice(text="Raise or remove the limit.", paste="torch.cuda.set_per_process_memory_fraction(1.0)"),
+        Advice("Raise or remove the limit.", "torch.cuda.set_per_process_memory_fraction(1.0)"),
         SMALLER,
     ),
     Cause.PRIVATE_POOLS: (
-        Advice(
-            text="Capture fewer CUDA graphs, or let them share one pool.", paste="torch.cuda.graph(g, pool=shared)"
-        ),
-        Advice(text="Without CUDA graphs:", paste='torch.compile(model, mode="default")'),
+        Advice("Capture fewer CUDA graphs, or let them share one pool.", "torch.cuda.graph(g, pool=shared)"),
+        Advice("Without CUDA graphs:", 'torch.compile(model, mode="default")'),
     ),
     Cause.ADDRESS_SPACE: (
         Advice(
-            text="Reserve fewer addresses per expandable segment, or more if one request did not fit.",
-            paste="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,expandable_segments_reserve:0.5",
+            "Reserve fewer addresses per expandable segment, or more if one request did not fit.",
+            "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,expandable_segments_reserve:0.5",
         ),
-        Advice(text="Use fewer CUDA streams: each has segments of its own."),
-        Advice(text="Lift the limit of virtual memory.", paste="ulimit -v unlimited"),
+        Advice("Use fewer CUDA streams: each has segments of its own."),
+        Advice("Lift the limit of virtual memory.", "ulimit -v unlimited"),
     ),
     Cause.SPILL: (
         SMALLER,
-        Advice(
-            text='Forbid the fallback: NVIDIA control panel, "CUDA - Sysmem Fallback Policy": prefer no fallback.'
-        ),
+        Advice('Forbid the fallback: NVIDIA control panel, "CUDA - Sysmem Fallback Policy": prefer no fallback.'),
     ),
     Cause.MISLEADING_FREE: (
         WHO,
-        Advice(text="On Windows and WSL, close what draws on the GPU and enlarge the page file."),
+        Advice("On Windows and WSL, close what draws on the GPU and enlarge the page file."),
+        Advice(
+            "Let segments be made of small pages: they need no large piece of the driver's memory.", EXPANDABLE.paste
+        ),
         SMALLER,
     ),
     Cause.HOST_MEMORY: (
-        Advice(text="See what RAM is left, and whether the system killed a process.", paste="free -h; dmesg | tail"),
-        Advice(text="Use fewer DataLoader workers.", paste="DataLoader(..., num_workers=2, persistent_workers=True)"),
-        Advice(text="In a container, give shared memory.", paste="docker run --shm-size=16g ..."),
+        Advice("See what RAM is left, and whether the system killed a process.", "free -h; dmesg | tail"),
+        FEWER_WORKERS,
+        SHARED_MEMORY,
     ),
-    Cause.ALLOCATOR: (Advice(text="Read what the MemPool's allocator logged before this."),),
+    Cause.ALLOCATOR: (Advice("Read what the MemPool's allocator logged before this."),),
+    Cause.UNKNOWN: (Advice("See who holds RAM and GPU while it runs.", "free -h; nvidia-smi"), SMALLER),
 }
 # NVIDIA's driver does not heed the limit of locked memory (ulimit -l); WSL2's gives about half of the RAM it has.
 _LOCKED = Advice(
-    text="Free RAM: what is pinned cannot be swapped out. Under WSL2 give it more (memory= in .wslconfig).",
-    paste="free -h",
+    "Free RAM: what is pinned cannot be swapped out. Under WSL2 give it more (memory= in .wslconfig).", "free -h"
 )
-_LESS_LAYERS = Advice(text="Put fewer layers on the GPU.", paste="llama-cli -ngl 20 ...")
+_WHO_WAS_KILLED = Advice(
+    "See whom the kernel killed, and what it held.", 'dmesg -T | grep -i -E "oom|killed"; free -h'
+)
+_LESS_RAM = Advice(
+    "Load weights once and straight to the GPU, or map them from disk (safetensors), instead of a copy a process."
+)
 _BY_FAMILY: dict[str, tuple[Advice, ...]] = {
-    "llama.cpp": (
-        _LESS_LAYERS,
-        Advice(text="Shorten the context, or store its cache in 8 bits.", paste="-c 8192 -ctk q8_0 -ctv q8_0 -fa on"),
-    ),
-    "llama.cpp-pinned": (_LOCKED, Advice(text="Do without pinned memory.", paste="export GGML_CUDA_NO_PINNED=1")),
-    "vllm": (
-        Advice(text="Shorten the longest sequence.", paste="--max-model-len 8192"),
-        Advice(
-            text="Let it use more of the device, if nothing else runs there.", paste="--gpu-memory-utilization 0.95"
-        ),
-    ),
-    "jax": (
-        Advice(
-            text="Do not take most of the device at the start.", paste="export XLA_PYTHON_CLIENT_PREALLOCATE=false"
-        ),
-    ),
+    "llama.cpp-pinned": (_LOCKED, Advice("Do without pinned memory.", "export GGML_CUDA_NO_PINNED=1")),
     "jax-tpu": (
         SMALLER,
-        Advice(text="Recompute in the backward pass.", paste="jax.checkpoint(f)"),
-        Advice(text="Shard over more devices, or compute in bfloat16."),
-    ),
-    "sglang": (
-        Advice(text="Give it more of the device.", paste="--mem-fraction-static 0.9"),
-        Advice(text="Shorten the context.", paste="--context-length 8192"),
+        Advice("Recompute in the backward pass.", "jax.checkpoint(f)"),
+        Advice("Shard over more devices, or compute in bfloat16."),
     ),
     "triton": (
-        Advice(text="Make the tiles smaller, or use fewer stages.", paste="triton.Config({...}, num_stages=2)"),
-        Advice(text="A smaller batch would not help: the need is per block.", helps=False),
-    ),
-    "tensorflow": (
-        Advice(text="Take memory as it is needed.", paste="export TF_FORCE_GPU_ALLOW_GROWTH=true"),
-        SMALLER,
+        Advice("Make the tiles smaller, or use fewer stages.", "triton.Config({...}, num_stages=2)"),
+        Advice("A smaller batch would not help: the need is per block.", helps=False),
     ),
     "torch-cublas": (
-        Advice(
-            text="Leave room for the library's workspace.", paste="torch.cuda.set_per_process_memory_fraction(0.9)"
-        ),
-        Advice(text="Or make the workspace small.", paste="export CUBLAS_WORKSPACE_CONFIG=:4096:2"),
+        Advice("Leave room for the library's workspace.", "torch.cuda.set_per_process_memory_fraction(0.9)"),
+        Advice("Or make the workspace small.", "export CUBLAS_WORKSPACE_CONFIG=:4096:2"),
         SMALLER,
     ),
     "torch-mps": (
         SMALLER,
         PRECISION,
         Advice(
-            text="Lifting the limit lets macOS swap, and may make it fail:",
-            paste="export PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0",
+            "Lifting the limit lets macOS swap, and may make it fail:",
+            "export PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0",
             helps=False,
         ),
     ),
+    "slurm": (
+        Advice("Ask for more RAM.", "#SBATCH --mem=64G   # or --mem-per-cpu, --mem=0 for the whole node"),
+        Advice("See what the job used.", "sacct -j JOBID --format=JobID,State,ReqMem,MaxRSS"),
+        FEWER_WORKERS,
+        _LESS_RAM,
+    ),
+    "batch-scheduler": (Advice("Ask the scheduler for more RAM."), FEWER_WORKERS, _LESS_RAM),
+    "kubernetes": (
+        Advice("Raise the container's limit.", "resources: {limits: {memory: 64Gi}}"),
+        Advice("See its state and what it used.", "kubectl describe pod POD; kubectl top pod POD"),
+        FEWER_WORKERS,
+        _LESS_RAM,
+    ),
+    "linux-oom-killer": (
+        _WHO_WAS_KILLED,
+        FEWER_WORKERS,
+        _LESS_RAM,
+        Advice("In a container, raise its limit.", "docker run --memory=64g ..."),
+    ),
+    "oomd": (
+        Advice("See what the daemon ended, and why.", "journalctl -u systemd-oomd -u earlyoom"),
+        FEWER_WORKERS,
+        _LESS_RAM,
+    ),
+    "cuda-runtime": (WHO, Advice("Work on less at a time (a smaller batch), or on another device.")),
+    "hami": (
+        Advice("Raise the container's share of the GPU.", "resources: {limits: {nvidia.com/gpumem: 20000}}"),
+        Advice("Start the container anew: what ended before may still be counted."),
+        SMALLER,
+    ),
+    "killed": (_WHO_WAS_KILLED, FEWER_WORKERS, _LESS_RAM),
+    "ray": (
+        Advice("Run fewer tasks at once: ask for more CPUs, or memory, a task.", "@ray.remote(num_cpus=4)"),
+        Advice("See which workers hold the RAM.", "ray memory; ps aux --sort=-rss | head"),
+        Advice("Let it use more of the RAM before it ends a worker.", "RAY_memory_usage_threshold=0.98 ray start"),
+    ),
+    "ray-object-store": (
+        Advice("Give the store more of the RAM.", "ray start --object-store-memory=16000000000"),
+        Advice("Drop references to objects that are no longer needed (del ref), or put smaller ones."),
+        SHARED_MEMORY,
+    ),
+    "windows-paging-file": (
+        Advice("Make the page file larger: System, Advanced, Performance, Virtual memory."),
+        Advice("Use fewer DataLoader workers: each loads all libraries of CUDA.", "DataLoader(..., num_workers=0)"),
+        Advice("Close what holds RAM."),
+    ),
+    "shared-memory": (SHARED_MEMORY, FEWER_WORKERS),
+    "transformers": (
+        Advice("Take a smaller model, or free the GPU.", "nvidia-smi"),
+        Advice(
+            "Or let some of the weights lie in RAM, in 32 bits.",
+            "BitsAndBytesConfig(..., llm_int8_enable_fp32_cpu_offload=True)",
+        ),
+        GENERATE,
+    ),
 }
+_ON_TPU = {
+    Cause.TOO_LARGE: (
+        Advice("Make the kernel's blocks smaller (block_shape of a BlockSpec)."),
+        Advice(
+            "Or let kernels have more of the core's memory.",
+            "export LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=65536",
+        ),
+        Advice("A smaller batch would not help: the need is per block.", helps=False),
+    ),
+    Cause.FRAGMENTATION: (
+        Advice(
+            "Compile and load programs before arrays are made, or start the process anew: arrays then lie together."
+        ),
+        Advice("Drop programs that are no longer needed.", "jax.clear_caches()"),
+        SMALLER,
+    ),
+}
+# Causes for which a smaller setting is not the first advice.
+_NOT_BY_SIZE = (
+    Cause.OTHER_PROCESS,
+    Cause.MEMORY_FRACTION,
+    Cause.MISLEADING_FREE,
+    Cause.FRAGMENTATION,
+    Cause.PRIVATE_POOLS,
+    Cause.ADDRESS_SPACE,
+    Cause.SPILL,
+)
 
 
 # Families of PyTorch before 2.1, which has no expandable segments; the first two have no max_split_size either.
@@ -154,40 +202,105 @@ _VARIABLES = {
 
 
 def advise(
-    family: str, cause: Cause, numbers: Mapping[str, int], text: str, settings: str = ""
+    family: str,
+    cause: Cause,
+    numbers: Mapping[str, int],
+    text: str,
+    settings: str = "",
+    *,
+    program: str = "",
+    frames: Sequence[str] = (),
+    device: str = "",
 ) -> tuple[Advice, ...]:
-    """Advice for a message, ranked; what would not help comes last, with the reason.
+    """Return advice for a message, the most promising first; at the end advice that does not help, with the reason.
 
-    ``settings`` are the allocator settings that were in force, where the log shows them.
+    ``settings`` are the allocator's settings and shares of the device in the log; ``program`` is the one that ran
+    out, ``frames`` are lines of its traceback, the innermost first.
     """
     on = "expandable_segments is enabled" in text or "expandable_segments:true" in settings.lower()
-    ranked = _BY_CAUSE[cause] if cause in (Cause.OTHER_PROCESS, Cause.MEMORY_FRACTION) and family != "vllm" else ()
     advices: list[Advice] = []
-    for advice in ranked or _BY_FAMILY.get(family, ()) or _BY_CAUSE[cause]:
-        advices += [advice] if advice is not EXPANDABLE else [] if on else _growing(family)
-    return (*advices, *_no_help(cause, numbers, text, settings, expandable_on=on))
+    for advice in _ranked(family, cause, numbers, f"{settings} {text}", program, frames, device):
+        if advice.paste == EXPANDABLE.paste:
+            advices += [] if on else _expandable_for(family) if advice is EXPANDABLE else [_named(family, advice)]
+        else:
+            advices.append(_on_device(advice, device))
+    return (*advices, *_no_help(family, cause, numbers, text, settings, expandable_on=on))
 
 
-def _growing(family: str) -> list[Advice]:
-    """The advice against fragmentation, as far as the version of PyTorch knows it."""
+# In place of NVIDIA's: the tool that lists a device's processes, and the variable that hides devices.
+_TOOLS = {
+    "hip": ("amd-smi process", "HIP_VISIBLE_DEVICES"),
+    "xpu": ("xpu-smi ps", "ZE_AFFINITY_MASK"),
+    "npu": ("npu-smi info", "ASCEND_RT_VISIBLE_DEVICES"),
+}
+
+
+def _on_device(advice: Advice, device: str) -> Advice:
+    tool, variable = _TOOLS.get(device.partition(":")[0], ("nvidia-smi", "CUDA_VISIBLE_DEVICES"))
+    paste = advice.paste.replace("nvidia-smi", tool).replace("CUDA_VISIBLE_DEVICES", variable)
+    return replace(advice, paste=paste)
+
+
+def _ranked(
+    family: str, cause: Cause, numbers: Mapping[str, int], text: str, program: str, frames: Sequence[str], device: str
+) -> list[Advice]:
+    """Return helpful advice: the program's own remedies and settings, else by phase, else by cause."""
+    by_cause = list(_BY_CAUSE[cause])
+    if family == "jax-tpu" and cause in _ON_TPU:
+        return list(_ON_TPU[cause])
+    own = list(_BY_FAMILY.get(family, ()))
+    if family == "dataloader":
+        own = [SHARED_MEMORY, FEWER_WORKERS] if is_shared_memory(text) else [_WHO_WAS_KILLED, FEWER_WORKERS]
+    on_host = cause is Cause.HOST_MEMORY
+    of_program = program_advice(program, frames, text, numbers, on_host=on_host or device == "cpu")
+    if of_program and not on_host:
+        own = [advice for advice in own if not advice.helps]
+        of_program += own
+    elif own and (family == "hami" or cause not in (Cause.OTHER_PROCESS, Cause.MEMORY_FRACTION)):
+        return [own[0], *of_program] if of_program and program in IN_RAM else spelled(program, own)
+    if of_program:
+        if cause not in _NOT_BY_SIZE or OF_FAMILY.get(family) == program:
+            return of_program
+        against = [advice for advice in by_cause if advice not in (SMALLER, RECOMPUTE, PRECISION, GENERATE)]
+        first = of_program if cause is Cause.SPILL else remedies(program, text, numbers)
+        return list(dict.fromkeys([*first, *against, *of_program]))
+    if family.startswith("torch-") and cause is Cause.EXHAUSTED and numbers.get("allocated") == 0:
+        return [WHO, *by_cause]
+    phase = phase_of(frames) if cause in (Cause.EXHAUSTED, Cause.TOO_LARGE, Cause.FRAGMENTATION) else None
+    if phase is not None and family.startswith("torch-"):
+        by_phase = list(BY_PHASE[phase])
+        if cause is Cause.FRAGMENTATION:
+            by_phase = [EXPANDABLE, REPLAY, *by_phase]
+        return spelled(program, by_phase)
+    return spelled(program, by_cause)
+
+
+def _expandable_for(family: str) -> list[Advice]:
+    """Return the advice against fragmentation for the family's version of PyTorch."""
     if family in _BEFORE_SPLIT:
-        return [Advice(text="Update PyTorch: from 2.1 on segments can grow (expandable_segments:True).")]
+        return [Advice("Update PyTorch: from 2.1 on segments can grow (expandable_segments:True).")]
     if family in _BEFORE_EXPANDABLE:
         split = Advice(
-            text="Keep large blocks whole (PyTorch 1.10 and later).",
-            paste="export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128",
+            "Keep large blocks whole (PyTorch 1.10 and later).",
+            "export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128",
         )
         newer = "From PyTorch 2.1 on, let segments grow instead: free pieces then join."
-        return [Advice(text=newer, paste=EXPANDABLE.paste), split]
+        return [Advice(newer, EXPANDABLE.paste), split]
+    return [_named(family, EXPANDABLE)]
+
+
+def _named(family: str, advice: Advice) -> Advice:
+    """Return the advice with the family's name of the variable."""
     variable = _VARIABLES.get(family)
-    return [replace(EXPANDABLE, paste=f"export {variable}=expandable_segments:True") if variable else EXPANDABLE]
+    return replace(advice, paste=f"export {variable}=expandable_segments:True") if variable else advice
 
 
 def _no_help(
-    cause: Cause, numbers: Mapping[str, int], text: str, settings: str, *, expandable_on: bool
+    family: str, cause: Cause, numbers: Mapping[str, int], text: str, settings: str, *, expandable_on: bool
 ) -> list[Advice]:
-    """Popular settings that the message, or people, recommend and that would not help here."""
+    """Return popular settings that would not help here, with the reason."""
     said = f"{text} {settings}"
+    of_torch = family.startswith("torch-") and family != "torch-mps" and numbers.get("allocated", 0) > 0
     sentences = []
     if expandable_on:
         sentences.append("expandable_segments:True is already on.")
@@ -195,15 +308,15 @@ def _no_help(
     elif re.search(r"expandable_segments:True|max_split_size_mb", text) and cause is not Cause.FRAGMENTATION:
         free = format_bytes(unallocated_bytes(numbers))
         sentences.append(f"The message's hint would not help: only {free} are reserved but unallocated.")
-    elif cause is Cause.FRAGMENTATION:
+    elif cause is Cause.FRAGMENTATION and of_torch:
         sentences.append("max_split_size_mb has no effect beside expandable_segments:True: set one of the two.")
-    if cause is Cause.EXHAUSTED and unallocated_bytes(numbers) < 64 * MIB and numbers:
+    if cause is Cause.EXHAUSTED and of_torch and unallocated_bytes(numbers) < 64 * MIB:
         sentences.append("torch.cuda.empty_cache() would not help: PyTorch has emptied its cache before failing.")
-    if cause is Cause.FRAGMENTATION:
+    if cause is Cause.FRAGMENTATION and of_torch:
         sentences.append(
             "torch.cuda.empty_cache() would not help: it gives back whole free segments only, and those are gone."
         )
-    collects = "garbage_collection_threshold" in said or cause is Cause.FRAGMENTATION
+    collects = "garbage_collection_threshold" in said or (cause is Cause.FRAGMENTATION and of_torch)
     if collects and numbers.get("allowed", UNSET_BYTES) >= UNSET_BYTES:
         sentences.append("garbage_collection_threshold does nothing without a memory fraction below 1.")
-    return [Advice(text=sentence, helps=False) for sentence in sentences]
+    return [Advice(sentence, helps=False) for sentence in sentences]

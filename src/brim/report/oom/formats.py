@@ -1,29 +1,39 @@
-"""What out-of-memory messages look like: PyTorch 0.3 to 2.15 on every device, and the programs around it.
+"""The formats of out-of-memory messages: PyTorch 0.3 to 2.15 on every device, and the programs around it.
 
 Sources: ``c10/cuda/CUDACachingAllocator.cpp``, ``c10/cuda/CUDAMallocAsyncAllocator.cpp``, ``c10/xpu``,
 ``aten/src/ATen/mps``, ``c10/core/impl/alloc_cpu.cpp`` of PyTorch; ``ggml-cuda.cu`` and ``ggml-alloc.c`` of llama.cpp;
-XLA's and TensorFlow's BFC allocators; vLLM's workers; ``mm/oom_kill.c`` of Linux.
+XLA's and TensorFlow's BFC allocators; vLLM's workers; SGLang's scheduler; ``mm/oom_kill.c`` of Linux; Slurm's
+``slurmstepd``; Ray's memory monitor.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
-# A size as printed. PyTorch's MB and GB are binary too; some locales write a decimal comma.
-SIZE = r"([0-9]{1,20}(?:[.,][0-9]{1,9})?) ?(bytes|[KMGT]iB|[KMGT]B|[KMGT]|B)\b"
+# A size as printed. PyTorch's MB and GB are binary too; some locales write a decimal comma; Kubernetes writes Gi.
+SIZE = r"([0-9]{1,20}(?:[.,][0-9]{1,9})?) ?(bytes|[KMGT]iB|[KMGTk][Bb]|[KMGT]i?|B)\b"
+# Printed in place of a size that the program does not know.
+UNKNOWN = (
+    r"(?:N/A|n/a|\[?Not Supported\]?|[Uu]nknown|(?:[Nn]a[Nn]|inf)(?: undefined| [KMGT]i?B)?"
+    r"|-1(?:\.0+)? ?(?:[KMGT]i?B?|bytes|B)?)"
+)
+SIZE_PATTERN = re.compile(rf"(?<![\w.,]){SIZE}")
 _UNITS = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One kind of message. ``start`` finds it, ``fields`` are searched for after it, each giving one number.
+    """A kind of message. ``start`` matches its beginning, ``fields`` its numbers.
 
-    One of ``words`` is in every text in which ``start`` finds something: most logs are passed over by that alone.
+    Every text that ``start`` matches has one of ``words``, which rules out most logs quickly.
 
-    A field's pattern holds the groups of ``SIZE``; ``plain`` ones a bare number of bytes. ``device`` is the kind of
-    device; its number is looked for where ``_DEVICE`` says.
+    A field's pattern has the groups of ``SIZE``; that of a ``plain`` one a number of bytes, or of KiB if its name
+    ends so. ``device`` is the kind of device; ``_DEVICE`` matches its number. A ``general`` message says only that
+    memory ran out, and counts only without a better one nearby. ``own_line``: it is a full line of the log.
     """
 
     family: str
@@ -32,6 +42,8 @@ class Format:
     device: str
     fields: tuple[tuple[str, re.Pattern[str]], ...] = ()
     plain: tuple[tuple[str, re.Pattern[str]], ...] = ()
+    general: bool = False
+    own_line: bool = False
 
 
 def _format(
@@ -41,6 +53,9 @@ def _format(
     device: str,
     fields: dict[str, str] | None = None,
     plain: dict[str, str] | None = None,
+    *,
+    general: bool = False,
+    own_line: bool = False,
 ) -> Format:
     return Format(
         family=family,
@@ -49,10 +64,12 @@ def _format(
         device=device,
         fields=tuple((name, re.compile(text.replace("{}", SIZE))) for name, text in (fields or {}).items()),
         plain=tuple((name, re.compile(text)) for name, text in (plain or {}).items()),
+        general=general,
+        own_line=own_line,
     )
 
 
-# What XLA's buffer assignment has for the program (xla/service/buffer_assignment.cc, BufferAssignment::Stats).
+# XLA's buffer assignment for the program (xla/service/buffer_assignment.cc, BufferAssignment::Stats).
 _XLA_BUFFERS = {
     "parameters": r"\bparameter allocation: {}",
     "constants": r"\bconstant allocation: {}",
@@ -63,7 +80,7 @@ _XLA_BUFFERS = {
     "program_fragmentation": r"\btotal fragmentation: {}",
     "in_use_chunks": r"Sum Total of in-use chunks: {}",
 }
-# What the BFC allocator says of itself (xla/tsl/framework/allocator.cc, AllocatorStats::DebugString).
+# The BFC allocator's own figures (xla/tsl/framework/allocator.cc, AllocatorStats::DebugString).
 _BFC = {
     "limit": r"\b(?:Limit:|memory_limit_:) {1,40}([0-9]{1,20})\b",
     "allocated": r"\bInUse: {1,40}([0-9]{1,20})\b",
@@ -98,7 +115,7 @@ _TRIED = r"out of memory\. ?Tried to allocate"
 _ASKED = ("Tried to allocate",)
 _REST = r"(?:(?!out of memory).){0,1500}?"  # of the same message
 
-# The first that matches at a place wins, so the particular come before the general.
+# The first match wins, so special formats precede general ones.
 FORMATS = (
     _format(
         "torch-cuda-address-space",
@@ -106,10 +123,7 @@ FORMATS = (
         ("ExpandableSegmentVA",),
         "cuda",
         {"tried": r"\({}\) of virtual address space"},
-        {
-            "tried_exact": r"Failed to reserve ([0-9]+) ",
-            "reserved_addresses": r"reserving ([0-9]+) bytes",
-        },
+        {"tried_exact": r"Failed to reserve ([0-9]+) ", "reserved_addresses": r"reserving ([0-9]+) bytes"},
     ),
     _format(
         "torch-cuda-segment-reserve",
@@ -144,13 +158,7 @@ FORMATS = (
         "cuda",
         _OLD | _RESERVED,
     ),
-    _format(
-        "torch-cuda-reserved",
-        rf"CUDA {_TRIED} [^(]{{1,30}}\(GPU",
-        _ASKED,
-        "cuda",
-        _OLD | _RESERVED,
-    ),
+    _format("torch-cuda-reserved", rf"CUDA {_TRIED} [^(]{{1,30}}\(GPU", _ASKED, "cuda", _OLD | _RESERVED),
     _format(
         "torch-npu",
         r"NPU out of memory\. ?NPUWorkspaceAllocator tried to allocate",
@@ -181,6 +189,9 @@ FORMATS = (
             "allowed": r"user-supplied memory fraction\) ?: {}",
         },
     ),
+    _format(  # some of PyTorch's allocators, and what ComfyUI keeps of the message
+        "torch-cudaMallocAsync", r"Allocation on device\b", ("Allocation on device",), "cuda"
+    ),
     _format(
         "torch-mps",
         r"MPS backend out of memory",
@@ -209,8 +220,9 @@ FORMATS = (
     ),
     _format(
         "torch-xpu-runtime",
-        r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE_MEMORY|HOST_MEMORY|RESOURCES)",
-        ("UR_RESULT_ERROR_OUT_OF_",),
+        r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE_MEMORY|HOST_MEMORY|RESOURCES)"
+        r"|PI_ERROR_(?:OUT_OF_RESOURCES|OUT_OF_HOST_MEMORY|MEM_OBJECT_ALLOCATION_FAILURE)",
+        ("UR_RESULT_ERROR_OUT_OF_", "PI_ERROR_"),
         "xpu",
     ),
     _format("torch-cublas", r"(?:HIPBLAS|ROCBLAS)_STATUS_ALLOC_FAILED", ("BLAS_STATUS_ALLOC_FAILED",), "hip"),
@@ -251,7 +263,9 @@ FORMATS = (
     _format(
         "dataloader",
         r"DataLoader worker \(pid\(?s?\)? ?[0-9, ]+\) (?:is killed by signal|exited unexpectedly)"
-        r"|unable to (?:mmap [0-9]+ bytes from file|open shared memory object|resize file) [^\n]{0,120}memory",
+        r"|unable to (?:mmap [0-9]+ bytes from file|open shared memory object|resize file"
+        r"|write to file) [^\n]{0,120}?"
+        r"(?:memory|No space left)",
         ("DataLoader worker", "unable to "),
         "cpu",
         plain={"tried": r"unable to mmap ([0-9]+) bytes"},
@@ -265,26 +279,143 @@ FORMATS = (
     ),
     _format(
         "linux-oom-killer",
-        r"Out of memory: Kill(?:ed)? process [0-9]+|Memory cgroup out of memory: Kill(?:ed)? process [0-9]+",
-        ("ut of memory: Kill",),
+        r"(?:\b\w[\w.:-]{0,40} invoked oom-killer|oom-kill:constraint=|(?:Memory cgroup o"
+        r"|O)ut of memory: Kill(?:ed)? process [0-9]+"
+        r"|oom_reaper: reaped process|\bKilled process [0-9]+)",
+        ("oom-kill", "ut of memory: Kill", "oom_reaper", "Killed process"),
         "cpu",
         {
             "virtual": r"total-vm:([0-9]+)(kB)",
             "resident": r"anon-rss:([0-9]+)(kB)",
             "resident_files": r"file-rss:([0-9]+)(kB)",
             "resident_shared": r"shmem-rss:([0-9]+)(kB)",
+            "page_tables": r"pgtables:([0-9]+)(kB)",
+            "used": r"memory: usage ([0-9]+)(kB)",
+            "limit": r"memory: usage [0-9]+kB, limit ([0-9]+)(kB)",
         },
+    ),
+    _format(
+        "oomd",
+        r"Killed \S{1,200} due to memory (?:pressure|used)|killed by the OOM killer|Failed with result 'oom-kill'"
+        r"|sending SIG(?:TERM|KILL) (?:to|when not enough) .{0,100}?(?:badness|memory)",
+        ("due to memory", "sending SIG", "OOM killer", "oom-kill"),
+        "cpu",
+        {"resident": r"VmRSS:? {}", "used": r"due to memory used \({}\)", "total": r"total \({}\)"},
+    ),
+    _format(
+        "slurm",
+        r"[Dd]etected [0-9]+ oom[-_]kill event|\boom-kill event\(s\) in|[Ee]xceeded (?:job|step) memory limit"
+        r"|exceeded memory limit \(|task [0-9,\[\]-]+: Out [Oo]f [Mm]emory|\bState: OUT_OF_MEMORY"
+        r"|being killed.{0,20}exceeded.{0,20}memory|\bOUT_OF_ME(?:MORY|\+)(?= )",
+        ("oom", "memory limit", "Out Of Memory", "Out of memory", "Out of Memory", "OUT_OF_ME", "being killed"),
+        "cpu",
+        {
+            "used": r"Memory Utilized: {}",
+            "limit": r"Memory Efficiency: [0-9.]+% of {}",
+            "resident": r"\bMaxRSS=([0-9.]+)([KMGT])",
+        },
+        {
+            "used_kib": r"exceeded memory limit \(([0-9]+) > [0-9]+\)",
+            "limit_kib": r"exceeded memory limit \([0-9]+ > ([0-9]+)\)",
+        },
+    ),
+    _format(
+        "batch-scheduler",
+        r"PBS: job killed: \w+ [0-9]+kb exceeded limit [0-9]+kb|TERM_MEMLIMIT|over memory limit of [0-9]+ megabytes",
+        ("PBS: job killed", "TERM_MEMLIMIT", "over memory limit"),
+        "cpu",
+        {
+            "used": r"job killed: \w+ ([0-9]+)(kb)",
+            "limit": r"exceeded limit ([0-9]+)(kb)",
+            "allowed_memory": r"memory limit of ([0-9]+) (m)egabytes",
+            "used_peak": r"(?:Peak usage|Max Memory ?): ?([0-9.]+) ([KMGTkmgt])",
+        },
+    ),
+    _format(
+        "kubernetes",
+        r"\bOOMKill(?:ed|ing)\b(?!['\"]?: ?false)|low on resource: memory",
+        ("OOMKill", "low on resource: memory"),
+        "cpu",
+        {
+            "threshold": r"Threshold quantity: {}",
+            "available": r"\bavailable: {}",
+            "used": r"was using {}",
+            "requested": r"request is {}",
+            "limit": r"Limits: (?:cpu: \S+ )?memory: {}",
+        },
+    ),
+    _format(
+        "ray",
+        r"Task was killed due to the node running low on memory|Memory on the node \(IP"
+        r"|\b[0-9]{1,9} Workers? \(tasks / actors\) killed due to memory pressure",
+        ("running low on memory", "Memory on the node", "killed due to memory pressure"),
+        "cpu",
+        {
+            "worker": r"memory used={}",
+            "used": r"\) was running was {} / ",
+            "total": r"\) was running was [0-9.]+ ?\w+ / {}",
+        },
+    ),
+    _format(
+        "ray-object-store",
+        r"ObjectStoreFullError|in object store because it is full",
+        ("ObjectStoreFullError", "object store because"),
+        "cpu",
+        plain={"tried": r"[Oo]bject size is ([0-9]+) bytes"},
+    ),
+    _format(
+        "ollama",
+        r"model requires more (?:system |gpu )?memory \([^)]{1,40}\) than is available"
+        r"|model request too large for system",
+        ("model requires more", "model request too large"),
+        "cpu",
+        {
+            "needed": r"(?:more (?:system |gpu )?memory \(|\brequested=\"?){}",
+            "available": r"(?:is available \(|\bavailable=\"?){}",
+            "total": r"\btotal=\"?{}",
+            "free": r"\bfree=\"?{}",
+        },
+    ),
+    _format(
+        "lm-studio",
+        r"insufficient system resources",
+        ("insufficient system resources",),
+        "cpu",
+        {"needed": r"requires approximately {}"},
+    ),
+    _format(
+        "windows-paging-file",
+        r"[Pp]aging file is too small|WinError 1455|os error 1455|DefaultCPUAllocator: .{0,20}paging file",
+        ("aging file", "1455"),
+        "cpu",
     ),
     _format(
         "jax-tpu",
         r"(?:RESOURCE_EXHAUSTED: [^\n]{0,60}?)?Ran out of memory in memory space \w+",
         ("Ran out of memory in memory space",),
         "tpu",
-        {"tried": r"Used {} of", "total": r"Used [0-9.]+[KMGT] of {}", "short": r"[Ee]xceeded \w+ capacity by {}"},
+        {
+            "tried": r"(?:Used|Scoped allocation with size) {} (?:of|and)",
+            "total": r"(?:Used [0-9.]+[KMGT] of|and limit) {}",
+            "short": r"[Ee]xceeded (?:scoped )?\w+ (?:capacity|limit) by {}",
+        },
+    ),
+    _format(  # tpu_driver: the program is loaded at the bottom of memory, its arrays lie at the top
+        "jax-tpu",
+        r"(?:RESOURCE_EXHAUSTED: [^\n]{0,80}?)?Attempting to (?:reserve|allocate) [0-9.]+[KMGT]?B?\b.{0,60}?"
+        r"That was not possible",
+        ("That was not possible",),
+        "tpu",
+        {
+            "tried": r"Attempting to (?:reserve|allocate) {}",
+            "free": r"There are {} free",
+            "reserved": r"free, {} reserved",
+            "reservable": r"and {} reservable",
+        },
     ),
     _format(
         "jax",
-        r"RESOURCE_EXHAUSTED: [^\n]{0,80}?(?:[Oo]ut of memory|allocat)",
+        r"RESOURCE_EXHAUSTED: (?!OOM when)[^\n]{0,80}?(?:[Oo]ut of memory|allocat)",
         ("RESOURCE_EXHAUSTED",),
         "gpu",
         {
@@ -296,11 +427,20 @@ FORMATS = (
     ),
     _format(  # what jaxlib logs before it raises; TensorFlow's copy lies in external/local_xla
         "jax",
-        r"external/xla/[\w/]{0,60}bfc_allocator\.cc:[0-9]+\] Allocator \(\w+\) ran out of memory",
+        r"external/xla/[\w/]{0,60}bfc_allocator\.cc:[0-9]+\] Allocator \(\w+\) ran out of memory"
+        r"(?!.{0,80}The caller indicates)",
         ("bfc_allocator.cc",),
         "gpu",
         {"tried_rounded": r"trying to allocate {}", "tried": r"\(([0-9]+)(B)\) on device", **_XLA_BUFFERS},
         {"tried": r"rounded to ([0-9]{1,20})\)", **_BFC},
+    ),
+    _format(  # the share that is taken at the start is more than is free
+        "jax",
+        r"(?:external/xla/[\w/]{0,80}|\bcuda_executor)\.cc:[0-9]+\] failed to allocate [^:]{0,60} from device: ",
+        ("external/xla/", "cuda_executor.cc"),
+        "gpu",
+        {"tried_rounded": r"failed to allocate {}"},
+        {"tried": r"\(([0-9]+) bytes\) from device"},
     ),
     _format(
         "jax",
@@ -310,20 +450,32 @@ FORMATS = (
         {"tried_rounded": r"allocate request for {}", "tried": r"\(([0-9]+)(B)\) on device", **_XLA_BUFFERS},
         _BFC,
     ),
+    _format("tensorflow", r"OOM when allocating tensor with shape ?\[", ("OOM when allocating",), "gpu", plain=_BFC),
     _format(
         "tensorflow",
-        r"OOM when allocating tensor with shape ?\[",
-        ("OOM when allocating",),
+        r"bfc_allocator\.cc:[0-9]+\] Allocator \(\w+\) ran out of memory trying to allocate"
+        r"(?!.{0,60}The caller indicates)|failed to allocate memory \[Op:"
+        r"|(?:Failed copying .{0,120})?Dst tensor is not initialized",
+        ("bfc_allocator.cc", "failed to allocate memory [Op", "Dst tensor is not"),
         "gpu",
-        plain=_BFC,
+        {"tried_rounded": r"trying to allocate {}"},
+        {"tried": r"rounded to ([0-9]{1,20})\)", **_BFC},
     ),
     _format(
         "tensorflow",
-        r"failed to allocate [^:]{0,60} from device: CUDA_ERROR_OUT_OF_MEMORY",
+        r"failed to allocate [^:]{0,60} from device: (?:RESOURCE_EXHAUSTED: )?:? ?CUDA_ERROR_OUT_OF_MEMORY",
         ("CUDA_ERROR_OUT_OF_MEMORY",),
         "gpu",
         {"tried_rounded": r"failed to allocate {}"},
         {"tried": r"\(([0-9]+) bytes\) from device"},
+    ),
+    _format(
+        "mlx",
+        r"\[(?:metal::)?malloc(?:_or_wait)?\] (?:Attempting|Unable) to allocate [0-9]+ bytes"
+        r"|Command buffer execution failed: Insufficient Memory(?: \(\w{1,20}:\w{1,80}\))?",
+        ("to allocate", "Insufficient Memory"),
+        "mps",
+        plain={"tried": r"to allocate ([0-9]+) bytes", "largest_buffer": r"buffer size of ([0-9]+) bytes"},
     ),
     _format(
         "llama.cpp-pinned",
@@ -342,21 +494,38 @@ FORMATS = (
     ),
     _format(
         "llama.cpp",
-        r"(?:alloc_tensor_range|ggml_gallocr_reserve_n\w*|ggml_metal\w*|ggml_vulkan|\w*kv_cache\w*|graph_reserve"
+        r"(?:alloc_tensor_range|ggml_gallocr_reserve_n\w*|ggml_metal\w*|ggml_vulkan|\b\w{0,40}kv_cache\w*|graph_reserve"
         r"|llama_\w+|ggml_backend_alloc\w+): .{0,40}?(?:failed to allocate|unable to allocate|allocation of size "
-        r"[0-9]+ failed)|cudaMalloc failed: out of memory|ErrorOutOfDeviceMemory",
+        r"[0-9]+ failed)|cudaMalloc failed: out of memory|ErrorOutOf(?:Device|Host)Memory"
+        r"|failed to fit params to free device memory(?!: \w+ is not implemented)|cannot fulfill margin of"
+        r"|kIOGPUCommandBufferCallbackErrorOutOfMemory"
+        r"|ggml_aligned_malloc: insufficient memory",
         (
             "failed to allocate",
             "unable to allocate",
             "allocation of size",
             "cudaMalloc failed",
-            "ErrorOutOfDeviceMemory",
+            "ErrorOutOf",
+            "failed to fit params",
+            "cannot fulfill margin",
+            "ErrorOutOfMemory",
+            "ggml_aligned_malloc",
         ),
-        "cuda",
-        {"tried_rounded": r"size ?= ?{}"},
+        "gpu",
+        {
+            "tried_rounded": r"(?:size ?= ?|attempted to allocate +){}",
+            "margin": r"cannot fulfill margin of {}",
+            "short": r"need to use {} less",
+        },
         {"tried": r"(?:buffer|allocation) of size ([0-9]+)"},
     ),
-    _format("vllm", r"No available memory for the cache blocks", ("No available memory",), "cuda"),
+    _format(
+        "vllm",
+        r"No available memory for the cache blocks",
+        ("No available memory",),
+        "cuda",
+        {"short": r"Available KV cache memory: -{}"},
+    ),
     _format(
         "vllm",
         r"Free memory on device[^(]{0,12}\([0-9.]+/[0-9.]+ GiB\) on startup is less than",
@@ -378,9 +547,108 @@ FORMATS = (
     ),
     _format(
         "sglang",
-        r"Not enough memory\. ?Please try to increase --mem-fraction-static",
-        ("--mem-fraction-static",),
+        r"Not enough memory\. ?Please try to increase --mem-fraction-static"
+        r"|(?:Prefill|Decode) out of memory\. ?Try to lower your batch size",
+        ("--mem-fraction-static", "ut of memory. Try to lower your batch size"),
         "cuda",
+    ),
+    _format("sglang-unbalanced", r"memory capacity is unbalanced", ("capacity is unbalanced",), "cuda"),
+    _format(
+        "tgi",
+        r"Not enough memory to handle [0-9]+ (?:total|prefill) tokens",
+        ("Not enough memory to handle",),
+        "cuda",
+    ),
+    _format(
+        "tensorrt",
+        r"CUDA runtime error in .{0,200}?: out of memory|Requested amount of GPU memory \([0-9]+ bytes\) could not be"
+        r"|Cuda Runtime \(out of memory\)|OutOfMemory \(.{0,20}no implementation",
+        ("CUDA runtime error in", "Requested amount of GPU memory", "Cuda Runtime (out of memory)", "OutOfMemory ("),
+        "cuda",
+        plain={"tried": r"GPU memory \(([0-9]+) bytes\)", "tried_exact": r"\brequested size of ([0-9]+)"},
+    ),
+    _format(
+        "onnxruntime",
+        r"Failed to allocate memory for requested buffer of size [0-9]+|Available memory of [0-9]+ is smaller than"
+        r"|CUDA failure 2: out of memory",
+        ("Failed to allocate memory for requested", "Available memory of", "CUDA failure 2"),
+        "gpu",
+        plain={
+            "tried": r"(?:requested buffer of size|requested bytes of) ([0-9]+)",
+            "free": r"Available memory of ([0-9]+)",
+        },
+    ),
+    _format(
+        "cupy",
+        r"[Oo]ut of memory (?:allocating [0-9,]+|to allocate [0-9]+) bytes",
+        ("ut of memory allocating", "ut of memory to allocate"),
+        "cuda",
+        plain={
+            "tried": r"(?:allocating|to allocate) ([0-9,]+) bytes",
+            "allocated": r"(?:allocated so far:|\(total) ([0-9,]+) bytes",
+            "limit": r"limit set to:? ([0-9,]+) bytes",
+        },
+    ),
+    _format(
+        "rmm",
+        r"(?:(?:std::)?bad_alloc|out_of_memory)\W.{0,30}?"
+        r"(?:RMM failure at|CUDA error(?: \(failed to allocate [^)]*\))? at)"
+        r"|(?:\[Upstream [0-9]+B\]\[FAILURE )?[Mm]aximum pool size exceeded",
+        ("RMM failure", "bad_alloc", "out_of_memory", "aximum pool size"),
+        "cuda",
+        {"tried": r"[Ff]ailed to allocate {}"},
+        {"tried": r"[Ff]ailed to allocate ([0-9]+) bytes", "upstream": r"\[Upstream ([0-9]+)B\]"},
+    ),
+    _format(
+        "xgboost",
+        r"Memory allocation error on worker [0-9]+",
+        ("Memory allocation error on worker",),
+        "cuda",
+        {"free": r"Free memory: {}", "tried": r"Requested memory: {}"},
+        {
+            "free": r"Free memory: ([0-9]+)(?![0-9.]| ?[KMGT])",
+            "tried": r"Requested memory: ([0-9]+)(?![0-9.]| ?[KMGT])",
+        },
+    ),
+    _format(
+        "habana",
+        r"Allocation failed for size ?::? ?[0-9]+",
+        ("Allocation failed for size",),
+        "hpu",
+        plain={"tried": r"Allocation failed for size ?::? ?([0-9]+)"},
+    ),
+    _format(
+        "torch-npu",
+        r"\bEL0004\b|ACL_ERROR_RT_MEMORY_ALLOCATION|error code is 207001",
+        ("EL0004", "ACL_ERROR_RT_MEMORY", "207001"),
+        "npu",
+    ),
+    _format(  # a share of a GPU that a container was given
+        "hami",
+        r"HAMI-core ERROR [^\]]{0,80}\]: Device [0-9]+ OOM [0-9]+ / [0-9]+",
+        ("HAMI-core ERROR",),
+        "cuda",
+        plain={"needed": r"OOM ([0-9]+) /", "limit": r"OOM [0-9]+ / ([0-9]+)"},
+    ),
+    _format(
+        "exllama",
+        r"Insufficient VRAM (?:in split )?for model and cache|Insufficient space on devices? for model and cache",
+        ("for model and cache",),
+        "cuda",
+    ),
+    _format("transformers", r"enough GPU RAM to fit the", ("enough GPU RAM",), "gpu"),
+    _format(
+        "torch-directml",
+        r"Not enough memory resources are available to complete this operation|E_OUTOFMEMORY",
+        ("Not enough memory resources", "E_OUTOFMEMORY"),
+        "gpu",
+    ),
+    _format(
+        "shared-memory",
+        r"Error while creating shared memory segment \S+|/dev/shm.{0,80}No space left on device",
+        ("shared memory segment", "/dev/shm"),
+        "cpu",
+        plain={"tried": r"\(size ([0-9]+)\)"},
     ),
     _format(
         "triton",
@@ -391,29 +659,100 @@ FORMATS = (
     ),
     _format(
         "torch-hip-runtime",
-        r"HIP error: out of memory|hipErrorOutOfMemory|HIP out of memory",
-        ("HIP error: out", "hipErrorOutOfMemory", "HIP out of memory"),
+        r"HIP error: out of memory|hipErrorOutOfMemory|HIP out of memory|HSA_STATUS_ERROR_OUT_OF_RESOURCES",
+        ("HIP error: out", "hipErrorOutOfMemory", "HIP out of memory", "HSA_STATUS_ERROR_OUT"),
         "hip",
+        general=True,
     ),
     _format(
         "torch-cuda-runtime",
-        r"CUDA error: out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|CUDA out of memory",
-        ("CUDA error: out", "cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY", "CUDA out of memory"),
+        r"CUDA (?:driver )?[Ee]rror: out of memory|NVML_SUCCESS == r INTERNAL ASSERT FAILED"
+        r"|CUDA out of memory|NvMapMemAllocInternalTagged: \d+ error 12",
+        ("rror: out of memory", "NVML_SUCCESS == r", "CUDA out of memory", "NvMapMemAllocInternalTagged"),
         "cuda",
+        general=True,
     ),
-    _format("torch-xpu-runtime", r"XPU out of memory", ("XPU out of memory",), "xpu"),
-    _format("torch-npu", r"NPU out of memory", ("NPU out of memory",), "npu"),
+    _format(
+        "cuda-runtime",
+        r"cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|CUDA failed with error out of memory"
+        r"|CUDA error at .{0,200}?out of memory|\(-217:Gpu API call\) out of memory",
+        ("cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY", "CUDA failed with error", "out of memory"),
+        "cuda",
+        general=True,
+    ),
+    _format("torch-xpu-runtime", r"XPU out of memory", ("XPU out of memory",), "xpu", general=True),
+    _format("torch-npu", r"NPU out of memory", ("NPU out of memory",), "npu", general=True),
     _format(
         "host",
-        r"std::bad_alloc|\bMemoryError\b|DefaultCPUAllocator: not enough",
-        ("std::bad_alloc", "MemoryError", "DefaultCPUAllocator"),
+        r"std::bad_alloc|\bMemoryError\b|DefaultCPUAllocator: not enough|\bCannot allocate memory"
+        r"|memory allocation of [0-9]+ bytes failed|Insufficient memory\)? \(?Failed to allocate [0-9]+ bytes"
+        r"|java\.lang\.OutOfMemoryError|JavaScript heap out of memory|crashed after using all available RAM",
+        (
+            "std::bad_alloc",
+            "MemoryError",
+            "DefaultCPUAllocator",
+            "Cannot allocate memory",
+            "memory allocation of",
+            "Insufficient memory",
+            "OutOfMemoryError",
+            "heap out of memory",
+            "all available RAM",
+        ),
         "cpu",
+        plain={"tried": r"(?:memory allocation of|Failed to allocate) ([0-9]+) bytes"},
+        general=True,
+    ),
+    _format(  # a process that the system ends says nothing itself: its shell, launcher or container does
+        "killed",
+        r"line [0-9]+: +[0-9]+ Killed\b|\[[0-9]+\] ?[+-]? +(?:[0-9]+ )?[Kk]illed\b|zsh: killed\b"
+        r"|(?:[Ee]xit(?:ed)?(?: with)?(?: exit)?[ _]?(?:[Cc]ode|[Ss]tatus)?|return code"
+        r"|exitcode)\s?[:=]? ?(?:137|-9)\b"
+        r"|<?Signals\.SIGKILL: 9|(?<!via )\bSIGKILL\(-9\)|[Ss]ignal:? 9 ?\(SIGKILL\)|signal:? killed\b"
+        r"|(?:[Tt]erminated|[Kk]illed|KILLED) (?:[Bb]y|BY|with) (?:signal|SIGNAL):? (?:9|SIGKILL)"
+        r"|due to signal 9\b|exited on signal 9\b",
+        ("illed", "137", "-9", "SIGKILL", "ignal 9", "ignal: 9", "signal"),
+        "cpu",
+        general=True,
+    ),
+    _format("killed", r"Killed(?:: 9)?", ("Killed",), "cpu", general=True, own_line=True),
+    _format(
+        "other",
+        r"(?i:\b(?:(?<!run )(?<!running )(?<!avoid )(?<!prevent )out of (?:\w+ )?memory|(?:insufficient"
+        r"|not enough) (?:\w+ ){0,2}(?:memory|vram|ram)"
+        r"|ran out of \w* ?(?:memory|vram|ram)|memory (?:was )?exhausted|failed to allocate|unable to allocate"
+        r"|exceeds? .{0,40}?(?:memory|vram)))",
+        ("emory", "EMORY", "llocate", "VRAM", "vram", " RAM"),
+        "unknown",
+        general=True,
     ),
 )
 
+# The device of a buffer of llama.cpp, by the allocating function or the buffer's name.
+_LLAMA_DEVICES = tuple(
+    (re.compile(text), kind)
+    for text, kind in (
+        (r"_host_buffer_type_alloc|\b\w+_Host buffer|ErrorOutOfHostMemory", "cpu"),
+        (r"ggml_backend_cpu_\w*buffer_type_alloc|\bCPU\w* buffer|ggml_aligned_malloc", "cpu"),
+        (r"\bROCm[0-9]* buffer|\bROCm[0-9]+\b", "hip"),
+        (r"ggml_backend_(?:vk|vulkan)_|\bVulkan[0-9]* buffer|ggml_vulkan|ErrorOutOfDeviceMemory", "vulkan"),
+        (r"ggml_backend_sycl_|\bSYCL[0-9]* buffer", "xpu"),
+        (r"ggml_backend_metal_|\b(?:Metal|MTL[0-9]*)\w* buffer|ggml_metal|kIOGPUCommand", "mps"),
+        (r"ggml_backend_cann_|\bCANN[0-9]* buffer", "npu"),
+        (r"ggml_backend_opencl_|\bOpenCL\w* buffer", "opencl"),
+        (r"ggml_backend_rpc_|\bRPC\S* buffer", "rpc"),
+        (r"cuda|CUDA", "cuda"),
+    )
+)
+_KINDS_IN_WORDS = tuple(
+    (re.compile(text, re.IGNORECASE), kind)
+    for text, kind in (
+        (r"\b(?:gpu|cuda|vram|video memory|device memory|hbm|shared memory)\b", "gpu"),
+        (r"\b(?:system memory|host|ram|cpu|swap)\b", "cpu"),
+    )
+)
 _DEVICE = re.compile(
-    r"\bGPU[ :]([0-9]+)|\b[NX]PU ([0-9]+)|\bon device:? ?(?:cuda:|ordinal )?([0-9]+)"
-    r"|\b(?:CUDA|ROCm|Vulkan)([0-9]+) buffer"
+    r"\b(?:GPU[ :]|Device )([0-9]+)|\b[NX]PU ([0-9]+)|\bon device:? ?(?:cuda:|ordinal )?([0-9]+)"
+    r"|\b(?:CUDA|ROCm|Vulkan|SYCL|CANN)([0-9]+) buffer"
 )
 _TENSOR = re.compile(r"tensor with shape ?\[([0-9]{1,12}(?:, ?[0-9]{1,12}){0,15})\] and type (\w+)")
 _TYPE_BYTES = {"float": 4, "float32": 4, "int32": 4, "half": 2, "bfloat16": 2, "float16": 2, "double": 8, "int64": 8}
@@ -422,7 +761,7 @@ PROCESS = re.compile(r"Process ([0-9]+) has " + SIZE + r" memory in use")
 
 
 def tensor_bytes(text: str) -> int | None:
-    """The bytes of the tensor whose shape and type a message of TensorFlow gives."""
+    """Return the bytes of the tensor in a message of TensorFlow."""
     match = _TENSOR.search(text)
     if match is None or match[2] not in _TYPE_BYTES:
         return None
@@ -430,13 +769,46 @@ def tensor_bytes(text: str) -> int | None:
 
 
 def to_bytes(number: str, unit: str) -> int:
-    """A printed size in bytes, rounded."""
+    """Return a printed size in bytes, rounded."""
     scale: int = 1024 ** _UNITS[unit[0].lower()]
     return round(float(number.replace(",", ".")) * scale)
 
 
-def device_of(text: str, kind: str) -> str:
-    """``cuda:0``; without a number where the message gives none."""
-    match = None if kind in ("cpu", "mps") else _DEVICE.search(text)
+def device_of(text: str, form: Format) -> str:
+    """Return the device, such as ``cuda:0``; without a number if the message has none."""
+    kind = form.device
+    if form.family == "llama.cpp":
+        kind = next((name for pattern, name in _LLAMA_DEVICES if pattern.search(text)), kind)
+    if form.family == "other":
+        kind = next((name for pattern, name in _KINDS_IN_WORDS if pattern.search(text)), kind)
+    match = None if kind in ("cpu", "mps", "unknown") else _DEVICE.search(text)
     number = next((group for group in match.groups() if group is not None), None) if match else None
     return kind if number is None else f"{kind}:{number}"
+
+
+@cache
+def unknown_of(pattern: re.Pattern[str]) -> re.Pattern[str]:
+    """Return the pattern of a field for unknown numbers."""
+    return re.compile(pattern.pattern.replace(SIZE, UNKNOWN))
+
+
+_NAMES_IN_WORDS = tuple(
+    (name, re.compile(text, re.IGNORECASE))
+    for name, text in (
+        ("free", r"available|free|remaining|left\b|only"),
+        ("total", r"total|capacity|limit|maximum|max\b|budget|\bof\b|/ ?$"),
+        ("tried", r"tr(?:y|ied|ying)|request|requir|need|alloc|want|size"),
+        ("used", r"us(?:ed|age|ing)|held|occupied"),
+    )
+)
+
+
+def named_by_words(text: str, start: int, end: int, taken: Mapping[str, int]) -> str:
+    """Guess the name of a size in an unknown message by the last telling word before it, or the first after."""
+    before, after = re.split(r"[,;(]", text[max(0, start - 40) : start])[-1], text[end : end + 20]
+    words = [(match.end(), name) for name, pattern in _NAMES_IN_WORDS for match in pattern.finditer(before)]
+    words += [
+        (-match.start(), name) for name, pattern in _NAMES_IN_WORDS if not words for match in pattern.finditer(after)
+    ]
+    name = max(words)[1] if words else "size"
+    return name if name not in taken else f"size_{len(taken) + 1}"

@@ -1,8 +1,8 @@
-"""Finds, in a log of any size, the places that may hold an out-of-memory message, and makes each one line of text.
+"""The pieces of a log of any size that may hold an out-of-memory message, each as a line of text.
 
-A log is read in blocks; of a block without a telling word nothing is kept. What is around a telling word is kept per
-rank, because several ranks write into one log at once, with what was put before each line (colours, timestamps,
-ranks, containers) taken off, and lines that a terminal broke put together again.
+A log is read in blocks; a block without a telling word is dropped. Lines around a telling word are collected per
+rank, because several ranks write into a log at the same time. Prefixes of lines (colours, timestamps, ranks,
+containers) are removed, and lines that a terminal broke are rejoined.
 """
 
 from __future__ import annotations
@@ -15,50 +15,71 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import BinaryIO
 
-BLOCK_BYTES = 1 << 16  # of short lines, objects of thirty times that are made for a while
-LONGEST_LINE = 1 << 16  # characters; of what is longer the rest is cut off
-LONGEST_WORD = 300  # characters; where a terminal broke a line inside of a word, there is no longer one
-LONGEST_WINDOW = 1 << 16  # characters around one telling word and those that follow it
+BLOCK_BYTES = 1 << 16  # short lines make objects of thirty times as many
+LONGEST_LINE = 1 << 16  # characters; the rest is dropped
+LONGEST_WORD = 300  # characters at a line's end or beginning that may be a broken word
+LONGEST_WINDOW = 1 << 16  # characters around telling words
 LINES_BEFORE, LINES_AFTER = 3, 30  # of the same rank, around a telling word
-LINES_WAITING = 64  # of all ranks together
+LINES_WAITING = 256  # of all ranks together
+FRAME_LINES = 120  # of a rank's last traceback; a frame has two or three
+LONGEST_FRAME = 200  # characters
 MOST_RANKS = 4_096
 
-# In lower case. Wherever a message is broken, one of these is whole in it.
-_TELLING = (
-    *("of memory", "tried to", "enough memory", "allocate memory", "allowed memory", "video memory", "shared memory"),
-    *("capacity of", "capacty of", "reserved by pytorch", "outofmemory", "out_of_", "out of resource", "memoryerror"),
-    *("alloc_failed", "alloc_buffer", "allocation of size", "bad_alloc", "memoryallocation", "failed to alloc"),
-    *("failed to cuda", "failed to reserve", "unable to alloc", "unable to mmap", "unable to open", "kill process"),
-    *("unable to resize", "buffer for kv", "memory on device", "on startup is", "while trying to", "would exceed"),
-    *("resource_exhausted", "oom when", "dataloader worker", "kv cache", "cache blocks", "max seq len", "error=2"),
-    *("invalid buffer size", "expandablesegmentva", "expandable_segment", "expandable-segment", "mempool returned"),
-    *("killed process", "nccl warn cuda", "ncclunhandled", "alloc_conf", "not_initialized when"),
-    *("runtime error (2)", "insufficient_resources"),
+# In lower case. However a message is broken, it has one of these unbroken.
+_TELLING = tuple(
+    re.findall(
+        r"[^|]+",
+        "of memory|tried to|enough memory|allocate memory|allowed memory|video memory|shared memory|"
+        "capacity of|capacty of|reserved by pytorch|outofmemory|out_of_|out of resource|memoryerror|"
+        "alloc_failed|alloc_buffer|allocation of size|bad_alloc|memoryallocation|failed to alloc|"
+        "failed to cuda|failed to reserve|unable to alloc|unable to mmap|unable to open|kill process|"
+        "unable to resize|buffer for kv|memory on device|on startup is|while trying to|would exceed|"
+        "resource_exhausted|oom when|dataloader worker|kv cache|cache blocks|max seq len|error=2|"
+        "invalid buffer size|expandablesegmentva|expandable_segment|expandable-segment|mempool returned|"
+        "killed process|nccl warn cuda|ncclunhandled|alloc_conf|not_initialized when|runtime error (2)|"
+        "insufficient_resources|out-of-memory|allocation on device|killed|sigkill|signal 9|exit code -9|"
+        "exitcode: -9|exitcode : -9|return code = -9|code 137|status 137|status -9|code: 137|oom-kill|"
+        "oom_kill|oom kill|oom_reaper|oomkilled|memory limit|memory pressure|oom killer|low on memory|"
+        "resource: memory|memlimit|lower your batch size|more system memory|not possible. there|"
+        "could not be allocated|insufficient |memory allocation of|allocation error|paging file|error 1455|"
+        "gpu ram|requested bytes of|allocation failed for|el0004|207001|dst tensor|to allocate|badness|"
+        "objectstore|in object store|out_of_memory|exceeded limit|shared memory segment|nvmapmemalloc|"
+        "e_outofmemory|8007000e|allocation_failure|pool size exceeded|capacity is unbalanced|not enough |"
+        "available ram|hami-core error|nvml_success|request too large|by signal|fulfill margin|fit params|"
+        "memory resources",
+    )
 )
+_BEGINS = "Traceback (most recent call last)"
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\))")
 _STAMP = r"(?:\d{4}-)?\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?|\d\d:\d\d:\d\d(?:[.,]\d+)?"
 _LEVEL = r"(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)"
-# What loggers, launchers and containers put before a line. `rank` is who wrote it.
+# Prefixes of loggers, launchers and containers. `rank` is the writer of the line.
 _PREFIXES = tuple(
     re.compile(text)
     for text in (
         r"\s*\[(?P<rank>rank ?\d+|default\d+|Rank ?\d+)\]:? ?",
         r"\s*\[\d+,(?P<rank>\d+)\]<(?:stdout|stderr)>:? ?",
-        r"\s*\[?\d{1,5}\]?: (?=\S)",  # srun --label; its number is taken in `_taken_off`
+        r"\s*\[?\d{1,5}\]?: (?=\S)",  # srun --label; `_without_prefix` reads its number
         r"\s*\((?P<rank>[^()\n]{0,60}pid=\d+[^()\n]{0,60})\) ?",
         r"\s*\[?(?:" + _STAMP + r")\]? ?[:|-]? ?",
         r"\s*\[?" + _LEVEL + r"\]?(?: *:(?:\w[\w.]*:)?| *\||(?= ))(?! *\S{0,20}Error) ?",
         r"\s*\[[\w.]+\.(?:py|cc|cpp|cu):\d+\]:? ?",
         r"\s*(?P<rank>[\w.-]{1,60})[ \t]+\| ",  # docker compose
+        r"\s*\[" + _STAMP + r" (?P<rank>(?:[DTPE]P\d+ ?)+)\] ",  # SGLang
+        r"\s*\d+\.\d\d\.\d{3}\.\d{3} [A-Z] ",  # llama.cpp: minutes, seconds, milliseconds, microseconds
+        r"\s*time=\S{10,40} level=[A-Z]+ ",  # Go's, as of Ollama
+        r"\s*\[ *\d+\.\d{6}\] ",  # the kernel's ring buffer
+        r"\s*(?:stdout|stderr) [FP] ",  # a node of Kubernetes
+        r"\s*[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S{1,60} kernel: ",
         r"\s*[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S{1,60} \S{1,60}\[\d+\]: ",  # syslog, journalctl
         r"\s*\[?[IWEF]\d{3,4} " + r"\d\d:\d\d:\d\d\.\d+ [^\]]{1,120}\] ",  # glog, c10d
         r"\s*[│┃|] ?",  # a frame around a traceback
     )
 )
-# Words of the messages. A line that ends inside of one was broken by a terminal, not between words.
+# Words of the messages. A line that ends inside one was broken by a terminal.
 _WORDS = frozenset(
     re.findall(
         r"\S+",
@@ -78,24 +99,33 @@ _PUNCTUATION = ".,;:()[]'\"`"
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A piece of a log around telling words, as one line. ``rank`` is who wrote it, "" if lines do not say."""
+    """A piece of a log around telling words, as a line. ``rank`` is its writer, "" if not known.
+
+    ``starts`` are the positions in ``text`` at which lines of the log begin. ``frames`` are the last lines of an
+    earlier traceback, the innermost first.
+    """
 
     rank: str
     text: str
+    starts: tuple[int, ...] = ()
+    frames: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class _Rank:
-    """What is kept of one rank: its last lines, or the lines of a window that is open."""
+    """The last lines and frames of a rank, and the lines of its open window."""
 
     before: list[str] = field(default_factory=list)
+    frames: deque[str] = field(default_factory=lambda: deque(maxlen=FRAME_LINES))
+    in_frame: bool = False  # the last line named a source file
+    frames_at_start: tuple[str, ...] = ()
     lines: list[str] = field(default_factory=list)
     length: int = 0
-    left: int = 0  # lines that the window still takes; 0: it is closed
+    left: int = 0  # lines until the window closes; 0: it is closed
 
 
 def windows(stream: BinaryIO) -> Iterator[Window]:
-    """The windows of a log, in the order in which they end. Holds a few at a time, whatever the log's size."""
+    """Yield the windows of a log by their ends, with a few in memory at a time."""
     log = _Log()
     for text in _blocks(stream):
         if not log.open and not _is_telling(text.replace("\n", " ")):
@@ -105,7 +135,7 @@ def windows(stream: BinaryIO) -> Iterator[Window]:
         at = 0
         for hit in [*_telling_lines(lines), len(lines)]:
             while at < hit and log.open:
-                yield from log.sorted(lines[at])
+                yield from log.add(lines[at])
                 at += 1
             if at <= hit < len(lines):
                 log.waiting.extend(lines[max(at, hit - LINES_WAITING) : hit])
@@ -113,10 +143,12 @@ def windows(stream: BinaryIO) -> Iterator[Window]:
                 at = hit + 1
         log.waiting.extend(lines[max(at, len(lines) - LINES_WAITING) :])
     yield from log.end()
+    text, starts = joined(line[:LONGEST_FRAME] for line in log.waiting)
+    yield Window("", text, starts)  # the end of the log, for messages of no known kind
 
 
 def _telling_lines(lines: list[str]) -> list[int]:
-    """The indices of the lines in which a telling word begins; it may end in the next."""
+    """Return the indices of lines in which a telling word begins; it may end in the next."""
     joined_lines = " ".join(lines)
     text = joined_lines.lower()
     if len(text) != len(joined_lines):  # "İ" becomes two characters: then lines begin elsewhere
@@ -134,29 +166,29 @@ def _telling_lines(lines: list[str]) -> list[int]:
 
 
 def of_text(text: str) -> Iterator[Window]:
-    """The windows of a text that is in memory already."""
+    """Yield the windows of a text."""
     return windows(io.BytesIO(text.encode("utf-8", "replace")))
 
 
 class _Log:
-    """Puts lines into windows. While no window is open, lines are only remembered."""
+    """Puts lines into windows. Without an open window, lines only wait."""
 
     def __init__(self) -> None:
         self.ranks: dict[str, _Rank] = {}
         self.open = 0
-        self.last = ""  # who wrote the last line
-        self.waiting: deque[str] = deque(maxlen=LINES_WAITING)  # as they were read
+        self.last = ""  # writer of the last line
+        self.waiting: deque[str] = deque(maxlen=LINES_WAITING)
 
     def start(self, line: str) -> Iterator[Window]:
-        """A line with a telling word, after those that wait."""
+        """Take in a line with a telling word, after the waiting lines."""
         waiting = [*self.waiting, line]
         self.waiting.clear()
-        for window in waiting:
-            yield from self.sorted(window)
+        for waiting_line in waiting:
+            yield from self.add(waiting_line)
 
-    def sorted(self, line: str) -> Iterator[Window]:
-        """Gives a line to who wrote it."""
-        name, text = _taken_off(line[:LONGEST_LINE])
+    def add(self, line: str) -> Iterator[Window]:
+        """Give a line to its writer."""
+        name, text = _without_prefix(line[:LONGEST_LINE])
         if not name and self.last in self.ranks and self.ranks[self.last].left:
             name = self.last  # loggers name the writer of several lines once
         if name not in self.ranks and len(self.ranks) >= MOST_RANKS:
@@ -166,12 +198,14 @@ class _Log:
         before = rank.before[-1] if rank.before else ""
         telling = _is_telling(text) or _is_telling(f"{before[-200:].rstrip()} {text[:200].lstrip()}")
         if telling and not rank.left:
+            rank.frames_at_start = tuple(reversed(rank.frames))
             rank.lines = list(rank.before)
             rank.length = sum(map(len, rank.lines))
             self.open += 1
         if telling:
             rank.left = LINES_AFTER
         rank.before = [*rank.before[1 - LINES_BEFORE :], text]
+        _remember_frame(rank, text)
         if rank.left:
             rank.lines.append(text)
             rank.length += len(text)
@@ -191,15 +225,37 @@ def _is_telling(text: str) -> bool:
     return any(word in lowered for word in _TELLING)
 
 
+def _remember_frame(rank: _Rank, text: str) -> None:
+    """Keep a line that names a source file, and the source line below it."""
+    if _BEGINS in text:
+        rank.frames.clear()
+    is_frame = ".py" in text
+    if is_frame or rank.in_frame:
+        rank.frames.append(text[:LONGEST_FRAME])
+    rank.in_frame = is_frame
+
+
+def frames_of(window: Window) -> Iterator[tuple[int, str]]:
+    """Yield lines that name a source file, and the source line below each, with their positions."""
+    in_frame = False
+    for start, end in pairwise([*window.starts, len(window.text)]):
+        line = window.text[start : min(end, start + LONGEST_FRAME)]
+        is_frame = ".py" in line
+        if is_frame or in_frame:
+            yield start, line.strip()
+        in_frame = is_frame
+
+
 def _closed(rank: _Rank, name: str) -> Window:
     lines, rank.lines, rank.length, rank.left = rank.lines, [], 0, 0
-    return Window(name, joined(lines))
+    text, starts = joined(lines)
+    return Window(name, text, starts, rank.frames_at_start)
 
 
 def _blocks(stream: BinaryIO) -> Iterator[str]:
-    """The log in pieces of whole lines. UTF-16 is recognised by its mark, or by its zero bytes.
+    """Yield the log in pieces of complete lines. UTF-16 is recognised by its mark, or by its zero bytes.
 
-    Zero bytes are not text: a log that was emptied while a program wrote to it begins with as many as it had bytes.
+    Zero bytes are dropped: a log that is truncated while a program writes to it begins with them.
     """
     decoder: codecs.IncrementalDecoder | None = None
     rest = ""
@@ -208,7 +264,7 @@ def _blocks(stream: BinaryIO) -> Iterator[str]:
             zeros = len(block) - len(block.lstrip(b"\0"))
             if zeros == len(block):
                 continue
-            block = block[zeros & ~1 :]  # of UTF-16 whole characters
+            block = block[zeros & ~1 :]  # UTF-16 has two bytes a character
             decoder = codecs.getincrementaldecoder(_encoding(block))("replace")
         text = (rest + decoder.decode(block)).replace("\0", "")
         end = max(text.rfind("\n"), text.rfind("\r") if len(text) > LONGEST_LINE else -1)
@@ -232,8 +288,8 @@ def _encoding(block: bytes) -> str:
     return "utf-8"
 
 
-def _taken_off(line: str) -> tuple[str, str]:
-    """Who wrote a line, and the line without what was put before it."""
+def _without_prefix(line: str) -> tuple[str, str]:
+    """Return a line's writer, and the line without its prefix."""
     text = _ANSI.sub("", line)
     rank = ""
     start = 0
@@ -251,22 +307,51 @@ def _taken_off(line: str) -> tuple[str, str]:
     return rank, text[start:] if start else text
 
 
-def joined(lines: Iterable[str]) -> str:
-    """Lines as one, with single spaces: words and numbers that were broken in the middle are whole again."""
-    text = ""
+def joined(lines: Iterable[str]) -> tuple[str, tuple[int, ...]]:
+    """Join lines with single spaces, and rejoin broken ones. Return the text and each line's beginning."""
+    parts: list[str] = []
+    starts: list[int] = []
+    length, left = 0, ""
     for line in lines:
-        text += line if not text or _is_broken(text[-LONGEST_WORD:], line) else f" {line}"
-    return " ".join(text.split())
+        if not (words := " ".join(line.split())):
+            left = ""
+            continue
+        if left and _is_broken(left, line):
+            left = (left + line)[-LONGEST_WORD:]
+        else:
+            if parts:
+                parts.append(" ")
+                length += 1
+            starts.append(length)
+            left = line[-LONGEST_WORD:]
+        parts.append(words)
+        length += len(words)
+    return "".join(parts), tuple(starts)
+
+
+_CUT_IN_DECIMALS = re.compile(r"(?:^|[( ])\d+\.(\d?)$")
+_CUT_IN_NUMBER = re.compile(r"(?:^|[( ])(\d+)$")
+_REST_OF_NUMBER = re.compile(r"(\d*)\.\d\d(?: ?[KMGT]i?B| ?bytes|\s|$)")
+_BEFORE_A_SIZE = re.compile(r"\b(?:allocate|of|which|process|has|memory|with|and|Tried to) \(?\d+$|[(:;] ?\d+$")
+_MOST_DIGITS_BEFORE_POINT = 4  # 1023.99 MiB; larger numbers get the next unit
 
 
 def _is_broken(left: str, right: str) -> bool:
-    """Whether a terminal broke the line inside of a word or number."""
+    """Return whether a terminal broke the line inside a word or number.
+
+    A number must have a size's unit or decimals: the next line may begin with a timestamp.
+    """
     if not left or not right or left[-1].isspace() or right[0].isspace():
         return False
     before, after = left.rsplit(None, 1)[-1], right.split(None, 1)[0]
-    if re.search(r"(?:^|[( ])\d+\.\d?$", before) and after[0].isdigit():
-        return True
-    if re.search(r"(?:^|[( ])\d+$", before) and re.match(r"\d*\.\d\d\b", after):
-        return True
+    if cut := _CUT_IN_DECIMALS.search(before):
+        return re.match(rf"\d{{{2 - len(cut[1])}}}(?: ?[KMGT]i?B| ?bytes|\s|$)", right) is not None
+    if (cut := _CUT_IN_NUMBER.search(before)) and (rest := _REST_OF_NUMBER.match(right)):
+        digits = cut[1] + rest[1]
+        return (
+            len(digits) <= _MOST_DIGITS_BEFORE_POINT
+            and str(int(digits)) == digits
+            and _BEFORE_A_SIZE.search(left) is not None
+        )
     word, first, second = ((part.strip(_PUNCTUATION).lower()) for part in (before + after, before, after))
     return word in _WORDS and not (first in _WORDS and second in _WORDS) and before[-1] not in _PUNCTUATION

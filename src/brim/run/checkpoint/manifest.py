@@ -22,7 +22,6 @@ MANIFEST_NAME = "brim.checkpoint.json"
 VERSION = 1
 
 _STEP = re.compile(r"step-(\d{6,})(\.old)?")
-_PARTIAL = re.compile(r"\.step-\d{6,}(\.old)?\.partial")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +93,6 @@ def partial_folder(folder: Path) -> Path:
 def set_aside(folder: Path) -> Path:
     """Where a checkpoint is while another of the same step takes its place; it still counts."""
     return folder.with_name(f"{folder.name}.old")
-
-
-def partial_folders(root: Path) -> list[Path]:
-    return sorted(path for path in root.iterdir() if _PARTIAL.fullmatch(path.name))
 
 
 def checkpoint_folders(root: Path) -> list[tuple[int, Path]]:

@@ -12,10 +12,10 @@ from typing import Any, Self
 import torch
 
 from brim.errors import BrimError, ModelError, TransferError
-from brim.memory import system
 from brim.memory.checkpoint_files import TensorSource, read_safetensors_header
 from brim.memory.checkpoint_writing import CODES, Layout
 from brim.memory.checksums import Checksum
+from brim.memory.direct_io import drop_cached
 from brim.run.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -156,7 +156,11 @@ def verify(folder: Path, manifest: Manifest) -> None:
 
 
 def entry_of(path: Path) -> FileEntry:
-    """A safetensors file as a manifest has it, every byte read."""
+    """A file as a manifest has it, every byte read."""
+    if not path.name.endswith(_SUFFIX):
+        with _Reader(path) as reader:
+            size = path.stat().st_size
+            return FileEntry(bytes=size, checksum=reader.checksum(0, size), tensors={})
     sources, size = read_safetensors_header(path), path.stat().st_size
     with _Reader(path) as reader:
         header = reader.checksum(0, size - sum(source.bytes for source in sources.values()))
@@ -234,7 +238,7 @@ class _Reader:
             if got == 0:
                 raise self._failed(f"It ends {len(view) - done} bytes too early.")
             done += got
-        system.forget_cached(self._fd, offset, done)
+        drop_cached(self._fd, offset, done)
 
     def _failed(self, problem: str) -> TransferError:
         return TransferError(f"Cannot read {self._path}.", problem, "Check the disk.")

@@ -39,7 +39,7 @@ from brim.run.checkpoint.manifest import checkpoint_folder
 from brim.run.checkpoint.stream import Ring
 from brim.run.checkpoint.thread import WriterThread
 from brim.run.checkpoint.writer import FolderWriter, PlannedFile
-from brim.threads import interrupts_held
+from brim.threads import deferred_interrupts
 
 MODEL, ADAPTER, OPTIMIZER = "model", "adapter_model", "optimizer"
 STAGING_BYTES = 64 << 20
@@ -117,7 +117,7 @@ class Checkpointer:
         thread: WriterThread | None = None
         try:
             ring = self._ring()
-            with interrupts_held():
+            with deferred_interrupts():
                 thread = WriterThread(writer, ring, lambda: self._complete(writer, step, document, extra))
             first = 0
             for file_tensors, group in zip(tensors, groups, strict=True):
@@ -197,12 +197,12 @@ def _plan(tensors: Tensors, files: MutableMapping[str, bytes | Path]) -> list[Pl
     if not shards:
         return []
     if len(shards) == 1:
-        return [_planned(f"{tensors.stem}.safetensors", shards[0], tensors.metadata)]
+        return [planned_file(f"{tensors.stem}.safetensors", shards[0], tensors.metadata)]
     names = [f"{tensors.stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     weight_map = {tensor[0]: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
     index = {"metadata": {"total_size": sum(map(_bytes, tensors.layout))}, "weight_map": weight_map}
     files[f"{tensors.stem}.safetensors.index.json"] = json.dumps(index, indent=2).encode()
-    return [_planned(file, shard, tensors.metadata) for file, shard in zip(names, shards, strict=True)]
+    return [planned_file(file, shard, tensors.metadata) for file, shard in zip(names, shards, strict=True)]
 
 
 def _shards(tensors: Tensors) -> list[list[Layout]]:
@@ -219,7 +219,8 @@ def _shards(tensors: Tensors) -> list[list[Layout]]:
     return shards
 
 
-def _planned(name: str, layout: Sequence[Layout], metadata: Mapping[str, str]) -> PlannedFile:
+def planned_file(name: str, layout: Sequence[Layout], metadata: Mapping[str, str]) -> PlannedFile:
+    """The safetensors file of that name that holds these tensors."""
     header, sources = plan_safetensors(Path(name), layout, dict(metadata))
     return PlannedFile(name=name, header=header, sources=sources)
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from brim.memory import system
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.checkpoint_writing import CODES, sync_path
 from brim.memory.checksums import Checksum
+from brim.memory.direct_io import drop_cached, write_all
 from brim.run.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -30,11 +30,11 @@ from brim.run.checkpoint.manifest import (
     checkpoint_folder,
     checkpoint_folders,
     partial_folder,
-    partial_folders,
     set_aside,
     to_text,
 )
 from brim.run.checkpoint.reading import verify
+from brim.run.checkpoint.record import OutputRecord, set_aside_foreign
 from brim.version import __version__
 
 _SYNC_BYTES = 64 << 20  # what may wait in the page cache until it is brought to the disk
@@ -63,13 +63,7 @@ class _OpenFile:
     checksums: dict[str, Checksum] = field(default_factory=dict)
 
     def entry(self) -> FileEntry:
-        tensors = {
-            name: TensorEntry(
-                dtype=CODES[source.dtype], shape=source.shape, checksum=f"{self.checksums[name].value():016x}"
-            )
-            for name, source in self.plan.sources.items()
-        }
-        return FileEntry(bytes=self.plan.bytes, checksum=_checksum(self.plan.header), tensors=tensors)
+        return written_entry(self.plan, {name: checksum.value() for name, checksum in self.checksums.items()})
 
 
 class FolderWriter:
@@ -78,25 +72,28 @@ class FolderWriter:
     def __init__(self, root: Path, step: int, plans: Sequence[PlannedFile]) -> None:
         self._root, self._step, self._plans = root, step, plans
         self._target = checkpoint_folder(root, step)
+        self._record = OutputRecord(root)
         self._partial = partial_folder(self._target)
         self._open: list[_OpenFile] = []
         self._entries: dict[str, FileEntry] = {}
 
     def create(self) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
-        for left in partial_folders(self._root):  # of a run that was killed
-            shutil.rmtree(left)
+        self._record.remove_unfinished()  # of a run that was killed
+        if os.path.lexists(self._partial):
+            set_aside_foreign(self._partial)
+        self._record.begin(self._partial)
         self._partial.mkdir()
         for plan in self._plans:
             file = _OpenFile(plan, os.open(self._partial / plan.name, _NEW, 0o666))
             self._open.append(file)
             file.checksums = {name: Checksum() for name in plan.sources}
-            _write(file.fd, memoryview(plan.header), 0)
+            write_all(file.fd, memoryview(plan.header), 0)
 
     def write(self, file: int, name: str, at: int, piece: torch.Tensor) -> None:
         """The next bytes (flat uint8) of a tensor of the ``file``-th plan; ``at`` of them were written before."""
         open_file = self._open[file]
-        _write(open_file.fd, memoryview(piece.numpy().data), open_file.plan.sources[name].extents[0].offset + at)
+        write_all(open_file.fd, memoryview(piece.numpy().data), open_file.plan.sources[name].extents[0].offset + at)
         open_file.checksums[name].update(piece)
         open_file.unsynced_bytes += piece.numel()
         if open_file.unsynced_bytes >= _SYNC_BYTES:
@@ -119,7 +116,7 @@ class FolderWriter:
         fd = os.open(self._partial / name, _NEW, 0o666)
         try:
             for piece in [content] if isinstance(content, bytes) else _read_pieces(content):
-                _write(fd, memoryview(piece), size)
+                write_all(fd, memoryview(piece), size)
                 checksum.update(_as_tensor(piece))
                 size += len(piece)
             _sync(fd)
@@ -137,23 +134,37 @@ class FolderWriter:
         self.add(MANIFEST_NAME, to_text(manifest).encode())
         sync_path(self._partial)
         verify(self._partial, manifest)
-        old = set_aside(self._target)
-        if self._target.exists():  # a run that resumed from before it came here again
-            if old.exists():
-                _delete(old)
-            self._target.rename(old)
+        old, record = set_aside(self._target), self._record
+        if os.path.lexists(self._target):  # a run that resumed from before it came here again
+            self._give_way(old)
+            if record.has_checkpoint(self._target):
+                record.add_checkpoint(old.name, self._target)
+                self._target.rename(old)
+            else:
+                set_aside_foreign(self._target)
+        record.add_checkpoint(self._target.name, self._partial)
         self._partial.rename(self._target)
+        record.end(self._partial)
         sync_path(self._root)
-        if old.exists():
-            _delete(old)
+        if record.has_checkpoint(old):
+            record.remove_checkpoint(old)
+
+    def _give_way(self, path: Path) -> None:
+        """Let nothing lie under that name."""
+        if self._record.has_checkpoint(path):
+            self._record.remove_checkpoint(path)
+        elif os.path.lexists(path):
+            set_aside_foreign(path)
 
     def prune(self, keep: int, protected: Collection[Path]) -> None:
-        """Delete the older checkpoints but the newest ``keep``. Newer ones are of another run: they stay."""
+        """Delete of the older checkpoints that brim wrote here all but the newest ``keep``. Newer ones are of another
+        run: they stay."""
         older = [(step, path) for step, path in checkpoint_folders(self._root) if step <= self._step]
+        older = [(step, path) for step, path in older if self._record.has_checkpoint(path)]
         kept = sorted({step for step, _ in older})[-keep:]
         for step, path in older:
             if step not in kept and path not in protected:
-                _delete(path)
+                self._record.remove_checkpoint(path)
 
     def abandon(self) -> None:
         """Close and remove what can be; what cannot, the next checkpoint removes."""
@@ -161,24 +172,23 @@ class FolderWriter:
             with contextlib.suppress(OSError):
                 os.close(self._open.pop().fd)
         shutil.rmtree(self._partial, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if not os.path.lexists(self._partial):
+                self._record.end(self._partial)
 
 
-def _delete(folder: Path) -> None:
-    """First out of sight as a whole: half a checkpoint is worse than none."""
-    hidden = partial_folder(folder)
-    folder.rename(hidden)
-    shutil.rmtree(hidden)
-
-
-def _write(fd: int, content: memoryview, offset: int) -> None:
-    while content:
-        put = os.pwrite(fd, content[: 1 << 30], offset)
-        content, offset = content[put:], offset + put
+def written_entry(plan: PlannedFile, checksums: Mapping[str, int]) -> FileEntry:
+    """The file as a manifest has it, once its tensors were written with these checksums."""
+    tensors = {
+        name: TensorEntry(dtype=CODES[source.dtype], shape=source.shape, checksum=f"{checksums[name]:016x}")
+        for name, source in plan.sources.items()
+    }
+    return FileEntry(bytes=plan.bytes, checksum=_checksum(plan.header), tensors=tensors)
 
 
 def _sync(fd: int) -> None:
     os.fsync(fd)
-    system.forget_cached(fd)
+    drop_cached(fd)
 
 
 def _read_pieces(path: Path) -> Iterator[bytes]:

@@ -97,9 +97,11 @@ def _is_jsonl(path: Path) -> bool:
     suffix = path.suffix.lower()
     if path.is_dir() or suffix in _TEXT or suffix in _JSONL:
         return suffix in _JSONL and not path.is_dir()
+    if not path.exists():
+        raise UsageError(f"{path} was given as training data.", "No such file or directory.", "Check its path.")
     raise UsageError(
         f"{path} was given as training data.",
-        f"It ends in {path.suffix!r}.",
+        f"Its name ends in {path.suffix!r}." if suffix else "Its name has no ending.",
         f"Give a file that ends in {', '.join((*_JSONL, *_TEXT))}.",
     )
 

@@ -15,6 +15,7 @@ from brim.run.fit.machine import (
     Device,
     budgets,
     forward_need,
+    held_ram_bytes,
     held_vram_bytes,
     machine,
     on,
@@ -111,8 +112,9 @@ def fit(
     # What is made in inference mode could never be changed outside of it.
     with on(device, model) as kind, torch.inference_mode(False):
         hardware = machine(kind)
-        held_bytes = held_vram_bytes([model], [] if optimizer is None else [optimizer], kind)
-        budget = budgets(hardware, vram, ram, kind, held_vram_bytes=held_bytes)
+        held = [model], [] if optimizer is None else [optimizer]
+        held_vram, held_ram = held_vram_bytes(*held, kind), held_ram_bytes(*held)
+        budget = budgets(hardware, vram, ram, kind, held_vram_bytes=held_vram, held_ram_bytes=held_ram)
         if optimizer is not None:
             return fit_training(model, optimizer, hardware, budget, kind, inputs, activations, plan)
         if plan is not None:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+
+from brim.model_inputs import map_tensors
 
 _MOST_TOLD = 1 << 14  # elements
 
@@ -23,12 +24,12 @@ def as_shapes(example: Any, make: Callable[..., torch.Tensor], **options: Any) -
     def like(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if speaks(tensor) else make(tensor.shape, dtype=tensor.dtype, **options)
 
-    return tree_map_only(torch.Tensor, like, example)
+    return map_tensors(example, like)
 
 
 def on_host(example: Any) -> Any:
     """``example`` with those that speak on the CPU: in a trace nothing can be read from a device."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu() if speaks(tensor) else tensor, example)
+    return map_tensors(example, lambda tensor: tensor.cpu() if speaks(tensor) else tensor)
 
 
 def without_values(example: Any) -> Any:
@@ -36,7 +37,7 @@ def without_values(example: Any) -> Any:
 
     There they have to lie on the CPU (``on_host``).
     """
-    return tree_map_only(torch.Tensor, _without_values, example)
+    return map_tensors(example, _without_values)
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from brim.core import EventKind, Hardware, Plan, Timeline, Trace
 from brim.core.hardware import VRAM
-from brim.errors import BudgetError, UnsupportedError
+from brim.errors import BudgetError, UnsupportedError, first_line
 from brim.estimation.simulation import simulate
 from brim.memory.pool import round_up
 from brim.memory.tiers import fake_memory
+from brim.model_inputs import map_tensors
 from brim.predict.tracer import trace
 from brim.run.fit.example_shapes import on_host, without_values
 from brim.run.fit.machine import capability
@@ -23,7 +23,8 @@ from brim.run.plan.choosing import Need, found_with_more, make_plan
 from brim.run.train.strategy.meta_copy import meta_copy
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.dry_run import call_with
-from brim.techniques.streaming.weight_streaming import Weights, apply
+from brim.techniques.streaming.weight_streaming import Weights
+from brim.techniques.weights import place_weights
 from brim.units import format_bytes
 
 _PROOFS = 8  # plans that are tried, each with less to give to weights and slots than the one before
@@ -101,7 +102,7 @@ def reserved_bytes(
             Timeline(plan.model, measured=False), compute_tier=VRAM, compute_bytes=_ENDLESS_BYTES,
             ram_bytes=_ENDLESS_BYTES, device=_CUDA,
         )  # fmt: skip
-        return apply(copy, partition, plan, memory, Weights()).model
+        return place_weights(copy, partition, plan, memory, Weights()).model
 
     return _reserved_bytes(model, put_in_force, hardware, step_bytes, inputs)
 
@@ -121,11 +122,12 @@ def _reserved_bytes(
     def build() -> Callable[[], None]:
         prepared = prepare(_copy_of(model))
         hollow = None if told is None else without_values(told)
-        on_gpu = tree_map_only(torch.Tensor, lambda tensor: tensor.to(_CUDA), hollow)
+        on_gpu = map_tensors(hollow, lambda tensor: tensor.to(_CUDA))
         last: list[Any] = []
 
         def step() -> None:  # ``out = model(x)`` in a loop: the last output is there while the next one is made
-            last[:] = [_step(prepared, on_gpu, step_bytes)]
+            again = map_tensors(on_gpu, lambda tensor: tensor)  # a cache in it is what a call writes to
+            last[:] = [_step(prepared, again, step_bytes)]
 
         return step
 
@@ -140,7 +142,7 @@ def _copy_of(model: nn.Module) -> nn.Module:
     except (TypeError, RuntimeError) as error:  # as deepcopy says for locks, handles and tensors with a history
         raise UnsupportedError(
             f"Cannot predict the GPU memory of {type(model).__name__}.",
-            f"It cannot be copied: {next(iter(str(error).splitlines()), '')}",
+            f"It cannot be copied: {first_line(error)}",
             "Remove from the module what copy.deepcopy cannot copy.",
         ) from error
 

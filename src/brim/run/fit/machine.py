@@ -18,13 +18,14 @@ from brim import accelerator
 from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
-from brim.measure.capacity import device_free_bytes, free_bytes
+from brim.measure.capacity import check_room, device_free_bytes, free_bytes, ram_room_bytes
 from brim.measure.probe import probe
 from brim.memory.tiers import Memory, cpu_memory, device_memory, emulated_memory, fake_memory
 from brim.run.fit.step_memory import watch_example
 from brim.run.plan.choosing import Need, make_job, make_plan, partitions
 from brim.techniques.blocks import Partition
-from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming, apply
+from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
+from brim.techniques.weights import place_weights
 from brim.units import format_bytes, parse_bytes
 
 __all__ = [
@@ -194,10 +195,12 @@ def budgets(
     device: str = "auto",
     *,
     held_vram_bytes: int = 0,
+    held_ram_bytes: int = 0,
 ) -> dict[str, int]:
     """The budget of every tier that compute or weights use: as given, else what is free less a tenth.
 
-    ``held_vram_bytes`` are the model's already, so a budget of what is free, which is for all of it, has them too.
+    ``held_vram_bytes`` and ``held_ram_bytes`` are the model's already, so a budget, which is for all of it, has them
+    too.
     ``"80%"`` is of all that the tier has, whoever holds some of it: the same budget at every start.
     Where RAM is the compute tier, ``vram`` is its budget too: the smaller of the two holds.
     """
@@ -223,7 +226,18 @@ def budgets(
                 f"This machine has only {format_bytes(hardware.tier(tier).capacity_bytes)}.",
                 "Give that or less.",
             )
+    check_room(budget[RAM], held_ram_bytes)
     return budget
+
+
+def within_room(budget_bytes: Mapping[str, int], *, given: bool) -> dict[str, int]:
+    """The budget where a run begins, after libraries were loaded: checked if it was ``given``, else no more than
+    there is room for. Raises UsageError as ``check_room``."""
+    if given:
+        check_room(budget_bytes.get(RAM, 0))
+        return dict(budget_bytes)
+    most_bytes = int(ram_room_bytes() * _FREE_SHARE)
+    return {tier: min(count, most_bytes) if tier == RAM else count for tier, count in budget_bytes.items()}
 
 
 def held_to(budget_bytes: Mapping[str, int], device: str) -> Callable[[], AbstractContextManager[None]]:
@@ -243,16 +257,24 @@ def held_vram_bytes(
 ) -> int:
     """What models, their gradients and their optimizers' states hold now of the memory of ``device``."""
     on = computing(device)
-    if on is None:
-        return 0
+    return 0 if on is None else _held_bytes(models, optimizers, torch.device(on.type, on.index))
+
+
+def held_ram_bytes(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()) -> int:
+    """The same of RAM."""
+    return _held_bytes(models, optimizers, torch.device("cpu"))
+
+
+def _held_bytes(
+    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], device: torch.device
+) -> int:
     tensors: list[torch.Tensor] = []
     for model in models:
         tensors += [*model.parameters(), *model.buffers()]
         tensors += [p.grad for p in model.parameters() if p.grad is not None]
     for optimizer in optimizers:
         tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    here = torch.device(on.type, on.index)
-    on_device = [t.untyped_storage() for t in tensors if t.device == here and _has_storage(t)]
+    on_device = [t.untyped_storage() for t in tensors if t.device == device and _has_storage(t)]
     return sum({storage._cdata: storage.nbytes() for storage in on_device}.values())
 
 
@@ -274,7 +296,7 @@ def put_in_force(
     """Apply ``plan`` with real memory."""
     timeline = Timeline(f"{plan.model} {plan.task}", measured=True)
     memory = make_memory(plan, hardware, device, timeline)
-    return apply(model, partition, plan, memory, weights, training=training)
+    return place_weights(model, partition, plan, memory, weights, training=training)
 
 
 def make_memory(plan: Plan, hardware: Hardware, device: str, timeline: Timeline) -> Memory:
@@ -307,7 +329,7 @@ def predict(
         compute_bytes=plan.budget_bytes[hardware.compute],
         ram_bytes=plan.budget_bytes[RAM],
     )
-    return apply(model, partition, plan, memory, weights, training=training)
+    return place_weights(model, partition, plan, memory, weights, training=training)
 
 
 def _tokens(example: Mapping[str, Any] | Sequence[Any]) -> int:

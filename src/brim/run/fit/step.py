@@ -30,8 +30,10 @@ from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.loss import chunked as chunked_loss
 from brim.techniques.micro_batch import MicroBatch
 from brim.techniques.optimizer_offload import technique as optimizer_offload
+from brim.techniques.optimizer_offload.state_blocks import BLOCK_BYTES
 from brim.techniques.streaming import weight_streaming
 from brim.techniques.streaming.weight_streaming import RESIDENT, Weights, WeightStreaming
+from brim.techniques.weights import place_weights
 
 _LEAST_UPDATE_BYTES = 64 << 10
 
@@ -114,7 +116,7 @@ class Fitted:
             self.hold(chunked_loss.apply(model, choice.chunk_tokens))
         if choice.in_place:
             self.in_place = self.hold(inplace_activations.apply(model, example, in_place)).names
-        self.streaming = weight_streaming.apply(model, partition, self.plan, memory, weights, training=True)
+        self.streaming = place_weights(model, partition, self.plan, memory, weights, training=True)
         self.hold(self.streaming)
         if weights.sources and not memory.fake:  # until now parameters held nothing
             self.precision.take_weights(self.streaming.value)
@@ -271,4 +273,4 @@ class Fitted:
 def bytes_at_once(model: nn.Module) -> int:
     """How much is updated at once: a sixteenth of what is trained, as what passes through RAM is thrice that."""
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return min(optimizer_offload.BLOCK_BYTES, max(_LEAST_UPDATE_BYTES, trained // 16))
+    return min(BLOCK_BYTES, max(_LEAST_UPDATE_BYTES, trained // 16))

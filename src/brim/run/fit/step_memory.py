@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from brim.core import Category
-from brim.errors import UnsupportedError, UsageError
+from brim.errors import UnsupportedError, UsageError, first_line
 from brim.model_cache import cache_input, cache_of
+from brim.model_inputs import map_tensors
 from brim.predict.dispatch import RecordingMode
 from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Recorder
@@ -164,7 +165,7 @@ def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], StepWatch], 
         except (RuntimeError, UnsupportedError) as error:  # fake kernels raise the first and its kin
             raise UnsupportedError(
                 f"Cannot predict the activations of {type(model).__name__} without running it.",
-                f"{next(iter(str(error).splitlines()), type(error).__name__)}",
+                first_line(error),
                 "Give their size, for instance activations='512MiB'.",
             ) from error
     uses = {name: frozenset(held) for name, held in watch.uses.items()}
@@ -175,13 +176,19 @@ def watch_example(model: nn.Module, example: Mapping[str, Any] | Sequence[Any]) 
     """One forward pass on an input like ``example``; the input itself is not counted."""
 
     def run(call: Callable[..., Any], watch: StepWatch) -> None:
+        inputs = map_tensors(example, _hollow)
         with watch.named(PROMPT):
-            if isinstance(example, Mapping):
-                call(**example)
+            if isinstance(inputs, Mapping):
+                call(**inputs)
             else:
-                call(*example)
+                call(*inputs)
 
     return watch_step(model, run)
+
+
+def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like ``tensor`` on the CPU, without values where operations are fake."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 def _faked(fake: FakeTensorMode) -> Callable[[Any], Any]:

@@ -17,7 +17,7 @@ from brim.core.hardware import RAM
 from brim.errors import BudgetError, UsageError
 from brim.measure.capacity import resident_bytes
 from brim.memory import heap
-from brim.memory.heap_retention import KeptHeap, kept_limits
+from brim.memory.heap import HeapRetention, retention_limits
 from brim.memory.mapped import present_bytes
 from brim.predict.lowering.cuda.kernels import cublas_workspace_bytes
 from brim.run.fit.example_shapes import on_host, without_values
@@ -33,7 +33,7 @@ from brim.run.train.strategy.prediction import Prediction, Rehearsal, works_in_p
 from brim.run.train.strategy.search import Planner
 from brim.techniques.base import HANDLE_ATTRIBUTE, refuse_second
 from brim.techniques.checkpointing import technique as checkpointing
-from brim.techniques.optimizer_offload import technique as optimizer_offload
+from brim.techniques.optimizer_offload.state_blocks import state_blocks
 from brim.techniques.streaming.weight_streaming import Weights
 from brim.units import parse_bytes
 
@@ -100,11 +100,11 @@ def _hold_heap(fitted: Fitted, promised_bytes: int, budget_bytes: int, start_byt
 
     ``start_bytes`` is the resident set without model and optimizer.
     """
-    limits = kept_limits(promised_bytes, budget_bytes)
+    limits = retention_limits(promised_bytes, budget_bytes)
     if limits is None or budget_bytes - promised_bytes < _ROOM_BYTES:
         heap.return_freed_memory()
         return
-    kept = KeptHeap(start_bytes + budget_bytes - (limits.promised_bytes - limits.return_above_bytes))
+    kept = HeapRetention(start_bytes + budget_bytes - (limits.promised_bytes - limits.return_above_bytes))
     weakref.finalize(fitted, kept.close)
     fitted.hold(kept)
 
@@ -197,7 +197,7 @@ class Search:
     def _aside(self, choice: Choice) -> int:
         """Without an example: gradients, and what was set aside for a step."""
         size = bytes_at_once(self.model)
-        blocks = optimizer_offload.find_blocks(self.model, self.optimizer, block_bytes=size)
+        blocks = state_blocks(self.model, self.optimizer, block_bytes=size)
         aside_bytes = (
             sum(b.bytes for b in blocks) if choice.gradients == "keep" else _largest(b.bytes for b in blocks)
         )

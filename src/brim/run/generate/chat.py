@@ -46,6 +46,7 @@ class Conversation:
         self._run, self._request, self.context, self._cache = run, request, context, cache
         self._cached: list[int] = []  # what the cache was filled with
         self._turns = 0
+        self.precision = run.precision
         self.messages: list[dict[str, str]] = instructed(request.system)
 
     def answer(

@@ -24,7 +24,7 @@ from brim.run.fit.step_memory import Observation
 from brim.run.generate.memory import Sizes
 from brim.run.generate.pass_seconds import PassSeconds
 from brim.run.plan.choosing import Cut, Need, best_plan, cuts, found_with_more, job_of
-from brim.run.plan.proof import proved, taken, told
+from brim.run.plan.proof import check_promise, proved, taken, told
 from brim.techniques.blocks import Partition
 from brim.techniques.experts.router_statistics import RouterStatistics
 from brim.techniques.experts.technique import EXPERT_SLOTS
@@ -112,6 +112,8 @@ class GenerationCase:
     @cached_property
     def device_memory(self) -> DeviceMemory | None:
         """What foresees what PyTorch's allocator will reserve; None where the GPU is not the one that is here."""
+        # For a GPU of the catalog the sum of pools and activations has to do: a table of many proposals would need a
+        # trace of each.
         if self.hardware.compute != VRAM or not self.seconds.is_here:
             return None
         from brim.run.generate.device_memory import DeviceMemory  # traces and simulates: elsewhere not needed
@@ -166,15 +168,18 @@ class GenerationStrategy:
     @property
     def placement(self) -> kv_cache.Placement | None:
         """Of the KV cache, where that is planned."""
-        return None if kept_by_model(self.plan) else self._room
+        return None if kept_by_model(self.plan) else self._cache_placement
 
     @property
     def cache_bytes(self) -> Mapping[str, int]:
-        """What the KV cache takes in each tier, whoever keeps it; nothing where it counts as activations."""
-        return {} if self._room is None else self._room.held_bytes(self.hardware.compute)
+        """What the KV cache takes in each tier, whoever keeps it; nothing where it counts as activations.
+
+        All of it counts in the compute tier where the processor computes blocks, though their part is in RAM.
+        """
+        return {} if self._cache_placement is None else self._cache_placement.held_bytes(self.hardware.compute)
 
     @property
-    def _room(self) -> kv_cache.Placement | None:
+    def _cache_placement(self) -> kv_cache.Placement | None:
         return None if self.shape is None else self.sizes.placement(self.shape, self.resting)
 
 
@@ -281,12 +286,12 @@ class GenerationSearch:
 
     def _with_batch(self, batch: int, attempt: Callable[[int, int], GenerationStrategy]) -> GenerationStrategy:
         """All of the cache in the compute tier, if ``attempt`` lets it; else, beside a GPU, as little as needed in
-        RAM."""
-        case, restings = self.case, [0]
+        RAM. The first that fits is taken: a token in RAM comes over the link in every pass, as a weight does."""
+        case, resting_token_choices = self.case, [0]
         if case.hardware.compute != RAM and case.shape is not None:
-            restings += kv_cache.restings(case.shape, case.sizes(batch, case.prompt).cached)
+            resting_token_choices += kv_cache.resting_token_choices(case.shape, case.sizes(batch, case.prompt).cached)
         refusals = []
-        for resting in restings:
+        for resting in resting_token_choices:
             try:
                 return attempt(batch, resting)
             except BudgetError as error:
@@ -331,7 +336,7 @@ class GenerationSearch:
         paced = case.seconds.paced(
             plain, sizes, self.cuts(plain), cache_bytes=cache_bytes, joined_bytes=joined_bytes, prompt=prompt
         )
-        # Where a processor computes blocks, the model keeps its own cache, no token of which rests elsewhere.
+        # Tokens rest in RAM by the planned cache, which there is not where the processor computes blocks.
         return replace(paced, cpu_seconds=None) if resting else paced
 
     def seen(self, sizes: Sizes) -> Observation:
@@ -447,6 +452,9 @@ class GenerationSearch:
                 f"It streams {len(passing)} blocks and has no slots to stream them through.",
                 "Make a new one: brim plan MODEL ... --output FILE.",
             )
+        if not fixed.choices(EXPERTS):
+            takes = taken(case.module, cut, fixed, strategy.job, case.hardware, case.weights)
+            check_promise(fixed, takes, strategy.job.spent_bytes)
         return self._held(strategy)
 
     def _held(self, strategy: GenerationStrategy) -> GenerationStrategy:

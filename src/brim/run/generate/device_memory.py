@@ -30,7 +30,8 @@ from brim.run.timing.measurement_cache import Remembered
 from brim.run.train.strategy.meta_copy import meta_copy
 from brim.techniques.blocks import Partition
 from brim.techniques.kv_offload import cache as kv_cache
-from brim.techniques.streaming.weight_streaming import Weights, apply
+from brim.techniques.streaming.weight_streaming import Weights
+from brim.techniques.weights import place_weights
 
 _METHOD = 1  # raised when what is traced, or how it is kept, changes
 _ENDLESS_BYTES = 1 << 60
@@ -69,7 +70,7 @@ class DeviceMemory:
         resting = 0 if passes.placement is None else passes.placement.resting
         key = (decided, dict(plan.settings), asdict(passes.sizes), passes.placement is None, resting, passes.called)
         name = json.dumps([*key, limit_bytes])
-        known = self._memory.get(name)
+        known = self._memory.get(name, count=1)
         if known is None:
             known = [float(self._simulated(partition, plan, passes, limit_bytes))]
             self._memory.keep({name: known})
@@ -113,7 +114,7 @@ class _Steps:
             Timeline(self._plan.model, measured=False), compute_tier=VRAM, compute_bytes=_ENDLESS_BYTES,
             ram_bytes=_ENDLESS_BYTES, device=_CUDA,
         )  # fmt: skip
-        handle = apply(copy, self._partition, self._plan, memory, self._weights)
+        handle = place_weights(copy, self._partition, self._plan, memory, self._weights)
         placement = self._passes.placement
         self._cache = None if placement is None else kv_cache.apply(copy, placement, memory)
         self._model: Any = handle.model

@@ -105,12 +105,9 @@ def _filled(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
-    from jinja2 import TemplateError
-
     try:
         ids = apply_template(tokenizer, messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    # What a program may raise, beside its own raise_exception: sizes and types that do not go together.
-    except (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise ModelError(
             "Cannot apply the model's chat template to the prompt.",
             f"The template fails: {' '.join(str(error).split()) or type(error).__name__:.300}.",

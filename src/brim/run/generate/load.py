@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from brim.run.model.file_tensor import FileTensor
 from brim.run.model.opening import OpenedModel, open_model
 from brim.run.model.quantized import open_quantized
 from brim.run.timing.drives import reading_from
+from brim.techniques import precision as precisions
 from brim.techniques.quantization.technique import Quantization
 from brim.techniques.streaming.weight_streaming import Weights
 
@@ -51,7 +52,8 @@ def load(
     The module behaves as if all its weights were in memory; those that do not fit are streamed from RAM or from the
     checkpoint on disk. What it computes is equal, bit for bit, to a model that is all in memory, as far as the same
     device computes it: see ``host_compute``. Call it under ``torch.no_grad()``. The KV cache is transformers' own: it
-    counts as activations, up to the tokens of ``inputs``, and nothing keeps it from growing further.
+    counts as activations, up to the tokens of ``inputs``, and nothing keeps it from growing further. Layers that the
+    processor computes keep their part of it in RAM.
 
     Args:
         model: A Hugging Face folder (safetensors), a ``.gguf`` file, or a hub id.
@@ -225,16 +227,21 @@ def _read(source: TensorSource) -> torch.Tensor:
     return tensor
 
 
-def warm_up(module: nn.Module, hardware: Hardware, rows: int, device: str = "auto") -> None:
+def warm_up(
+    module: nn.Module, hardware: Hardware, rows: int, device: str = "auto", *, precision: str | None = None
+) -> None:
     """Touch the libraries' code and buffers, so that what they take is measured and not guessed.
 
     Matrix libraries keep scratch memory by the size of the product, so the model's own shapes are multiplied.
+    ``precision``: that of a training, which on the CPU goes backward too, and may multiply in another type.
     """
     computed = (p.dtype for p in module.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
     dtype = next(computed, torch.float32)
     accelerator = computing(device) if hardware.compute == VRAM else None
     where = "cpu" if accelerator is None else accelerator.device
     shapes = {tuple(min(size, _WARM_SIZE) for size in p.shape) for p in module.parameters() if p.dim() == 2}
+    if precision is not None and accelerator is None:
+        _warm_step(shapes, rows, precisions.autocast_dtype(precision) or dtype)
     with torch.no_grad():
         for out_features, in_features in shapes:
             weight = torch.zeros(out_features, in_features, dtype=dtype, device=where)
@@ -248,6 +255,17 @@ def warm_up(module: nn.Module, hardware: Hardware, rows: int, device: str = "aut
     del x
     if accelerator is not None:
         accelerator.empty_cache()  # but for the libraries' workspaces
+
+
+def _warm_step(shapes: Iterable[tuple[int, ...]], rows: int, dtype: torch.dtype) -> None:
+    """What of a decoder's step in that type brings code of its own: products, attention, and both backward."""
+    with torch.enable_grad(), torch.autocast("cpu", dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+        for out_features, in_features in shapes:
+            weight = torch.zeros(out_features, in_features, requires_grad=True)
+            states = torch.zeros(1, min(rows, _WARM_ROWS), in_features, requires_grad=True)
+            nn.functional.silu(nn.functional.linear(states, weight)).float().softmax(-1).sum().backward()
+        heads = torch.zeros(1, 4, 8, 64, dtype=dtype, requires_grad=True)
+        nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).float().sum().backward()
 
 
 def _load_kernels(states: torch.Tensor) -> None:
@@ -275,6 +293,6 @@ def _load_kernels(states: torch.Tensor) -> None:
 
 def spent(start_bytes: int) -> dict[str, int]:
     """What the program has grown by until now, and the slack, per tier."""
-    heap.trim()
+    heap.collect_and_trim()
     grown = max(0, resident_bytes() - start_bytes)
     return {RAM: grown + SLACK_BYTES[RAM], VRAM: SLACK_BYTES[VRAM]}

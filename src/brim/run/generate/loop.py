@@ -1,4 +1,4 @@
-"""Tokens out of a model that is in force: one batch after another, greedily."""
+"""Tokens out of a model that is in force: one batch after another."""
 
 from __future__ import annotations
 

@@ -96,7 +96,8 @@ class PassSeconds:
             return {name: replace(found, forward_s=found.forward_s + _HOP_S) for name, found in made.items()}
 
         assert need.observation is not None
-        # Temporaries are as large there as in the compute tier, and so at most is what hops over.
+        # Temporaries are as large there as in the compute tier, and so at most is what hops over. A cache that counts
+        # as activations is in them; ``cache_bytes`` is of one that is planned.
         step_bytes = 2 * need.observation.step_bytes
         return replace(need, cpu_seconds=cpu_seconds, cpu_bytes=cache_bytes, cpu_step_bytes=step_bytes)
 
@@ -119,8 +120,8 @@ class PassSeconds:
         name = f"{sizes.batch} {sizes.prompt} {sizes.total}"
 
         def known(partition: Partition) -> Mapping[str, BlockSeconds] | None:
-            numbers = self._memory.get(f"{name} {_digest(partition)}")
             names = [*(block.name for block in partition.blocks), OUTSIDE]
+            numbers = self._memory.get(f"{name} {_digest(partition)}", count=len(names))
             return None if numbers is None else _seconds(dict(zip(names, numbers, strict=True)))
 
         if self.measures:

@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import nn
 
-from brim.measure.user_cache import cache_folder, fingerprint, keep, kept
+from brim.measure.user_cache import cache_folder, fingerprint, load_text, store_text
 from brim.predict import dispatch, recorder
 from brim.run.fit import step_memory
 from brim.run.fit.step_memory import ModuleWork, Observation
@@ -74,11 +74,11 @@ class RememberedPasses:
 
     def _keep(self, entries: Mapping[str, Any]) -> None:
         self._known = {**self._known, **entries}
-        keep(self._path, json.dumps(self._known))
+        store_text(self._path, json.dumps(self._known))
 
     def _read(self) -> dict[str, Any]:
         try:
-            text, _ = kept(self._path) or ("{}", 0.0)
+            text, _ = load_text(self._path) or ("{}", 0.0)
             return _checked(json.loads(text))
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             warnings.warn(f"{self._path} is damaged and is made again: {error!r:.200}", stacklevel=4)
@@ -97,9 +97,13 @@ def _checked(document: dict[str, Any]) -> dict[str, Any]:
 
 def _observed(kept: Mapping[str, Any], uses: Mapping[str, frozenset[frozenset[str]]]) -> Observation:
     def work(flops: int, moved: int, kernels: int, dtype: str) -> ModuleWork:
+        if not min(flops, moved, kernels) >= 0:
+            raise ValueError(f"work of {flops} FLOPs, {moved} bytes and {kernels} kernels")
         return ModuleWork(flops=int(flops), bytes=int(moved), kernels=int(kernels), dtype=str(dtype))
 
     passes = {name: {path: work(*done) for path, done in parts.items()} for name, parts in kept["passes"].items()}
+    if not kept["step_bytes"] > 0:
+        raise ValueError(f"a pass that holds {kept['step_bytes']} bytes")
     return Observation(step_bytes=int(kept["step_bytes"]), uses=uses, passes=passes)
 
 
@@ -138,6 +142,8 @@ def _shape_of(document: Mapping[str, Any]) -> kv_cache.CacheShape:
 
 
 def _layer_of(heads: int, key_dim: int, value_dim: int, dtype: str) -> kv_cache.LayerShape:
+    if not min(heads, key_dim, value_dim) > 0:
+        raise ValueError(f"{heads} heads of {key_dim} and {value_dim} numbers")
     return kv_cache.LayerShape(
         heads=int(heads), key_dim=int(key_dim), value_dim=int(value_dim), dtype=getattr(torch, dtype)
     )

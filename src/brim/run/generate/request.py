@@ -17,7 +17,7 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UsageError
 from brim.measure.monitor import Monitor, Usage
 from brim.memory import heap
-from brim.run.fit.machine import Device, budgets, held_to, machine, on
+from brim.run.fit.machine import Device, budgets, held_to, machine, on, within_room
 from brim.run.generate import predicted_timeline
 from brim.run.generate.choose import Wanted
 from brim.run.generate.inputs import Batch, batches, check, encode
@@ -35,7 +35,7 @@ from brim.run.generate.loop import (
 from brim.run.generate.plan import Loaded, choose_generation, load_for_generation
 from brim.run.generate.sampling import GREEDY, Sampling, check_stops, cut
 from brim.run.generate.token_clock import Clock
-from brim.run.model.opening import OpenedModel, open_tokenizer, prepare, verify_files
+from brim.run.model.opening import OpenedModel, open_tokenizer, precision_of, prepare, verify_files
 from brim.run.model.quantized import PRECISIONS, open_as
 from brim.run.timing.drives import reading_from
 from brim.run.timing.spans import ComputeSpans
@@ -117,6 +117,7 @@ class Figures:
     seed: int | None = None  # of what was drawn
     timeline: Timeline = field(compare=False)
     predicted: Timeline = field(compare=False)  # what the plan foresees, from the first measured pass on
+    precision: tuple[str, str] = ("", "")  # the name, and where it is from
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -126,7 +127,13 @@ class Figures:
             "s_per_token": self.s_per_token,
             "steady_s_per_token": self.steady_s_per_token,
             "eta": self.eta,
-        } | ({} if self.seed is None else {"seed": self.seed})
+            "precision": self.precision[0],
+            "precision_origin": self.precision[1],
+        } | {
+            name: value
+            for name, value in (("seed", self.seed), ("exceeded", self.plan.exceeded(self.measured_bytes) or None))
+            if value is not None
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +264,7 @@ class OpenedRun:
         self._hardware = hardware
         self.sampling = request.sampling.with_seed()
         self.usage: Usage | None = None
+        self.precision = ("", "")
         self._loaded: Loaded | None = None
 
     @property
@@ -323,6 +331,7 @@ class OpenedRun:
             "s_per_token": step_s,
             "steady_s_per_token": clock.steady_s_per_step(),
             "eta": promise.bound_s / step_s if step_s else None,
+            "precision": self.precision,
             "timeline": handle.timeline(),
             "predicted": predicted_timeline.beside(handle, self.loaded.strategy),
         }
@@ -384,6 +393,8 @@ def _opened_here(
     # A plan for another tier than this device's has none; it is refused below, with all else that differs.
     hardware = reading_from(hardware, directory, budget_bytes=budget.get(hardware.compute, 0))
     heap.return_freed_memory()  # what a long prompt's pass frees is counted as long as the heap keeps it
+    given = file is not None or request.ram is not None or request.vram is not None
+    budget = within_room(budget, given=given)  # libraries and a conversion have taken some since
     with Monitor() as monitor:
         start_bytes = int(psutil.Process().memory_info().rss)
         opened = _open(request, directory, precision)
@@ -396,6 +407,8 @@ def _opened_here(
         if context is not None:
             context = _context(opened, context, request.max_new_tokens)
         run = OpenedRun(request, opened, rows, tokenizer, hardware, context)
+        name, origin = precision_of(opened, precision)
+        run.precision = (name, "by the plan" if file is not None and precision is not None else origin)
         on_stage("loading weights")
         fixed = file.plan if file else None
         wanted, device = run.wanted(), request.device

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from brim.core.files import regular
 from brim.errors import BrimError, ModelError, UnsupportedError
-from brim.estimation.models import class_of
+from brim.estimation.models import class_of, quantization_of, wrong_size
 from brim.memory.checkpoint_files import TensorSource
 from brim.run.model.file_tensor import FileTensor
 
 _SHOWN = 5  # names in an error message
+_MODULES, _MODULES_EACH = 2_000, 16  # of a model, and more for each tensor that its files hold
 _INITIALIZED_BYTES = 128 << 20  # weights that a checkpoint may lack: position tables, mostly
 
 
@@ -46,11 +50,8 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
         raise ModelError(f"Cannot read {path}.", f"It is damaged: {error}.", "Fetch it again.") from error
     if not isinstance(raw, dict):
         raise ModelError(f"Cannot read {path}.", "It is not a JSON object.", "Fetch it again.")
-    wrong = next(
-        (n for n, v in raw.items() if n.startswith("num_") and isinstance(v, (int, float)) and not v >= 0), ""
-    )
-    if wrong:
-        raise ModelError(f"Cannot use {path}.", f"Its {wrong} is {raw[wrong]}.", "Fetch it again.")
+    if (wrong := wrong_size(raw)) is not None:
+        raise ModelError(f"Cannot use {path}.", f"Its {wrong[0]} is {wrong[1]!s:.40}.", "Fetch it again.")
     if "_class_name" in raw and "model_type" not in raw:
         raise UnsupportedError(
             f"{directory} was given as the model.",
@@ -86,7 +87,7 @@ def build_module(
     """The module in eval mode, every weight that the checkpoint holds on meta. Raises ModelError as open_model."""
     kind = model_class(directory, config, trust_remote_code)
     state = {name: FileTensor.open(source) for name, source in stored.items()}
-    with _quiet(), _NoLargeWeights():
+    with _quiet(), _NoLargeWeights(), limited_modules(directory, len(stored)):
         try:
             # transformers does the renaming, merging, tying and checking; ours is only what a tensor is.
             module, info = kind.from_pretrained(
@@ -105,7 +106,7 @@ def build_module(
                 _short(error),
                 "The config and the checkpoint may be of different models, or need a newer transformers.",
             ) from error
-    _check_fit(directory, info)
+    _check_fit(directory, module, info)
     module.config.name_or_path = module.name_or_path = str(directory)
     _load_generation_config(module, directory)
     tensors, tied = _move_to_meta(module)
@@ -135,11 +136,31 @@ class _NoLargeWeights(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@contextmanager
+def limited_modules(path: Path, tensors: int) -> Iterator[None]:
+    """While a model of that many ``tensors`` in files is built: ModelError where it gets far more modules, which its
+    config asks for under whatever name, instead of minutes and gigabytes before that is noticed."""
+    most, made = _MODULES + _MODULES_EACH * tensors, 0
+
+    def count(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
+        nonlocal made
+        made += 1
+        if made > most:
+            raise ModelError(
+                f"Cannot build {path} as its config describes it.",
+                f"It would have more than {most:,} parts, and the file holds {tensors:,} tensors.",
+                "config.json and weights are of different models: fetch them again.",
+            )
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def _refuse_quantized(path: Path, raw: dict[str, Any]) -> None:
-    parts = [raw, *(value for value in raw.values() if isinstance(value, dict))]
-    quantization = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
-    if quantization is not None:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+    if method := quantization_of(raw):
         raise UnsupportedError(
             f"{path.parent} was given as the model.",
             f"Its weights are quantized ({method}).",
@@ -176,7 +197,7 @@ def model_class(directory: Path, config: Any, trust_remote_code: bool) -> Any:
     )
 
 
-def _check_fit(directory: Path, info: dict[str, Any]) -> None:
+def _check_fit(directory: Path, module: Any, info: dict[str, Any]) -> None:
     for name, stored_shape, model_shape in sorted(info["mismatched_keys"]):
         raise ModelError(
             f"{directory}: by its config, {name} has the shape {list(model_shape)}.",
@@ -191,6 +212,20 @@ def _check_fit(directory: Path, info: dict[str, Any]) -> None:
             f"The checkpoint lacks {', '.join(missing[:_SHOWN])}{more}.",
             "Fetch the checkpoint again; if it is of another architecture, correct config.json.",
         )
+    if left_out := sorted(info["unexpected_keys"]):
+        warnings.warn(_told_left_out(directory, module, left_out), stacklevel=4)
+
+
+def _told_left_out(directory: Path, module: Any, names: list[str]) -> str:
+    """The warning for tensors of the files that the model has no place for: transformers warns of them, too."""
+    layers = {found[0] for name in names if (found := re.match(r".*?\.\d+(?=\.)", name))}
+    layers -= {name for name, _ in module.named_modules()}
+    most = sorted(layers, key=lambda layer: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", layer)])
+    shown = (most or names)[:_SHOWN]
+    more = f" and {len(most or names) - _SHOWN} more" if len(most or names) > _SHOWN else ""
+    problem = f"{len(names)} tensors of its files have no place in the model that its config.json describes"
+    todo = " If the config has fewer layers than the files, what is computed is no model that anybody trained."
+    return f"{directory}: {problem}, and are left out: {', '.join(shown)}{more}.{todo if layers else ''}"
 
 
 def _load_generation_config(module: Any, directory: Path) -> None:

@@ -1,45 +1,214 @@
-"""Chat templates are programs that come with a model: rendered within bounds."""
+"""Chat templates are programs that come with a model: rendered in a process of their own, within bounds.
+
+jinja's sandbox bounds what a template may touch, not how long it computes or how much it makes: ``9 ** (9 ** 9)`` is
+one instruction that nothing interrupts. The process loads neither PyTorch nor this package; this file is its program.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from io import FileIO, RawIOBase
+from pathlib import Path
+from typing import IO, Any
 
-_MOST_REPEATED = 1_000_000  # half a second
+_MOST_CPU_S = 4  # of a rendering: a conversation of 16 MiB takes a second
+_MOST_WAIT_S = 120.0  # by the clock, as others may use the processors
+_MOST_BYTES, _MOST_BYTES_EACH = 256 << 20, 32  # of memory, and more for each byte that the template is given
+_MOST_CHARACTERS, _MOST_CHARACTERS_EACH = 1 << 20, 8  # of text, likewise
+_IDLE_S = 30.0  # after which the process, of 60 MiB, ends
+_LENGTH_BYTES = 8  # of a message between the processes, before it
 
 
-class _Left(threading.local):
-    """How many numbers the ranges of the rendering in this thread may still have; None outside of one."""
-
-    numbers: int | None = None
-
-
-_left = _Left()
+class TemplateError(ValueError):
+    """A chat template fails, or passes a bound."""
 
 
 def apply_template(tokenizer: Any, messages: Sequence[Any], **options: Any) -> Any:
-    """``tokenizer.apply_chat_template``, whose ranges may have a million numbers in all.
+    """``tokenizer.apply_chat_template``, its template rendered within bounds of time, memory and text.
 
-    Raises OverflowError beyond, and whatever the template does.
+    Raises TemplateError where the template fails or passes one, and what transformers raises before and after it.
     """
-    from jinja2 import sandbox
+    from transformers import tokenization_utils_base
 
-    # jinja2's sandbox allows a range 100,000 numbers, and another one for each of them. Its ``safe_range`` makes them
-    # by this name; transformers lets nobody give a template a ``range`` of his own.
-    vars(sandbox)["range"] = _counted
-    _left.numbers = _MOST_REPEATED
-    try:
+    names: Any = vars(tokenization_utils_base)
+    render = names["render_jinja_template"]  # transformers lets nobody give a renderer of his own
+    if not isinstance(render, _Renderer):
+        names["render_jinja_template"] = render = _Renderer(render)
+    with render.bounded():
         return tokenizer.apply_chat_template(list(messages), **options)
-    finally:
-        _left.numbers = None
 
 
-def _counted(*bounds: int) -> range:
-    numbers = range(*bounds)
-    if _left.numbers is None:
-        return numbers
-    if len(numbers) > _left.numbers:  # OverflowError itself where no machine word holds the length
-        raise OverflowError(f"its ranges have more than {_MOST_REPEATED:,} numbers in all")
-    _left.numbers -= len(numbers)
-    return numbers
+class _Renderer:
+    """transformers' ``render_jinja_template``: its own for everybody else, the process's in ``bounded``."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self._original = original
+        self._here = threading.local()
+
+    @contextlib.contextmanager
+    def bounded(self) -> Iterator[None]:
+        self._here.bounded = True
+        try:
+            yield
+        finally:
+            self._here.bounded = False
+
+    def __call__(self, *args: Any, **arguments: Any) -> Any:
+        if args or not getattr(self._here, "bounded", False):
+            return self._original(*args, **arguments)
+        given = json.dumps(arguments, default=str)
+        bounds = {
+            "cpu_s": _MOST_CPU_S,
+            "bytes": _MOST_BYTES + _MOST_BYTES_EACH * len(given),
+            "characters": _MOST_CHARACTERS + _MOST_CHARACTERS_EACH * len(given),
+        }
+        return _process.rendered(f"[{json.dumps(bounds)}, {given}]".encode())
+
+
+class _Process:
+    """The process that renders: begun when it is needed, and anew where it has ended, or this one is a copy."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._lock = threading.Lock()
+
+    def rendered(self, request: bytes) -> Any:
+        with self._lock:
+            for _ in range(2):  # it may have ended, as nothing was asked, in this very moment
+                answer = self._asked(request)
+                if answer:
+                    document = json.loads(answer)
+                    if "error" in document:
+                        raise TemplateError(document["error"])
+                    return document["rendered"]
+                code = self.end(at_once=False)
+                if code == -signal.SIGXCPU:
+                    raise TemplateError(f"it computes for more than {_MOST_CPU_S} s")
+                if code:
+                    break
+        raise TemplateError(f"the process that renders it ended with code {code}")
+
+    def _asked(self, request: bytes) -> bytes:
+        """The answer; nothing where the process ends without one."""
+        try:
+            child = self._begun()
+            assert child.stdin is not None and child.stdout is not None
+            _send(child.stdin, request)
+            if not select.select([child.stdout], [], [], _MOST_WAIT_S)[0]:
+                raise TemplateError(f"it is not rendered within {_MOST_WAIT_S:.0f} s")
+            return _received(child.stdout)
+        except BrokenPipeError:
+            return b""
+        except BaseException:
+            self.end()  # what it says next would be taken for the answer to another question
+            raise
+
+    def _begun(self) -> subprocess.Popen[bytes]:
+        if self._owner != os.getpid():
+            self.end()
+        if self._child is None:
+            command = [sys.executable, "-P", __file__]
+            self._child = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                cwd=os.sep,  # this process's may be gone
+                start_new_session=True,  # Ctrl-C is not for it
+            )  # fmt: skip
+            self._owner = os.getpid()
+            assert self._child.stdin is not None
+            _send(self._child.stdin, json.dumps([place for place in sys.path if place]).encode())
+        return self._child
+
+    def end(self, *, at_once: bool = True) -> int:
+        """Wait for its end, and tell its exit code."""
+        child, self._child = self._child, None
+        if child is None:
+            return 0
+        assert child.stdin is not None and child.stdout is not None
+        if self._owner != os.getpid():  # another process reads, writes and waits
+            child.returncode = 0
+            for pipe in (child.stdin, child.stdout):
+                pipe.raw.close()  # type: ignore[attr-defined]  # without what is still in a buffer: it is the other's
+            return 0
+        if at_once:
+            child.kill()
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()
+        child.stdout.close()
+        return child.wait()
+
+
+_process = _Process()
+atexit.register(_process.end)
+
+
+def _send(pipe: IO[bytes], message: bytes) -> None:
+    pipe.write(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+    pipe.flush()
+
+
+def _received(pipe: IO[bytes] | RawIOBase) -> bytes:
+    """The next message; nothing where there is none, or it is cut off."""
+    message, length = bytearray(), _LENGTH_BYTES
+    for _ in range(2):  # of its length, and of its text
+        message = bytearray()
+        while len(message) < length and (more := pipe.read(length - len(message))):
+            message += more
+        if len(message) < length:
+            return b""
+        length = int.from_bytes(message, "little")
+    return bytes(message)
+
+
+def _main() -> None:
+    """The process: renders what it receives until there is no more, or nothing comes for a while."""
+    questions, answers = FileIO(0), sys.stdout.buffer  # one that does not read ahead, for select
+    sys.stdout = sys.stderr  # libraries may print
+    sys.path[:] = json.loads(_received(questions))
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    while select.select([questions], [], [], _IDLE_S)[0] and (request := _received(questions)):
+        bounds, arguments = json.loads(request)
+        _limit(bounds)
+        _send(answers, json.dumps(_answer(render_jinja_template, arguments, bounds)).encode())
+
+
+def _limit(bounds: dict[str, int]) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = int(used.ru_utime + used.ru_stime) + 1 + bounds["cpu_s"]
+    limits = {resource.RLIMIT_CPU: cpu_s}
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])  # proc_pid_statm(5)
+        limits[resource.RLIMIT_AS] = pages * resource.getpagesize() + bounds["bytes"]
+    for limit, most in limits.items():
+        hard = resource.getrlimit(limit)[1]
+        resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _answer(render: Callable[..., Any], arguments: dict[str, Any], bounds: dict[str, int]) -> dict[str, Any]:
+    try:
+        texts, spans = render(**arguments)
+    except MemoryError:
+        return {"error": f"it takes more than {bounds['bytes'] >> 20} MiB of memory"}
+    except Exception as error:  # templates raise what they like
+        return {"error": (" ".join(str(error).split()) or type(error).__name__)[:1000]}
+    characters = sum(map(len, texts))
+    if characters > bounds["characters"]:
+        return {"error": f"it writes {characters:,} characters; at most {bounds['characters']:,} are taken"}
+    return {"rendered": [texts, spans]}
+
+
+if __name__ == "__main__":
+    _main()

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from brim.errors import TransferError, UnsupportedError
 from brim.memory.checkpoint_files import Extent, TensorSource, merge_extents
+from brim.memory.file_versions import check_version, opened_version
 
 aten = torch.ops.aten
 
@@ -105,6 +106,7 @@ def read_extent(extent: Extent, into: memoryview) -> None:
     """Read an extent's bytes. Raises TransferError when the file cannot be read or has become shorter."""
     try:
         with open(extent.path, "rb", buffering=0) as file:
+            version = opened_version(extent.path, file.fileno())
             file.seek(extent.offset)
             done = 0
             while done < extent.bytes:
@@ -116,6 +118,7 @@ def read_extent(extent: Extent, into: memoryview) -> None:
                         "Fetch it again.",
                     )
                 done += count
+            check_version(extent.path, file.fileno(), version)
     except OSError as error:
         raise TransferError(f"Cannot read {extent.path}.", f"{error.strerror}.", "Check the disk.") from error
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ import numpy as np
 import torch
 
 from brim.errors import BrimError, ModelError, TransferError, UnsupportedError
+from brim.estimation.models import wrong_size
 from brim.measure.user_cache import build_once, cache_folder, fingerprint
 from brim.memory.checkpoint_writing import Layout, write_safetensors
 from brim.memory.checksums import write_manifest
-from brim.processes import end_with_parent
+from brim.processes import end_with_parent, python_command
+from brim.run.model.architecture import limited_modules
 from brim.run.model.gguf_header import check_header
 from brim.version import __version__
 
@@ -42,12 +45,23 @@ def convert_gguf(path: Path) -> Path:
     check_header(path)
     from importlib.metadata import version
 
-    key = fingerprint([path], __version__, version("transformers"), version("gguf"))
-    return build_once(cache_folder() / "gguf" / f"{path.stem}-{key}", lambda folder: _run_child(path, folder))
+    facts = __version__, version("transformers"), version("gguf")
+    key = fingerprint([path], *facts)
+
+    def fill(folder: Path) -> None:
+        _run_child(path, folder)
+        if fingerprint([path], *facts) != key:
+            raise TransferError(
+                f"Cannot convert {path}.",
+                "It was written to while it was converted: what came of it may be of neither model.",
+                "Start again, and let nothing change the file while it is in use.",
+            )
+
+    return build_once(cache_folder() / "gguf" / f"{path.stem}-{key}", fill)
 
 
 def _run_child(path: Path, folder: Path) -> None:
-    command = [sys.executable, "-m", "brim.run.model.gguf", str(path.resolve()), str(folder), str(os.getpid())]
+    command = python_command("-m", "brim.run.model.gguf", path.resolve(), folder, str(os.getpid()))
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode == _REFUSED:
         error = json.loads(child.stdout.splitlines()[-1])
@@ -87,24 +101,38 @@ def _convert(path: Path, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     reader = _open(path)
-    try:
+    with _read_by_transformers(path, "metadata"):
         config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-    except (ValueError, KeyError) as error:
-        raise UnsupportedError(
-            f"Cannot convert {path}.",
-            f"transformers does not accept its metadata: {error}",
-            "Give the model's safetensors folder instead.",
-        ) from error
+    if (wrong := wrong_size(config.to_dict())) is not None:
+        raise _damaged(path, f"By its metadata, its {wrong[0]} is {wrong[1]!s:.40}.")
     model_class = _model_class(path, config)
-    with torch.device("meta"):
+    with _read_by_transformers(path, "sizes"), torch.device("meta"), limited_modules(path, len(reader.tensors)):
         module = model_class(config)
     layout, tensors = _weights(path, reader, module)
     config.architectures, config.dtype = [model_class.__name__], layout[0][1]
     config.save_pretrained(folder)
     if module.can_generate():
         module.generation_config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name).save_pretrained(folder)
+    with _read_by_transformers(path, "tokenizer"):
+        AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name).save_pretrained(folder)
     write_manifest(folder, write_safetensors(folder / "model.safetensors", layout, tensors, {"format": "pt"}))
+
+
+@contextmanager
+def _read_by_transformers(path: Path, what: str) -> Iterator[None]:
+    """Refuse the file where transformers does not accept ``what`` of it, by any exception that it has for that."""
+    try:
+        yield
+    except (BrimError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the disk's, not transformers' own
+            raise
+        raise UnsupportedError(
+            f"Cannot convert {path}.",
+            f"transformers does not accept its {what}: {' '.join(str(error).split()) or type(error).__name__:.300}",
+            "Give the model's safetensors folder instead.",
+        ) from error
 
 
 def _open(path: Path) -> Any:
@@ -118,7 +146,24 @@ def _open(path: Path) -> Any:
     missing_bytes = max((tensor.data_offset + tensor.n_bytes - size for tensor in reader.tensors), default=0)
     if missing_bytes > 0:
         raise _damaged(path, f"It is truncated: {missing_bytes} bytes are missing.")
+    _check_ranges(path, reader)
     return reader
+
+
+def _check_ranges(path: Path, reader: Any) -> None:
+    """Raise ModelError unless each tensor begins where the one before it ends, but for padding up to the alignment.
+
+    So the format has it, and llama.cpp refuses what is otherwise: two tensors in one place are no model.
+    """
+    end, before = reader.data_offset, "the header"
+    for tensor in sorted(reader.tensors, key=lambda tensor: (tensor.data_offset, tensor.n_bytes)):
+        begin = -(-int(end) // reader.alignment) * reader.alignment
+        if tensor.data_offset != begin:
+            wrong = "overlaps" if tensor.data_offset < end else "does not begin where it should after"
+            raise _damaged(
+                path, f"{tensor.name}, at byte {tensor.data_offset}, {wrong} {before}, which ends at byte {end}."
+            )
+        end, before = tensor.data_offset + tensor.n_bytes, tensor.name
 
 
 def _model_class(path: Path, config: Any) -> Any:

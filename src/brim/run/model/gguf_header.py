@@ -18,8 +18,13 @@ _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  
 _STRING, _ARRAY = 8, 9
 _LEAST_ENTRY_BYTES = 8 + 4 + 1  # a key's length, a type, a value
 _LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8  # a name's length, dimensions, type, offset
+_MOST_KEY_BYTES = (1 << 16) - 1  # as the format says
 _MOST_DEPTH, _MOST_DIMENSIONS = 4, 8
 _MOST_VALUES = 1 << 22  # in all arrays: a library takes microseconds for each, and vocabularies have a tenth of that
+_MOST_TOKEN_BYTES = 1 << 10  # of a text in an array: a library tries all ways to cut a token in two
+_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 10: "Q", 11: "q"}  # of whole numbers, by their type
+# Sizes, by the ends of their keys, that some tensor has as a dimension, if not a larger one.
+_DIMENSIONS = (".embedding_length", ".feed_forward_length", ".head_count", ".expert_count", ".vocab_size")
 
 
 def check_header(path: Path) -> None:
@@ -51,15 +56,25 @@ class _Header:
         tensors, entries = self._number("Q"), self._number("Q")
         self._has_room(entries, _LEAST_ENTRY_BYTES, "entries of metadata")
         self._has_room(tensors, _LEAST_TENSOR_BYTES, "tensors")
+        sizes, largest = dict[str, int](), 0
         for _ in range(entries):
-            self._skip(self._number("Q"))
-            self._value(self._number("I"), 0)
+            key, kind = self._text(self._number("Q")), self._number("I")
+            if kind in _FORMATS:
+                sizes[key] = self._number(_FORMATS[kind])
+            else:
+                self._value(kind, 0)
         for _ in range(tensors):
             self._skip(self._number("Q"))
             dimensions = self._number("I")
             if dimensions > _MOST_DIMENSIONS:
                 raise ValueError(f"A tensor has {dimensions} dimensions")
-            self._skip(8 * dimensions + 4 + 8)
+            largest = max([largest, *(self._number("Q") for _ in range(dimensions))])
+            self._skip(4 + 8)
+        for key, size in sizes.items():
+            if key.endswith(".block_count") and not 0 <= size <= tensors:
+                raise ValueError(f"Its {key} is {size}, and it has {tensors} tensors")
+            if key.endswith(_DIMENSIONS) and not 0 <= size <= largest:
+                raise ValueError(f"Its {key} is {size}, and the largest dimension of its tensors is {largest}")
 
     def _value(self, kind: int, depth: int) -> None:
         if kind in _SIZES:
@@ -76,9 +91,24 @@ class _Header:
                 self._skip(count * _SIZES[inner])
                 return
             for _ in range(count):
-                self._value(inner, depth + 1)
+                if inner == _STRING:
+                    self._skip(self._length(_MOST_TOKEN_BYTES))
+                else:
+                    self._value(inner, depth + 1)
         else:
             raise ValueError(f"A value is of the unknown type {kind}, or arrays are nested too deep")
+
+    def _length(self, most: int) -> int:
+        length = self._number("Q")
+        if length > most:
+            raise ValueError(f"A text in an array has {length} bytes; at most {most} are read")
+        return length
+
+    def _text(self, length: int) -> str:
+        self._has_room(length, 1, "bytes")
+        if length > _MOST_KEY_BYTES:
+            raise ValueError(f"A key has {length} bytes; at most {_MOST_KEY_BYTES} are allowed")
+        return self._file.read(length).decode("utf-8", "replace")
 
     def _number(self, code: str) -> int:
         size = struct.calcsize(code)

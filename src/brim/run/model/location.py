@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from brim import catalog
 from brim.core.files import special_file
 from brim.errors import ModelError, UsageError
 
@@ -70,9 +71,19 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
-def _fetch(repo: str, trust_remote_code: bool) -> Path:
+def _repository(model: str) -> str:
+    """The hub id that a name stands for: of a name of the catalog the one that its configuration is of."""
+    try:
+        ids = catalog.model(model).hub_ids
+    except UsageError:
+        return model
+    return model if model in ids or not ids else ids[0]
+
+
+def _fetch(model: str, trust_remote_code: bool) -> Path:
     from huggingface_hub import snapshot_download
 
+    repo = _repository(model)
     patterns = [*_HUB_PATTERNS, "*.py"] if trust_remote_code else list(_HUB_PATTERNS)
     try:
         folder: str = snapshot_download(repo, allow_patterns=patterns)
@@ -80,7 +91,7 @@ def _fetch(repo: str, trust_remote_code: bool) -> Path:
     except Exception as error:  # the hub client's errors have no common base: network, name, access, disk
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelError(
-            f"{repo} was given as the model.",
+            f"{model} was given as the model." if model == repo else f"{model} was given as the model: {repo}.",
             f"There is no such file or folder, and it could not be fetched from the Hugging Face hub: {first:.300}",
             "Check the name, the network and (for gated models) HF_TOKEN, or give a local folder or .gguf file.",
         ) from error

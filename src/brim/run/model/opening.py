@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from brim.core.files import regular
 from brim.errors import ModelError, UnsupportedError
+from brim.estimation.models import Source, weight_type
+from brim.estimation.workload import ASKED
 from brim.memory.checkpoint_files import TensorSource, read_checkpoint
 from brim.memory.checksums import read_manifest, verify_hub_blob
 from brim.run.model.architecture import BuiltModule, build_module, model_class, read_config
@@ -17,6 +21,8 @@ from brim.run.model.dtypes import check_dtypes
 from brim.run.model.file_tensor import FileTensor
 from brim.run.model.gguf import convert_gguf
 from brim.run.model.location import locate
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +114,24 @@ def verify_files(directory: Path) -> None:
                 "It is not in a hub's cache folder, and there are no checksums beside it.",
                 "Leave out the verification, or compare it with its source by other means.",
             )
+
+
+def precision_of(opened: OpenedModel, asked: str | None) -> tuple[str, str]:
+    """The precision of an opened model, and where it is from."""
+    if asked is not None:
+        return asked, ASKED
+    config = json.loads(regular(opened.path / "config.json").read_bytes())
+    source = Source(name=opened.name, library="transformers", config=config, folder=opened.path)
+    return dtype_name(opened.module), weight_type(source).told
+
+
+def dtype_name(module: torch.nn.Module) -> str:
+    """``fp32``, ``bf16`` or ``fp16``: that of most weights."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in module.parameters():
+        counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return names.get(max(counts, key=lambda dtype: counts[dtype]), "fp32") if counts else "fp32"
 
 
 def open_tokenizer(opened: OpenedModel) -> Any:

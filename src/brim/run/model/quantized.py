@@ -21,13 +21,12 @@ from brim.memory.checksums import read_manifest, write_manifest
 from brim.run.model.architecture import BuiltModule
 from brim.run.model.converted import transformers_version
 from brim.run.model.file_tensor import FileTensor
-from brim.run.model.opening import OpenedModel, build, open_model, sources_of
-from brim.techniques.blocks import tensor_bytes
-from brim.techniques.quantization.linear import is_transposed, quantize_rows
-from brim.techniques.quantization.technique import SCHEMES, Quantization, chosen, quantize_meta
+from brim.run.model.opening import DTYPES, OpenedModel, build, open_model, sources_of
+from brim.techniques.blocks import is_transposed, tensor_bytes
+from brim.techniques.quantization.linear import quantize_rows
+from brim.techniques.quantization.technique import SCHEMES, Quantization, quantize_meta, quantized_layers
 from brim.version import __version__
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = (*DTYPES, *SCHEMES)
 
 _SMALL_BYTES = 1 << 20  # of a tensor that is copied rather than read from where it is
@@ -87,7 +86,7 @@ class _Work:
 
     def __init__(self, built: BuiltModule, asked: Quantization) -> None:
         self._built, self._asked = built, asked
-        self.paths = {f"{path}.weight": path for path in chosen(built.module, asked)}
+        self.paths = {f"{path}.weight": path for path in quantized_layers(built.module, asked)}
         self.transposed = {name: is_transposed(built.module.get_submodule(path)) for name, path in self.paths.items()}
         # By its own name or, where it is tied to a table that stays, by the table's.
         self.weights = {name: built.tensors[built.tied.get(name, name)] for name in self.paths}

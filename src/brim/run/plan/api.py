@@ -12,7 +12,7 @@ from brim.run.plan.search import plan as answer
 def plan(
     model: str | Path, *, task: str = "generate",
     gpu: str | None = None, vram: str | int | None = None,
-    ram: str | int | None = None, disk: str | int | None = None,
+    ram: str | int | None = None, ram_gb_per_s: float | None = None, disk: str | int | None = None,
     batch: int = 1, seq: int = 1024, new_tokens: int = 128,
     precision: str | None = None, optimizer: str = "adamw", method: Method = "full",
     prefer: str = "speed", lossless: bool = False, host_compute: bool = True, top: int = 5,
@@ -29,7 +29,9 @@ def plan(
         gpu: A name of the catalog (``"RTX 3060"``). None: this machine.
         vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"80%"`` of it. None: what is free; on this machine less a
             tenth.
-        ram: Host memory, written alike. None: what is free less a tenth; 64 GiB beside a ``gpu``.
+        ram: Host memory, written alike. None: what is free less a tenth; beside a ``gpu`` its share of the
+            machine that it is sold in, where the catalog has that, else 64 GiB.
+        ram_gb_per_s: GB/s that host memory moves beside a ``gpu``. None: as with ``ram``.
         disk: Room on disk for what memory cannot hold, written alike. None: for training, what is free less a tenth;
             1 TiB beside a ``gpu``.
         batch: Sequences of a step.
@@ -62,8 +64,8 @@ def plan(
         UnsupportedError: The model is one that brim cannot run.
     """
     request = Request(
-        model=model, task=task, gpu=gpu, vram=vram, ram=ram, disk=disk, batch=batch, seq=seq, new_tokens=new_tokens,
-        precision=precision, optimizer=optimizer, method=method, prefer=prefer, lossless=lossless,
-        host_compute=host_compute, top=top,
+        model=model, task=task, gpu=gpu, vram=vram, ram=ram, ram_gb_per_s=ram_gb_per_s, disk=disk, batch=batch,
+        seq=seq, new_tokens=new_tokens, precision=precision, optimizer=optimizer, method=method, prefer=prefer,
+        lossless=lossless, host_compute=host_compute, top=top,
     )  # fmt: skip
     return answer(request, precisions=precisions, router_statistics=router_statistics)

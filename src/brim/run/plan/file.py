@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from brim import catalog
 from brim.core import Hardware, Plan, codec
+from brim.core.files import write_text
 from brim.core.hardware import DISK
-from brim.core.replacing import write_text
 from brim.errors import FormatError, UnsupportedError, UsageError
-from brim.estimation.models import Source, class_of, find_model, transformers_config
+from brim.estimation.models import (
+    Source,
+    check_not_quantized,
+    class_of,
+    find_model,
+    transformers_config,
+    weight_type,
+)
 from brim.run.model.factory import made_by
 from brim.run.model.opening import prepare
 from brim.run.plan.request import PRECISIONS_OF, Answer, Request
@@ -34,7 +43,7 @@ from brim.run.train.strategy.choice import (
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.experts import technique as experts
 from brim.techniques.kv_offload import cache as kv_cache
-from brim.techniques.optimizer_offload import places as optimizer_places
+from brim.techniques.optimizer_offload import technique as optimizer_offload
 from brim.techniques.quantization.technique import SCHEMES, quantize_meta
 from brim.techniques.streaming import weight_streaming
 from brim.techniques.streaming.weight_streaming import (
@@ -65,8 +74,8 @@ _CHOICES: dict[str, dict[str, Collection[str]]] = {
         weight_streaming.NAME: _STREAMING,
         CHECKPOINTING: checkpointing.CHOICES,
         ACTIVATIONS: {OFFLOADED},
-        STATES: optimizer_places.CHOICES,
-        GRADIENTS: optimizer_places.CHOICES,
+        STATES: optimizer_offload.CHOICES,
+        GRADIENTS: optimizer_offload.CHOICES,
     },
 }
 _OF_THE_MODEL = {PRECISION, kv_cache.NAME, STATES, GRADIENTS}  # decided for all of it, not by block
@@ -148,9 +157,9 @@ def _check_decisions(file: PlanFile) -> None:
     if file.hardware.compute not in plan.budget_bytes:
         raise FormatError(asked, f"It computes in {file.hardware.compute.upper()} and has no budget for that.")
     _check_choices(file, asked)
-    decided = [(decision.technique, decision.block) for decision in plan.decisions]
-    if len(set(decided)) < len(decided):
-        raise FormatError(asked, f"It has two decisions on {next(d for d in decided if decided.count(d) > 1)}.")
+    decided = Counter((decision.technique, decision.block) for decision in plan.decisions)
+    if (twice := next((what for what, count in decided.items() if count > 1), None)) is not None:
+        raise FormatError(asked, f"It has two decisions on {twice}.")
     wrong = {name: count for name, count in plan.settings.items() if not 0 <= count < _MOST}
     if wrong:
         raise FormatError(asked, f"Its settings are out of range: {wrong}.")
@@ -271,13 +280,25 @@ def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
             f"Cannot make a plan for {source.name}.", f"transformers has no class {source.architecture}."
         )
     with torch.device("meta"), no_init_weights():
-        built: Any = kind._from_config(config, dtype=dtype or getattr(config, "dtype", None) or torch.float32)
+        built: Any = kind._from_config(config, dtype=dtype or getattr(torch, weight_type(source).dtype))
     built.tie_weights()  # left out where weights are not initialised
     module: nn.Module = built
     return module
 
 
+def parameter_count(model: str | Path) -> int:
+    """How many parameters MODEL has, tied ones once."""
+    if not Path(model).exists():
+        count = catalog.model(str(model)).parameters
+        if count is not None:
+            return count
+    return sum(parameter.numel() for parameter in described(model).parameters())
+
+
 def described_source(model: str | Path) -> Source:
-    """As ``find_model``, which also takes a .gguf file."""
+    """As ``find_model``, which also takes a .gguf file. Raises UnsupportedError for quantized weights, which no plan
+    can be run on."""
     path = Path(model).expanduser()
-    return find_model(prepare(model) if path.suffix.lower() == ".gguf" and path.is_file() else model)
+    source = find_model(prepare(model) if path.suffix.lower() == ".gguf" and path.is_file() else model)
+    check_not_quantized(source)
+    return source

@@ -21,6 +21,7 @@ from brim.planner.streaming import CHOICES, plan_of
 from brim.run.generate.choose import GenerationStrategy, older_tokens_s, search_generation
 from brim.run.generate.pass_seconds import processor_of
 from brim.run.generate.predicted_timeline import foreseen
+from brim.run.model.opening import DTYPES
 from brim.run.plan.choosing import best_plan
 from brim.run.plan.least import in_the_least
 from brim.run.plan.opening import Subjects
@@ -32,7 +33,7 @@ from brim.run.plan.request import (
     Request,
     exact_bytes,
 )
-from brim.run.plan.subject import DTYPES, Subject
+from brim.run.plan.subject import Subject
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from brim import catalog
 from brim.errors import BudgetError
 from brim.estimation.models import find_model
 from brim.estimation.ranks.estimate import ParallelEstimate, estimate_ranks, stage_fits
+from brim.estimation.ranks.job import DEFAULT_PRECISION
 from brim.estimation.ranks.sizes import shape_of
+from brim.estimation.ranks.split import Split
 from brim.planner.meshes import offload
 from brim.planner.meshes import search as closed_forms
-from brim.planner.meshes.search import SEQUENCES_PER_GPU, Mesh
-from brim.planner.meshes.torch_engine import DOUBT, run_meshes
-from brim.run.plan.request import Request, machine_of
+from brim.planner.meshes.search import RECOMPUTE, SEQUENCES_PER_GPU, Mesh, Pieces
+from brim.planner.meshes.torch_engine import DOUBT, least_states, run_meshes
+from brim.run.plan.request import Request, host_assumed, machine_of
 
 _Proofs = dict[Mesh, ParallelEstimate | None]  # what was proved of each; None: its fullest stage alone does not fit
 _Search = Callable[[str, dict[str, Any], _Proofs], tuple[list[Mesh], int]]
@@ -56,6 +58,35 @@ def fastest(model: str, options: dict[str, Any]) -> Found:
     if not rows and refusals:
         raise _refusal(on_gpus, in_ram, refusals, answer)
     return answer
+
+
+def smallest_fits(model: str, options: dict[str, Any]) -> bool:
+    """Whether a split of ``options`` is proved to fit, by those that take least: all of ZeRO, one sequence at a time,
+    everything computed again. What this says yes to, a search finds too, and it takes a proof in place of dozens.
+    Raises what ``fastest`` does."""
+    if not runs_torch(options):
+        return bool(fastest(model, options).rows)
+    gpus, gpu, batch = options["gpus"], catalog.gpu(options["gpu"]), options["global_batch"]
+    per_node, parameters = options["gpus_per_node"] or 8, Pieces(**_pieces(model, options)).parameters()
+    split = Split(
+        gpus=gpus, gpus_per_node=per_node, zero=3, micro_batch=1, global_batch=batch or SEQUENCES_PER_GPU * gpus
+    )
+    ways = [split] if least_states(parameters, gpus) <= gpu.capacity_bytes - gpu.context().bytes else []
+    if gpus > 1 and least_states(parameters, gpus) * min(gpus, per_node) <= node_ram(options):
+        ways.append(replace(split, offload_shards=True))
+    return any(_is_proved(model, way, options) for way in ways)
+
+
+def _is_proved(model: str, split: Split, options: dict[str, Any]) -> bool:
+    told = estimate_ranks(
+        model, split, seq=options["seq"], gpu=options["gpu"], checkpointing=RECOMPUTE[-1],
+        precision=DEFAULT_PRECISION["torch"][0],
+    )  # fmt: skip
+    return bool(told.fits) and told.node_ram_bytes <= node_ram(options)
+
+
+def _pieces(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {"shape": shape_of(find_model(model)), "gpu": catalog.gpu(options["gpu"]), "sequence": options["seq"]}
 
 
 def _least(proofs: _Proofs) -> dict[str, int]:
@@ -107,11 +138,27 @@ def _on_gpus(model: str, options: dict[str, Any], proofs: _Proofs) -> tuple[list
 
 def _in_ram(model: str, options: dict[str, Any], proofs: _Proofs) -> tuple[list[Mesh], int]:
     """The fastest with shards in RAM, and how many were looked at."""
-    asked = Request(model=model, task="train", gpu=options["gpu"], ram=options["ram"])
-    ram_bytes = machine_of(asked).budget_bytes["ram"]
+    ram_bytes, rate = node_ram(options), options.get("ram_gb_per_s")
     sizes, batch = _sizes(model, options), options["global_batch"] or SEQUENCES_PER_GPU * options["gpus"]
-    candidates = offload.offloaded(global_batch=batch, ram_bytes=ram_bytes, **sizes)
+    candidates = offload.offloaded(
+        global_batch=batch, ram_bytes=ram_bytes, ram_bytes_per_s=None if rate is None else rate * 1e9, **sizes
+    )
     return _best(candidates, model, options, proofs, ram_bytes=ram_bytes), len(candidates)
+
+
+def node_ram(options: dict[str, Any]) -> int:
+    """Bytes of RAM of a node that plans take."""
+    gpu, per_node = catalog.gpu(options["gpu"]), min(options["gpus"], options["gpus_per_node"] or 8)
+    ram = catalog.host_of(gpu).ram_of(per_node) if options["ram"] is None else options["ram"]
+    return machine_of(Request(model="", task="train", gpu=options["gpu"], ram=ram)).budget_bytes["ram"]
+
+
+def assumed(options: dict[str, Any]) -> list[str]:
+    """Which figures of a node nobody gave, a sentence each."""
+    gpu, per_node = catalog.gpu(options["gpu"]), min(options["gpus"], options["gpus_per_node"] or 8)
+    given = {name: options.get(name) for name in ("ram", "ram_gb_per_s")}
+    nodes = [] if options["gpus_per_node"] is not None else [f"nodes of {per_node} GPUs (else give --gpus-per-node)"]
+    return [*nodes, *(f"a node has {text}" for text in host_assumed(catalog.host_of(gpu), per_node, **given))]
 
 
 def _best(
@@ -134,10 +181,7 @@ def _best(
 def _sizes(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
     per_node = options["gpus_per_node"] or 8
-    return {
-        "shape": shape_of(find_model(model)), "gpus": options["gpus"], "gpus_per_node": per_node,
-        "gpu": catalog.gpu(options["gpu"]), "sequence": options["seq"],
-    }  # fmt: skip
+    return _pieces(model, options) | {"gpus": options["gpus"], "gpus_per_node": per_node}
 
 
 def _proved(model: str, mesh: Mesh, options: dict[str, Any], proofs: _Proofs) -> bool:
@@ -151,18 +195,18 @@ def _proved(model: str, mesh: Mesh, options: dict[str, Any], proofs: _Proofs) ->
         return False
     proofs[mesh] = estimate = estimate_ranks(
         model, mesh.split, engine=engine, seq=options["seq"], gpu=options["gpu"], checkpointing=mesh.checkpointing,
-        precision=precision,
+        precision=precision, ram_gb_per_s=options.get("ram_gb_per_s"),
     )  # fmt: skip
     return bool(estimate.fits)
 
 
 def engine_of(mesh: Mesh, options: dict[str, Any]) -> tuple[str, str]:
-    """Which engine a mesh is proved for, and in which precision: shards in RAM are FSDP2's. Mixed is what ``brim
-    train`` takes on GPUs."""
-    torch = mesh.split.offload_shards or runs_torch(options)
-    return ("torch", "bf16-mixed") if torch else ("megatron", "bf16")
+    """Which engine a mesh is proved for, and in which precision: shards in RAM are FSDP2's."""
+    engine = "torch" if mesh.split.offload_shards or runs_torch(options) else "megatron"
+    return engine, DEFAULT_PRECISION[engine][0]
 
 
 def runs_torch(options: dict[str, Any]) -> bool:
     """The engine that ``brim train`` runs, unless another was named."""
+    # A promise of another engine would not be what ``brim train --plan`` takes.
     return (options["engine"] or "torch") == "torch"

@@ -19,7 +19,7 @@ _DOUBLED = 10  # times
 _SHORTEST = 64  # tokens
 _CARDS, _LARGER = 3, 1.25  # so many sizes of cards are tried, each so much larger than the one before
 _SHARE = 0.9  # of a node's RAM that plans take (``request``)
-_FLAGS = ("task", "gpus", "gpu", "gpus_per_node", "seq", "global_batch", "engine", "ram", "top")
+_FLAGS = ("task", "gpus", "gpu", "gpus_per_node", "seq", "global_batch", "engine", "ram", "ram_gb_per_s", "top")
 
 Options = Mapping[str, Any]
 Search = Callable[[Options], bool]

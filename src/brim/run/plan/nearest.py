@@ -10,14 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from brim import catalog
 from brim.catalog import Gpu
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.run.model.factory import is_factory
-from brim.run.plan.file import described, described_source
+from brim.run.plan.file import described_source, parameter_count
 from brim.run.plan.request import (
     LOSSY,
     Machine,
@@ -28,7 +26,7 @@ from brim.run.plan.request import (
     machine_of,
     ram_option,
 )
-from brim.techniques import optimizers
+from brim.run.plan.training import states_of
 from brim.units import format_bytes
 
 Planner = Callable[[Request, Machine], list[Proposal]]
@@ -175,19 +173,11 @@ def _other_ways(prover: _Prover, request: Request, machine: Machine, needs: dict
         )
         next_index = _OPTIMIZERS.index(request.optimizer) + 1 if request.optimizer in _OPTIMIZERS else 0
         smaller = [replace(request, optimizer=name) for name in _OPTIMIZERS[next_index:]]
-        smaller = [candidate for candidate in smaller if _could_fit(candidate, machine)]
+        smaller = [candidate for candidate in smaller if states_of(candidate) <= sum(machine.budget_bytes.values())]
         yield from _first(prover, machine, smaller, lambda candidate: f"the optimizer {candidate.optimizer}")
     if not request.lossless:
         lower = [replace(request, precision=name) for name in _lower(request)]
         yield from _first(prover, machine, lower, lambda candidate: f"the precision {candidate.precision}")
-
-
-def _could_fit(request: Request, machine: Machine) -> bool:
-    """Whether all tiers together have room for what a full training never lets go: weights and states."""
-    count = _parameters(request.model)
-    wide = torch.empty(count, dtype=torch.bfloat16 if request.precision == "bf16" else torch.float32, device="meta")
-    least = count * wide.element_size() + sum(optimizers.state_bytes(request.optimizer, [wide]))
-    return least <= sum(machine.budget_bytes.values())
 
 
 def _lower(request: Request) -> Sequence[str]:
@@ -236,7 +226,7 @@ def _smaller_models(prover: _Prover, request: Request, machine: Machine, needs: 
     """The largest model of the same family that fits. Bytes go with parameters, so that says where to begin."""
     if is_factory(request.model):
         return  # what else its author could build nobody knows
-    count, family = _parameters(request.model), _family(request.model)
+    count, family = parameter_count(request.model), _family(request.model)
     have = machine.budget_bytes
     share = min((have.get(tier, 0) / bytes for tier, bytes in needs.items() if bytes), default=1.0)
     sizes = {name: catalog.model(name).parameters or 0 for name in catalog.model_names() if _family(name) == family}
@@ -254,11 +244,3 @@ def _family(model: str | Path) -> tuple[str, str]:
     begins = re.match("[a-z]*", source.name.lower())
     named = not Path(model).exists()
     return source.architecture, begins[0] if begins and named else ""
-
-
-def _parameters(model: str | Path) -> int:
-    if not Path(model).exists():
-        count = catalog.model(str(model)).parameters
-        if count is not None:
-            return count
-    return sum(parameter.numel() for parameter in described(model).parameters())

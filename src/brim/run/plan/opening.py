@@ -13,7 +13,7 @@ from torch import nn
 from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation.depth import depth_of
-from brim.estimation.models import Source
+from brim.estimation.models import Source, weight_type
 from brim.estimation.silence import quiet
 from brim.estimation.steps import Job as Workshop
 from brim.estimation.workload import Workload
@@ -28,11 +28,11 @@ from brim.run.generate.load import (
     spent,
     warm_up,
 )
-from brim.run.model.opening import open_model, open_tokenizer, prepare
+from brim.run.model.opening import DTYPES, dtype_name, open_model, open_tokenizer, prepare
 from brim.run.plan.file import described_source
 from brim.run.plan.request import Machine, Request
 from brim.run.plan.router_file import Routers, check_routers
-from brim.run.plan.subject import DTYPES, Subject
+from brim.run.plan.subject import Subject
 from brim.run.script.program_share import most_grown
 from brim.techniques.blocks import tensor_bytes
 from brim.techniques.experts.technique import find_experts
@@ -109,8 +109,8 @@ def _opened(request: Request, machine: Machine, inputs: Inputs) -> Subject:
     subject = Subject(
         name=opened.name,
         module=opened.module,
-        precision=precision_of(opened.module),
-        own_precision=precision_of(opened.module),
+        precision=dtype_name(opened.module),
+        own_precision=dtype_name(opened.module),
         weights=weights,
         inputs=inputs,
         machine=machine,
@@ -167,8 +167,8 @@ def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | N
 
 
 def _stated_precision(source: Source) -> str:
-    named = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32").removeprefix("torch.")
-    return next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{named}"), "fp32")
+    stated = weight_type(source).dtype
+    return next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{stated}"), "fp32")
 
 
 def _shaped(source: Source, workload: Workload, meant: str, kept: str) -> nn.Module:
@@ -223,15 +223,6 @@ def pretended_sources(module: nn.Module) -> dict[str, TensorSource]:
     return sources
 
 
-def precision_of(module: nn.Module) -> str:
-    """``fp32``, ``bf16`` or ``fp16``: that of most weights."""
-    counts: dict[torch.dtype, int] = {}
-    for parameter in module.parameters():
-        counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    return names.get(max(counts, key=lambda dtype: counts[dtype]), "fp32") if counts else "fp32"
-
-
 def _check_generates(module: Any, name: str, inputs: Inputs) -> None:
     if not (hasattr(module, "can_generate") and module.can_generate()):
         raise UnsupportedError(
@@ -248,4 +239,4 @@ def _check_generates(module: Any, name: str, inputs: Inputs) -> None:
         )
 
 
-__all__ = ["Subjects", "open_subject", "precision_of", "pretended_sources"]
+__all__ = ["Subjects", "open_subject", "pretended_sources"]

@@ -9,7 +9,7 @@ from torch import nn
 
 from brim.core import Hardware, Plan
 from brim.core.hardware import RAM
-from brim.errors import BudgetError
+from brim.errors import BudgetError, UsageError
 from brim.memory.pool import round_up
 from brim.planner import Job
 from brim.run.fit.machine import predict
@@ -54,6 +54,23 @@ def proved(
         f"Give {told(taken_bytes)} or more.",
         smallest_bytes={tier: taken_bytes[tier] for tier in over},
     )
+
+
+def check_promise(plan: Plan, takes: Mapping[str, int], spent_bytes: Mapping[str, int]) -> None:
+    """Raise UsageError for a given plan that promises less of a tier than its own decisions take.
+
+    ``spent_bytes`` of ``takes`` are the program's own, of which the one that planned may have had fewer.
+    """
+    least = {tier: count - spent_bytes.get(tier, 0) for tier, count in takes.items()}
+    promised = plan.promise.peak_bytes
+    broken = {tier: count for tier, count in least.items() if count > promised.get(tier, 0)}
+    if broken:
+        raise UsageError(
+            f"Cannot use the plan for {plan.model}.",
+            f"It promises {told({tier: promised.get(tier, 0) for tier in broken})}; "
+            f"what it decides takes {told(broken)} or more.",
+            "Make a new one: brim plan MODEL ... --output FILE.",
+        )
 
 
 def told(amounts: Mapping[str, int]) -> str:

@@ -34,7 +34,7 @@ PRECISIONS_OF = {"generate": ("fp32", "bf16", "fp16", *LOSSY), "train": PRECISIO
 
 # A drive on four lanes of PCIe 3 has 3.9 GB/s at most (PCI-SIG).
 _DRIVE_BYTES_PER_S = 3.2e9
-_RAM_BYTES, _DISK_BYTES = 64 << 30, 1 << 40
+_DISK_BYTES = 1 << 40
 _FREE_SHARE = 0.9
 
 
@@ -47,6 +47,7 @@ class Request:
     gpu: str | None = None
     vram: str | int | None = None
     ram: str | int | None = None
+    ram_gb_per_s: float | None = None
     disk: str | int | None = None
     batch: int = 1
     seq: int = 1024
@@ -218,6 +219,7 @@ class Answer:
     Attributes:
         request: What was asked.
         machine: What was planned for.
+        precision: The precision of plans that name no other, and where it is from.
         proposals: The ways that fit, the best first; empty where none does.
         needs_bytes: Where nothing fits: the least that was found of each tier.
         nearest: Where nothing fits: changes under which something would.
@@ -235,6 +237,7 @@ class Answer:
     refusal: str = ""
     took_s: float = 0.0
     precisions: Sequence[Row] = ()
+    precision: tuple[str, str] = ("", "")
 
     def tokens_per_s(self, proposal: Proposal) -> float:
         """Tokens that a step of ``proposal`` works on (one per sequence when generating), by its seconds."""
@@ -253,6 +256,8 @@ class Answer:
             "task": self.request.task,
             "hardware": self.machine.hardware.name,
             "budget_bytes": dict(self.machine.budget_bytes),
+            "precision": self.precision[0],
+            "precision_origin": self.precision[1],
             "assumed": list(self.machine.assumed),
             "plans": [p.to_json() | {"tokens_per_s": self.tokens_per_s(p)} for p in self.proposals],
             "infeasible": infeasible,
@@ -282,12 +287,12 @@ def ram_option(machine: Machine, budget_bytes: int) -> int:
 
 
 def _this(request: Request) -> Machine:
-    heap.give_back()  # or holes in the heap would hide what measuring leaves
+    heap.trim()  # or holes in the heap would hide what measuring leaves
     before_bytes = resident_bytes()
     hardware = probe()
     if request.task == "generate":  # what a training streams it writes anew
         hardware = reading_from(hardware, Path(request.model))
-    heap.give_back()
+    heap.trim()
     left_bytes = max(0, resident_bytes() - before_bytes)
     budget = budgets(hardware, request.vram, request.ram)
     if request.disk is not None:
@@ -309,20 +314,39 @@ def _card(request: Request) -> catalog.Gpu:
     return min(fitting, key=lambda card: (card.capacity_bytes, "Laptop" in card.name, card.name))
 
 
+def host_assumed(host: catalog.Host, gpus: int, *, ram: str | int | None, ram_gb_per_s: float | None) -> list[str]:
+    """Which figures of RAM beside ``gpus`` GPUs nobody gave, and where they are from, in a sentence."""
+    parts = [] if ram is not None else [f"{format_bytes(host.ram_of(gpus))} of RAM"]
+    parts += [] if ram_gb_per_s is not None else [f"RAM that moves {host.rate_of(gpus) / 1e9:.0f} GB/s"]
+    if not parts:
+        return []
+    machine = (
+        "a desktop that nobody measured" if host.gpus is None else f"{gpus} of the {host.gpus} GPUs of {host.name}"
+    )
+    if host.gpus == 1:
+        machine = host.name
+    options = " and ".join(
+        name for name, given in (("--ram", ram), ("--ram-gb-per-s", ram_gb_per_s)) if given is None
+    )
+    return [f"{' and '.join(parts)}, as beside {machine} (else give {options})"]
+
+
 def _imagined(request: Request, card: catalog.Gpu) -> Machine:
-    ram = _RAM_BYTES if request.ram is None else parse_bytes(request.ram)
+    host = catalog.host_of(card)
+    ram = host.ram_of(1) if request.ram is None else parse_bytes(request.ram)
+    rate = host.rate_of(1) if request.ram_gb_per_s is None else request.ram_gb_per_s * 1e9
     disk = _DISK_BYTES if request.disk is None else parse_bytes(request.disk)
     if not card.pcie_bytes_per_s:
         raise UsageError(f"Cannot plan for {card.name}.", "The rate of its link to the host is not known.")
-    base = card.hardware(ram_bytes=ram, ram_bytes_per_s=catalog.HOST_BYTES_PER_S)
+    base = card.hardware(ram_bytes=ram, ram_bytes_per_s=rate, link_bytes_per_s=host.link_bytes_per_s)
     links = tuple(Link(source=a, target=b, bytes_per_s=_DRIVE_BYTES_PER_S) for a, b in ((DISK, RAM), (RAM, DISK)))
     hardware = replace(base, tiers=(*base.tiers, Tier(name=DISK, capacity_bytes=disk)), links=(*base.links, *links))
     free = card.capacity_bytes - card.context().bytes
     vram = free if request.vram is None else min(free, parse_bytes(request.vram, card.capacity_bytes))
     assumed = [
-        f"RAM moves {catalog.HOST_BYTES_PER_S / 1e9:.0f} GB/s, the drive {_DRIVE_BYTES_PER_S / 1e9:.1f} GB/s",
         *([] if request.gpu is not None else [f"the GPU is as fast as {card.name}"]),
-        *([] if request.ram is not None else [f"{format_bytes(_RAM_BYTES)} of RAM"]),
+        *host_assumed(host, 1, ram=request.ram, ram_gb_per_s=request.ram_gb_per_s),
+        f"the drive moves {_DRIVE_BYTES_PER_S / 1e9:.1f} GB/s",
         *([] if request.disk is not None else [f"{format_bytes(_DISK_BYTES)} of disk"]),
     ]
     budget = {VRAM: vram, RAM: int(ram * _FREE_SHARE), DISK: disk}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from brim.core import codec
-from brim.core.replacing import write_text
+from brim.core.files import write_text
 from brim.errors import FormatError, UsageError
 from brim.measure.user_cache import cache_folder, fingerprint
 from brim.run.fit.step_memory import Inputs

@@ -9,11 +9,14 @@ from functools import partial
 
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, UsageError
+from brim.estimation.models import weight_type
+from brim.estimation.workload import ASKED
 from brim.planner.passes import CPU
 from brim.planner.schedule import UPDATE, way
 from brim.run.fit.machine import refuse_batch
 from brim.run.generate.memory import Sizes, scores_bytes
 from brim.run.model.factory import is_factory, resolved
+from brim.run.plan.file import described_source
 from brim.run.plan.generation import plan_generation
 from brim.run.plan.least import in_the_least
 from brim.run.plan.nearest import Planner, nearest
@@ -29,7 +32,7 @@ from brim.run.plan.request import (
     machine_of,
 )
 from brim.run.plan.router_file import routers_of
-from brim.run.plan.training import plan_training
+from brim.run.plan.training import plan_training, precision_of
 from brim.units import format_bytes
 
 _FEWER_BITS = "int8"  # what 16 bits are compared with where nobody says
@@ -73,7 +76,17 @@ def plan(request: Request, *, precisions: bool = False, router_statistics: str |
             proposals = [*proposals, *(in_the_least(machine, lambda tight: planner(request, tight)) or [])]
         answer = Answer(request=request, machine=machine, proposals=ranked(request, machine, proposals))
     rows = _precision_rows(request, machine, subjects, asked=precisions)
-    return replace(answer, precisions=rows, took_s=time.perf_counter() - begin_s)
+    precision = _precision(request, machine, subjects)
+    return replace(answer, precisions=rows, precision=precision, took_s=time.perf_counter() - begin_s)
+
+
+def _precision(request: Request, machine: Machine, subjects: Subjects) -> tuple[str, str]:
+    """The precision of plans that name no other, and where it is from."""
+    if request.task == "train":
+        return precision_of(request, machine.hardware.compute)
+    if request.precision is not None:
+        return request.precision, ASKED
+    return subjects.open(request, machine).precision, weight_type(described_source(request.model)).told
 
 
 def _refuse_scores(request: Request, machine: Machine, subjects: Subjects) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import torch
 from torch import nn
 
 from brim.run.fit.step_memory import Inputs, Observation
@@ -18,8 +17,6 @@ from brim.run.plan.request import Machine
 from brim.run.plan.router_file import Routers
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.weight_streaming import Weights
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,4 +100,4 @@ class Subject:
         return self.seen.observations[sizes]
 
 
-__all__ = ["DTYPES", "Seen", "Subject"]
+__all__ = ["Seen", "Subject"]

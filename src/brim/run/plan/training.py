@@ -14,20 +14,21 @@ from torch import nn
 
 from brim.core import Timeline
 from brim.core.hardware import RAM, VRAM
-from brim.errors import ModelError, UnsupportedError
+from brim.errors import BudgetError, ModelError, UnsupportedError
 from brim.estimation.models import find_model
 from brim.estimation.silence import quiet
+from brim.estimation.workload import training_precision
 from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.memory.checkpoint_files import Extent, TensorSource
-from brim.memory.heap_retention import kept_limits
+from brim.memory.heap import retention_limits
 from brim.planner.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Limits
 from brim.planner.steps import contention_of
 from brim.run.generate.load import warm_up
 from brim.run.model import factory
 from brim.run.model.factory import is_factory
 from brim.run.model.training_model import make_optimizer, with_adapters
-from brim.run.plan.file import described
+from brim.run.plan.file import described, parameter_count
 from brim.run.plan.request import PLAN_FILE, Machine, Proposal, Request
 from brim.run.script.program_share import most_grown
 from brim.run.timing.block_timing import block_seconds
@@ -44,6 +45,7 @@ from brim.techniques import optimizers
 from brim.techniques.blocks import Partition, find_blocks
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.streaming.weight_streaming import Weights
+from brim.units import format_bytes
 
 OWN_STEPS = ("bf16-stochastic", "bf16-master")  # precisions that put a step of their own in the optimizer's place
 # What threads' stacks, kernels' packing buffers and autograd's own objects take beside tensors: 4 to 6 MiB of RAM in
@@ -51,7 +53,7 @@ OWN_STEPS = ("bf16-stochastic", "bf16-master")  # precisions that put a step of 
 BESIDE_BYTES = {RAM: 12 << 20, VRAM: 64 << 20}
 # The plan's process is not its run: what the two grow by beside tensors has differed by up to 4 MiB.
 _BETWEEN_RUNS_BYTES = 12 << 20
-_DATA, _OUTPUT = "data.jsonl", "trained"
+DATA, TRAINED = "data.jsonl", "trained"  # in commands: the user's data, and where the model goes
 
 
 def plan_training(request: Request, machine: Machine) -> list[Proposal]:
@@ -61,6 +63,7 @@ def plan_training(request: Request, machine: Machine) -> list[Proposal]:
     that which was asked for, else what ``brim train`` takes: fp32 on a processor, bf16-mixed on a GPU, and under
     ``prefer="quality"`` fp32 there too. Raises BudgetError, with ``smallest_bytes``, when nothing fits.
     """
+    _refuse_states(request, machine)
     if request.method == "lora" and importlib.util.find_spec("peft") is not None:
         importlib.import_module("peft")  # as training does before its budget counts
     start_bytes = machine.start_bytes()
@@ -72,11 +75,35 @@ def plan_training(request: Request, machine: Machine) -> list[Proposal]:
     ]
 
 
-def precision_of(request: Request, compute: str) -> str:
-    """What is asked for, else the planner's choice; a loop of one's own runs as it is written."""
-    if is_factory(request.model):
-        return request.precision or "fp32"
-    return request.precision or ("fp32" if compute == RAM or request.prefer == "quality" else "bf16-mixed")
+def states_of(request: Request) -> int:
+    """Bytes of weights and optimizer states, which a full training keeps in some tier or other."""
+    dtype = weights_dtype("full", precision_of(request, VRAM)[0])
+    held = torch.empty(parameter_count(request.model), dtype=dtype, device="meta")
+    return held.nbytes + sum(optimizers.state_bytes(request.optimizer, [held]))
+
+
+def _refuse_states(request: Request, machine: Machine) -> None:
+    """Raise BudgetError, by one division, where all tiers together have no room for weights and states."""
+    if request.method != "full" or is_factory(request.model):
+        return
+    least, room = states_of(request), sum(machine.budget_bytes.values())
+    if least > room:
+        tiers = ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in machine.budget_bytes.items())
+        raise BudgetError(
+            f"Cannot train {request.model} with {tiers}.",
+            f"Its weights and optimizer states alone take {format_bytes(least)}, and there are {format_bytes(room)}.",
+            "Give more --ram or --disk, train adapters by --method lora, or take an optimizer with smaller states.",
+            smallest_bytes={RAM: machine.budget_bytes.get(RAM, 0) + least - room},
+        )
+
+
+def precision_of(request: Request, compute: str) -> tuple[str, str]:
+    """The precision and where it is from: what is asked for, else the planner's choice."""
+    if request.precision is None and is_factory(request.model):
+        return "fp32", "by default: a loop of your own runs as it is written"
+    if request.precision is None and request.prefer == "quality":
+        return "fp32", "by --prefer quality"
+    return training_precision(request.precision, compute)
 
 
 def weights_dtype(method: str, precision: str) -> torch.dtype | None:
@@ -106,13 +133,13 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
     if is_factory(request.model):
         return _case_of_factory(request, machine, start_bytes)
     hardware = machine.hardware
-    precision = precision_of(request, hardware.compute)
+    precision, _ = precision_of(request, hardware.compute)
     model = _model(request, precision)
     base = frozenset(name for name, _ in model.named_parameters() if ".lora_" not in name)
     adapters = frozenset(name for name, _ in model.named_parameters()) - base
     here, rows = _is_here(request, machine), request.batch * request.seq
     if here:
-        warm_up(model, hardware, request.seq)
+        warm_up(model, hardware, rows, precision=precision)
 
     def inputs(count: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(count, request.seq, dtype=torch.long)
@@ -138,7 +165,7 @@ def _case_of_factory(request: Request, machine: Machine, start_bytes: int) -> Ca
     """A loop of the user's own, by ``brim.fit``: its budget, and what it promises, are those of tensors."""
     model, example = factory.made_by(find_model(request.model))
     compute, partition = machine.hardware.compute, checkpointing.partition_of(model)
-    precision = precision_of(request, compute)
+    precision, _ = precision_of(request, compute)
 
     def inputs(count: int) -> Any:
         return factory.with_rows(example, count)
@@ -215,7 +242,7 @@ def _share(model: nn.Module, request: Request, machine: Machine, start_bytes: in
 
 def program_bytes(start_bytes: int) -> dict[str, int]:
     """What the program has grown by until now, and will need beside tensors, per tier."""
-    heap.trim()
+    heap.collect_and_trim()
     return {
         tier: count + (tier == RAM) * max(0, resident_bytes() - start_bytes) for tier, count in BESIDE_BYTES.items()
     }
@@ -257,7 +284,7 @@ def _proposal(
     request: Request, machine: Machine, planner: Planner, strategy: TrainingStrategy, *, first: bool
 ) -> Proposal:
     compute, peaks = machine.hardware.compute, strategy.prediction.peak_bytes
-    limits = kept_limits(peaks[RAM], machine.budget_bytes[RAM]) if compute == RAM else None
+    limits = retention_limits(peaks[RAM], machine.budget_bytes[RAM]) if compute == RAM else None
     plan = strategy.choice.plan(
         model=str(request.model),
         hardware=machine.hardware.name,
@@ -285,7 +312,7 @@ def _proposal(
 
 def command(request: Request, choice: Choice, blocks: list[str]) -> str:
     """The command that trains so: by options where they say all of it, else by the plan's file."""
-    words = ["brim", "train", str(request.model), "--data", _DATA, "--output", _OUTPUT]
+    words = ["brim", "train", str(request.model), "--data", DATA, "--output", TRAINED]
     flags = _flags(choice, blocks)
     if flags is None:
         return shlex.join([*words, "--plan", PLAN_FILE])
@@ -315,4 +342,14 @@ def _repeated(choice: Choice, blocks: list[str]) -> list[str]:
     return [name for name in blocks if name.rpartition(".")[2].isdigit()]
 
 
-__all__ = ["case_of", "plan_training", "precision_of", "program_bytes", "training_limits", "weights_dtype"]
+__all__ = [
+    "DATA",
+    "TRAINED",
+    "case_of",
+    "plan_training",
+    "precision_of",
+    "program_bytes",
+    "states_of",
+    "training_limits",
+    "weights_dtype",
+]

@@ -7,9 +7,8 @@ the whole tensor, so that any number of ranks in any split reads them.
 
 from __future__ import annotations
 
-import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +26,14 @@ from brim.run.checkpoint import reading as checkpoint_reading
 from brim.run.checkpoint.contents import adapter_files, adapter_tensors, model_files, model_tensors
 from brim.run.checkpoint.manifest import checkpoint_folder, partial_folder
 from brim.run.checkpoint.reading import entry_of
+from brim.run.checkpoint.record import OutputRecord
 from brim.run.checkpoint.writer import FolderWriter
 from brim.run.data.dataset import Batches
 from brim.run.ranks.group import Ranks
 from brim.run.ranks.model import Part, Recipe, open_whole
 from brim.run.train.finite import diverged, is_finite
 from brim.run.train.output_folder import OutputFolder
+from brim.run.train.saving import check_same_course
 
 _KEPT = 2
 _READ_BYTES = 1 << 30  # of whole tensors at once where the model itself is written
@@ -43,14 +44,14 @@ class SplitSaver:
     """Writes and reads the checkpoints of one training, on every rank at once."""
 
     def __init__(
-        self, ranks: Ranks, part: Part, recipe: Recipe, output: Path, model: str | Path, *,
-        allow_non_finite: bool = False,
+        self, ranks: Ranks, part: Part, recipe: Recipe, output: Path, model: str | Path, course: Mapping[str, Any], *,
+        allow_non_finite: bool = False, may_change: bool = False,
     ) -> None:  # fmt: skip
-        self._allow_non_finite = allow_non_finite
+        self._allow_non_finite, self._may_change = allow_non_finite, may_change
         self._ranks, self._part, self._recipe = ranks, part, recipe
         self._output, self._model = output, str(model)
-        self._course = {"MODEL": self._model, "--optimizer": recipe.optimizer, "--precision": recipe.precision}
-        self._course["--method"] = recipe.method
+        self._course = {"MODEL": self._model, **course, "--precision": recipe.precision}
+        self._resumed_at = 0
         self.notes: list[str] = []
         self._steps_done = 0  # of the optimizer
 
@@ -68,7 +69,8 @@ class SplitSaver:
         with _quiet():
             load(self._tensors(), storage_reader=HuggingFaceStorageReader(str(folder)))
         self._set_counters(state["updates"])
-        return int(checkpoint["step"])
+        self._resumed_at = int(checkpoint["step"])
+        return self._resumed_at
 
     def _newest(self) -> dict[str, Any]:
         checkpoint = checkpoint_reading.latest(self._output)
@@ -80,13 +82,9 @@ class SplitSaver:
                 f"Cannot resume training from {folder}.", "It is the checkpoint of a training on one rank.",
                 "Resume without torchrun, or train anew from that folder's model.",
             )  # fmt: skip
-        for option, now in self._course.items():
-            if state["course"].get(option, "full" if option == "--method" else None) != now:
-                raise UsageError(
-                    f"Cannot resume training from {folder}.",
-                    f"{option} differs: that training began with {state['course'].get(option)}, not with {now}.",
-                    "Resume with the settings that it began with, or give another --output to train anew.",
-                )
+        self.notes += check_same_course(
+            state["course"], self._course, folder, model=self._model, may_change=self._may_change
+        )
 
     def save(self, step: int, batches: Batches) -> None:
         """A checkpoint after ``step`` steps. Raises on every rank what it raises on any: TransferError when the disk
@@ -130,7 +128,9 @@ class SplitSaver:
     def export(self, step: int, batches: Batches, output: OutputFolder | None, *, keep: bool) -> None:
         """The model itself into the output folder, as transformers reads it, from a last checkpoint that goes
         again where none were asked for. ``output`` is that folder on the first rank."""
-        self.save(step, batches)
+        if step != self._resumed_at:  # else it is there, and stays
+            self.save(step, batches)
+        keep = keep or step == self._resumed_at
         self._ranks.agree(lambda: self._export(step, output, keep=keep) if output else None)
 
     def _export(self, step: int, output: OutputFolder, *, keep: bool) -> None:
@@ -140,7 +140,7 @@ class SplitSaver:
         else:
             self._write_model(folder, output)
         if not keep:
-            _told(self._output, lambda: shutil.rmtree(folder))
+            _told(self._output, lambda: OutputRecord(self._output).remove_checkpoint(folder))
 
     def _write_adapter(self, folder: Path, output: OutputFolder) -> None:
         training_model = open_whole(self._recipe)

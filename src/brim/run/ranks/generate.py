@@ -27,8 +27,8 @@ from brim.run.generate.loop import Ending, Printer, seeded
 from brim.run.generate.request import Request
 from brim.run.generate.sampling import cut
 from brim.run.generate.token_clock import Clock
-from brim.run.model.opening import OpenedModel, open_tokenizer, prepare, verify_files
-from brim.run.model.quantized import DTYPES, open_as
+from brim.run.model.opening import DTYPES, OpenedModel, open_tokenizer, precision_of, prepare, verify_files
+from brim.run.model.quantized import open_as
 from brim.run.ranks.group import Ranks
 from brim.run.ranks.model import Filler, own_shares
 from brim.run.ranks.request import TIMEOUT_S
@@ -81,13 +81,14 @@ class RanksAnswer:
     split: str
     weights_bytes: list[int]
     s_per_token: float | None
+    precision: tuple[str, str]
     seed: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         ranks = [{"rank": rank, "weights_bytes": count} for rank, count in enumerate(self.weights_bytes)]
         return {
             "text": self.text, "token_ids": self.token_ids, "split": self.split, "ranks": ranks,
-            "s_per_token": self.s_per_token,
+            "s_per_token": self.s_per_token, "precision": self.precision[0], "precision_origin": self.precision[1],
         } | ({} if self.seed is None else {"seed": self.seed})  # fmt: skip
 
 
@@ -150,7 +151,8 @@ def _generate(
     text = cut(tokenizer.decode(token_ids, skip_special_tokens=True), asked.stop)
     return RanksAnswer(
         text=text, token_ids=token_ids, split=request.split, weights_bytes=weights_bytes,
-        s_per_token=clock.s_per_step(), seed=sampling.seed if sampling.draws else None,
+        s_per_token=clock.s_per_step(), precision=precision_of(opened, asked.precision),
+        seed=sampling.seed if sampling.draws else None,
     )  # fmt: skip
 
 

@@ -11,23 +11,28 @@ import datetime
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from brim import threads
 from brim.errors import BrimError, TransferError, UsageError
+from brim.processes import on_loopback
+from brim.run.ranks.objects import only_plans
 
 T = TypeVar("T")
 
+STORE = "BRIM_RANKS_STORE"  # the variable with the file in which ranks meet that brim has started
 _POLL_S = 0.5
 _GRACE_S = 10.0  # for rank 0 to tell what another rank has found
 _FAILED, _TOLD = "failed", "told"
@@ -41,8 +46,10 @@ class RankError(BrimError):
         self.exit_code = exit_code
 
 
-def started_by_torchrun() -> bool:
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+def started_as_rank() -> bool:
+    """Whether torchrun, or brim, has started this process as one of several."""
+    meeting = STORE in os.environ or {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    return meeting and {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
 
 
 class Ranks:
@@ -226,12 +233,20 @@ def _device_number(local_rank: int, count: int) -> int:
 def joined(timeout_s: float) -> Iterator[Ranks]:
     """This process as one of torchrun's, in a group of NCCL where there are GPUs and of gloo where not.
 
-    Raises UsageError where this process was not started by torchrun.
+    Where all ranks are on this machine, others cannot connect to them. Raises UsageError where this process was not
+    started by torchrun.
     """
-    if not started_by_torchrun():
+    of_one_machine = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
+    with on_loopback() if of_one_machine else contextlib.nullcontext(), _joined(timeout_s) as ranks, only_plans():
+        yield ranks
+
+
+@contextmanager
+def _joined(timeout_s: float) -> Iterator[Ranks]:
+    if not started_as_rank():
         raise UsageError(
             "Cannot split a model over ranks.", "This process is alone: torchrun did not start it.",
-            "Run it as torchrun --nproc-per-node N -m brim ...",
+            "Run it as torchrun --nproc-per-node N --no-python brim ...",
         )  # fmt: skip
     hook = sys.excepthook
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -239,7 +254,7 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
     if torch.cuda.is_available():
         torch.cuda.set_device(_device_number(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()))
         backend = "nccl"
-    store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+    store, rank, world = _meeting(timeout)
     turn = store.add(f"runs-{rank}", 1)  # a program may train several times: keys of one run are not another's
     engine = PrefixStore(f"engine-{turn}", store)
     try:
@@ -261,6 +276,28 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
     finally:
         ranks.stop_watching()
         dist.destroy_process_group()
+
+
+def _meeting(timeout: datetime.timedelta) -> tuple[Store, int, int]:
+    """The store of all ranks, the number of this one, and how many there are."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if STORE in os.environ:
+        store = FileStore(os.environ[STORE], -1)  # the one that started them removes it
+        store.set_timeout(timeout)
+        return store, rank, world
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # then the store is this process's
+        host = os.environ["MASTER_ADDR"]
+        if host in ("localhost", "127.0.0.1"):
+            return _loopback_store(int(os.environ["MASTER_PORT"])), rank, world
+    store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+    return store, rank, world
+
+
+@cache
+def _loopback_store(port: int) -> Store:
+    """A store that listens to this machine, where PyTorch's own would listen to all. It stays for later trainings."""
+    listener = socket.create_server(("127.0.0.1", port))
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _text_of(error: BaseException, rank: int) -> str:

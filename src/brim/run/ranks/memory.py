@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from brim.core import Category, Timeline
+from brim.core.files import write_text
 from brim.core.hardware import RAM, VRAM
 from brim.core.timeline import EventKind
 from brim.predict.host_residency import Resting
@@ -199,7 +200,7 @@ class Watched:
         """``timeline-RANK.json`` for ``brim explain``."""
         if self._meter is not None:
             path = output / f"timeline-{self._rank}.json"
-            path.write_text(json.dumps(self._meter.timeline.to_json()) + "\n", encoding="utf-8")
+            write_text(path, json.dumps(self._meter.timeline.to_json()) + "\n", alone=True)
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

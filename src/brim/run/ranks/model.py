@@ -30,7 +30,7 @@ from brim.techniques import optimizers
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.parallel import context_parallel, pipeline, sharding
 from brim.techniques.parallel.parallelize import parallelize
-from brim.techniques.parallel.tensor_parts import check_parts, has_turned
+from brim.techniques.parallel.tensor_parts import check_parts, has_transposed
 from brim.techniques.streaming.weight_streaming import Weights
 
 COMPUTES = {"bf16-mixed": torch.bfloat16}  # what weights compute in where it is not their own type
@@ -99,7 +99,7 @@ def check(training_model: TrainingModel, recipe: Recipe) -> None:
     check_context(split)
     layers = (training_model.module.get_submodule(path) for path in checkpointing.blocks(training_model.module))
     check_parts(layers, split.tp, type(training_model.module).__name__)
-    if split.tp > 1 and has_turned(training_model.module):
+    if split.tp > 1 and has_transposed(training_model.module):
         raise UnsupportedError(
             f"Cannot use --tp {split.tp} with {type(training_model.module).__name__}.",
             "Its queries, keys and values are one product, whose parts cannot be restored from a checkpoint.",
@@ -132,7 +132,7 @@ def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: Trainin
         chunks.append(chunk)
     trained = [p for chunk in chunks for p in chunk.module.parameters() if p.requires_grad]
     optimizer = optimizers.make(recipe.optimizer, trained, recipe.lr)
-    sharding.group_by_kind(optimizer, offload=split.offload_shards)
+    sharding.group_by_mesh(optimizer, offload=split.offload_shards)
     weights = next(parameter.dtype for parameter in trained)
     config: Any = first.module.config
     return Part(

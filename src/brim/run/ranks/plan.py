@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from brim.core import codec
-from brim.core.replacing import write_text
+from brim.core.files import write_text
 from brim.errors import FormatError, UnsupportedError, UsageError
 from brim.estimation.ranks.split import Split
 from brim.run.ranks.request import SplitRequest

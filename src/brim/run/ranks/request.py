@@ -106,6 +106,8 @@ class SplitTraining:
     step_s: float
     output: Path
     notes: list[str]
+    precision: str
+    precision_origin: str
 
     def to_json(self) -> dict[str, Any]:
         mesh: Mapping[str, int] = {name: self.split.size(name) for name in ("pp", "dp", "cp", "tp", "ep")}
@@ -120,4 +122,5 @@ class SplitTraining:
             "zero_bubble": self.split.zero_bubble,
             "micro_batches": self.split.micro_batches, "ranks": ranks, "step_s": self.step_s,
             "output": str(self.output), "notes": self.notes,
+            "precision": self.precision, "precision_origin": self.precision_origin,
         }  # fmt: skip

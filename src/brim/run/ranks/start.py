@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 
-from torch._C._distributed_c10d import TCPStore
-
 from brim.errors import TransferError
+from brim.processes import bound, python_command, temporary_folder
+from brim.run.ranks.group import STORE
 
 _POLL_S = 0.05
 _GRACE_S = 15.0  # for the others to end by themselves once one has failed
@@ -21,24 +20,24 @@ _STOP_S = 5.0
 def start(ranks: int, words: Sequence[str]) -> int:
     """Run ``brim WORDS`` on so many ranks; the exit code of the first that fails, 0 where none does.
 
-    Their key-value store is here, at a port that the system chooses. Nobody outlives this call. Raises TransferError
-    where one was ended by a signal and none of the others has told of it.
+    They meet in a file that this user alone can read: nothing listens, and no other user can take part. Nobody
+    outlives this call. Raises TransferError where one was ended by a signal and none of the others has told of it.
     """
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        **os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "brim",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }  # fmt: skip
-    shared.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // ranks, 1)))
-    children: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
-            children.append(subprocess.Popen([sys.executable, "-m", "brim", *words], env={**shared, **own}))
-        return _ended(children)
-    finally:
-        _stop(children)
+    with temporary_folder("brim-ranks-") as folder:
+        shared = {
+            **os.environ, STORE: str(folder / "store"), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+            "TORCHELASTIC_RUN_ID": "brim", "TORCHELASTIC_RESTART_COUNT": "0",
+        }  # fmt: skip
+        shared.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // ranks, 1)))
+        command = bound(python_command("-m", "brim", *words))
+        children: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(ranks):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+                children.append(subprocess.Popen(command, env={**shared, **own}))
+            return _ended(children)
+        finally:
+            _stop(children)
 
 
 def _ended(children: Sequence[subprocess.Popen[bytes]]) -> int:

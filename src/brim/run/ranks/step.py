@@ -120,9 +120,9 @@ class Stepper:
         As ``torch.nn.utils.clip_grad_norm_``, which takes tensors of one mesh and knows no pipeline.
         """
         trained = [p for group in self._part.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        kinds = sharding.of_one_kind(trained)
+        kinds = sharding.by_mesh(trained)
         square = torch.zeros((), device=self._device)
-        for kind in sharding.of_one_kind(p for p in trained if not self._counted_elsewhere(p)):
+        for kind in sharding.by_mesh(p for p in trained if not self._counted_elsewhere(p)):
             norm = torch.nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None])
             square += (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
         if self._split.pp > 1:
@@ -147,14 +147,14 @@ class _Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         if full_backward:
-            self._handle.put_off(last=last_backward)
+            self._handle.set_last_backward(last=last_backward)
         else:
-            self._handle.hold()
+            self._handle.set_half_backward()
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The second half of a backward pass, whose gradients are reduced by hand after the last."""
-        self._handle.hold()
+        self._handle.set_half_backward()
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         if last_backward:
             self._handle.reduce()

@@ -1,4 +1,4 @@
-"""``torchrun ... -m brim train``: the same training on every rank, each with its part of the model.
+"""``torchrun ... --no-python brim train``: the same training on every rank, each with its part of the model.
 
 PyTorch's engine sends all that a step sends (FSDP2, DTensor, ``torch.distributed.pipelining``). Rank 0 writes the one
 log; whatever ends one rank ends all of them.
@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from brim.core.hardware import RAM
-from brim.core.replacing import identities
+from brim.core.files import identities
+from brim.core.hardware import RAM, VRAM
 from brim.errors import BrimError, BudgetError, ModelError, is_out_of_memory
 from brim.estimation.models import short
 from brim.estimation.ranks.split import Split
+from brim.estimation.workload import training_precision
 from brim.measure.capacity import free_bytes
 from brim.run.data.dataset import Batches
 from brim.run.fit.machine import refuse_batch
@@ -47,7 +48,7 @@ from brim.run.ranks.request import SplitRequest, SplitTraining
 from brim.run.ranks.step import Stepper, share_of
 from brim.run.train.finite import check_loss, overflow_told
 from brim.run.train.output_folder import OutputFolder, make_writable
-from brim.run.train.report import Metrics, StepReport
+from brim.run.train.report import Metrics, StepReport, finished
 from brim.run.train.setup import claim, open_batches
 
 T = TypeVar("T")
@@ -121,6 +122,7 @@ class _Opened:
     batches: Batches
     split: Split
     output: Path
+    precision_origin: str
 
 
 class _Run:
@@ -161,17 +163,20 @@ class _Run:
         part = ranks.agree(lambda: build(opened.recipe, mesh, device, opened.training_model))
         meter = Watched(part, device, ranks.rank)
         saver = SplitSaver(
-            ranks, part, opened.recipe, opened.output, request.model, allow_non_finite=request.allow_non_finite
-        )
+            ranks, part, opened.recipe, opened.output, request.model, request.course(self._steps(opened)),
+            allow_non_finite=request.allow_non_finite, may_change=request.change_settings,
+        )  # fmt: skip
         step = saver.start(opened.batches) if request.resume else 0
         if request.overwrite:
             ranks.agree(lambda: output.begin() if output else None)
         for note in saver.notes:
             self._note(note)
+        if step >= self._steps(opened):
+            self._note(finished(step, self._steps(opened), opened.output))
         self._on_stage("training")
         self._train(opened, part, mesh, saver, step, meter)
         self._on_stage("saving")
-        saver.export(self._steps(opened), opened.batches, output, keep=request.save_every is not None)
+        saver.export(max(step, self._steps(opened)), opened.batches, output, keep=request.save_every is not None)
         meter.write(opened.output)
         allocated = ranks.gathered(meter.peak_bytes)
         in_ram = ranks.gathered(meter.ram_bytes) if split.offload_shards else []
@@ -180,7 +185,8 @@ class _Run:
         step_s = statistics.median(self._times_s) if self._times_s else 0.0
         return SplitTraining(
             losses=self._losses, split=split, allocated_bytes=allocated, ram_bytes=in_ram, step_s=step_s,
-            output=opened.output, notes=self._notes,
+            output=opened.output, notes=self._notes, precision=opened.recipe.precision,
+            precision_origin=opened.precision_origin,
         )  # fmt: skip
 
     def _claim(self) -> OutputFolder | None:
@@ -193,15 +199,17 @@ class _Run:
 
     def _open(self) -> _Opened:
         ranks = self._ranks
+        planned = self._request.training.plan is not None
         self._request = with_plan(self._request, ranks.world)
         self._request.check()
         request = self._request.training
         refuse_batch(request.batch, request.seq, free_bytes(RAM))  # every rank draws it, and takes its share
         split = self._request.split(ranks.world, ranks.per_node)
         folder = prepare(request.model, trust_remote_code=request.trust_remote_code)
-        on_gpu = ranks.device.type == "cuda"
+        compute = VRAM if ranks.device.type == "cuda" else RAM
+        precision, origin = training_precision(request.precision, compute)
         recipe = Recipe(
-            folder=folder, split=split, precision=request.precision or ("bf16-mixed" if on_gpu else "fp32"),
+            folder=folder, split=split, precision=precision,
             optimizer=request.optimizer, lr=request.lr, sequence=request.seq, checkpointing=request.checkpointing,
             seed=request.seed, trust_remote_code=request.trust_remote_code, method=request.method,
         )  # fmt: skip
@@ -214,6 +222,7 @@ class _Run:
             batches=open_batches(request, folder),
             split=split,
             output=output,
+            precision_origin="by the plan" if planned else origin,
         )
 
     def _steps(self, opened: _Opened) -> int:

@@ -16,24 +16,31 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from brim.core.hardware import RAM, VRAM
-from brim.measure.capacity import amount_bytes, free_bytes, memory_fraction, ram_capacity_bytes, resident_bytes
-from brim.measure.monitor import KernelMeter
+from brim.errors import UnsupportedError
+from brim.measure.capacity import (
+    amount_bytes,
+    free_bytes,
+    memory_fraction,
+    ram_capacity_bytes,
+    ram_room_bytes,
+)
+from brim.model_inputs import map_tensors
 from brim.run.fit.example_shapes import as_shapes
 from brim.run.script.hooks import Call, parameter_bytes
 from brim.run.script.isolation import example_of, unseen, without_dynamo
 from brim.run.script.needs import living_optimizers, moves_itself, optimizers_of, plain
 from brim.run.script.outcome import UNTOUCHED, Outcome
 from brim.run.script.settings import Settings
-from brim.units import format_bytes
 
 _as_strided = torch.ops.aten.as_strided.default
 _META = torch.device("meta")
 _ROOM = 8
 _FREE_SHARE = 0.9
 _DEVICE_BYTES = 256 << 20  # PyTorch's smallest segments on a GPU, and workspaces of libraries
+_LARGEST_STATES = 60  # times those of ``_STATES``: L-BFGS keeps two hundred
 _STATES = 3  # of a parameter in any of PyTorch's optimizers but L-BFGS (Adam with ``amsgrad`` has three)
 
 
@@ -46,24 +53,28 @@ class Ample:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._limit_bytes, self._tier = -1, RAM  # not known yet
-        self._begin_bytes = self._peak_bytes = 0  # the resident set without the first model; its high water then
-        self._names: list[str] = []
+        self._negligible: set[tuple[Any, ...]] = set()
         self.outcomes: list[Outcome] = []
 
-    def warning_at_end(self) -> str | None:
-        """A warning if the program has outgrown its budget, as later calls are not checked. None if it has not."""
-        if self._tier != RAM or not self._names:
-            return None
-        peak_bytes = _high_water()
-        grown_bytes = peak_bytes - self._begin_bytes
-        if grown_bytes <= self._limit_bytes or peak_bytes == self._peak_bytes:
-            return None
-        names = ", ".join(dict.fromkeys(self._names))
-        return (
-            f"{names} was not planned, because the first call fits for certain; the program has since grown by "
-            f"{format_bytes(grown_bytes)}, and the budget is {format_bytes(self._limit_bytes)}: make the largest "
-            "call first"
-        )
+    def is_negligible(self, call: Call, least_bytes: int) -> bool:
+        """Whether a call certainly takes less than ``least_bytes``, whatever trains the model.
+
+        Of many models alike, called alike, one is looked at.
+        """
+        model = plain(call.model)
+        if plain(call.called) is not model or not _is_plain(model, ()):
+            return False
+        alike = (type(model), *((t.shape, t.dtype) for t in (*_tensors(model), *_inputs(call))))
+        if alike in self._negligible:
+            return True
+        most = _held_bytes(model, _LARGEST_STATES)
+        if most > least_bytes:
+            return False
+        moved = _moved_bytes_of(model, call)
+        if moved is None or most + moved > least_bytes:
+            return False
+        self._negligible.add(alike)
+        return True
 
     def outcome(self, call: Call) -> Outcome | None:
         """None where only a prediction can tell whether the model fits."""
@@ -75,10 +86,10 @@ class Ample:
         most = _held_bytes(model, len(optimizers) if _trains(model, optimizers) else 0)
         if most > room:
             return None  # the case of most models that get a plan: nothing has been run yet
-        example = example_of(model, call.args, call.kwargs)
-        moved = None if example is None else _moved_bytes(model, example)
+        moved = _moved_bytes_of(model, call)
         if moved is None or most + moved > room:
             return None
+        example = example_of(model, call.args, call.kwargs)
         return self._record(model, optimizers, example, most + moved)
 
     def _begin(self, call: Call, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
@@ -107,19 +118,8 @@ class Ample:
             has_optimizer=bool(optimizers),
             example=as_shapes(example, torch.empty, device="meta"),
         )
-        if not self._names:
-            self._begin_bytes, self._peak_bytes = resident_bytes() - _held_bytes(model, 0), _high_water()
-        self._names.append(outcome.name)
         self.outcomes.append(outcome)
         return outcome
-
-
-def _high_water() -> int:
-    """The peak of the resident set; 0 where the kernel does not report it."""
-    try:
-        return KernelMeter().peak_bytes()
-    except (OSError, StopIteration):
-        return 0
 
 
 def _trains(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
@@ -140,6 +140,8 @@ def _limit(settings: Settings) -> tuple[int, str]:
         capacity[VRAM] = int(total * memory_fraction())
     if any(count > capacity.get(name, capacity[RAM]) for name, count in budget_bytes.items()):
         return 0, tier
+    if budget_bytes.get(RAM, 0) > ram_room_bytes():  # it may be the model's already: the budget is looked at closely
+        return 0, tier
     if settings.device == "cuda" and not on_gpu:
         return 0, tier
     free = [int(free_bytes(name) * _FREE_SHARE) for name in capacity if name not in budget_bytes]
@@ -149,7 +151,7 @@ def _limit(settings: Settings) -> tuple[int, str]:
 
 def _is_plain(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     """Whether the needs of model and optimizers can be bounded, and the model can be copied without its values."""
-    if moves_itself(model):
+    if moves_itself(model) or any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         return False
     parameter_ids = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -173,13 +175,26 @@ def _held_bytes(model: nn.Module, optimizers: int) -> int:
     return _bytes(_tensors(model)) + trained * (1 + (_STATES + 1) * optimizers)
 
 
+def _inputs(call: Call) -> list[torch.Tensor]:
+    return [value for value in tree_leaves((call.args, call.kwargs)) if isinstance(value, torch.Tensor)]
+
+
+def _moved_bytes_of(model: nn.Module, call: Call) -> int | None:
+    """Bytes that the operations of a call read and write. None where it cannot be run without values."""
+    try:
+        example = example_of(model, call.args, call.kwargs)
+    except UnsupportedError:
+        return None
+    return None if example is None else _moved_bytes(model, example)
+
+
 def _moved_bytes(model: nn.Module, example: Mapping[str, Any] | Sequence[Any]) -> int | None:
     """Bytes that the operations of a forward pass read and write. None where it cannot be run without values."""
     counting = _Counting()  # type: ignore[no-untyped-call]
     try:
         with unseen(model), without_dynamo(), _META:
             twin = copy.deepcopy(model, {id(tensor): _hollow(tensor) for tensor in _tensors(model)})
-            inputs = tree_map_only(torch.Tensor, _hollow, example)
+            inputs = map_tensors(example, _hollow)
             with counting:
                 twin(**inputs) if isinstance(inputs, Mapping) else twin(*inputs)
     except Exception:  # whatever the model's own code raises for tensors without values

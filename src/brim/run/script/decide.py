@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_leaves
 from brim.accelerator import CUDA
 from brim.core import Hardware
 from brim.core.hardware import RAM, VRAM
-from brim.errors import BrimError, BudgetError, UnsupportedError
+from brim.errors import BrimError, BudgetError, UnsupportedError, first_line
 from brim.measure.capacity import memory_fraction, resident_bytes
 from brim.memory import heap
+from brim.model_inputs import map_tensors
+from brim.printable import write_note
 from brim.run.fit.example_shapes import as_shapes
 from brim.run.fit.forward_prediction import plan_forward, untouched_bytes
 from brim.run.fit.machine import (
@@ -28,6 +30,7 @@ from brim.run.fit.machine import (
     Need,
     budgets,
     forward_need,
+    held_ram_bytes,
     held_vram_bytes,
     machine,
     make_plan,
@@ -54,10 +57,12 @@ from brim.run.train.strategy.case import TrainingStrategy
 from brim.run.train.strategy.ladder import fits
 from brim.techniques.base import HANDLE_ATTRIBUTE, refuse_special_tensors
 from brim.techniques.streaming.weight_streaming import Weights
-from brim.units import format_bytes
+from brim.units import MIB, format_bytes
 
 _ENDLESS_BYTES = 1 << 62
 _LESS = 0.8  # of the bytes that the failed plan promised
+_ATTEMPTS = 8  # budgets that are tried for the one that an error names
+_Fit = Callable[[], Any]  # puts a plan into force
 _Example = Mapping[str, Any] | Sequence[Any] | None
 
 
@@ -71,6 +76,8 @@ class _Case:
     example: _Example
     trains: bool
     share: Mapping[str, int] = field(default_factory=dict)
+    share_of: Callable[[Mapping[str, int]], Mapping[str, int]] = dict  # the model's share of a budget for all
+    notes: set[str] = field(default_factory=set)  # each is written once
     holder: nn.Module | None = None  # of several models that one optimizer trains
     has_hooks: bool = False  # of the program's own
 
@@ -120,10 +127,12 @@ class Decisions:
         if self.hardware is None:
             self.hardware = machine(self._device)
             models = [model, *call.others, *(m for o in self._bounded if o.model is not None and (m := o.model()))]
-            held = held_vram_bytes(models, living_optimizers(call), self._device)  # the budget is for all of them
+            optimizers = living_optimizers(call)  # the budget is for all of them
             self._budget = budgets(
-                self.hardware, self._settings.vram, self._settings.ram, self._device, held_vram_bytes=held
-            )
+                self.hardware, self._settings.vram, self._settings.ram, self._device,
+                held_vram_bytes=held_vram_bytes(models, optimizers, self._device),
+                held_ram_bytes=held_ram_bytes(models, optimizers),
+            )  # fmt: skip
             if self.hardware.compute == VRAM:
                 self._respect_the_program()
         if self.outcomes:
@@ -154,17 +163,26 @@ class Decisions:
         alive = living_optimizers(call)
         optimizers = optimizers_of(model, alive)
         gradients = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-        example = example_of(model, call.args, call.kwargs) if plain(call.called) is model else None
         case = _Case(
             model=model,
             name=type(model).__name__,
             optimizers=optimizers,
-            example=example,
+            example=self._example(model, call),
             trains=bool(optimizers) or gradients,
         )
         self._hold_together(case)
-        case.share = self._share(case, [plain(other) for other in call.others], alive)
+        case.share_of = self._share_of(case, [plain(other) for other in call.others], alive)
+        case.share = case.share_of(self._budget)
         return case
+
+    def _example(self, model: nn.Module, call: Call) -> _Example:
+        if plain(call.called) is not model:
+            return None
+        try:
+            return example_of(model, call.args, call.kwargs)
+        except UnsupportedError as error:
+            self._note(f"cannot predict a step of {type(model).__name__}: {error.asked} {error.found}")
+            return None
 
     def _hold_together(self, case: _Case) -> None:
         """If the optimizer trains parameters of other models too, fit all of them as one."""
@@ -178,32 +196,46 @@ class Decisions:
         case.example = None
         case.name = " and ".join(type(m).__name__ for m in case.holder)
 
-    def _share(
+    def _share_of(
         self, case: _Case, others: Sequence[nn.Module], alive: Sequence[torch.optim.Optimizer]
-    ) -> dict[str, int]:
-        """What this model may take of the budget: decided models keep their promises, later ones what they hold.
+    ) -> Callable[[Mapping[str, int]], dict[str, int]]:
+        """What this model may take of a budget: decided models keep their promises, later ones what they hold.
 
         Where that is too little for all, the budget is shared in proportion.
         """
-        mine = {id(m) for m in case.whole.modules()}
-        left = dict(self._budget)
-        for outcome in self.outcomes:
-            model = None if outcome.model is None else outcome.model()
-            if model is not None and id(model) not in mine:  # what is gone takes nothing
-                for tier, count in outcome.promised_bytes.items():
-                    left[tier] = max(0, left.get(tier, 0) - count) if tier in left else 0
-        left = {tier: count for tier, count in left.items() if tier in self._budget}
-        # A decided model waits again for a call that records gradients: its promise is taken off already.
+        mine = {id(part) for part in (*case.whole.modules(), *case.whole.parameters())}
+        decided = [
+            outcome
+            for outcome in self.outcomes  # what is gone takes nothing
+            if outcome.model is not None and (model := outcome.model()) is not None and id(model) not in mine
+        ]
+        # A decided model waits again for a call that records gradients: its promise is taken off already. One that
+        # has only parameters of this model (torch.fx and torch.export make such) takes nothing more.
         others = [other for other in others if id(other) not in mine and self._outcome_of(other) is None]
-        if not others:
-            return left
+        others = [other for other in others if any(id(parameter) not in mine for parameter in other.parameters())]
         rest = sum(held_bytes(other, optimizers_of(other, alive)) for other in others)
-        own = held_bytes(case.whole, case.optimizers)
+        own = held_bytes(case.whole, case.optimizers) if others else 0
         assert self.hardware is not None
         compute = self.hardware.compute
-        if own + rest <= left[compute]:
-            return {**left, compute: left[compute] - rest}
-        return {tier: count * own // (own + rest) for tier, count in left.items()}
+
+        def share_of(budget: Mapping[str, int]) -> dict[str, int]:
+            taken = {
+                tier: sum(self._taken(outcome, tier, count) for outcome in decided) for tier, count in budget.items()
+            }
+            left = {tier: max(0, count - taken[tier]) for tier, count in budget.items()}
+            if own + rest <= left[compute]:
+                return {**left, compute: left[compute] - rest}
+            return {tier: count * own // (own + rest) for tier, count in left.items()} if others else left
+
+        return share_of
+
+    def _taken(self, outcome: Outcome, tier: str, budget_bytes: int) -> int:
+        """What a decided model takes of ``tier`` at most where the budget for all is ``budget_bytes``."""
+        promised, now = outcome.promised_bytes.get(tier, 0), self._budget[tier]
+        if budget_bytes == now or outcome.choice != FITTED:
+            return promised
+        share = outcome.budget_bytes.get(tier, 0) * budget_bytes // max(1, now)
+        return min(share, max(promised, outcome.untouched_bytes.get(tier, share)))
 
     # -- one model
 
@@ -262,21 +294,29 @@ class Decisions:
 
     def _plan(self, case: _Case, outcome: Outcome) -> None:
         try:
-            self._refuse_strangers(case)
-            if case.optimizers:
-                self._training(case, outcome)
-            elif case.trains:
-                self._gradients(case, outcome)
-            else:
-                self._forward(case, outcome)
+            fit = self._planned(case, outcome)
+            if fit is not None:
+                self._fitted(case, outcome, fit())
         except BudgetError as error:
             self._cannot(case, outcome, " ".join(str(error).split("\n")), error)
         except UnsupportedError as error:
             self._cannot(case, outcome, " ".join((error.asked, error.found)), error)
+        except Exception as error:  # whatever the program's own classes raise where a prediction meets them
+            why = f"{type(error).__name__}: {first_line(error)}"
+            self._cannot(case, outcome, why, UnsupportedError(f"Cannot plan {case.name}.", why))
+
+    def _planned(self, case: _Case, outcome: Outcome) -> _Fit | None:
+        """None where the model fits without a plan. Raises BudgetError and UnsupportedError."""
+        self._refuse_strangers(case)
+        if case.optimizers:
+            return self._training(case, outcome)
+        return self._gradients(case, outcome) if case.trains else self._forward(case, outcome)
 
     def _refuse_strangers(self, case: _Case) -> None:
         if moves_itself(case.model):
             raise UnsupportedError(f"{case.name} moves its model's weights itself.")
+        if any(isinstance(part, torch.jit.ScriptModule) for part in case.whole.modules()):
+            raise UnsupportedError(f"{case.name} has parts in TorchScript, whose weights brim cannot move.")
         refuse_special_tensors(case.whole)
         parameter_ids = {id(p) for p in case.whole.parameters()}
         if any(id(p) not in parameter_ids for o in case.optimizers for g in o.param_groups for p in g["params"]):
@@ -298,10 +338,10 @@ class Decisions:
                 return search
             except Exception as error:  # whatever the model's own code raises for tensors without values
                 case.example = None
-                self._note(f"cannot predict a step of {case.name}: {_first_line(error)}")
+                self._note_once(case, f"cannot predict a step of {case.name}: {first_line(error)}")
         return Search(*arguments, None, reserve, states_leave=states_leave)
 
-    def _training(self, case: _Case, outcome: Outcome) -> None:
+    def _training(self, case: _Case, outcome: Outcome) -> _Fit | None:
         (optimizer,) = case.optimizers
         start_bytes = resident_bytes() - tensor_bytes_of(case.whole, optimizer)
         case.has_hooks = has_other_hooks(case.whole)
@@ -309,21 +349,24 @@ class Decisions:
             search = self._search(case, optimizer)
             outcome.untouched_bytes = search.untouched().peak_bytes
             if fits(outcome.untouched_bytes, case.share):
-                return
+                return None
             search, strategy = self._searched(case, search)
-        with quiet():
-            fitted = enforce(search, strategy, start_bytes)
-        self._fitted(case, outcome, fitted)
+
+        def fit() -> Any:
+            with quiet():
+                return enforce(search, strategy, start_bytes)
+
+        return fit
 
     def _searched(self, case: _Case, search: Search) -> tuple[Search, TrainingStrategy]:
         try:
             return search, search.run()
         except UnsupportedError as error:
-            self._note(f"the optimizer of {case.name} is not offloaded: {_first_line(error)}")
+            self._note_once(case, f"the optimizer of {case.name} is not offloaded: {first_line(error)}")
             search = self._search(case, search.optimizer, states_leave=False)
             return search, search.run()
 
-    def _gradients(self, case: _Case, outcome: Outcome) -> None:
+    def _gradients(self, case: _Case, outcome: Outcome) -> _Fit | None:
         """Gradients are recorded but there is no optimizer: predict with plain SGD, stream without an optimizer."""
         assert self.hardware is not None
         with unseen(case.whole):
@@ -332,31 +375,33 @@ class Decisions:
             search = self._search(case, plainest)
             outcome.untouched_bytes = search.untouched().peak_bytes
             if fits(outcome.untouched_bytes, case.share):
-                return
+                return None
             compute = self.hardware.compute
             step = max(0, outcome.untouched_bytes[compute] - parameter_bytes(case.whole))
             need = Need(step_bytes=step, tokens=1)
             partition, plan = make_plan(case.whole, self.hardware, case.share, need, Weights(), task="train")
-        device = self._device
-        handle = put_in_force(case.whole, partition, plan, self.hardware, Weights(), device, training=True)
-        self._fitted(case, outcome, handle)
+        arguments = (case.whole, partition, plan, self.hardware, Weights(), self._device)
+        return lambda: put_in_force(*arguments, training=True)
 
-    def _forward(self, case: _Case, outcome: Outcome) -> None:
+    def _forward(self, case: _Case, outcome: Outcome) -> _Fit | None:
         assert self.hardware is not None
         model, compute = case.whole, self.hardware.compute
         with unseen(model):
             try:
-                need = forward_need(model, case.share, self.hardware, case.example, None)
+                # A forward pass may write to its module's attributes.
+                hollow = map_tensors(model, torch.Tensor.detach)
+                need = forward_need(hollow, case.share, self.hardware, case.example, None)
             except Exception as error:  # whatever the model's own code raises for tensors without values
-                self._note(f"cannot predict a step of {case.name}: {_first_line(error)}")
+                self._note_once(case, f"cannot predict a step of {case.name}: {first_line(error)}")
                 need = forward_need(model, case.share, self.hardware, None, None)
             inputs = case.example if need.observation is not None else None
             whole = untouched_bytes(model, self.hardware, need.step_bytes, inputs, self._device)
             outcome.untouched_bytes = {compute: whole}
             if whole <= case.share[compute]:
-                return
+                return None
             partition, plan = plan_forward(model, self.hardware, case.share, need, inputs, self._device)
-        self._fitted(case, outcome, put_in_force(model, partition, plan, self.hardware, Weights(), self._device))
+        arguments = (model, partition, plan, self.hardware, Weights(), self._device)
+        return lambda: put_in_force(*arguments)
 
     def _fitted(self, case: _Case, outcome: Outcome, handle: Any) -> None:
         memory = handle.memory
@@ -365,7 +410,7 @@ class Decisions:
         assert self.hardware is not None
         if self.hardware.compute == RAM and outcome.task == "forward":
             heap.return_freed_memory()
-            heap.give_back()
+            heap.trim()
         allow_copies(case.whole)
         outcome.example = as_shapes(case.example, torch.empty, device="meta")
         repeat_when_out_of_memory(case.model, lambda: self.smaller(outcome), case.example)
@@ -389,21 +434,68 @@ class Decisions:
         if instead is not None:
             outcome.choice = instead
             return
-        self._refuse(case, holds, why, error)
+        self._refuse(case, outcome, holds, error)
 
-    def _refuse(self, case: _Case, holds: int, why: str, error: BrimError) -> NoReturn:
+    def _refuse(self, case: _Case, outcome: Outcome, holds: int, error: BrimError) -> NoReturn:
         assert self.hardware is not None
         compute = self.hardware.compute
+        budget = self._sufficient(case, outcome, holds, error)
+        flags = " ".join(f"--{tier} {count // MIB}MiB" for tier, count in budget.items())
+        why = f"no plan was found: {error.asked} {error.found}"
+        if isinstance(error, BudgetError) and budget != self._budget_for(case, {compute: holds}):
+            why = "a plan was found for " + ", ".join(f"{format_bytes(n)} of {t.upper()}" for t, n in budget.items())
         raise BudgetError(
             f"Cannot run {case.name} in {format_bytes(case.share[compute])} of {compute.upper()}.",
-            f"It takes {format_bytes(holds)} without a plan, and no plan was found: {why}",
-            f"Give --{compute} {-(-holds // (1 << 20))}MiB or more, or --mode off.",
-            smallest_bytes={compute: holds},
+            f"It takes {format_bytes(holds)} without a plan, and {why.rstrip('. ')}.",
+            f"Give {flags} or more, or --mode off.",
+            smallest_bytes=budget,
         ) from error
+
+    def _sufficient(self, case: _Case, outcome: Outcome, holds: int, error: BrimError) -> dict[str, int]:
+        """The budgets to name, in whole MiB: tried with the very steps that a run with them takes.
+
+        A larger budget has other plans than the one that was refused: blocks are cut otherwise, activations lie
+        elsewhere. Without a plan the model takes ``holds``, which does for certain.
+        """
+        assert self.hardware is not None
+        most = self._budget_for(case, {self.hardware.compute: holds})
+        need = dict(error.smallest_bytes) if isinstance(error, BudgetError) else {}
+        for _ in range(_ATTEMPTS if need else 0):
+            budget = self._budget_for(case, need)
+            if any(count >= most.get(tier, count + 1) for tier, count in budget.items()):
+                break
+            share = case.share_of({**self._budget, **budget})
+            try:
+                self._planned(replace(case, share=share), replace(outcome))
+            except BudgetError as refusal:
+                for tier, count in refusal.smallest_bytes.items():
+                    need[tier] = max(count, share[tier] + 1, need.get(tier, 0))
+            else:
+                return budget
+        return most
+
+    def _budget_for(self, case: _Case, need: Mapping[str, int]) -> dict[str, int]:
+        """The least whole MiB of each tier of ``need`` of which the model's share is that."""
+        budget = dict(self._budget)
+        for tier, count in need.items():
+
+            def lacks(mib: int, tier: str = tier, count: int = count) -> bool:
+                return case.share_of({**budget, tier: mib * MIB})[tier] < count
+
+            most = 1
+            while lacks(most):
+                most *= 2
+            budget[tier] = MIB * bisect_left(range(most), 1, key=lambda mib: not lacks(mib))
+        return {tier: budget[tier] for tier in need}
+
+    def _note_once(self, case: _Case, text: str) -> None:
+        if text not in case.notes:
+            case.notes.add(text)
+            self._note(text)
 
     def _note(self, text: str) -> None:
         """One line on stderr."""
-        sys.stderr.write(f"brim: {' '.join(text.split())}\n")
+        write_note(" ".join(text.split()))
 
 
 def _on_its_device(device: Device, model: nn.Module, call: Call) -> AbstractContextManager[object]:
@@ -419,7 +511,3 @@ def _on_its_device(device: Device, model: nn.Module, call: Call) -> AbstractCont
 
 def _gpus(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {tensor.device.index for tensor in tensors if tensor.device.type == CUDA}
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from unittest import mock
 
 import psutil
 import torch
+from torch import nn
+from torch._guards import CompileContext
 from torch.overrides import TorchFunctionMode
 from torch.utils.data._utils import pin_memory as pinning
 
@@ -41,11 +44,16 @@ class PretendedDevice:
 
     def begin(self) -> None:
         self._stack.enter_context(in_place(_torch_cuda()))
+        # Dynamo would look for the accelerator's streams, of PyTorch's own class.
+        self._stack.enter_context(mock.patch.object(torch.accelerator, "is_available", _is_not_compiled))
         for name in _AUTOCAST:
             self._stack.enter_context(mock.patch.object(torch, name, _autocast_of_cpu(getattr(torch, name))))
         self._stack.enter_context(mock.patch.object(torch, "load", _loading(torch.load)))
         # A data loader pins in a thread of its own, where the mode is not in force.
         self._stack.enter_context(mock.patch.object(pinning, "pin_memory", lambda data, device=None: data))
+        # With a GPU, ``DataParallel`` sends each call's inputs there; without one it calls what it wraps.
+        parallel = sys.modules[nn.DataParallel.__module__]  # its package has a function of the module's name
+        self._stack.enter_context(mock.patch.object(parallel, "_get_available_device_type", lambda: None))
         mode = _CudaIsCpu()
         mode.__enter__()  # type: ignore[no-untyped-call]
         self._stack.callback(leave, mode)
@@ -111,6 +119,11 @@ def _torch_cuda() -> dict[str, Any]:
         **streams(),
         "device_of": type("device_of", (Device,), {}),
     }
+
+
+def _is_not_compiled() -> bool:
+    """Whether this is asked by the program as it runs, not by the compiler of a part of it."""
+    return CompileContext.try_get() is None
 
 
 def _answering(value: Any) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from brim.run.script.frozen import all_objects
+
+_REST = 20.0  # times the seconds of a look at all objects, until the next one for a few small parameters
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,10 +61,15 @@ class _Waiting:
 
 
 class Watcher:
-    """Calls ``decide`` before the first call of each model of ``small_bytes`` of parameters or more."""
+    """Calls ``decide`` before the first call of each model that has parameters.
 
-    def __init__(self, decide: Callable[[Call], None], *, small_bytes: int) -> None:
-        self._decide, self._small_bytes = decide, small_bytes
+    The first call after new parameters is looked for among all objects, which takes a while: as soon as there are
+    ``large_bytes`` of them, and else when that adds little to the seconds since the last time.
+    """
+
+    def __init__(self, decide: Callable[[Call], None], *, large_bytes: int) -> None:
+        self._decide, self._large_bytes = decide, large_bytes
+        self._next_s = 0.0
         self._pid = os.getpid()
         self._hooks: list[RemovableHandle] = []
         self._registration: RemovableHandle | None = None
@@ -89,11 +97,6 @@ class Watcher:
             waiting.stop()
         self._waiting.clear()
 
-    @property
-    def is_armed(self) -> bool:
-        """Whether every call of every module is seen now."""
-        return bool(self._hooks)
-
     def _arm(self) -> None:
         """Two hooks: PyTorch gives the keyword arguments to a hook whose number a module has in a certain dictionary,
         so the first one puts the second one's there. Should that change, it is called without them."""
@@ -116,43 +119,58 @@ class Watcher:
         self._new_bytes = 0
 
     def _registered(self, parameter: nn.Parameter | None) -> None:
-        if self._hooks or self.busy or parameter is None or os.getpid() != self._pid:
+        if self.busy or parameter is None or os.getpid() != self._pid:
             return
         self._new_bytes += _bytes(parameter)
-        if self._new_bytes >= self._small_bytes:
-            self._arm()
+        if self._hooks:
+            return
+        self._arm()
 
     # -- calls
 
     def _arrive(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Any:
         number = self._hooks[-1].id if self._hooks else -1
         module._forward_pre_hooks_with_kwargs.pop(number, None)
-        if self.busy:
+        if self.busy or (self._new_bytes < self._large_bytes and time.perf_counter() < self._next_s):
             return None
         self._disarm()
         if os.getpid() != self._pid:  # a worker that was forked off: the models are its parent's
             self.end()
             return None
-        return self._first_call(module, args, kwargs, self._find())
+        begin_s = time.perf_counter()
+        optimizers = self._find()
+        end_s = time.perf_counter()
+        self._next_s = end_s + _REST * (end_s - begin_s)
+        return self._first_call(module, args, kwargs, optimizers)
 
     def _find(self) -> list[torch.optim.Optimizer]:
         """Let every new model wait for its first call. Returns all optimizers."""
         modules, optimizers = living_of(nn.Module, torch.optim.Optimizer)
         for model in roots(modules):
-            if model in self._known or parameter_bytes(model) < self._small_bytes or _is_fake(model):
+            if model in self._known or next(model.parameters(), None) is None or _is_fake(model):
                 continue
             self._known.add(model)
+            if isinstance(model, torch.jit.ScriptModule):
+                name = getattr(model, "original_name", type(model).__name__)
+                sys.stderr.write(
+                    f"brim: {name} is left as it is: it is TorchScript, whose weights brim cannot move\n"
+                )
+                continue
             self._wait(model)
         return optimizers
 
     def _wait(self, model: nn.Module) -> None:
         waiting = _Waiting(weakref.ref(model))
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        # Quantization registers a module's hooks for its successor, without the mark for keyword arguments.
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Any:
             return None if self.busy else self._first_call(module, args, kwargs)
 
         hook = _plain(hook)
-        waiting.hooks = [part.register_forward_pre_hook(hook, with_kwargs=True) for part in model.modules()]
+        parts = [
+            part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)
+        ]  # they refuse hooks
+        waiting.hooks = [part.register_forward_pre_hook(hook, with_kwargs=True) for part in parts]
         self._waiting.append(waiting)
 
     def watch_again(self, model: nn.Module) -> None:
@@ -174,6 +192,8 @@ class Watcher:
         kwargs: Mapping[str, Any] | None,
         optimizers: Sequence[torch.optim.Optimizer] | None = None,
     ) -> Any:
+        if os.getpid() != self._pid:
+            return None
         waiting = next((candidate for candidate in self._waiting if _has(candidate.model(), module)), None)
         if waiting is None:
             return None

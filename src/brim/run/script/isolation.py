@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from brim.errors import UnsupportedError, first_line
+from brim.model_inputs import map_tensors
+
 _ASKED = "transformers.utils.import_utils"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -123,10 +126,18 @@ def _is_part_of_model(hook: Any) -> bool:
 def example_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | Sequence[Any] | None:
-    """The arguments of a call in the form of ``brim.fit``'s example; None if they are unknown or not of one kind."""
+    """The arguments of a call in the form of ``brim.fit``'s example; None if they are unknown or not of one kind.
+
+    Raises UnsupportedError for arguments that cannot be copied: a prediction must not write to the program's own.
+    """
     if kwargs is None:
         return None
-    args, kwargs = _detached(args), _detached(dict(kwargs))
+    try:
+        args, kwargs = map_tensors((args, dict(kwargs)), torch.Tensor.detach)
+    except Exception as error:  # whatever an object of the program's raises when it is copied
+        raise UnsupportedError(
+            f"Cannot copy what {type(model).__name__} is called with.", first_line(error)
+        ) from error
     if not kwargs:
         return tuple(args)
     if not args:
@@ -143,7 +154,3 @@ def example_of(
             return None
         named |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
     return named
-
-
-def _detached(values: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, values)

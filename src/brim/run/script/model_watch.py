@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from brim.core.hardware import RAM, VRAM
-from brim.errors import BrimError, UsageError
-from brim.measure.capacity import amount_bytes
-from brim.run.script.hooks import Call, Watcher
+from brim.errors import BrimError, UsageError, first_line
+from brim.measure.capacity import amount_bytes, free_bytes
+from brim.printable import write_note
+from brim.run.script.hooks import Call, Watcher, parameter_bytes
 from brim.run.script.settings import VISIBLE, Settings
 from brim.units import is_share
 
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     from brim.run.script.ample import Ample
     from brim.run.script.decide import Decisions
     from brim.run.script.device import PretendedDevice
+    from brim.run.script.growth import Growth
     from brim.run.script.moves import DeferredMoves
     from brim.run.script.outcome import Outcome
     from brim.run.script.unified import Unified
 
-_SMALL_BYTES = 1 << 20
-_SMALL_SHARE = 64  # a model of less than this part of the budget is not planned
+_LARGE_BYTES = 1 << 20  # of new parameters, to look for their model at once
+_SMALL_SHARE = 64  # a step of less than this part of the budget is not planned
+_LEAST_BYTES = 1 << 30  # the budget of a GPU's memory where none is given: it is more, and to ask sets CUDA up
 _TRIES = 3  # calls of a model with gradients until its optimizer is made
 
 
@@ -37,8 +40,12 @@ class Launched:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.refusal: BrimError | None = None
-        self._watcher = Watcher(self._decide, small_bytes=_small_bytes(settings))
+        self.is_above_budget = False  # known at the end
+        self._small_bytes = _least_budget_bytes(settings) // _SMALL_SHARE
+        self._watcher = Watcher(self._decide, large_bytes=max(1, min(_LARGE_BYTES, self._small_bytes)))
         self._ample: Ample | None = None
+        self._growth: Growth | None = None
+        self._left_alone: dict[str, None] = {}  # names of models, in order
         self._decisions: Decisions | None = None
         self._device: PretendedDevice | None = None
         self._unified: Unified | None = None
@@ -90,8 +97,12 @@ class Launched:
     def end(self) -> None:
         """The program is over."""
         self._watcher.end()
-        if self._ample is not None and (warning := self._ample.warning_at_end()) is not None:
-            sys.stderr.write(f"brim: {warning}\n")
+        above = None if self._growth is None or self._unified is not None else self._growth.above()
+        if above is not None:
+            self.is_above_budget = True
+            names = ", ".join(self._left_alone)
+            why = f" ({names} as it is: make the largest call first)" if names else ""
+            write_note(f"{above}{why}", red=True)
         if self._unified is not None:
             self._unified.tell(sys.stderr)
         if self.settings.report is not None:
@@ -106,15 +117,19 @@ class Launched:
         from brim.run.script.retry import explanation
 
         for line in explanation(error):
-            sys.stderr.write(f"brim: {line}\n")
+            write_note(line)
 
     def _decide(self, call: Call) -> None:
-        outcome = self._without_doubt(call)
         try:
-            outcome = outcome or self._planned(call)
+            outcome = None if self._is_negligible(call) else self._without_doubt(call) or self._planned(call)
         except BrimError as error:
             self.refusal = error
             raise
+        except Exception as error:  # the program is to run as it would without brim
+            name = type(call.model).__name__
+            write_note(f"{name} is left as it is: {type(error).__name__}: {first_line(error)}")
+            outcome = None
+        self._note_growth(call.model, outcome)
         if outcome is None:
             return
         if self._moves is not None and outcome.choice != "fitted":
@@ -126,17 +141,36 @@ class Launched:
             self._tries[call.model] = tries + (outcome.task == "train")
             self._watcher.watch_again(call.model)
 
+    def _is_negligible(self, call: Call) -> bool:
+        return parameter_bytes(call.model) < self._small_bytes and self._bound().is_negligible(
+            call, self._small_bytes
+        )
+
+    def _bound(self) -> Ample:
+        from brim.run.script.ample import Ample
+
+        if self._ample is None:
+            self._ample = Ample(self.settings)
+        return self._ample
+
+    def _note_growth(self, model: nn.Module, outcome: Outcome | None) -> None:
+        if outcome is None or outcome.choice != "fitted":
+            self._left_alone[type(model).__name__] = None
+        if self._growth is None:
+            from brim.run.script.growth import Growth
+
+            self._growth = Growth(self.settings, on_gpu=self.settings.device != "cpu" and _sees_cuda())
+            pools = () if outcome is None else outcome.pools
+            self._growth.begin(model, sum(pool.held_bytes for pool in pools if pool.tier == RAM))
+
     def _without_doubt(self, call: Call) -> Outcome | None:
         """None where a prediction is needed: for the report, and after another model has needed one."""
         if self.settings.report is not None or self._decisions is not None:
             return None
-        from brim.run.script.ample import Ample
         from brim.run.script.needs import living_optimizers
 
-        if self._ample is None:
-            self._ample = Ample(self.settings)
         call = replace(call, optimizers=living_optimizers(call))
-        return self._ample.outcome(call)
+        return self._bound().outcome(call)
 
     def _planned(self, call: Call) -> Outcome | None:
         from brim.run.script.decide import Decisions
@@ -156,18 +190,19 @@ class Launched:
             return None
         if self._unified is None:
             self._unified = Unified.for_thread(self.settings)
-        sys.stderr.write(f"brim: {name} is left to unified memory: {why}\n")
+        write_note(f"{name} is left to unified memory: {why}")
         return "unified"
 
 
-def _small_bytes(settings: Settings) -> int:
+def _least_budget_bytes(settings: Settings) -> int:
+    """The smallest budget, without asking a GPU."""
     amounts = ((settings.vram, RAM if settings.device == "cpu" else VRAM), (settings.ram, RAM))
     budgets = [
         amount_bytes(amount, tier)
         for amount, tier in amounts
         if amount is not None and not (tier == VRAM and is_share(amount))  # large, and reading it initializes CUDA
     ]
-    return max(1, min([_SMALL_BYTES, *(amount // _SMALL_SHARE for amount in budgets)]))
+    return min([_LEAST_BYTES, free_bytes(RAM), *budgets])
 
 
 def _check_alone(device: str) -> None:

@@ -51,9 +51,8 @@ def optimizers_of(
 
 def held_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """What ``model`` holds from the second step on, activations apart."""
-    from brim.techniques.optimizer_offload import (
-        technique as optimizer_offload,  # a program whose budget is ample does without
-    )
+    # a program whose budget is ample does without
+    from brim.techniques.optimizer_offload.state_blocks import state_blocks
 
     tensors = [*model.parameters(), *model.buffers()]
     total_bytes = sum(t.numel() * t.element_size() for t in tensors)
@@ -64,7 +63,7 @@ def held_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) ->
             p.numel() * p.element_size() for g in optimizer.param_groups for p in g["params"] if id(p) in mine
         )
         try:
-            blocks = optimizer_offload.find_blocks(model, optimizer)
+            blocks = state_blocks(model, optimizer)
             states = sum(block.state_bytes for block in blocks)
         except UnsupportedError:  # its states are not known; most optimizers keep two for each parameter
             states = 2 * count

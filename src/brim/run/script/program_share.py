@@ -19,7 +19,7 @@ def most_grown(task: str, model: torch.nn.Module, tokens: int, grown_bytes: int)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     memory = Remembered("program-share", (_METHOD, torch.__version__, torch.get_num_threads()))
     name = f"{task} {type(model).__name__} {parameters} {tokens}"
-    most_bytes = int((memory.get(name) or [0.0])[0])
+    most_bytes = int((memory.get(name, count=1) or [0.0])[0])
     if grown_bytes > most_bytes + _WORTH_BYTES:
         memory.keep({name: [float(grown_bytes)]})
     return max(most_bytes, grown_bytes)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from brim.core.replacing import write_text
+from brim.core.files import write_text
 from brim.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def write_report(path: Path, settings: Settings, outcomes: Sequence[Outcome], un
         except OSError as error:
             raise UsageError(f"Cannot write the report to {path}.", f"{error}.", "Name another file.") from error
         return
-    from brim.report.html.page import Table, View, write
+    from brim.report.html.page import Table, View, page, write
 
     tables = [Table(title="Models", columns=(*_COLUMNS, "why"), rows=tuple(_row(outcome) for outcome in outcomes))]
     if unified is not None:
@@ -38,7 +38,7 @@ def write_report(path: Path, settings: Settings, outcomes: Sequence[Outcome], un
         for outcome in outcomes
         if outcome.timeline is not None
     ]
-    write(path, views, title="brim run", tables=tables)
+    write(path, page(views, title="brim run", tables=tables))
 
 
 def report(settings: Settings, outcomes: Sequence[Outcome], unified: Unified | None) -> dict[str, Any]:

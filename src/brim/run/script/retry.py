@@ -6,7 +6,6 @@ numbers are put back. A step of the optimizer or a backward pass is not repeated
 
 from __future__ import annotations
 
-import sys
 import traceback
 import types
 import weakref
@@ -18,7 +17,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from brim import accelerator
-from brim.errors import BrimError, FormatError, is_out_of_memory
+from brim.errors import FormatError, is_out_of_memory
+from brim.printable import write_note
 from brim.run.script.copies import has_other_hooks
 
 
@@ -29,7 +29,7 @@ def explanation(error: BaseException) -> list[str]:
     from brim.report.oom.reader import primary, read_oom
 
     try:
-        message = primary(read_oom(f"{type(error).__module__}.{type(error).__name__}: {error}"))
+        message = primary(read_oom("".join(traceback.format_exception(error))))
     except FormatError:  # PyTorch says it in words that are not known yet
         return ["memory ran out, with a message that brim explain does not know"]
     helpful = [advice for advice in message.advice if advice.helps]
@@ -77,9 +77,9 @@ class _Repeating:
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
         if self._foreseen and (count := _numbers((args, kwargs))) > self._foreseen:
-            sys.stderr.write(
-                f"brim: {type(model).__name__} is called with {count:,} numbers and was planned for "
-                f"{self._foreseen:,}: activations may go beyond the budget\n"
+            write_note(
+                f"{type(model).__name__} is called with {count:,} numbers and was planned for "
+                f"{self._foreseen:,}: activations may go beyond the budget"
             )
             self._foreseen = 0  # reported once
         versions = [buffer._version for buffer in model.buffers()]
@@ -94,7 +94,7 @@ class _Repeating:
                 raise
             failed = error
             self._make_room(failed)
-        sys.stderr.write(f"brim: memory ran out in {type(model).__name__}: a smaller plan is in force\n")
+        write_note(f"memory ran out in {type(model).__name__}: a smaller plan is in force")
         torch.set_rng_state(random_states[0])
         accelerator.set_random_states(random_states[1])
         return model(*args, **kwargs)
@@ -106,6 +106,6 @@ class _Repeating:
             if self._smaller():
                 return
             failed.add_note("brim: the smallest plan was already in force.")
-        except BrimError as error:
+        except Exception as error:  # the program is to see its own error, not one of a search for less
             failed.add_note(f"brim: no smaller plan: {' '.join(str(error).split())}")
         raise failed

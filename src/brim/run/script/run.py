@@ -10,7 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from brim.errors import UsageError
+from brim.errors import ABOVE_BUDGET, UsageError
 from brim.run.script.import_hook import when_imported
 from brim.run.script.script import Program, end_as_python, execute
 from brim.run.script.settings import Settings
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def run(program: Program, settings: Settings) -> int:
-    """Run ``program`` in this process and return 0, or a refusal's exit code.
+    """Run ``program`` in this process and return 0, a refusal's exit code, or 3 for a program that took more than its
+    budget.
 
     What else ends the program is passed on to the interpreter: ``SystemExit`` as it is; any other exception after its
     traceback was written to stderr as ``python`` writes it.
@@ -28,9 +29,15 @@ def run(program: Program, settings: Settings) -> int:
     watched = watch(settings)
     try:
         error = _error_of(program)
-        return 0 if error is None else _tell(error, watched)
+        code = 0 if error is None else _tell(error, watched)
+    except SystemExit as ended:
+        watched.end()
+        if ended.code in (None, 0) and watched.is_above_budget:
+            return ABOVE_BUDGET
+        raise
     finally:
         watched.end()
+    return ABOVE_BUDGET if code == 0 and watched.is_above_budget else code
 
 
 def _error_of(program: Program) -> BaseException | None:
@@ -62,6 +69,7 @@ class Watched:
         self.settings = settings
         self.launched: Launched | None = None
         self._pid = os.getpid()
+        self._ended = False
 
     def begin(self) -> None:
         """PyTorch has been imported."""
@@ -70,6 +78,11 @@ class Watched:
         self.launched = Launched(self.settings)
         self.launched.begin()
 
+    @property
+    def is_above_budget(self) -> bool:
+        """Whether the program took more than its budget, once it has ended."""
+        return self.launched is not None and self.launched.is_above_budget
+
     def explain(self, error: BaseException) -> None:
         """If ``error`` is an out-of-memory error, write what ``brim explain`` says of it to stderr."""
         if self.launched is not None:
@@ -77,8 +90,9 @@ class Watched:
 
     def end(self) -> None:
         """The program is over, and this is not a child of it that was forked off."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._ended:
             return
+        self._ended = True
         if self.launched is not None:
             self.launched.end()
         elif self.settings.report is not None:

@@ -23,11 +23,16 @@ _OWN = str(Path(__file__).parents[2]) + os.sep
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What to run: a file (or a folder or archive with a ``__main__.py``), or with ``is_module`` a dotted name."""
+    """What to run: a file (or a folder or archive with a ``__main__.py``), or with ``is_module`` a dotted name.
+
+    With ``safe_path`` it does not import from the folder of its file, or as a module from the current one
+    (``python -P``).
+    """
 
     target: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
+    safe_path: bool = bool(sys.flags.safe_path)
 
 
 def execute(program: Program) -> None:
@@ -37,23 +42,23 @@ def execute(program: Program) -> None:
     sys.modules["__main__"] = main
     if program.is_module:
         sys.argv = ["-m", *program.arguments]
-        _replace_first_path(os.getcwd())  # noqa: PTH109
+        _set_first_path(os.getcwd(), safe=program.safe_path)  # noqa: PTH109
         runpy._run_module_as_main(program.target)  # type: ignore[attr-defined]  # what `python -m` itself calls
         return
     sys.argv = [program.target, *program.arguments]
     if pkgutil.get_importer(program.target) is not None:
-        _replace_first_path(os.path.abspath(program.target), in_any_case=True)  # noqa: PTH100
+        _set_first_path(os.path.abspath(program.target), safe=False)  # noqa: PTH100  # as Python, also with -P
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
-    _replace_first_path(os.path.dirname(os.path.realpath(program.target)))  # noqa: PTH120
+    _set_first_path(os.path.dirname(os.path.realpath(program.target)), safe=program.safe_path)  # noqa: PTH120
     _execute_file(main, program.target)
 
 
-def _replace_first_path(folder: str, *, in_any_case: bool = False) -> None:
-    """Python put the folder of its own script first, unless it was told to be safe (``-P``)."""
+def _set_first_path(folder: str, *, safe: bool) -> None:
+    """Python put the folder of its own script first, unless it was started with ``-P``."""
     if not sys.flags.safe_path:
-        sys.path[0] = folder
-    elif in_any_case:
+        del sys.path[0]
+    if not safe:
         sys.path.insert(0, folder)
 
 

@@ -112,7 +112,7 @@ class _Timing:
         return f"{kind} {'trained' if self._training else 'forward'}"
 
     def _known(self, kind: str) -> BlockSeconds | None:
-        value = None if self._refresh else self._memory.get(self._key(kind))
+        value = None if self._refresh else self._memory.get(self._key(kind), count=2)
         return None if value is None else BlockSeconds(forward_s=value[0], backward_s=value[1])
 
     def _measure(

@@ -79,7 +79,7 @@ def _shares(memory: Remembered, count: int, *, writes: bool, measures: bool) -> 
     if writes:
         lanes[_LANES[READ], _LANES[WRITE]] = "both ways"
         looks["both ways"] = both_ways
-    remembered = {name: memory.get(name, within_s=_GOOD_FOR_S) for name in looks}
+    remembered = {name: memory.get(name, count=2, within_s=_GOOD_FOR_S) for name in looks}
     if not measures and None in remembered.values():
         return None
     shares = {

@@ -45,6 +45,8 @@ def reading_from(hardware: Hardware, folder: Path, *, budget_bytes: float = 0) -
         looks.append((time.time(), *rates))
         _memory(hardware).keep({_name(largest): [number for look in looks for number in look]})
     slow = hardware.link(DISK, RAM)
+    # Small blocks come in one request at a time, which is slower. With one rate for both, a model cut into single
+    # matrices would look as fast as one cut into layers.
     # The same bytes come in each of these seconds, so that seconds per byte are what has a mean.
     large, small = (statistics.harmonic_mean(rates) for rates in list(zip(*looks, strict=True))[1:])
     measured = replace(
@@ -55,9 +57,9 @@ def reading_from(hardware: Hardware, folder: Path, *, budget_bytes: float = 0) -
 
 def _looks(hardware: Hardware, file: Path) -> list[_Look]:
     """What is known, without what is old or of a time to come (a clock was set)."""
-    numbers = _memory(hardware).get(_name(file)) or []
+    numbers = _memory(hardware).get(_name(file), count=None) or []
     looks = [(at_s, large, small) for at_s, large, small in zip(*[iter(numbers)] * 3, strict=False)]
-    return [look for look in looks if 0 <= time.time() - look[0] < _OLD_S]
+    return [look for look in looks if 0 <= time.time() - look[0] < _OLD_S and min(look) > 0]
 
 
 def _memory(hardware: Hardware) -> Remembered:

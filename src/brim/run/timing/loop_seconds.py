@@ -29,7 +29,7 @@ def loop_seconds(vocabulary: int, batch: int) -> float:
     """Seconds of the loop for each token of ``batch`` sequences; measured once, in a fraction of a second."""
     facts = (_METHOD, probe(device="cpu").name, torch.__version__, transformers.__version__, torch.get_num_threads())
     memory, name = Remembered("loop-seconds", facts), f"{vocabulary} {batch}"
-    seconds = memory.get(name)
+    seconds = memory.get(name, count=1)
     if seconds is None:
         seconds = [_measured(vocabulary, batch)]
         memory.keep({name: seconds})

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from brim.measure.user_cache import cache_folder, keep, kept
+from brim.measure.user_cache import cache_folder, load_text, store_text
 
 
 class Remembered:
@@ -25,11 +25,12 @@ class Remembered:
         self._path = cache_folder() / f"{what}-{digest}.json"
         self._known = self._read()
 
-    def get(self, name: str, *, within_s: float = math.inf) -> list[float] | None:
-        """What was kept under ``name``; None where that is nothing, or older than ``within_s``."""
-        if name not in self._known:
+    def get(self, name: str, *, count: int | None, within_s: float = math.inf) -> list[float] | None:
+        """What was kept under ``name``; None where that is nothing, older than ``within_s``, zeros alone, or not
+        ``count`` numbers (None: however many)."""
+        numbers, at_s = self._known.get(name, ([], 0.0))
+        if (count is not None and len(numbers) != count) or not any(numbers):
             return None
-        numbers, at_s = self._known[name]
         # Kept in a time to come: a clock was set, and nobody knows how old it is.
         return numbers if within_s == math.inf or 0 <= time.time() - at_s <= within_s else None
 
@@ -38,13 +39,13 @@ class Remembered:
         now_s = time.time()
         # Another process may have added its own.
         self._known = self._read() | {name: (list(numbers), now_s) for name, numbers in found.items()}
-        keep(self._path, json.dumps(self._known))
+        store_text(self._path, json.dumps(self._known))
 
     def _read(self) -> dict[str, tuple[list[float], float]]:
         try:
-            text, _ = kept(self._path) or ("{}", 0.0)
+            text, _ = load_text(self._path) or ("{}", 0.0)
             return {str(name): _dated(numbers) for name, numbers in json.loads(text).items()}
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             warnings.warn(f"{self._path} is damaged; its values are measured again: {error}", stacklevel=3)
             return {}
 
@@ -52,4 +53,6 @@ class Remembered:
 def _dated(entry: Any) -> tuple[list[float], float]:
     """Numbers and when they were kept, in seconds since 1970; in older files they stand alone, of any age."""
     numbers, at_s = (entry, 0.0) if not entry or not isinstance(entry[0], list) else entry
+    if not all(0 <= number < math.inf for number in numbers):
+        raise ValueError(f"{numbers!r:.100} cannot be measured")
     return [float(number) for number in numbers], float(at_s)

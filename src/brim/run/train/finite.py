@@ -47,8 +47,8 @@ def diverged(name: str) -> ModelError:
     return ModelError(
         "Cannot save the model in its present state.",
         f"{name} has values that are not finite: the training has diverged. Earlier checkpoints are unchanged.",
-        "Lower --lr or set --clip-norm 1.0; --resume continues from the last checkpoint. --allow-non-finite saves "
-        "the model anyway.",
+        "Lower --lr or set --clip-norm 1.0; --resume --change-settings continues from the last checkpoint. "
+        "--allow-non-finite saves the model anyway.",
     )
 
 
@@ -74,7 +74,8 @@ def _spoilt(step: int, problem: str, output: Path) -> ModelError:
     goes_on = "No checkpoint has been saved yet (--save-every)."
     if saved:
         goes_on = (
-            f"--resume continues from step {saved[-1]}; if its weights are already damaged, delete that checkpoint."
+            f"--resume continues from step {saved[-1]} (with --change-settings under another rate); if its weights "
+            "are already damaged, delete that checkpoint."
         )
     return ModelError(
         f"Cannot train step {step}.",

@@ -20,10 +20,10 @@ from brim.measure.monitor import Monitor, Usage
 from brim.measure.nvml import busy_share
 from brim.memory import heap
 from brim.run.data.dataset import Batches
-from brim.run.fit.machine import held_to, on
+from brim.run.fit.machine import held_to, on, within_room
 from brim.run.train.evaluation import evaluate, open_evaluation
 from brim.run.train.finite import check_loss, overflow_told
-from brim.run.train.report import EvaluationReport, Metrics, StepReport
+from brim.run.train.report import EvaluationReport, Metrics, StepReport, finished
 from brim.run.train.request import Request, Training
 from brim.run.train.saving import Saver
 from brim.run.train.session import Session, Terms
@@ -79,6 +79,8 @@ def _train(
             setup = set_up(request, output, enter)
             enter("opening the model and planning")
             limited = held_to(setup.budget_bytes, request.device)
+            given = request.ram is not None or request.vram is not None or setup.plan is not None
+            setup = replace(setup, budget_bytes=within_room(setup.budget_bytes, given=given))
             with Monitor() as monitor:
                 run = _Run(setup, on_note, on_evaluation, foresee=foresee)
                 try:
@@ -135,12 +137,15 @@ class _Run:
         with contextlib.ExitStack() as undo:
             undo.callback(self._saver.close)
             undo.callback(self.session.close)
+            self._saver.refuse_foreign(self.session)
             if setup.request.overwrite:
                 setup.output.begin()
             self._metrics = self._new_metrics()
             undo.callback(self._metrics.close)
             for text in self._saver.notes:
                 self._note(text)
+            if self._next >= self._steps:
+                self._note(finished(self._next, self._steps, setup.output.path))
             undo.pop_all()
 
     def _new_metrics(self) -> Metrics:
@@ -242,14 +247,14 @@ class _Run:
 
     def _one_rung_down(self, failure: str) -> None:
         """Save the state from before the step, free everything, and open the model again one rung further down."""
-        heap.trim()
+        heap.collect_and_trim()
         session, step = self.session, self._next
         if not session.fitted.is_partly_updated:
             self._saver.save(session, step, self._batches)
         rung = session.rung + 1
         session.close()
         del session, self.session
-        heap.trim()
+        heap.collect_and_trim()
         self.session, self._next = self._saver.restart(self._terms, self._batches, rung)
         where = "the same step"
         if self._next != step:
@@ -284,6 +289,7 @@ class _Run:
             step_s=statistics.median(self.times_s) if self.times_s else 0.0,
             output=self._setup.output.path,
             notes=self.notes,
+            precision_origin=self._setup.precision()[1],
             truncated=self._batches.truncated,
             evaluations=self.evaluations,
             timeline=self.timeline,

@@ -12,6 +12,8 @@ import datetime
 import errno
 import json
 import os
+import re
+import secrets
 import shutil
 import socket
 import tempfile
@@ -21,17 +23,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from brim.core.replacing import Identity, identities
+from brim.core.files import Identity, identities, open_to_write
 from brim.errors import TransferError, UsageError
 from brim.memory.checkpoint_writing import sync_path, write_safetensors
 from brim.memory.checksums import MANIFEST_NAME as WEIGHTS_MANIFEST_NAME
-from brim.run.checkpoint.manifest import checkpoint_folders, partial_folders
-from brim.run.checkpoint.saver import ADAPTER, MODEL, Tensors
+from brim.run.checkpoint.manifest import FileEntry, checkpoint_folders
+from brim.run.checkpoint.reading import entry_of
+from brim.run.checkpoint.record import RECORD_NAME, OutputRecord, remove_listed, set_aside_foreign
+from brim.run.checkpoint.saver import ADAPTER, MODEL, Tensors, planned_file
+from brim.run.checkpoint.writer import written_entry
 from brim.run.train.report import METRICS_FILE, WANDB_RUN, steps_told
 
 LOCK_FILE = ".brim.lock"
-_STAGING = ".model.partial"
-_BEGUN = {LOCK_FILE, METRICS_FILE, f".{METRICS_FILE}.partial", "tensorboard", "wandb", WANDB_RUN, _STAGING}
+_BEGUN = {LOCK_FILE, METRICS_FILE, "tensorboard", "wandb", WANDB_RUN}
+_HIDDEN = re.compile(r"\..+\.partial")  # what a killed process left, which nobody reads
+_OF_MODEL = re.compile(rf"({MODEL}|{ADAPTER})(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -50,6 +56,7 @@ class OutputFolder:
     ) -> None:
         self.path, self._resume, self._overwrite = path, resume, overwrite
         self._reads = identities(reads)
+        self._record = OutputRecord(path)
         self._lock: int | None = None
         self._check()
         self._made = not path.exists()
@@ -73,7 +80,8 @@ class OutputFolder:
         """Let others have it. Nothing is left where nothing was written."""
         if self._lock is not None:
             with contextlib.suppress(OSError):
-                (self.path / LOCK_FILE).unlink(missing_ok=True)
+                if _is(self._lock, self.path / LOCK_FILE):
+                    (self.path / LOCK_FILE).unlink()
             os.close(self._lock)
             self._lock = None
         if self._made:
@@ -81,10 +89,17 @@ class OutputFolder:
                 self.path.rmdir()
 
     def begin(self) -> None:
-        """A training begins anew: checkpoints of the one before go, or they would be taken for this one's."""
+        """A training begins anew: checkpoints of the one before go, or they would be taken for this one's.
+
+        Of each, that is what its manifest lists; folders without a manifest are the user's.
+        """
         try:
-            for folder in [path for _, path in checkpoint_folders(self.path)] + partial_folders(self.path):
-                shutil.rmtree(folder)
+            self._record.remove_unfinished()
+            for _, path in checkpoint_folders(self.path):
+                if self._record.has_checkpoint(path):
+                    self._record.remove_checkpoint(path)
+                else:
+                    remove_listed(path)
         except OSError as error:
             raise TransferError(
                 f"Cannot delete the checkpoints of the earlier training from {self.path}.", f"{error.strerror}."
@@ -112,7 +127,7 @@ class OutputFolder:
             return
         self.refuse({})
         try:
-            names = {entry.name for entry in path.iterdir()} - {LOCK_FILE}
+            names = {entry.name for entry in path.iterdir()} - {LOCK_FILE, RECORD_NAME}
         except OSError as error:
             raise _not_writable(path, error) from error
         if not names or self._overwrite:
@@ -125,7 +140,7 @@ class OutputFolder:
                     "Continue that one with --resume, or give another --output. --overwrite deletes them.",
                 )
             return
-        begun = names <= _BEGUN | {left.name for left in partial_folders(path)}
+        begun = all(name in _BEGUN or _HIDDEN.fullmatch(name) for name in names)
         steps = steps_told(path)
         if begun and (self._resume or not steps):
             return
@@ -144,7 +159,7 @@ class OutputFolder:
 
         path = self.path / LOCK_FILE
         while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            fd = self._open_lock(path)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -176,29 +191,54 @@ class OutputFolder:
             os.ftruncate(fd, 0)
             os.pwrite(fd, document.encode(), 0)
 
+    def _open_lock(self, path: Path) -> int:
+        """The lock's file. Raises UsageError where another file has its name, which would be emptied."""
+        asked = f"Cannot write a training to {self.path}."
+        try:
+            fd = open_to_write(path)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EMLINK, errno.EINVAL, errno.EISDIR, errno.ENXIO):
+                raise UsageError(asked, f"{LOCK_FILE} in it cannot be the training's lock: {error.strerror}.",
+                                 "Delete it, or give another --output.") from error  # fmt: skip
+            raise _not_writable(self.path, error) from error
+        if os.fstat(fd).st_size and not _holder(fd):
+            os.close(fd)
+            raise UsageError(
+                asked, f"{LOCK_FILE} in it is no lock of a training.", "Move it away, or give another --output."
+            )
+        return fd
+
     # -- the model itself
+
+    def refuse_foreign(self, names: Iterable[str]) -> None:
+        """Raise UsageError if the model cannot get these names: files have them that brim did not write here.
+
+        Where the folder is to be overwritten, they give way.
+        """
+        for path in () if self._overwrite else (self.path / name for name in sorted(names)):
+            if os.path.lexists(path) and not self._record.has_file(path):
+                raise UsageError(
+                    f"Cannot write the trained model to {self.path}.",
+                    f"{path.name} in it is not as this training wrote it: it would be lost.",
+                    "Move it away, or give another --output.",
+                )
 
     def export(self, tensors: Tensors, files: Mapping[str, bytes | Path]) -> None:
         """The model into the folder: written beside and brought to the disk, then renamed, its weights last.
 
-        Weights of a model that was there before go. Raises TransferError when the disk refuses, and what ``values``
-        raise; what was there is as it was then.
+        What an earlier training wrote of its model goes; files that brim did not write stay, under another name
+        where they are in the way, unless the folder is to be overwritten. Raises TransferError when the disk refuses,
+        and what ``values`` raise; what was there is as it was then.
         """
-        staging, weights = self.path / _STAGING, f"{tensors.stem}.safetensors"
         try:
-            if staging.exists():  # of a run that was killed here
-                shutil.rmtree(staging)
-            staging.mkdir()
-            for name, content in files.items():
-                data = content.read_bytes() if isinstance(content, Path) else content
-                (staging / name).write_bytes(data)
-                sync_path(staging / name)
-            write_safetensors(staging / weights, tensors.layout, tensors.values, dict(tensors.metadata))
-            for name in [*files, weights]:
-                (staging / name).replace(self.path / name)
-            for entry in list(self.path.iterdir()):
-                if _is_of_model(entry.name) and entry.name not in {*files, weights}:
-                    entry.unlink()
+            self._record.remove_unfinished()
+            staging = self.path / f".model-{secrets.token_hex(4)}.partial"
+            with self._record.unfinished(staging):
+                try:
+                    staging.mkdir()
+                    self._put(staging, _written(staging, tensors, files))
+                finally:
+                    shutil.rmtree(staging, ignore_errors=True)
             sync_path(self.path)
         except OSError as error:
             raise TransferError(
@@ -206,8 +246,33 @@ class OutputFolder:
                 f"{error.strerror}.",
                 "Free some disk space and continue with --resume: the checkpoints are intact.",
             ) from error
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+
+    def _put(self, staging: Path, entries: Mapping[str, FileEntry]) -> None:
+        """Let the files get their names, the last one last, and delete those of the model before."""
+        record = self._record
+        for path in (self.path / name for name in entries):
+            if os.path.lexists(path) and not self._overwrite and not record.has_file(path):
+                set_aside_foreign(path)
+        before = {name for name in record.file_names() if record.has_file(self.path / name)}
+        if self._overwrite:
+            before |= {entry.name for entry in self.path.iterdir() if _is_of_model(entry.name)}
+        record.add_files(entries, staging)
+        for name in entries:
+            (staging / name).replace(self.path / name)
+        for name in before - entries.keys():
+            (self.path / name).unlink()
+        record.keep_files(entries)
+
+
+def _written(folder: Path, tensors: Tensors, files: Mapping[str, bytes | Path]) -> dict[str, FileEntry]:
+    """Write the model into ``folder`` and bring it to the disk; its files, the weights last."""
+    for name, content in files.items():
+        (folder / name).write_bytes(content.read_bytes() if isinstance(content, Path) else content)
+        sync_path(folder / name)
+    weights, metadata = f"{tensors.stem}.safetensors", dict(tensors.metadata)
+    checksums = write_safetensors(folder / weights, tensors.layout, tensors.values, metadata)
+    entries = {name: entry_of(folder / name) for name in files}
+    return entries | {weights: written_entry(planned_file(weights, tensors.layout, metadata), checksums)}
 
 
 def make_writable(output: Path) -> None:
@@ -226,8 +291,7 @@ def _not_writable(output: Path, error: OSError) -> UsageError:
 
 def _is_of_model(name: str) -> bool:
     """Whether transformers or peft would take this file for weights, or for what says where they are."""
-    weights = name.startswith((MODEL, ADAPTER)) and name.endswith((".safetensors", ".safetensors.index.json"))
-    return weights or name in {"adapter_config.json", WEIGHTS_MANIFEST_NAME}
+    return _OF_MODEL.fullmatch(name) is not None or name in {"adapter_config.json", WEIGHTS_MANIFEST_NAME}
 
 
 def _is(fd: int, path: Path) -> bool:

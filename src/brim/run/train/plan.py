@@ -37,7 +37,7 @@ def with_plan(request: Request, file: PlanFile) -> Request:
     except (KeyError, AssertionError) as error:
         raise FormatError(f"{request.plan} is not a valid plan.", f"It is damaged: {error!r}.") from error
     planned: dict[str, Any] = {name: getattr(asked, name) for name in _SETTLED}
-    planned["precision"] = precision_of(asked, file.hardware.compute)
+    planned["precision"] = precision_of(asked, file.hardware.compute)[0]
     if choice.precision != planned["precision"]:
         problem = f"Its precision is {choice.precision}, but its request has {planned['precision']}."
         raise FormatError(f"{request.plan} is not a valid plan.", problem)

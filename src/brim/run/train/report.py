@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from brim.core.files import open_to_write, write_text
 from brim.errors import TransferError, UnsupportedError
 from brim.units import format_bytes, format_seconds
 
@@ -104,10 +105,8 @@ class Metrics:
         with self._told():
             folder.mkdir(parents=True, exist_ok=True)
             kept = _until(self._path, resumed_at) if resumed_at and self._path.exists() else []
-            partial = folder / f".{METRICS_FILE}.partial"  # a process may be killed here
-            partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            partial.replace(self._path)
-            self._file = self._path.open("a", encoding="utf-8")
+            write_text(self._path, "".join(f"{line}\n" for line in kept), alone=True)
+            self._file = os.fdopen(open_to_write(self._path, append=True), "a", encoding="utf-8")
         names = set(report_to) if report_to is not None else {"tensorboard"} if has_tensorboard() else set()
         self._boards: list[_Board | _Wandb] = []
         if "tensorboard" in names:
@@ -181,6 +180,11 @@ def _or_without(name: str) -> Iterator[None]:
         )
 
 
+def finished(done: int, steps: int, output: Path) -> str:
+    """What is said of a training that is resumed after its last step."""
+    return f"The training is finished: it has done {done} of {steps} steps. Its model is in {output}."
+
+
 def steps_told(folder: Path) -> int:
     """How many steps the ``metrics.jsonl`` in ``folder`` has; 0 where there is none."""
     path = folder / METRICS_FILE
@@ -230,7 +234,7 @@ class _Board:
         # One file for each run of a training, in their order by name, as TensorBoard reads them.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_boards)}"
         (folder / "tensorboard").mkdir(exist_ok=True)
-        self._file = (folder / "tensorboard" / name).open("wb", buffering=0)
+        self._file = (folder / "tensorboard" / name).open("xb", buffering=0)
         with contextlib.ExitStack() as undo:
             undo.callback(self._file.close)
             began = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -276,7 +280,7 @@ class _Wandb:
         self._run = wandb.init(
             project=project, dir=str(folder), config=dict(settings), id=run_id, resume="allow" if run_id else None
         )
-        name.write_text(str(self._run.id), encoding="utf-8")
+        write_text(name, str(self._run.id), alone=True)
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         self._run.log(dict(scalars), step=step)

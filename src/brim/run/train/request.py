@@ -31,7 +31,8 @@ class Request:
     with neither, one epoch. ``clip_norm`` bounds the norm of all gradients together. ``plan`` is a file that ``brim
     plan`` wrote: it is run as it is. The loss of ``eval_data`` is told every ``eval_every`` steps and at the end.
     ``report_to``: ``REPORTERS`` that hear every step; None is TensorBoard where it is installed.
-    ``output`` is new or empty, or what ``resume`` goes on with, or gives way by ``overwrite``. ``lr`` is from 0 on,
+    ``output`` is new or empty, or what ``resume`` goes on with (under the settings that it began with, unless
+    ``change_settings``), or gives way by ``overwrite``. ``lr`` is from 0 on,
     ``clip_norm`` above 0, both finite. A loss or a weight that is no finite number ends the training, unless
     ``allow_non_finite``. ``seed`` is what ``torch.manual_seed`` takes.
     """
@@ -65,6 +66,7 @@ class Request:
     stream_weights: bool | None = None
     save_every: int | None = None
     resume: bool = False
+    change_settings: bool = False
     overwrite: bool = False
     allow_non_finite: bool = False
     plan: str | Path | None = None
@@ -102,6 +104,8 @@ class Request:
             raise UsageError(f"--seed {self.seed} was given.", f"It must be from {LEAST_SEED} to {MOST_SEED}.")
         if self.resume and self.overwrite:
             raise UsageError("--resume and --overwrite were both given.", "One keeps what the other deletes.")
+        if self.change_settings and not self.resume:
+            raise UsageError("--change-settings was given.", "It is for trainings that go on.", "Give --resume.")
         if self.steps is not None and self.epochs is not None:
             raise UsageError("--steps and --epochs were both given.", "Each decides the length.", "Give one of them.")
         if self.micro_batch is not None and self.micro_batch > self.batch:
@@ -119,6 +123,23 @@ class Request:
             offload_optimizer=self.offload_optimizer,
             stream_weights=self.stream_weights,
         )
+
+    def course(self, steps: int) -> dict[str, Any]:
+        """Options that decide the numbers of all steps, beside the model and the data: a resumed training keeps them.
+
+        ``steps`` is the length, which counts where the rate falls with it.
+        """
+        return {
+            "--method": self.method,
+            "--optimizer": self.optimizer,
+            "--lr": self.lr,
+            "--schedule": self.schedule,
+            "--warmup": self.warmup,
+            "--steps": None if self.schedule == "constant" else steps,
+            "--clip-norm": self.clip_norm,
+            "--batch": self.batch,
+            "--seed": self.seed,
+        }
 
     def lr_at(self, step: int, steps: int) -> float:
         """The rate of step ``step`` of ``steps``, from 0 on: a function of the step alone, so resuming needs no more.
@@ -145,7 +166,7 @@ class Training:
 
     for RAM the growth of the resident set's high water over the moment before the model was opened, for VRAM what
     PyTorch reserved, for disk the length of the scratch file. ``step_s`` is the median. ``truncated`` examples were
-    longer than a sequence, and cut.
+    longer than a sequence, and cut. ``precision_origin`` says where the plan's precision is from.
     """
 
     losses: list[float]
@@ -155,6 +176,7 @@ class Training:
     step_s: float
     output: Path
     notes: list[str]
+    precision_origin: str = ""
     truncated: int = 0
     evaluations: Sequence[EvaluationReport] = ()
     timeline: Timeline = field(compare=False)
@@ -168,6 +190,14 @@ class Training:
             "step_s": self.step_s,
             "plan": self.plan.to_json(),
             "output": str(self.output),
+            "precision_origin": self.precision_origin,
             "notes": self.notes,
             "truncated": self.truncated,
-        } | ({"evaluations": [evaluation.to_json() for evaluation in self.evaluations]} if self.evaluations else {})
+        } | {
+            name: values
+            for name, values in (
+                ("evaluations", [evaluation.to_json() for evaluation in self.evaluations]),
+                ("exceeded", self.plan.exceeded(self.measured_bytes)),
+            )
+            if values
+        }

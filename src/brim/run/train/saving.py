@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ from brim.run.train.finite import finite
 from brim.run.train.session import Session, Terms
 from brim.run.train.setup import Setup
 from brim.run.train.state import optimizer_numbers, restore_rng, rng_state
+from brim.run.train.strategy.choice import Choice
 
 _OPTIMIZER, _PRECISION = "optimizer", "precision"
+_FIXED = ("MODEL", "--method", "--optimizer", "--precision")  # of which a checkpoint's tensors are made
 _SAMPLE_BYTES = 64
+_OF_NO_STEP = ("_name_or_path", "transformers_version")  # of a configuration
 # Between steps, when a step's activations are gone: less than they take in any model worth a checkpoint.
 _STAGING_BYTES = 8 << 20
 
@@ -37,7 +41,7 @@ class Saver:
         self._setup = setup
         self._identity = _identity(setup.folder)
         self._checkpointer = Checkpointer(setup.output.path, staging_bytes=_STAGING_BYTES)
-        self._saved: set[int] = set()  # of this run: a damaged one of an earlier run is written again
+        self._saved: set[int] = set()  # they are whole: a damaged one of an earlier run is written again
         self.notes: list[str] = []  # about checkpoints that were passed over
 
     def start(self, terms: Terms, batches: Batches) -> tuple[Session, int]:
@@ -62,7 +66,7 @@ class Saver:
         if checkpoint is None:
             torch.manual_seed(terms.seed)
             batches.load_state_dict(self._setup.batches().state_dict())
-        return self._open(terms, batches, checkpoint, rung)
+        return self._open(terms, batches, checkpoint, rung, has_holes=True)
 
     def _open(
         self,
@@ -71,33 +75,41 @@ class Saver:
         checkpoint: Checkpoint | None,
         rung: int | None,
         plan: Plan | None = None,
+        *,
+        has_holes: bool = False,
     ) -> tuple[Session, int]:
         if checkpoint is not None:
-            _check_same(checkpoint.state.get("course", {}), self._course(terms), checkpoint.folder)
+            self.notes += check_same_course(
+                checkpoint.state.get("course", {}),
+                self._course(terms, batches),
+                checkpoint.folder,
+                model=self._setup.name,
+                may_change=self._setup.request.change_settings,
+            )
             batches.load_state_dict(checkpoint.state["data"])
             self.notes += checkpoint.skipped
             self._checkpointer.protect(checkpoint.folder)  # weights rest there, and the tokenizer is copied from it
         folder = self._setup.folder if checkpoint is None or terms.method == "lora" else checkpoint.folder
-        session = Session.open(terms, folder, name=self._setup.name, rung=rung, plan=plan)
-        if checkpoint is None:
-            torch.manual_seed(terms.seed)  # whatever opening drew
-            return session, 0
+        session = Session.open(terms, folder, name=self._setup.name, rung=rung, plan=plan, has_holes=has_holes)
         try:
-            self._restore(session, checkpoint)
+            if checkpoint is not None:
+                self._restore(session, checkpoint)
+            session.begin()
+            if checkpoint is None:
+                torch.manual_seed(terms.seed)  # whatever opening drew
+                return session, 0
             restore_rng(checkpoint.state["rng"])
         except BaseException:
             session.close()
             raise
+        self._saved.add(checkpoint.step)
+        self.notes += _other_sums(Plan.from_json(checkpoint.state["plan"]), session.plan)
         return session, checkpoint.step
 
-    def _course(self, terms: Terms) -> dict[str, str]:
+    def _course(self, terms: Terms, batches: Batches) -> dict[str, Any]:
         """What a training keeps to from its beginning to its end, by option."""
-        return {
-            "MODEL": self._identity,
-            "--method": terms.method,
-            "--optimizer": terms.optimizer,
-            "--precision": terms.precision,
-        }
+        course = self._setup.request.course(self._setup.steps(batches))
+        return {"MODEL": self._identity, **course, "--precision": terms.precision}
 
     def _restore(self, session: Session, checkpoint: Checkpoint) -> None:
         fitted = session.fitted
@@ -116,7 +128,7 @@ class Saver:
         precision = session.fitted.precision.state_dict()
         masters: dict[str, torch.Tensor] = precision["tensors"]
         state = {
-            "course": self._course(session.terms),
+            "course": self._course(session.terms, batches),
             "rung": session.rung,
             "planned": session.planned,
             "rng": rng_state(),
@@ -139,6 +151,11 @@ class Saver:
         if self._setup.request.save_every:
             self.save(session, step, batches)
         self._setup.output.export(*self._model(session))
+
+    def refuse_foreign(self, session: Session) -> None:
+        """Raise UsageError if the output folder has other files under the names that the model will get."""
+        tensors, files = self._model(session)
+        self._setup.output.refuse_foreign([*files, f"{tensors.stem}.safetensors"])
 
     def _model(self, session: Session) -> tuple[Tensors, dict[str, bytes | Path]]:
         """What is trained, as it is now, read from wherever it is, one tensor at a time."""
@@ -166,28 +183,58 @@ def _names(session: Session) -> dict[torch.Tensor, str]:
     return {p: n for n, p in session.training_model.module.named_parameters() if p.requires_grad}
 
 
-def _check_same(theirs: dict[str, Any], ours: dict[str, str], folder: Path) -> None:
-    """Whether a training may go on from the checkpoint in ``folder``, whose settings are ``theirs``."""
+def check_same_course(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], folder: Path, *, model: str, may_change: bool
+) -> list[str]:
+    """Raise UsageError unless a training by the options ``ours`` may go on from the checkpoint in ``folder``.
+
+    Steps taken under other options would make a model that neither of them makes. ``may_change``: those that a
+    checkpoint does not depend on may be others, for which notes are returned.
+    """
+    asked = f"Cannot resume training from {folder}."
     if not ours.keys() <= theirs.keys():
         raise ModelError(
-            f"Cannot resume training from {folder}.",
+            asked,
             "It does not record the model and settings of its training: an older version of brim wrote it.",
             "Resume with the version of brim that wrote it, or give another --output to train anew.",
         )
-    for option, now in ours.items():
-        if theirs[option] != now:
-            words = ("other weights", "these") if option == "MODEL" else (theirs[option], now)
-            raise UsageError(
-                f"Cannot resume training from {folder}.",
-                f"{option} differs: that training began with {words[0]}, not with {words[1]}.",
-                "Resume with the model and settings that it began with, or give another --output to train anew.",
-            )
+    changed = {option: theirs[option] for option, now in ours.items() if theirs[option] != now}
+    for option, before in changed.items():
+        began, now = ("with other weights", f"with those of {model}") if option == "MODEL" else (
+            "without it" if value is None else f"with {value}" for value in (before, ours[option])
+        )  # fmt: skip
+        todo = "Resume with the model and settings that it began with, or give another --output to train anew."
+        if option not in _FIXED:
+            if may_change:
+                continue
+            todo = "Resume with the settings that it began with, or add --change-settings to go on with these."
+        raise UsageError(asked, f"{option} differs: that training began {began}, not {now}.", todo)
+    return [f"{option} is {ours[option]} from here on; it was {before} before." for option, before in changed.items()]
+
+
+def _other_sums(before: Plan, now: Plan) -> list[str]:
+    """A note where the plan in force adds in another order than the one that the checkpoint was written under."""
+    theirs, ours = Choice.of(before), Choice.of(now)
+    changed = [
+        f"{name} of {count} (before: {earlier})"
+        for name, count, earlier in (
+            ("micro-batches", ours.micro_batch, theirs.micro_batch),
+            ("chunks of the loss", ours.chunk_tokens, theirs.chunk_tokens),
+        )
+        if count != earlier
+    ]
+    if not changed:
+        return []
+    return [f"The plan has {' and '.join(changed)}: sums are rounded otherwise than in the steps before."]
 
 
 def _identity(folder: Path) -> str:
-    """A digest of every tensor's name and form and of a few bytes from its middle: what tells models apart at once,
-    and two trainings of the same model too."""
+    """A digest of the configuration, every tensor's name and form and a few bytes from its middle: what tells models
+    apart at once, and two trainings of the same model too."""
     digest = hashlib.blake2b(digest_size=16)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kept = {key: value for key, value in config.items() if key not in _OF_NO_STEP}
+    digest.update(json.dumps(kept, sort_keys=True).encode())
     for name, source in sorted(read_checkpoint(folder).items()):
         digest.update(f"{name} {source.dtype} {list(source.shape)}".encode())
         extent = source.extents[0]

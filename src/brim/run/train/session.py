@@ -15,12 +15,13 @@ from brim.core import Hardware, Plan, Timeline
 from brim.core.hardware import DISK, RAM
 from brim.errors import BudgetError
 from brim.memory import heap
-from brim.memory.heap_retention import HeapLimits, KeptHeap, kept_limits
+from brim.memory.heap import HeapLimits, HeapRetention, retention_limits, watched_limits
 from brim.run.fit.machine import Device, make_memory
 from brim.run.fit.step import Fitted, apply_choice
 from brim.run.generate.load import warm_up
 from brim.run.model.training_model import Method, TrainingModel, make_optimizer, open_training_model
 from brim.run.plan.file import PlanFile
+from brim.run.plan.proof import check_promise
 from brim.run.plan.training import program_bytes, training_limits
 from brim.run.timing.spans import ComputeSpans
 from brim.run.train.plan import partition_of
@@ -76,23 +77,29 @@ class Session:
     ) -> None:
         self.terms, self.training_model, self.fitted = terms, training_model, fitted
         self.rung, self.planned, self.foreseen = strategy.rung, strategy.planned, foreseen
-        self._kept_heap: KeptHeap | None = None
-        if heap_limits is not None:
-            self._kept_heap = KeptHeap(terms.start_bytes + heap_limits.return_above_bytes)
+        self._kept_heap: HeapRetention | None = None
+        self._heap_limits = heap_limits
         assert fitted.streaming is not None, "it is in force"
         blocks = [name for name, _ in fitted.streaming.blocks]
         self._spans = ComputeSpans(training_model.module, blocks, fitted.memory, fitted.optimizer)
 
     @classmethod
     def open(
-        cls, terms: Terms, folder: Path, *, name: str, rung: int | None = None, plan: Plan | None = None
+        cls,
+        terms: Terms,
+        folder: Path,
+        *,
+        name: str,
+        rung: int | None = None,
+        plan: Plan | None = None,
+        has_holes: bool = False,
     ) -> Session:
         """Open the model ``name`` in ``folder``, choose what to do, place the weights.
 
         With ``terms.plan`` that is done and nothing else; so is ``plan``, that of an earlier run, where it still fits
         and is still what was ordered. With ``rung`` it is the first rung from there on that fits, and with neither
-        the fastest way that is known to fit. Raises BudgetError when nothing fits, UsageError where ``terms.plan``
-        was made for something else.
+        the fastest way that is known to fit. ``has_holes``: this process has trained before, on a rung above. Raises
+        BudgetError when nothing fits, UsageError where ``terms.plan`` was made for something else.
         """
         training_model = open_training_model(
             folder,
@@ -103,10 +110,10 @@ class Session:
         )
         if terms.plan is not None:
             terms.plan.check(model=training_model.module, hardware=terms.hardware, task="train")
-        warm_up(training_model.module, terms.hardware, terms.seq)
+        warm_up(training_model.module, terms.hardware, terms.batch * terms.seq, precision=terms.precision)
         planner = Planner(training_case(terms, training_model))
         strategy = _chosen(planner, terms, rung, plan)
-        limits = _heap_limits(terms, strategy.prediction, rung or 0)
+        limits = _heap_limits(terms, strategy.prediction, has_holes=has_holes)
         promise = strategy.prediction.with_heap(limits).promise()
         settled = strategy.choice.plan(
             model=name, hardware=terms.hardware.name, budget_bytes=terms.budget_bytes, promise=promise
@@ -114,10 +121,18 @@ class Session:
         rehearsal, foreseen = planner.case.rehearsal, None
         if terms.foresee:
             foreseen = replace(rehearsal, partition=strategy.partition).foresee(strategy.choice, promise.step_s)
-            heap.trim()
+            heap.collect_and_trim()
         assert rehearsal.inputs is not None, "they are token numbers"
         fitted = _place(terms, training_model, settled, strategy.partition, rehearsal.inputs(1))
         return cls(terms, training_model, fitted, strategy, limits, foreseen)
+
+    def begin(self) -> None:
+        """Steps come now, once what a checkpoint had is in place: reading that leaves holes of other sizes than steps
+        do, so only from here on freed memory is kept for what comes next.
+        """
+        if self._heap_limits is not None:
+            heap.collect_and_trim()
+            self._kept_heap = HeapRetention(self.terms.start_bytes + self._heap_limits.return_above_bytes)
 
     @property
     def plan(self) -> Plan:
@@ -136,10 +151,10 @@ class Session:
         del self.training_model, self.fitted
         if self._kept_heap is not None:
             self._kept_heap.close()
-        heap.trim()
+        heap.collect_and_trim()
 
 
-def _heap_limits(terms: Terms, prediction: Prediction, rung: int) -> HeapLimits | None:
+def _heap_limits(terms: Terms, prediction: Prediction, *, has_holes: bool) -> HeapLimits | None:
     """Where tensors are in the heap and the budget has room, what is freed is kept: fresh pages are dear.
 
     A heap that was kept on a rung above has holes that only watching gives back.
@@ -147,8 +162,7 @@ def _heap_limits(terms: Terms, prediction: Prediction, rung: int) -> HeapLimits 
     if terms.hardware.compute != RAM:
         return None
     promised = prediction.peak_bytes[RAM]
-    watched = HeapLimits(promised_bytes=promised, return_above_bytes=promised) if rung else None
-    return kept_limits(promised, terms.budget_bytes[RAM]) or watched
+    return retention_limits(promised, terms.budget_bytes[RAM]) or (watched_limits(promised) if has_holes else None)
 
 
 def _place(terms: Terms, training_model: TrainingModel, plan: Plan, partition: Partition, example: Any) -> Fitted:
@@ -206,7 +220,9 @@ def _chosen(planner: Planner, terms: Terms, rung: int | None, plan: Plan | None)
         return follow(planner, made, partition_of(case.rehearsal.model, made, case.stay))
 
     if terms.plan is not None and rung is None:
-        return followed(terms.plan.plan)
+        strategy = followed(terms.plan.plan)
+        check_promise(terms.plan.plan, strategy.prediction.peak_bytes, case.rehearsal.spent_bytes())
+        return strategy
     if plan is not None and _is_ordered(terms.orders, Choice.of(plan), case.rehearsal.model):
         with contextlib.suppress(BudgetError):
             return followed(plan)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from brim.core import Hardware
+from brim.core.files import identities
 from brim.core.hardware import DISK, RAM
-from brim.core.replacing import identities
+from brim.estimation.workload import training_precision
 from brim.measure.capacity import amount_bytes, resident_bytes
 from brim.memory.scratch import scratch_folder
 from brim.run.data.dataset import Batches, open_data
@@ -43,12 +44,17 @@ class Setup:
         model = Path(self.request.model).expanduser()
         return model.resolve().stem if model.is_file() else model.resolve().name if model.exists() else str(model)
 
+    def precision(self) -> tuple[str, str]:
+        """The precision of this training, and where it is from."""
+        name, origin = training_precision(self.request.precision, self.hardware.compute)
+        return name, origin if self.plan is None else "by the plan"
+
     def terms(self) -> Terms:
         """The RAM budget counts from this call on."""
         request = self.request
         return Terms(
             method=request.method,
-            precision=request.precision or ("fp32" if self.hardware.compute == RAM else "bf16-mixed"),
+            precision=self.precision()[0],
             optimizer=request.optimizer,
             lr=request.lr,
             batch=request.batch,

@@ -13,7 +13,7 @@ import torch
 from brim import accelerator
 from brim.errors import ModelError, UnsupportedError
 from brim.memory.checkpoint_writing import Layout
-from brim.techniques.streaming.step_context import place_counters
+from brim.techniques.optimizer_offload.step_context import place_counters
 
 
 def rng_state() -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""In-place activations: ReLU and friends write over what they were given, where nobody needs it any more.
+"""In-place activations: ReLU and similar modules write over their inputs where nothing needs these any more.
 
-Autograd refuses only what it has kept itself; a residual connection that reads the old value later would be wrong
-without a word. So the model is run once on fake tensors with every storage watched: an activation may write over its
-input if that was made by an operation, and nothing but the activation's own backward reads it afterwards. What is
-left is tried out, forward and backward, before it is put into force.
+Autograd refuses this only for tensors that it has saved itself; a residual connection that reads the old value later
+would silently be wrong. So the model is run once on fake tensors with every storage watched: an activation may write
+over its input if an operation made it, and only the activation's own backward reads it afterwards. The remaining
+modules are tested, forward and backward, before they are set.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)  # their in-place kernels ma
 def apply(model: nn.Module, example: Any, names: Sequence[str] | None = None) -> InplaceActivations:
     """Set ``inplace`` on every module of ``model`` that has it, where results stay bit for bit the same.
 
-    ``example`` is what the model is called with in training: a dictionary, a tuple or a tensor. It must stand for all
-    calls to come: the same branches are taken. ``names`` are those of an earlier handle, of the same model with the
-    same techniques in force: then nothing is tried out. Raises UnsupportedError where the model cannot run on fake
-    tensors.
+    ``example`` are inputs of the model in training: a dictionary, a tuple or a tensor. All later calls must take the
+    same branches. With ``names``, those of an earlier handle of the same model with the same techniques in force,
+    nothing is tested. Raises UnsupportedError if the model cannot run on fake tensors.
     """
     if any(isinstance(part, InplaceActivations) for part in vars(model).values()):
         raise UsageError(
@@ -42,7 +41,7 @@ def apply(model: nn.Module, example: Any, names: Sequence[str] | None = None) ->
             "They are in-place already.",
             "Remove the first handle before.",
         )
-    return InplaceActivations(model, list(_found(model, example)) if names is None else names)
+    return InplaceActivations(model, list(_inplace_bytes(model, example)) if names is None else names)
 
 
 class InplaceActivations:
@@ -63,8 +62,8 @@ class InplaceActivations:
 
 
 def options(model: nn.Module, example: Any, *, tier: str = RAM) -> list[Option]:
-    """What it saves: at most one activation's input at a time, so the largest of them. It costs nothing."""
-    saved_bytes = _found(model, example)
+    """The option of in-place activations, which saves the largest input of an activation and costs nothing."""
+    saved_bytes = _inplace_bytes(model, example)
     if not saved_bytes:
         return []
     return [Option(technique=NAME, block="", choice="inplace", saves_bytes={tier: max(saved_bytes.values())})]
@@ -73,12 +72,12 @@ def options(model: nn.Module, example: Any, *, tier: str = RAM) -> list[Option]:
 _MARK = "brim_inplace_activations"
 
 
-def _found(model: nn.Module, example: Any) -> dict[str, int]:
-    """Modules that may work in place, with the bytes of the largest input of each."""
+def _inplace_bytes(model: nn.Module, example: Any) -> dict[str, int]:
+    """The modules that may work in place, with the bytes of the largest input of each."""
     candidates = {
         name: module
         for name, module in model.named_modules()
-        if getattr(module, "inplace", None) is False and not isinstance(module, _RANDOM) and _gains(module)
+        if getattr(module, "inplace", None) is False and not isinstance(module, _RANDOM) and _is_exact(module)
     }
     for training in (True, False) if candidates else ():
         with _trial(model, training):
@@ -104,19 +103,19 @@ def _found(model: nn.Module, example: Any) -> dict[str, int]:
 
 
 def _largest_working(names: list[str], works: Callable[[Sequence[str]], bool]) -> list[str]:
-    """All of ``names`` but those that fail, found by halving."""
-    kept: list[str] = []
+    """All of ``names`` but those that fail, by bisection."""
+    working: list[str] = []
     pending = [names]
     while pending:
         group = pending.pop()
         if not group:
             continue
-        if works([*kept, *group]):
-            kept += group
+        if works([*working, *group]):
+            working += group
         elif len(group) > 1:
             middle = len(group) // 2
             pending += [group[middle:], group[:middle]]
-    return kept
+    return working
 
 
 def _set(modules: Sequence[nn.Module], inplace: bool) -> None:
@@ -124,46 +123,46 @@ def _set(modules: Sequence[nn.Module], inplace: bool) -> None:
         module.inplace = inplace  # type: ignore[assignment]  # a plain attribute of these modules
 
 
-def _gains(module: nn.Module) -> bool:
-    """Whether in place it gives the same bits, forward and backward, and keeps nothing but its output.
+def _is_exact(module: nn.Module) -> bool:
+    """Return whether the module in place gives the same bits, forward and backward, and saves its output only.
 
-    Where a derivative needs the input (SiLU), autograd copies it first and nothing is saved; where it is computed
-    from the output instead (ELU), it is rounded another way.
+    Where a derivative needs the input (SiLU), autograd copies it first, so that no memory is saved; where it is
+    computed from the output instead (ELU), it is rounded differently.
     """
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
         for dtype in (torch.float32, torch.bfloat16):
-            plain, inplace = (_once(module, dtype, inplace) for inplace in (False, True))
+            plain, inplace = (_run_once(module, dtype, inplace) for inplace in (False, True))
             if not (inplace.keeps_output_only and _same(plain.values, inplace.values)):
                 return False
     return True
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Once:
+class _SingleRun:
     values: tuple[torch.Tensor, ...]  # output and gradient
     keeps_output_only: bool
 
 
-def _once(module: nn.Module, dtype: torch.dtype, inplace: bool) -> _Once:
+def _run_once(module: nn.Module, dtype: torch.dtype, inplace: bool) -> _SingleRun:
     twin = copy.copy(module)
     vars(twin)["inplace"] = inplace
     start = torch.linspace(-8, 8, 513, dtype=dtype).requires_grad_()
-    kept: list[torch.Tensor] = []
+    saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.detach())
+        saved.append(tensor.detach())
         return tensor
 
     hidden = start * 1.0
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = type(twin).forward(twin, hidden)
     (gradient,) = torch.autograd.grad(output, start, torch.linspace(1, 3, 513, dtype=dtype))
-    own = all(tensor.untyped_storage()._cdata == output.untyped_storage()._cdata for tensor in kept)
-    return _Once(values=(output.detach(), gradient), keeps_output_only=own)
+    own = all(tensor.untyped_storage()._cdata == output.untyped_storage()._cdata for tensor in saved)
+    return _SingleRun(values=(output.detach(), gradient), keeps_output_only=own)
 
 
-def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def _same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 # -- the run on fake tensors
@@ -171,7 +170,7 @@ def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
 
 @contextmanager
 def _trial(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in one of its modes: dropout, for one, gives back its input itself in evaluation."""
+    """Set the mode of the model within: for example, dropout returns its input itself in evaluation."""
     before = [(module, module.training) for module in model.modules()]
     if not training:
         model.eval()
@@ -183,7 +182,7 @@ def _trial(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _run(model: nn.Module, example: Any, watch: _Watch | None = None) -> None:
-    """Forward and backward on fake tensors; the model's own gradients are left alone."""
+    """Run forward and backward on fake tensors, without changing the model's gradients."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         with dry_run(model, example) as inputs, ExitStack() as stack:
@@ -192,7 +191,8 @@ def _run(model: nn.Module, example: Any, watch: _Watch | None = None) -> None:
                 stack.enter_context(watch.hooked())
                 stack.enter_context(watch)
             output = call_with(model, inputs)
-            outputs = [value for value in tree_leaves(_parts(output)) if isinstance(value, torch.Tensor)]
+            tree = dict(output) if isinstance(output, Mapping) else output
+            outputs = [value for value in tree_leaves(tree) if isinstance(value, torch.Tensor)]
             if watch is not None:
                 watch.outputs(outputs)
             loss = [value.sum() for value in outputs if value.requires_grad]
@@ -206,29 +206,23 @@ def _run(model: nn.Module, example: Any, watch: _Watch | None = None) -> None:
         ) from error
 
 
-def _parts(made: Any) -> Any:
-    return dict(made) if isinstance(made, Mapping) else made
-
-
 @dataclass
 class _Call:
-    """One call of an activation."""
-
     module: nn.Module
-    given: torch.Tensor  # held, so that its storage is not another's later
-    node: Any  # of autograd, that made the output
+    input: torch.Tensor  # kept alive, so that no other tensor gets its storage
+    node: Any  # the output's grad_fn
     allowed: bool = True
 
 
 @dataclass
 class _Storages:
-    made: set[int] = field(default_factory=set)  # by an operation, in this run
-    held: list[torch.Tensor] = field(default_factory=list)
+    created: set[int] = field(default_factory=set)  # by an operation, in this run
+    alive: list[torch.Tensor] = field(default_factory=list)
     watched: dict[int, list[_Call]] = field(default_factory=dict)
 
 
 class _Watch(TorchDispatchMode):
-    """Sees who reads what an activation was given, after the activation is done with it."""
+    """Watches for reads of an activation's input after the activation."""
 
     def __init__(self, candidates: Mapping[str, nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -237,16 +231,16 @@ class _Watch(TorchDispatchMode):
         self._storages = _Storages()
 
     def allows(self, module: nn.Module) -> bool:
-        """In all of its calls, and it was called."""
+        """Return whether the module was called, and may work in place in all of its calls."""
         calls = [call for call in self._calls if call.module is module]
         return bool(calls) and all(call.allowed for call in calls)
 
     def largest_bytes(self, module: nn.Module) -> int:
-        return max(call.given.untyped_storage().nbytes() for call in self._calls if call.module is module)
+        return max(call.input.untyped_storage().nbytes() for call in self._calls if call.module is module)
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        hooks = [module.register_forward_hook(self._done) for module in self._candidates]
+        hooks = [module.register_forward_hook(self._note_call) for module in self._candidates]
         try:
             yield
         finally:
@@ -254,7 +248,7 @@ class _Watch(TorchDispatchMode):
                 hook.remove()
 
     def outputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        """What the model gives to its caller is read by the caller."""
+        """Count the outputs of the model as read, by its caller."""
         self._read(tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -266,24 +260,24 @@ class _Watch(TorchDispatchMode):
         seen = {_storage(tensor) for tensor in read}
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and _storage(tensor) not in seen:
-                self._storages.made.add(_storage(tensor))
-                self._storages.held.append(tensor.detach())
+                self._storages.created.add(_storage(tensor))
+                self._storages.alive.append(tensor.detach())
         return result
 
     def _read(self, tensors: Sequence[torch.Tensor]) -> None:
-        # Backward formulas run without gradients; what is computed again for a checkpoint runs with them.
+        # Backward formulas run without gradients, the recomputation of a checkpoint with them.
         node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
         for tensor in tensors:
             for call in self._storages.watched.get(_storage(tensor), ()):
                 if node is None or node is not call.node:
                     call.allowed = False
 
-    def _done(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _note_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         input = args[0] if args else None
         if not isinstance(input, torch.Tensor) or not isinstance(output, torch.Tensor):
             return
         storage = _storage(input)
-        call = _Call(module, input, output.grad_fn, allowed=storage in self._storages.made)
+        call = _Call(module, input, output.grad_fn, allowed=storage in self._storages.created)
         self._calls.append(call)
         self._storages.watched.setdefault(storage, []).append(call)
 

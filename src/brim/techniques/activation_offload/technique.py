@@ -1,7 +1,7 @@
-"""Activation offload: what autograd saves inside of chosen blocks leaves the compute tier until backward needs it.
+"""Activation offload: tensors that autograd saves in chosen blocks leave the compute tier until backward needs them.
 
-From VRAM it goes to RAM, from RAM to disk, while forward goes on; it comes back in the reverse order while backward
-goes on. The same bytes come back to the same strides, so gradients are plain PyTorch's bit for bit.
+They go from VRAM to RAM, or from RAM to disk, during forward, and come back in reverse order during backward. The
+same bytes come back with the same strides, so gradients are plain PyTorch's bit for bit.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from brim.core.hardware import VRAM
 from brim.errors import UsageError
 from brim.memory.pool import PAGE_BYTES
 from brim.memory.tiers import Memory
-from brim.techniques.activation_offload.activations import Activations, Saved
-from brim.techniques.activation_offload.ways import ToDisk, ToRam, way_for
+from brim.techniques.activation_offload.activations import Activations, ToDisk, ToRam, destination_for
 from brim.techniques.base import Option
-from brim.techniques.saved_tensor_hooks import Saving, is_recomputed, keepers_in_force
+from brim.techniques.saved_tensor_hooks import Saving, Unpack, active_packers, is_recomputed
 
 NAME = "activation_offload"
 
-# A view of so small a part of its storage is most likely of something that stays anyway, such as a data set.
+# A tensor with a smaller share of its storage is most likely a view of memory that stays anyway, such as a data set.
 _LARGEST_SHARE = 16
 _LEAST_BYTES = 2 * PAGE_BYTES
 
@@ -34,13 +33,13 @@ _LEAST_BYTES = 2 * PAGE_BYTES
 def options(
     trace: Trace, blocks: Sequence[str], *, compute: str = VRAM, smallest_bytes: int | None = None
 ) -> list[Option]:
-    """One option per block: its activations go to RAM (``compute`` is VRAM) or to disk (it is RAM).
+    """An option for each block to offload its activations to RAM (``compute`` is VRAM) or to disk (it is RAM).
 
-    ``trace`` is of training steps without the technique; its last step is looked at. Blocks whose activations are all
-    smaller than ``smallest_bytes`` have none.
+    They are computed from the last step of ``trace``, a training without the technique. Blocks whose activations are
+    all smaller than ``smallest_bytes`` have no option.
     """
-    way = ToRam if compute == VRAM else ToDisk
-    least_bytes = way.smallest_bytes if smallest_bytes is None else smallest_bytes
+    destination = ToRam if compute == VRAM else ToDisk
+    least_bytes = destination.smallest_bytes if smallest_bytes is None else smallest_bytes
     begin = trace.step_starts[-1]
     offers = []
     for block in blocks:
@@ -51,9 +50,11 @@ def options(
             if not block or storage.module == block or storage.module.startswith(f"{block}.")
         )
         if count:
-            moves = {(compute, way.tier): count, (way.tier, compute): count}
-            saves = {compute: count, way.tier: -count}
-            offers.append(Option(technique=NAME, block=block, choice=way.tier, saves_bytes=saves, moves_bytes=moves))
+            moves = {(compute, destination.tier): count, (destination.tier, compute): count}
+            saves = {compute: count, destination.tier: -count}
+            offers.append(
+                Option(technique=NAME, block=block, choice=destination.tier, saves_bytes=saves, moves_bytes=moves)
+            )
     return offers
 
 
@@ -65,12 +66,12 @@ def apply(
     smallest_bytes: int | None = None,
     window_bytes: int | None = None,
 ) -> ActivationOffload:
-    """Offload what autograd saves inside of ``blocks``, names of submodules ("" is the model itself).
+    """Offload the tensors that autograd saves in ``blocks``, names of submodules ("" is the model itself).
 
-    Where VRAM is the compute tier it goes to RAM, where RAM is, to disk. Storages of less than ``smallest_bytes``
-    (1 MiB on the way to RAM, 256 KiB on the way to disk) stay, and so do parameters and buffers and what lies in the
-    pools. At most ``window_bytes`` (256 MiB, 64 MiB) of what was saved wait in the compute tier during forward, and
-    as many come back ahead of use during backward; a smaller window takes less memory and hides less of the copies.
+    They go to RAM where VRAM is the compute tier, else to disk. Storages of less than ``smallest_bytes`` (1 MiB to
+    RAM, 256 KiB to disk), parameters, buffers and memory of the pools stay. At most ``window_bytes`` (256 MiB, 64
+    MiB) of saved tensors wait in the compute tier during forward, and as many are fetched ahead of use during
+    backward; a smaller window takes less memory and hides less of the copies.
 
     Raises UsageError for a block that does not exist, is never called or is offloaded already. A step raises
     BudgetError when the pools or the disk's budget have no room, and TransferError when the disk fails; the next step
@@ -78,31 +79,34 @@ def apply(
     """
     paths = dict(model.named_modules(remove_duplicate=False))
     _check(model, blocks, paths)
-    way = way_for(memory)
-    least_bytes = max(_LEAST_BYTES, way.smallest_bytes if smallest_bytes is None else smallest_bytes)
-    activations = Activations(way, window_bytes=way.window_bytes if window_bytes is None else window_bytes)
-    return ActivationOffload([paths[block] for block in blocks], _Rules(memory, least_bytes, activations))
+    destination = destination_for(memory)
+    least_bytes = max(_LEAST_BYTES, destination.smallest_bytes if smallest_bytes is None else smallest_bytes)
+    activations = Activations(
+        destination, window_bytes=destination.window_bytes if window_bytes is None else window_bytes
+    )
+    return ActivationOffload([paths[block] for block in blocks], _Selection(memory, least_bytes, activations))
 
 
 def _check(model: nn.Module, blocks: Sequence[str], paths: dict[str, nn.Module]) -> None:
-    asked = f"Cannot offload the activations of {list(blocks)} of {type(model).__name__}."
+    problem = f"Cannot offload the activations of {list(blocks)} of {type(model).__name__}."
     if not blocks or isinstance(blocks, str):
-        raise UsageError(asked, "The list is empty.", "Give a list of names of submodules.")
+        raise UsageError(problem, "The list is empty.", "Give a list of names of submodules.")
     missing = [block for block in blocks if block not in paths]
     if missing:
-        raise UsageError(asked, f"The model has no part {missing[0]!r}.", "Use names of named_modules().")
+        raise UsageError(problem, f"The model has no part {missing[0]!r}.", "Use names of named_modules().")
     for block in blocks:
         if type(paths[block]).forward is nn.Module.forward:
             raise UsageError(
-                asked, f"{block!r} is never called: it only holds other modules.", "Name the modules that it holds."
+                problem, f"{block!r} is never called: it only holds other modules.", "Name the modules that it holds."
             )
     for path, module in paths.items():
-        if any(isinstance(layer, _Bracket) for layer in _layers(module)):
-            raise UsageError(asked, f"{path or 'It'!r} is offloaded already.", "Call remove() of that handle first.")
+        if any(isinstance(layer, _Wrapper) for layer in _wrapped_forwards(module)):
+            raise UsageError(
+                problem, f"{path or 'It'!r} is offloaded already.", "Call remove() of that handle first."
+            )
 
 
-def _layers(module: nn.Module) -> Iterator[object]:
-    """What stands in for the class's ``forward``, outermost first."""
+def _wrapped_forwards(module: nn.Module) -> Iterator[object]:
     layer = vars(module).get("forward")
     while layer is not None:
         yield layer
@@ -112,40 +116,40 @@ def _layers(module: nn.Module) -> Iterator[object]:
 class ActivationOffload:
     """The handle: the technique in force on some blocks."""
 
-    def __init__(self, modules: Sequence[nn.Module], rules: _Rules) -> None:
-        self.smallest_bytes = rules.smallest_bytes
-        self.window_bytes = rules.activations.window_bytes
-        self._rules: _Rules | None = rules
-        self._brackets: list[_Bracket] = []
+    def __init__(self, modules: Sequence[nn.Module], selection: _Selection) -> None:
+        self.smallest_bytes = selection.smallest_bytes
+        self.window_bytes = selection.activations.window_bytes
+        self._selection: _Selection | None = selection
+        self._wrappers: list[_Wrapper] = []
         for module in {id(module): module for module in modules}.values():
-            self._brackets.append(_Bracket(module, "forward", rules))
-            # transformers checkpoints around the whole call, hooks included: what that saves is the block's too.
+            self._wrappers.append(_Wrapper(module, "forward", selection))
+            # transformers checkpoints the entire call, hooks included, which saves tensors of the block, too.
             if "_gradient_checkpointing_func" in vars(module):
-                self._brackets.append(_Bracket(module, "_gradient_checkpointing_func", rules))
+                self._wrappers.append(_Wrapper(module, "_gradient_checkpointing_func", selection))
 
     @property
     def misses(self) -> int:
-        """Activations that backward had to wait for from the start: their order was not foreseen."""
-        return self._rules.activations.misses if self._rules is not None else 0
+        """The number of activations that backward needed before they were fetched: their order was not predicted."""
+        return self._selection.activations.misses if self._selection is not None else 0
 
     def settle(self) -> None:
-        """Give back what belonged to graphs that are gone, and memory that is kept for the next step."""
-        if self._rules is not None:
-            self._rules.activations.settle()
+        """Free the memory of deleted graphs, and that cached for the next step."""
+        if self._selection is not None:
+            self._selection.activations.settle()
 
     def remove(self) -> None:
         """Give the blocks back as they were. A second call does nothing.
 
-        A graph that is still there keeps what it needs, as long as the memory is not closed.
+        An existing graph can still be differentiated, as long as the memory is not closed.
         """
-        for bracket in reversed(self._brackets):
-            bracket.remove()
+        for wrapper in reversed(self._wrappers):
+            wrapper.remove()
         self.settle()
-        self._brackets, self._rules = [], None
+        self._wrappers, self._selection = [], None
 
 
-class _Rules:
-    """What is taken, from which blocks, and where to."""
+class _Selection:
+    """Selects the tensors to offload."""
 
     def __init__(self, memory: Memory, smallest_bytes: int, activations: Activations) -> None:
         self.smallest_bytes, self.activations = smallest_bytes, activations
@@ -154,7 +158,7 @@ class _Rules:
         self._device, self._fake = memory.device, memory.fake
 
     def takes(self, tensor: torch.Tensor, own: frozenset[int]) -> bool:
-        """Whether ``tensor`` may leave: dense memory on the compute device that is nobody's but autograd's."""
+        """Return whether to offload ``tensor``: dense memory on the compute device that only autograd uses."""
         if type(tensor) is not self._type or tensor.layout is not torch.strided:
             return False
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_quantized:
@@ -165,7 +169,7 @@ class _Rules:
         count = storage.nbytes()
         if count < self.smallest_bytes or count > _LARGEST_SHARE * _span_bytes(tensor) or storage._cdata in own:
             return False
-        # A weight that is used as it is or transposed: wherever it rests, it is not an activation.
+        # A weight, or a view of it such as its transpose, is not an activation.
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return False
         if any(pool.owns(tensor) for pool in self._pools):
@@ -174,34 +178,34 @@ class _Rules:
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
-    """From the first to the last element, as they lie in memory."""
+    """The bytes from the first to the last element in memory."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
 
-class _Call:
-    """One call of a block: the keeper of what is saved in it."""
+class _CallPacker:
+    def __init__(self, selection: _Selection, module: nn.Module) -> None:
+        self.selection = selection
+        tensors = [*module.parameters(), *module.buffers()]  # at this call: they may be elsewhere in the next
+        self._storages = frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
 
-    def __init__(self, rules: _Rules, module: nn.Module) -> None:
-        self.rules = rules
-        tensors = [*module.parameters(), *module.buffers()]  # now: they may be elsewhere in the next call
-        self._own = frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
-
-    def pack(self, tensor: torch.Tensor) -> Saved | None:
-        return self.rules.activations.keep(tensor) if self.rules.takes(tensor, self._own) else None
+    def pack(self, tensor: torch.Tensor) -> Unpack | None:
+        return (
+            self.selection.activations.keep(tensor).unpack if self.selection.takes(tensor, self._storages) else None
+        )
 
 
-class _Bracket:
-    """Stands for one of a module's functions, and sees what is saved in it.
+class _Wrapper:
+    """Wraps a function of a module with hooks for saved tensors.
 
-    Around the function and not in hooks: after Ctrl-C PyTorch calls none, and the thread would keep our hooks.
+    Not with forward hooks: PyTorch calls none after Ctrl-C, and the thread would keep the saved-tensor hooks.
     """
 
-    def __init__(self, module: nn.Module, name: str, rules: _Rules) -> None:
-        self._module, self._name, self._rules = module, name, rules
-        self._own: Callable[..., Any] | None = vars(module).get(name)  # None: the class's
+    def __init__(self, module: nn.Module, name: str, selection: _Selection) -> None:
+        self._module, self._name, self._selection = module, name, selection
+        self._before: Callable[..., Any] | None = vars(module).get(name)  # None: the class's
         self._active = True
         self.__wrapped__: Callable[..., Any]
         functools.update_wrapper(self, getattr(module, name), updated=())
@@ -210,26 +214,26 @@ class _Bracket:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._sees():
             return self.__wrapped__(*args, **kwargs)
-        with Saving(_Call(self._rules, self._module)):
+        with Saving(_CallPacker(self._selection, self._module)):
             return self.__wrapped__(*args, **kwargs)
 
     def _sees(self) -> bool:
-        """Whether something is saved for later: not by what backward computes again, which it needs at once."""
+        """Return whether tensors are saved for a later backward pass, and not in a recomputation within it."""
         if not self._active or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return False
         if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None or is_recomputed():
             return False
-        return not any(isinstance(k, _Call) and k.rules is self._rules for k in keepers_in_force())
+        return not any(isinstance(k, _CallPacker) and k.selection is self._selection for k in active_packers())
 
     def remove(self) -> None:
-        self._active = False  # if another technique has put itself around, it will go on calling this
+        self._active = False  # a wrapper of another technique may still call this one
         if vars(self._module).get(self._name) is self:
-            if self._own is None:
+            if self._before is None:
                 del vars(self._module)[self._name]
             else:
-                vars(self._module)[self._name] = self._own
+                vars(self._module)[self._name] = self._before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the module is a plain one."""
+        """The function of a copied module, which is not wrapped."""
         copied = memo[id(self._module)]
-        return getattr(type(copied), self._name).__get__(copied) if self._own is None else self._own
+        return getattr(type(copied), self._name).__get__(copied) if self._before is None else self._before

@@ -1,18 +1,19 @@
-"""Checkpointing: a block keeps what it was given, and its backward computes the rest again.
+"""Checkpointing: a block saves its inputs, and backward recomputes the rest.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174. Selective: the outputs of matrix
-products and attention are kept (many flops for each byte), all else is computed again (many bytes for each flop), as
-in Korthikanti et al., arXiv 2205.05198. Alternate: selective, with the first, third, ... of a block's matrix products
-kept only, as torchtitan's ``selective_ac_option = "op"`` does. Underneath is the non-reentrant
-``torch.utils.checkpoint``.
+products and attention are saved (many flops for each byte), all else is recomputed (many bytes for each flop), as in
+Korthikanti et al., arXiv 2205.05198. Alternate: selective, with only the first, third, ... of a block's matrix
+products saved, as torchtitan's ``selective_ac_option = "op"`` does. It uses the non-reentrant
+``torch.utils.checkpoint``, which restores RNG state and autocast.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,26 +22,18 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from brim.core import Category, Hardware, Op, Phase, Storage, Trace
-from brim.errors import UsageError
+from brim.errors import UnsupportedError, UsageError
 from brim.predict.cost import base_name, op_s
-from brim.techniques.base import Option
+from brim.techniques.base import Option, StandIn, in_force
 from brim.techniques.blocks import Block, Partition, is_container, tensor_bytes
-from brim.techniques.checkpointing.recomputing import (
-    BuffersBefore,
-    Together,
-    Unwritten,
-    copy_of_cache,
-    is_cache,
-)
-from brim.techniques.forward_override import StandIn, in_force
 
 NAME = "checkpointing"
 NONE, SELECTIVE, ALTERNATE, FULL = "none", "selective", "alternate", "full"
 CHOICES = (NONE, SELECTIVE, ALTERNATE, FULL)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
-# What selective checkpointing keeps: products and attention.
-KEPT = (
+# The operations whose outputs selective checkpointing saves: products and attention.
+SAVED = (
     "mm", "addmm", "bmm", "convolution", "_grouped_mm", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -50,14 +43,14 @@ KEPT = (
 def blocks(model: nn.Module) -> list[str]:
     """The parts of repeated containers, in definition order: decoder layers, residual blocks.
 
-    A stage, which only holds further repeated parts, is opened. Leaves are never blocks of their own: they keep
-    about what they were given anyway.
+    A stage, which only contains further repeated parts, is opened. Leaves are never blocks: they save about as much
+    as their inputs anyway.
     """
     return list(_parts(model, "", False))
 
 
 def partition_of(model: nn.Module) -> Partition:
-    """``blocks`` as a partition of ``model``, however few weights they have, for plans in which weights stay."""
+    """``blocks`` as a partition of ``model``, for plans in which all weights are resident."""
     named = list(model.named_parameters())
     blocks_found = []
     for path in blocks(model):
@@ -72,7 +65,7 @@ def partition_of(model: nn.Module) -> Partition:
 
 
 def every(model: nn.Module, k: int) -> dict[str, str]:
-    """Full checkpointing of every ``k``-th block, the first included, and of none else; for ``apply``."""
+    """The choices for ``apply`` of full checkpointing of every ``k``-th block, starting with the first."""
     if type(k) is not int or k < 1:
         raise UsageError(f"Cannot checkpoint every {k!r}-th block.", "It must be a whole number from 1.")
     return {name: FULL if index % k == 0 else NONE for index, name in enumerate(blocks(model))}
@@ -82,8 +75,8 @@ def apply(model: nn.Module, choices: Mapping[str, str]) -> Checkpointing:
     """Checkpoint modules of ``model`` by their paths, each by its choice of ``CHOICES``.
 
     It acts in training mode with gradients enabled only. Losses, gradients and buffers are bit for bit those of the
-    model without it. A key-value cache that is passed through such a block keeps what it had but is not appended to,
-    with one warning (``use_cache=False`` avoids it).
+    model without it. A key-value cache that is passed to such a block is not appended to, with a warning
+    (``use_cache=False`` avoids it).
 
     Raises UsageError for an unknown path or choice, a block inside another one, or a block that is checkpointed
     already, by brim or by its own library.
@@ -96,7 +89,7 @@ def apply(model: nn.Module, choices: Mapping[str, str]) -> Checkpointing:
 
 
 class Checkpointing:
-    """The handle: which blocks are checkpointed, and how."""
+    """The handle. ``choices`` are those of the checkpointed blocks."""
 
     def __init__(self, chosen: Mapping[str, tuple[nn.Module, str]]) -> None:
         self.choices = {name: choice for name, (_, choice) in chosen.items()}
@@ -118,7 +111,7 @@ class Checkpointing:
 
 
 class _Checkpointed(StandIn):
-    """As hooks stay outside, they are not run a second time."""
+    """A checkpointed forward; the module's hooks stay outside and are not repeated."""
 
     def __init__(self, module: nn.Module, choice: str, on_cache: Callable[[], None]) -> None:
         super().__init__(module)
@@ -133,12 +126,12 @@ class _Checkpointed(StandIn):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # imports the compiler when called, not when defined
     def _outside_graph(self, *args: Any, **kwargs: Any) -> Any:
-        """Contexts of checkpoints cannot be compiled: a graph ends before the block and another begins after it."""
+        """Break the graph around the block: the contexts of checkpoints cannot be compiled."""
         return self._checkpointed(*args, **kwargs)
 
     def _checkpointed(self, *args: Any, **kwargs: Any) -> Any:
         names, count = tuple(kwargs), len(args)
-        # By position: torch.utils.checkpoint keeps those through saved-tensor hooks, others by reference.
+        # By position: torch.utils.checkpoint saves these through saved-tensor hooks, others by reference.
         arguments = [copy_of_cache(value) if is_cache(value) else value for value in (*args, *kwargs.values())]
         caches = [value for value in arguments if is_cache(value)]
         unwritten = Unwritten(caches)
@@ -162,44 +155,44 @@ class _Checkpointed(StandIn):
 
 
 def selective_contexts(*, alternate: bool = False) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """For ``torch.utils.checkpoint``'s ``context_fn``: what is in ``KEPT`` is kept, the rest computed again;
-    ``alternate``: every other matrix product too."""
-    kept = [getattr(torch.ops.aten, name).default for name in KEPT]
+    """The contexts, for ``torch.utils.checkpoint``'s ``context_fn``, that save the outputs of ``SAVED`` operations;
+    with ``alternate`` those of every other matrix product only."""
+    saved = [getattr(torch.ops.aten, name).default for name in SAVED]
     product = torch.ops.aten.mm.default
-    # Apart, as some versions of PyTorch ask again while they compute again and others remember what was said.
+    # Counted apart, as some versions of PyTorch call the policy again while they recompute and others do not.
     products = {again: itertools.count() for again in (False, True)}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = op in kept and not (op is product and next(products[context.is_recompute]) % 2)
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+        saves = op in saved and not (op is product and next(products[context.is_recompute]) % 2)
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = create_selective_checkpoint_contexts(
-        policy if alternate else kept
+        policy if alternate else saved
     )
     return contexts
 
 
 def options(trace: Trace, hardware: Hardware, names: Sequence[str]) -> list[Option]:
-    """What each block of ``names`` would save and cost, from the last step of a ``trace`` without checkpointing."""
+    """The options of each block of ``names``, from the last step of a ``trace`` without checkpointing."""
     start = trace.step_starts[-1]
     ops = sorted((op for op in trace.ops if op.at >= start and op.phase is Phase.FORWARD), key=lambda op: op.at)
     activations = [s for s in trace.storages if s.category is Category.ACTIVATION and s.born >= start]
-    made_by = {storage.id: _maker(ops, storage) for storage in activations}
+    makers = {storage.id: _maker(ops, storage) for storage in activations}
     rows = []
     for name in names:
         inside = sorted((s for s in activations if _within(s.module, name)), key=lambda s: s.born)
         again = [op for op in ops if _within(op.module, name)]
         for choice in (SELECTIVE, FULL):
-            kept = choice == SELECTIVE
-            # The last one made is the block's output, which the next block is given and keeps.
-            saved = [s for s in inside[:-1] if not (kept and made_by[s.id] in KEPT)]
-            seconds = sum(op_s(op, hardware) for op in again if not (kept and base_name(op.name) in KEPT))
+            selective = choice == SELECTIVE
+            # The last storage is the block's output, which the next block saves.
+            freed = [s for s in inside[:-1] if not (selective and makers[s.id] in SAVED)]
+            seconds = sum(op_s(op, hardware) for op in again if not (selective and base_name(op.name) in SAVED))
             rows.append(
                 Option(
                     technique=NAME,
                     block=name,
                     choice=choice,
-                    saves_bytes={hardware.compute: sum(s.bytes for s in saved)},
+                    saves_bytes={hardware.compute: sum(s.bytes for s in freed)},
                     compute_s=seconds,
                 )
             )
@@ -226,12 +219,12 @@ def _parts(module: nn.Module, path: str, repeated: bool) -> Iterator[str]:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Whether its own repeated parts are what it is made of: a container, or the owner of one above all else."""
+    """Return whether a module consists mostly of repeated parts: a container, or the owner of a large one."""
     if isinstance(module, _CONTAINERS):
         return any(_is_composite(child) for child in module.children())
     inner = [child for child in module.children() if isinstance(child, _CONTAINERS)]
     if len(inner) != 1 or len({type(part) for part in inner[0].children()}) != 1:
-        return False  # parts of several kinds make up one block (T5's attention and feed-forward)
+        return False  # parts of several kinds are a single block (T5's attention and feed-forward)
     composite = all(_is_composite(part) for part in inner[0].children())
     return composite and 2 * _count(inner[0]) > _count(module) > 0
 
@@ -276,3 +269,104 @@ def _refuse(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> N
                 f"Its library checkpoints {type(part).__name__} already.",
                 "Call the model's gradient_checkpointing_disable() first.",
             )
+
+
+class BuffersBefore:
+    """A context that restores the present buffers of ``module``, for the recomputation of its forward.
+
+    Batch norm and spectral norm write to their buffers in forward; a second write would change the statistics. Copies
+    replace the module's own buffers and are dropped. It may be entered more than once.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        with torch.no_grad():
+            self._copies = [
+                (owner, name, buffer.clone())
+                for owner in module.modules()
+                for name, buffer in owner._buffers.items()
+                if buffer is not None
+            ]
+        self._live: list[torch.Tensor | None] = []
+
+    def __enter__(self) -> None:
+        self._live = [owner._buffers[name] for owner, name, _ in self._copies]
+        with torch.no_grad():
+            for owner, name, before in self._copies:
+                owner._buffers[name] = before.clone()
+
+    def __exit__(self, *_: object) -> None:
+        for (owner, name, _before), live in zip(self._copies, self._live, strict=True):
+            owner._buffers[name] = live
+        self._live = []
+
+
+class Together:
+    """Several reusable context managers as a single one."""
+
+    def __init__(self, *parts: AbstractContextManager[Any]) -> None:
+        self._parts = parts
+
+    def __enter__(self) -> None:
+        for part in self._parts:
+            part.__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        for part in reversed(self._parts):
+            part.__exit__(*failure)
+
+
+def is_cache(value: object) -> bool:
+    """Return whether ``value`` is a key-value cache like those of transformers, which forward appends to."""
+    return not isinstance(value, type) and all(hasattr(value, name) for name in ("update", "get_seq_length"))
+
+
+def copy_of_cache(cache: Any) -> Any:
+    """A copy of a cache with the same tensors, which can be appended to without changing the original."""
+    copied = copy.copy(cache)
+    for name, value in vars(copied).items():
+        vars(copied)[name] = _copy_of_part(value)
+    return copied
+
+
+def _is_part(value: object) -> bool:
+    """Return whether ``value`` is a layer of a cache, or a cache in a cache."""
+    return is_cache(value) or (hasattr(value, "update_conv_state") and not isinstance(value, type))
+
+
+def _copy_of_part(value: Any) -> Any:
+    if _is_part(value):
+        return copy_of_cache(value)
+    if isinstance(value, list):
+        return [_copy_of_part(item) for item in value]
+    if type(value) is dict:
+        return {name: _copy_of_part(item) for name, item in value.items()}
+    return value
+
+
+class Unwritten:
+    """Checks that no existing tensor of a cache is written to: the recomputation would write it again."""
+
+    def __init__(self, caches: Iterable[Any]) -> None:
+        self._versions = [(tensor, tensor._version) for cache in caches for tensor in _tensors(vars(cache))]
+
+    def check(self, block: nn.Module) -> None:
+        """Raise UnsupportedError if a tensor was written to."""
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise UnsupportedError(
+                f"Cannot checkpoint {type(block).__name__} with a cache that it writes to in place.",
+                "Its forward pass runs again during backward and would write a second time.",
+                "Pass use_cache=False, or leave this block out.",
+            )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif _is_part(value):
+        yield from _tensors(vars(value))

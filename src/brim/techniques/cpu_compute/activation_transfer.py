@@ -1,4 +1,4 @@
-"""Activations that go from the compute tier to RAM and back, around a call that the CPU computes."""
+"""Copies of activations from the compute tier to RAM and back, around a call that the CPU computes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from brim.core.hardware import RAM
 from brim.memory.layout import PACKED_ALIGNMENT_BYTES
 from brim.memory.pool import PAGE_BYTES, Buffer, round_up
 from brim.memory.tiers import Memory
+from brim.techniques.blocks import tensor_bytes
 
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 _CHANGEABLE = (list, dict, OrderedDict, defaultdict)
 
 
 class ActivationTransfer:
-    """The way of activations between the tiers: through one buffer of page-locked RAM.
+    """Copies activations between the tiers through a buffer of page-locked RAM.
 
-    What arrives is memory of its own, with the strides it had: who keeps a tensor keeps it. The buffer begins with
-    ``bytes`` and grows where a call needs more; then BudgetError is raised where the pool has no room.
+    The copies have memory of their own, with the same strides, so that they may be kept. The buffer grows where a
+    call needs more; then BudgetError is raised if the pool has no room.
 
-    Copies go in the order of compute. In the queue that prefetches blocks they would wait for whole blocks.
+    Copies are ordered with compute. In the queue that prefetches blocks they would wait for entire blocks.
     """
 
-    def __init__(self, memory: Memory, bytes: int) -> None:
+    def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self._buffer: Buffer | None = None
-        self._make_room(bytes)
 
     def free(self) -> None:
         if self._buffer is not None:
@@ -40,14 +40,14 @@ class ActivationTransfer:
             self._buffer = None
 
     def call(self, function: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``function`` in RAM: its arguments are there, and what it returns or changes in place comes back."""
+        """Call ``function`` with its arguments in RAM, and copy its result and in-place changes back."""
         visit = _Visit(self, label, args, kwargs)
         return visit.come_back(function(*visit.args, **visit.kwargs))
 
-    def there(self, tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
-        """Copies in RAM, once all compute that makes them is done."""
+    def to_ram(self, tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
+        """Copy tensors to RAM, after all compute on them."""
         engine, tier = self.memory.engine, self.memory.compute.tier
-        # In-place changes must show in the versions of what arrives, so it is not made in inference mode.
+        # In-place changes must show in the versions of the copies, which inference mode would not count.
         with torch.inference_mode(False), torch.no_grad():
             dense = [_dense(tensor) for tensor in tensors]
             parts = self._parts(dense)
@@ -56,8 +56,8 @@ class ActivationTransfer:
             engine.finish(engine.mark())
             return [_like(tensor, part) for tensor, part in zip(tensors, parts, strict=True)]
 
-    def back(self, tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
-        """Copies in the compute tier, for compute that is asked for from now on."""
+    def to_device(self, tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
+        """Copy tensors to the compute tier, for compute that is queued from now on."""
         memory, moved = self.memory, []
         dense = [_dense(tensor) for tensor in tensors]
         for tensor, source, part in zip(tensors, dense, self._parts(dense), strict=True):
@@ -69,28 +69,28 @@ class ActivationTransfer:
         return moved
 
     def _parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A place in the buffer for each, of its shape."""
+        """A part of the buffer for each tensor, in its shape."""
         begins, end = [], 0
         for tensor in tensors:
             begins.append(end)
-            end = round_up(end + tensor.numel() * tensor.element_size(), PACKED_ALIGNMENT_BYTES)
-        self._make_room(end)
+            end = round_up(end + tensor_bytes(tensor), PACKED_ALIGNMENT_BYTES)
+        self.make_room(end)
         if self._buffer is None:  # they are all empty
-            return [torch.empty_like(tensor, device=_CPU) for tensor in tensors]
-        whole = self._buffer.tensor
+            return [torch.empty_like(tensor, device=CPU) for tensor in tensors]
+        buffer = self._buffer.tensor
         return [
-            whole[begin : begin + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+            buffer[begin : begin + tensor_bytes(t)].view(t.dtype).view(t.shape)
             for begin, t in zip(begins, tensors, strict=True)
         ]
 
-    def _make_room(self, bytes: int) -> None:
+    def make_room(self, bytes: int) -> None:
         if bytes > (0 if self._buffer is None else self._buffer.bytes):
             self.free()
             self._buffer = self.memory.ram.allocate(round_up(bytes, PAGE_BYTES), "transfer buffer")
 
 
 class _Visit:
-    """One call: its arguments in RAM, and what is to become of them."""
+    """The arguments of a call in RAM, and the copy of its results back."""
 
     def __init__(
         self, transfer: ActivationTransfer, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -98,22 +98,22 @@ class _Visit:
         self._transfer, self._label = transfer, label
         tensors = _tensors([args, kwargs])
         self._originals = [t for t in tensors if t.device.type == transfer.memory.device.type]
-        self._copies = transfer.there(self._originals, label)
+        self._copies = transfer.to_ram(self._originals, label)
         self._versions = [copied._version for copied in self._copies]
         moved = {id(o): c for o, c in zip(self._originals, self._copies, strict=True)}
-        self._stay = [t for t in tensors if id(t) not in moved]  # on the CPU anyway
+        self._stay = [t for t in tensors if id(t) not in moved]  # on the CPU already
         mapping = _Mapping(lambda t: moved.get(id(t), t))
         self.args, self.kwargs = tuple(mapping(value) for value in args), {k: mapping(v) for k, v in kwargs.items()}
         self._containers = [pair for pair in mapping.met.values() if type(pair[0]) in _CHANGEABLE]
 
-    def come_back(self, made: Any) -> Any:
-        """``made`` with its tensors in the compute tier; arguments that were changed in place are changed there."""
+    def come_back(self, output: Any) -> Any:
+        """``output`` with its tensors in the compute tier; in-place changes of arguments are copied there."""
         home = {id(c): o for o, c in zip(self._originals, self._copies, strict=True)} | {id(t): t for t in self._stay}
         versioned_copies = zip(self._copies, self._versions, strict=True)
         changed = [copied for copied, version in versioned_copies if copied._version != version]
-        everything = [made, *(inside for _, inside in self._containers)]
-        new = [t for t in _tensors(everything) if id(t) not in home and t.device.type == _CPU.type]
-        arrived = self._transfer.back([*changed, *new], self._label)
+        everything = [output, *(inside for _, inside in self._containers)]
+        new = [t for t in _tensors(everything) if id(t) not in home and t.device.type == CPU.type]
+        arrived = self._transfer.to_device([*changed, *new], self._label)
         for copied, value in zip(changed, arrived, strict=False):
             home[id(copied)].copy_(value)
         home |= {id(t): value for t, value in zip(new, arrived[len(changed) :], strict=True)}
@@ -122,11 +122,11 @@ class _Visit:
             mapping.met[id(inside)] = inside, outside
         for outside, inside in self._containers:
             _refill(outside, mapping.children(inside))
-        return mapping(made)
+        return mapping(output)
 
 
 class _Mapping:
-    """Copies nested containers with other tensors in them. One that has no other tensors is itself.
+    """Copies nested containers with other tensors in them; those without other tensors are not copied.
 
     A container that occurs again is replaced by the same copy. Special containers (a cache) stay as they are.
     """
@@ -141,7 +141,7 @@ class _Mapping:
         if id(value) in self.met:
             return self.met[id(value)][1]
         if isinstance(value, (list, tuple, dict)):
-            self.met[id(value)] = value, value  # for one that pytree does not know
+            self.met[id(value)] = value, value  # for a container that pytree does not know
             self.met[id(value)] = value, self.children(value)
             return self.met[id(value)][1]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -149,7 +149,6 @@ class _Mapping:
         return value
 
     def children(self, value: Any) -> Any:
-        """A container's children mapped, it itself in any case."""
         were, structure = _parts_of(value)
         parts = [self(part) for part in were]
         if all(before is after for before, after in zip(were, parts, strict=True)):
@@ -168,17 +167,16 @@ class _Mapping:
 
 
 def _parts_of(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """What a container holds itself, and what puts such a container together."""
     outer = [value]
     try:
         return pytree.tree_flatten(value, is_leaf=lambda part: part is not outer[0])
     finally:
-        # pytree's own function refers to itself: it, and what ``is_leaf`` knows, stay until garbage is collected.
+        # pytree's inner function refers to itself, and so keeps ``is_leaf`` alive until garbage is collected.
         outer.clear()
 
 
 def _refill(container: Any, values: Any) -> None:
-    """Make the list or dict ``container`` hold what ``values`` does."""
+    """Replace the contents of the list or dict ``container`` by ``values``."""
     if values is container:
         return
     if isinstance(container, list):
@@ -190,7 +188,6 @@ def _refill(container: Any, values: Any) -> None:
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
-    """Every tensor in nested containers, once."""
     tensors_by_id: dict[int, torch.Tensor] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,7 +201,7 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Its values without repetition (expanded dimensions have a size of one), contiguous."""
+    """A contiguous tensor without repeated values: expanded dimensions have a size of one."""
     return _narrowed(tensor.detach()).resolve_conj().resolve_neg().contiguous()
 
 
@@ -216,7 +213,7 @@ def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-    """A tensor of its own where ``dense`` is, with its values, and the shape and the strides of ``tensor``.
+    """A copy of ``dense`` on its device, with the shape and the strides of ``tensor``.
 
     Kernels are chosen by strides: other strides can give other bits.
     """

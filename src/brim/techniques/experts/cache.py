@@ -1,4 +1,4 @@
-"""A few slots in the compute tier for the experts of one layer, kept by how often and how lately each was used."""
+"""A cache of a layer's experts in slots of the compute tier, by how often and how recently each was used."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from brim.memory.pool import Buffer
 from brim.memory.slots import Slot, Slots
 from brim.memory.tiers import Memory
 
-# After so many visits of the layer a use counts half. Over router traces with and without favourites, that change and
-# that do not (bench/experts.py), 0.569 of the experts needed are there; with the latest use alone (LRU) 0.545, with
-# the mere number of uses (LFU) 0.559.
+# After so many calls of the layer a use counts half. Over router traces with and without favourites, constant or
+# changing (bench/experts.py), the hit rate is 0.569; by the latest use alone (LRU) 0.545, by the number of uses (LFU)
+# 0.559.
 HALF_LIFE_VISITS = 32.0
 
 
 class Usage:
-    """Which experts to keep: LRFU (Lee et al., 2001), a sum over uses that halves every ``half_life`` visits.
+    """Scores of experts by LRFU (Lee et al., 2001): a sum over uses that halves every ``half_life`` visits.
 
-    A short half-life is LRU, a long one LFU. Each layer has its own: under one for all layers, the layer that comes
-    next would look the oldest, which is how LRU fails at cyclic access.
+    A short half-life is LRU, a long one LFU. Each layer has its own scores: in common ones the next layer would be
+    the oldest, which is how LRU fails at cyclic access.
     """
 
     def __init__(self, half_life: float = HALF_LIFE_VISITS) -> None:
@@ -31,13 +31,12 @@ class Usage:
         self._scores: dict[int, tuple[float, int]] = {}  # expert -> its score at a visit
 
     def visit(self, shares: Mapping[int, float]) -> None:
-        """The layer was called: ``shares`` of the tokens went to these experts."""
+        """Count a call of the layer, with the share of tokens that went to each expert."""
         self._visits += 1
         for expert, share in shares.items():
             self._scores[expert] = self.score(expert) + share, self._visits
 
     def rank(self, expert: int) -> tuple[float, int]:
-        """What is ranked lowest makes way first."""
         return self.score(expert), expert
 
     def score(self, expert: int) -> float:
@@ -46,9 +45,9 @@ class Usage:
 
 
 class ExpertCache:
-    """The slots of one layer: ``acquire`` gives the slot of an expert, ``expect`` says what a call will ask for.
+    """The slots of a layer: ``expect`` announces the experts of a call, ``acquire`` gives the slot of an expert.
 
-    ``hits`` counts experts that were there when a call began, ``loads`` those that were not.
+    ``hits`` counts experts that were in slots when a call began, ``loads`` those that were not.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class ExpertCache:
         self.stores, self._label = stores, label
         parts = [slots.part(at, at + slot_bytes) for at in range(0, slots.bytes, slot_bytes)]
         self._parts, self._slots = parts, Slots(memory, stores, self._name, parts)
-        self._wanted: list[int] = []  # by the call under way, in the order of use; what was used is gone
+        self._upcoming: list[int] = []  # experts that the current call still needs, in the order of use
         self.usage = Usage()
         self.hits = self.loads = 0
 
@@ -66,24 +65,23 @@ class ExpertCache:
         return len(self._slots)
 
     @property
-    def held(self) -> set[int]:
-        """The experts that are there, or on their way."""
+    def resident(self) -> set[int]:
+        """The experts in slots, or being loaded."""
         return {slot.holds for slot in self._slots if slot.holds is not None}
 
     def expect(self, experts: Collection[int]) -> None:
-        """A call begins that uses these experts in this order: begin to load those that are not there."""
-        there = len(self.held.intersection(experts))
-        self.hits, self.loads = self.hits + there, self.loads + len(experts) - there
-        self._wanted = list(experts)
+        """Start to load the experts of a call, given in the order of use."""
+        hits = len(self.resident.intersection(experts))
+        self.hits, self.loads = self.hits + hits, self.loads + len(experts) - hits
+        self._upcoming = list(experts)
         self._fetch_ahead()
 
     def fill(self) -> None:
-        """Have an expert in every slot."""
         for expert, slot in enumerate(self._slots):
             self._slots.load(slot, expert)
 
     def acquire(self, expert: int) -> int:
-        """The number of the slot that holds ``expert``, after whatever wait that takes. Pair with ``release``.
+        """Wait for ``expert``, and return the number of its slot. Pair with ``release``.
 
         Raises UnsupportedError when every slot is in use.
         """
@@ -99,33 +97,33 @@ class ExpertCache:
         slot = self._slots.find(expert)
         assert slot is not None and slot.users
         if self._slots.leave(slot):
-            if expert in self._wanted:
-                self._wanted.remove(expert)
+            if expert in self._upcoming:
+                self._upcoming.remove(expert)
             self._fetch_ahead()
 
-    def done(self) -> None:
-        """The call is over, however it ended."""
-        self._wanted.clear()
+    def end_call(self) -> None:
+        """End a call, also after an error."""
+        self._upcoming.clear()
         self._slots.interrupted()
 
     def forget(self, experts: Collection[int] | None = None) -> None:
-        """Drop what is there and not in use: the values changed. All unless told."""
+        """Drop ``experts`` (all by default) that are not in use: their values changed."""
         self._slots.forget(experts)
 
     def part(self, slot: int) -> Buffer:
         return self._parts[slot]
 
     def _fetch_ahead(self) -> None:
-        for expert in self._wanted:
+        for expert in self._upcoming:
             if self._slots.find(expert) is None:
-                slot = self._least_used(keep=self._wanted)
+                slot = self._least_used(keep=self._upcoming)
                 if slot is None:
                     return
                 self._slots.load(slot, expert)
 
     def _any_slot(self, expert: int) -> Slot:
-        """For what nobody foresaw: also one that holds what the call wants later."""
-        slot = self._least_used(keep=self._wanted) or self._least_used(keep=())
+        """A slot for an expert that was not expected, even that of one needed later in this call."""
+        slot = self._least_used(keep=self._upcoming) or self._least_used(keep=())
         if slot is None:
             raise UnsupportedError(
                 f"{self._name(expert)} was needed while {self.size} others were in use.",
@@ -136,7 +134,7 @@ class ExpertCache:
 
     def _least_used(self, keep: Sequence[int]) -> Slot | None:
         free = [slot for slot in self._slots if not slot.users and slot.holds not in keep]
-        # An empty one first.
+        # An empty slot first.
         return min(free, key=lambda s: (-1.0, 0) if s.holds is None else self.usage.rank(s.holds), default=None)
 
     def _name(self, expert: int) -> str:

@@ -1,4 +1,4 @@
-"""What a model's routers do, seen in a short run: how many experts a step needs, and how many of them again."""
+"""Statistics of a model's routers from a short run: how many experts a step needs, and how many of them again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from brim.techniques.experts.cache import HALF_LIFE_VISITS, Usage
 from brim.techniques.experts.calls import shares_of
 from brim.techniques.experts.technique import find_experts
 
-Visits = Sequence[Mapping[int, float]]  # of each call of a layer: expert -> share of the tokens that chose it
+Visits = Sequence[Mapping[int, float]]  # for each call of a layer: expert -> share of the tokens that chose it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,27 +32,27 @@ class RouterStatistics:
         return sum(len(visit) for visit in self.visits) / len(self.visits)
 
     def hit_rate(self, slots: int, *, half_life: float = HALF_LIFE_VISITS) -> float:
-        """The share of needed experts that are there already when a call begins, with ``slots`` slots.
+        """The share of needed experts that are in one of ``slots`` slots when a call begins.
 
-        Counted over the second half of the calls: in the first the slots fill.
+        It is taken over the second half of the calls: in the first the slots fill.
         """
         hits, needed = simulate(self.visits, slots, half_life=half_life, skip=len(self.visits) // 2)
         return hits / needed if needed else 1.0
 
     def loads(self, slots: int) -> float:
-        """Experts that a call waits for, in the mean."""
+        """The mean number of experts that a call waits for."""
         return self.distinct * (1.0 - self.hit_rate(slots))
 
 
 def simulate(visits: Visits, slots: int, *, half_life: float, skip: int = 0) -> tuple[int, int]:
-    """Hits and needed experts of all visits but the first ``skip``: what ``ExpertCache`` would do."""
+    """Simulate ``ExpertCache``. Returns the hits and needed experts of all visits but the first ``skip``."""
     usage, cached = Usage(half_life), set[int]()
     hits = needed = 0
     for number, visit in enumerate(visits):
         usage.visit(visit)
         if number >= skip:
             hits, needed = hits + len(cached & visit.keys()), needed + len(visit)
-        # What a call needs is there at its end, as far as it goes; of the rest the most used stay.
+        # After a call its experts are in slots, as far as they fit, and of the others the most used.
         most_used = sorted(visit, key=usage.rank, reverse=True)[:slots]
         others = sorted(cached - visit.keys(), key=usage.rank, reverse=True)
         cached = {*most_used, *others[: slots - len(most_used)]}
@@ -62,10 +62,10 @@ def simulate(visits: Visits, slots: int, *, half_life: float, skip: int = 0) -> 
 def router_statistics(
     model: nn.Module, inputs: Mapping[str, Any], *, new_tokens: int = 0
 ) -> dict[str, RouterStatistics]:
-    """Path of each layer with fused experts -> what its router did on ``inputs``.
+    """The router statistics of each layer with fused experts, by path, on ``inputs``.
 
-    ``new_tokens`` 0: one forward pass on them; else that many tokens are generated from them. The model may be
-    fitted. Raises UnsupportedError for one without such layers.
+    ``new_tokens`` 0: a forward pass on the inputs; else that many tokens are generated from them. The model may be
+    fitted. Raises UnsupportedError for a model without such layers.
     """
 
     def run() -> None:
@@ -80,7 +80,7 @@ def router_statistics(
 
 
 def watch_routers(model: nn.Module, run: Callable[[], object]) -> dict[str, RouterStatistics]:
-    """The same for whatever ``run`` does with the model."""
+    """The router statistics of the calls in ``run``."""
     layers = [layer for layer in find_experts(model) if not layer.modules]
     if not layers:
         raise UnsupportedError(

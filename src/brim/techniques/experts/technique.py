@@ -1,13 +1,14 @@
-"""Mixture of experts: each expert is a block of its own, with a cache of a few of them per layer in the compute tier.
+"""Mixture of experts: each expert is a block of its own, and a layer has a cache of a few of them in the compute
+tier.
 
-A token needs 2 to 8 of a layer's 8 to 512 experts, so a layer that is moved as one moves mostly what nobody asked
-for. Here the experts of a layer rest one by one in RAM or on disk; those that a call's tokens were routed to come
-into slots, and stay there by use (``expert_cache``). The rest of the layer is resident or streamed like any block.
+A token needs 2 to 8 of a layer's 8 to 512 experts, so to move all of a layer is mostly waste. Here the experts of a
+layer rest one by one in RAM or on disk; those that a call's tokens are routed to come into slots, and stay there by
+use (``cache.Usage``). The rest of the layer is resident or streamed like any block.
 
 transformers' experts are fused (``transformers/integrations/moe.py``): parameters of shape [experts, ...] and a
-forward of hidden states, the indices of the experts chosen per token, and their weights. Which kernels compute them
-stays the model's choice (``experts_implementation``), and so does every bit of the result. Older ones are lists of
-modules, some of which are called.
+forward of hidden states, the indices of the experts chosen per token, and their weights. The model still chooses the
+kernels (``experts_implementation``), so every bit of the result is the same. Older models have lists of modules, some
+of which are called.
 """
 
 from __future__ import annotations
@@ -21,29 +22,28 @@ from torch import nn
 from brim.core import Plan
 from brim.core.hardware import DISK, RAM
 from brim.errors import UnsupportedError
-from brim.memory.backing_store import BackingStore
+from brim.memory.backing_store import BackingStore, DiskStore, RamStore
 from brim.memory.checkpoint_files import TensorSource, leading_slices
 from brim.memory.layout import BlockLayout, equal_layouts, file_layout, packed_layout
 from brim.memory.pool import Buffer
+from brim.memory.transfer import Waitable
 from brim.techniques.blocks import Block, Partition, tensor_bytes
-from brim.techniques.experts.backing_store import ExpertsStore
 from brim.techniques.experts.cache import ExpertCache
 from brim.techniques.experts.calls import IMPLEMENTATIONS, ExpertCall, implementation
-from brim.techniques.streaming.block_state import Streamed
 from brim.techniques.streaming.guards import Guards
-from brim.techniques.streaming.placement import Placement
+from brim.techniques.streaming.placement import Companion, Placement
 from brim.techniques.streaming.streamed_blocks import StreamedBlocks
 
 NAME = "experts"
-CACHE_RAM, CACHE_DISK = "cache:ram", "cache:disk"  # where the experts rest that are not in a slot
+CACHE_RAM, CACHE_DISK = "cache:ram", "cache:disk"  # the tier of experts that are not in a slot
 EXPERT_SLOTS = "expert_slots"  # a plan's setting: slots per layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertLayer:
-    """The experts of one layer, in the module at ``path``.
+    """The experts of a layer, in the module at ``path``.
 
-    Fused, its own parameters ``tensors`` have an expert per row. In a list each of ``modules`` is an expert, and
+    Fused experts are the rows of its own parameters ``tensors``. In a list each of ``modules`` is an expert, and
     ``tensors`` are theirs, one expert after the other.
     """
 
@@ -54,21 +54,20 @@ class ExpertLayer:
     modules: tuple[str, ...] = ()
 
     def of_module(self, number: int) -> tuple[str, ...]:
-        """The tensors of an expert in a list."""
         each = len(self.tensors) // self.count
         return self.tensors[number * each : (number + 1) * each]
 
     def parts(self, source: Callable[[str], TensorSource]) -> list[tuple[TensorSource, ...]]:
-        """Of each expert, what its tensors are made of; ``source`` says it of a parameter."""
+        """The sources of each expert's tensors, by the ``source`` of a parameter."""
         if self.modules:
             return [tuple(source(name) for name in self.of_module(number)) for number in range(self.count)]
         return list(zip(*(leading_slices(source(name)) for name in self.tensors), strict=True))
 
     def layouts(self, source: Callable[[str], TensorSource], *, in_ram: bool) -> list[BlockLayout]:
-        """The form of each expert in a slot. Of fused ones the slots are one tensor, so it is the same for all.
+        """The layout of each expert in a slot, the same for all fused ones, whose slots are a single tensor.
 
-        ``in_ram``: RAM is the compute tier, where the form is that in the files if the model would be mapped from
-        them. Experts that the files hold one by one are put together in memory, as transformers does.
+        ``in_ram``: RAM is the compute tier, where the layout is that of the files if the model could be mapped from
+        them. Experts that are stored one by one are put together in memory, as transformers does.
         """
         parts = self.parts(source)
         in_files = in_ram and all(source(name).is_mappable for name in self.tensors)
@@ -81,7 +80,7 @@ def find_experts(model: nn.Module) -> list[ExpertLayer]:
     """The layers of ``model`` whose experts can be cached, in definition order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     layers = [layer for layer in (_layer(path, module, names) for path, module in model.named_modules()) if layer]
-    # Experts that two layers share are one set of parameters with two callers: they are left as they are.
+    # Experts that two layers share are parameters with two callers: they are not cached.
     uses = [name for layer in layers for name in layer.tensors]
     return [layer for layer in layers if all(uses.count(name) == 1 for name in layer.tensors)]
 
@@ -105,22 +104,24 @@ def _layer(path: str, module: nn.Module, names: Mapping[int, str]) -> ExpertLaye
 
 
 def _is_list(path: str, module: nn.ModuleList | nn.ModuleDict) -> bool:
-    """Modules of one form, by name experts: what else tells a router's choice from layers that are all called?"""
-    forms = {
+    """Return whether these modules have equal shapes and are named experts, unlike layers that are all called."""
+    shapes = {
         (type(child), tuple((name, p.shape, p.dtype) for name, p in child.named_parameters()))
         for child in module.children()
     }
     named = "expert" in f"{type(module).__name__} {path.rpartition('.')[2]}".lower()
-    return named and len(module) > 1 and len(forms) == 1 and any(True for _ in module.parameters())
+    return named and len(module) > 1 and len(shapes) == 1 and any(True for _ in module.parameters())
 
 
 def _is_fused(module: nn.Module, own: Sequence[nn.Parameter]) -> bool:
-    """What ``use_experts_implementation`` decorates, all of whose parameters have an expert per row."""
+    """Return whether ``use_experts_implementation`` decorates the module, and all its parameters have experts as
+    rows.
+    """
     count = getattr(module, "num_experts", None)
     return (
         isinstance(count, int)
         and count > 1
-        and isinstance(getattr(module, "has_gate", None), bool)  # as the decorator says of each
+        and isinstance(getattr(module, "has_gate", None), bool)  # set by the decorator
         and not getattr(module, "_is_expert_parallel", False)  # before transformers 5.18 there is no such thing
         and implementation(module) in IMPLEMENTATIONS
         and all(parameter.dim() >= 2 and parameter.shape[0] == count for parameter in own)
@@ -128,7 +129,7 @@ def _is_fused(module: nn.Module, own: Sequence[nn.Parameter]) -> bool:
 
 
 def without_experts(partition: Partition, layers: Sequence[ExpertLayer], names: frozenset[str]) -> Partition:
-    """A partition that was made with the experts' parameters ``names`` to stay, without them."""
+    """A partition without the experts' parameters ``names``, which were loose in it."""
     return replace(
         partition,
         loose=tuple(name for name in partition.loose if name not in names),
@@ -136,17 +137,23 @@ def without_experts(partition: Partition, layers: Sequence[ExpertLayer], names: 
     )
 
 
-class CachedExperts:
-    """All layers with cached experts of one fitted model."""
+class CachedExperts(Companion):
+    """The layers of a fitted model whose experts are cached."""
 
-    def __init__(self, placement: Placement, streamed_blocks: StreamedBlocks) -> None:
+    def __init__(
+        self, placement: Placement, streamed_blocks: StreamedBlocks, *, layers: Sequence[ExpertLayer]
+    ) -> None:
         self._placement, self._streamed_blocks, self._memory = placement, streamed_blocks, placement.memory
-        self._caches: dict[int, ExpertCache] = {}  # by index of the Streamed
+        self._layers = layers
         self._calls: list[ExpertCall] = []
         self._lists: list[ListedExperts] = []
 
-    def place(self, layers: Sequence[ExpertLayer]) -> None:
-        """Bring the experts of each layer to where they rest, and make its slots."""
+    def staged(self) -> list[tuple[TensorSource, ...]]:
+        choices, source = self._placement.plan.choices(NAME), self._placement.source
+        return [part for layer in self._layers if choices[layer.path] == CACHE_DISK for part in layer.parts(source)]
+
+    def place(self) -> None:
+        """Bring the experts of each layer to their backing stores, and allocate its slots."""
         if self._streamed_blocks.training:
             raise UnsupportedError(
                 "Cannot train by a plan with cached experts.",
@@ -154,24 +161,24 @@ class CachedExperts:
                 "Plan without the technique 'experts', or fit the model for inference.",
             )
         choices = self._placement.plan.choices(NAME)
-        for layer in layers:
+        for layer in self._layers:
             place = self._place_list if layer.modules else self._place_fused
             place(layer, RAM if choices[layer.path] == CACHE_RAM else DISK)
 
-    def _slots(self, layer: ExpertLayer, layouts: Sequence[BlockLayout]) -> tuple[Buffer, int]:
-        """The slots of a layer in one buffer, and the bytes of one."""
+    def _slots(self, layer: ExpertLayer) -> tuple[list[BlockLayout], Buffer, int]:
+        """The layouts of a layer's experts, its slots in a single buffer, and the bytes of a slot."""
+        layouts = layer.layouts(self._placement.source, in_ram=self._memory.host is None)
         slot_bytes = max(layout.bytes for layout in layouts)
         count = min(layer.count, self._placement.plan.settings[EXPERT_SLOTS])
         slots = self._memory.compute.allocate(slot_bytes * count, f"{layer.path}, slots")
         self._placement.buffers.append(slots)
-        return slots, slot_bytes
+        return layouts, slots, slot_bytes
 
     def _place_list(self, layer: ExpertLayer, tier: str) -> None:
         placement, memory = self._placement, self._memory
         stores: list[BackingStore] = []
         parts = layer.parts(placement.source)
-        layouts = layer.layouts(placement.source, in_ram=memory.host is None)
-        slots, slot_bytes = self._slots(layer, layouts)
+        layouts, slots, slot_bytes = self._slots(layer)
         listed = ListedExperts(ExpertCache(memory, stores, layer.path, slots, slot_bytes), len(self._streamed_blocks))
         self._lists.append(listed)
         for number, path in enumerate(layer.modules):
@@ -189,8 +196,7 @@ class CachedExperts:
         module = placement.model.get_submodule(layer.path)
         parameters = [placement.parameters[name] for name in layer.tensors]
         parts = layer.parts(placement.source)
-        layouts = layer.layouts(placement.source, in_ram=memory.host is None)
-        slots, slot_bytes = self._slots(layer, layouts)
+        layouts, slots, slot_bytes = self._slots(layer)
         store = ExpertsStore([placement.source(name) for name in layer.tensors], tier)
         try:
             for number, (sources, layout) in enumerate(zip(parts, layouts, strict=True)):
@@ -201,32 +207,27 @@ class CachedExperts:
             store.free()
             raise
         block = Block(name=layer.path, triggers=(layer.path,), lookups=(), tensors=layer.tensors, bytes=layer.bytes)
-        # Parameters at rest point to nothing: experts are in as many places as there are experts.
+        # Parameters at rest are hollow, as each expert is in a store of its own.
         streamed = self._streamed_blocks.add(block, parameters, store, in_pieces=True)
         cache = ExpertCache(memory, store.stores, layer.path, slots, slot_bytes)
-        self._caches[streamed.index] = cache
         self._streamed_blocks.drop_copies[streamed.index] = cache.forget
         self._calls.append(ExpertCall(self._streamed_blocks, module, streamed, cache, slots))
 
     def install(self, guards: Guards) -> None:
-        if self._memory.fake:  # without values nobody knows where tokens go; in the end all slots are full
+        if self._memory.fake:  # without values the routing is unknown; all slots are full in the end
             for cache in self._all():
                 cache.fill()
             return
         for call in self._calls:
             guards.replace(call.module, "forward", torch.compiler.disable(call.forward))
 
-    def has(self, streamed: Streamed) -> bool:
-        """Whether these are the experts of a whole layer, which come by themselves when it is called."""
-        return streamed.index in self._caches
-
     def _all(self) -> list[ExpertCache]:
-        return [*self._caches.values(), *(listed.cache for listed in self._lists)]
+        return [*(call.cache for call in self._calls), *(listed.cache for listed in self._lists)]
 
     def begin_step(self) -> None:
-        """The whole model is called: what an interrupted call left is over."""
+        """End the calls of an interrupted step."""
         for cache in self._all():
-            cache.done()
+            cache.end_call()
         for listed in self._lists:
             listed.begin_step()
 
@@ -236,20 +237,19 @@ class CachedExperts:
 
 
 class ListedExperts:
-    """Brings experts that are modules of a list, as a Ring brings blocks: by the index of each."""
+    """Loads experts that are modules of a list, by their index as blocks, as a Ring does."""
 
     def __init__(self, cache: ExpertCache, first: int) -> None:
         self.cache, self._first = cache, first
-        self._called: dict[int, float] = {}  # in this step; which others will be, nobody says
+        self._called: dict[int, float] = {}  # in this step
 
     def begin_step(self) -> None:
-        # Only now: experts that were called a moment ago are those needed last in the next step.
+        # Not before: experts called late in a step are needed late in the next step.
         if self._called:
             self.cache.usage.visit(self._called)
             self._called = {}
 
     def acquire(self, index: int) -> Buffer:
-        """The slot that holds the expert."""
         expert = index - self._first
         self._called[expert] = 1.0
         self.cache.expect([expert])
@@ -259,19 +259,59 @@ class ListedExperts:
         self.cache.release(index - self._first)
 
     def forget(self, indexes: Collection[int]) -> None:
-        """Drop these where they are not in use: their values changed."""
+        """Drop these if they are not in use: their values changed."""
         self.cache.forget({index - self._first for index in indexes})
 
 
 def expert_layers(model: nn.Module, plan: Plan) -> list[ExpertLayer]:
-    """The layers whose experts ``plan`` caches."""
     choices = plan.choices(NAME)
     return [layer for layer in find_experts(model) if layer.path in choices] if choices else []
 
 
-def passing_sources(
-    layers: Sequence[ExpertLayer], plan: Plan, source: Callable[[str], TensorSource]
-) -> list[tuple[TensorSource, ...]]:
-    """The experts of each layer that rests on disk: what a slot between disk and VRAM must hold, one at a time."""
-    choices = plan.choices(NAME)
-    return [part for layer in layers if choices[layer.path] == CACHE_DISK for part in layer.parts(source)]
+class ExpertsStore:
+    """A BackingStore of parameters [experts, ...], with a store for each expert. It is never loaded as a whole."""
+
+    def __init__(self, sources: Sequence[TensorSource], tier: str) -> None:
+        self.stores: list[RamStore | DiskStore] = []
+        self.layout, self.tier = packed_layout(sources), tier
+
+    def stage(self) -> bool:
+        return True
+
+    def load(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
+        raise _one_by_one(label)
+
+    def save(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
+        raise _one_by_one(label)
+
+    def settle(self) -> None:
+        for store in self.stores:
+            store.settle()
+
+    def rest(self) -> list[torch.Tensor | None]:
+        return [None] * len(self.layout.tensors)
+
+    def value(self, index: int) -> torch.Tensor:
+        return torch.stack([store.value(index) for store in self.stores])
+
+    def values(self) -> list[torch.Tensor]:
+        return [self.value(index) for index in range(len(self.layout.tensors))]
+
+    def written(self) -> list[bool]:
+        return [False] * len(self.layout.tensors)  # parameters at rest are hollow
+
+    def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
+        for number, store in enumerate(self.stores):
+            store.write_back([tensor[number] for tensor in tensors])
+
+    def free(self) -> None:
+        for store in self.stores:
+            store.free()
+
+
+def _one_by_one(label: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"Cannot move {label} to the compute tier as a whole.",
+        "Its experts are moved one by one.",
+        "Change them with load_state_dict, or call .brim.remove() first.",
+    )

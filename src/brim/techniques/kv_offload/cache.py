@@ -1,16 +1,16 @@
-"""The KV cache as a planned storage: taken from brim's pools once, as large as it will become.
+"""The KV cache in memory of brim's pools, allocated once in its final size.
 
-transformers' own cache grows by ``torch.cat``: with every token each layer is copied, and for a moment is held twice.
-Here a layer has its room from the start and a token is written to its place. Where the compute tier is too small, the
-``resting`` oldest tokens of every layer rest in RAM. A layer's call finds them in a slot of a ring, brought there
-while the layer before it computes; the newer tokens stay in the compute tier and join them in the slot.
+transformers' own cache grows by ``torch.cat``: with every token each layer is copied, and is in memory twice for a
+moment. Here a layer has its storage from the start and a token is written to its place. Where the compute tier is too
+small, the ``resting`` oldest tokens of every layer rest in RAM. They come to a slot of a ring while the layer before
+computes; the newer tokens stay in the compute tier and are copied to the slot.
 
 Attention reads the same values in the same order either way, so the results are those of transformers' cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,25 +28,26 @@ from transformers.cache_utils import (
 from brim.core.hardware import RAM
 from brim.core.trace import Category
 from brim.errors import UnsupportedError, UsageError
-from brim.memory.pool import Buffer
+from brim.memory.pool import Buffer, Pool
 from brim.memory.tiers import Memory
-from brim.techniques.kv_offload.host_tokens import Resting, RestingLayers
+from brim.memory.transfer import All, Done, Settled, Waitable
+from brim.techniques.streaming.ring import Ring
 
 __all__ = ["NAME", "OLDER_IN_RAM", "RESIDENT", "CacheShape", "LayerShape", "Placement", "PlannedCache"]
-__all__ += ["apply", "own_cache", "restings", "shape_of"]
+__all__ += ["apply", "own_cache", "resting_token_choices", "shape_of"]
 
 NAME = "kv_cache"
-# What stands for a layer that uses another's keys and values; older ones have none such.
+# The class of layers that use another layer's keys and values; older versions have none.
 _SHARING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 RESIDENT, OLDER_IN_RAM = "resident", "older:ram"
 RESTING_TOKENS = "kv_resting_tokens"  # in a plan's settings
 SLOTS = 2  # one in use, one being filled
-_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the tokens, worth trying as those that rest in RAM
+_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the tokens, to be tried as those that rest in RAM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
-    """One attention layer's part per token: ``heads`` keys of ``key_dim`` and as many values of ``value_dim``."""
+    """The shape of a token in an attention layer: ``heads`` keys of ``key_dim`` and values of ``value_dim``."""
 
     heads: int
     key_dim: int
@@ -59,18 +60,18 @@ class LayerShape:
 
     @property
     def joined_bytes(self) -> int:
-        """What transformers' own cache takes per token beside ``token_bytes`` while it grows: keys are copied to what
-        holds one token more, then values are.
+        """The bytes per token, beside ``token_bytes``, of transformers' own cache while keys or values are copied to
+        a tensor for one token more.
         """
         return self.heads * max(self.key_dim, self.value_dim) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheShape:
-    """What a model's cache has per layer; None: a layer of another kind (a window, a recurrent state, none at all).
+    """The shapes of a model's layers; None for layers with another cache (a window, a recurrent state) or none.
 
-    Those keep transformers' own form. ``only_attention``: no layer carries a recurrent state. ``shared``: layers read
-    what others were given, at a time of their own, so that it must stay where it is.
+    Those keep transformers' own cache. ``only_attention``: no layer has a recurrent state. ``shared``: layers read
+    the keys and values of others later, which must stay where they are.
     """
 
     layers: tuple[LayerShape | None, ...]
@@ -83,13 +84,13 @@ class CacheShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a token of one sequence takes in all planned layers."""
+        """The bytes of a token of one sequence in all planned layers."""
         return sum(layer.token_bytes for _, layer in self.planned)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Room for ``tokens`` of ``batch`` sequences; the oldest ``resting`` of them rest in RAM."""
+    """The memory for ``tokens`` of ``batch`` sequences; the oldest ``resting`` of them rest in RAM."""
 
     shape: CacheShape
     batch: int
@@ -97,7 +98,7 @@ class Placement:
     resting: int = 0
 
     def held_bytes(self, compute: str) -> dict[str, int]:
-        """What the cache takes in each tier, from its making to its end."""
+        """The bytes of the cache in each tier, for all of its life."""
         each = self.shape.token_bytes * self.batch
         if not self.resting:
             return {compute: each * self.tokens}
@@ -106,7 +107,7 @@ class Placement:
 
     @property
     def moved_bytes(self) -> int:
-        """What comes from RAM with every token once the resting part is full."""
+        """The bytes that every token copies from RAM once the resting part is full."""
         return self.shape.token_bytes * self.batch * self.resting
 
 
@@ -136,8 +137,8 @@ def _layer_shape(layer: Any) -> LayerShape | None:
     return LayerShape(heads=heads, key_dim=key_dim, value_dim=value_dim, dtype=layer.keys.dtype)
 
 
-def restings(shape: CacheShape, tokens: int) -> tuple[int, ...]:
-    """How many of ``tokens`` it is worth trying to let rest in RAM; none where they cannot."""
+def resting_token_choices(shape: CacheShape, tokens: int) -> tuple[int, ...]:
+    """The numbers of ``tokens`` to try as resting ones; none where tokens cannot rest in RAM."""
     if shape.shared or not shape.planned:
         return ()
     return tuple(dict.fromkeys(max(1, int(tokens * share)) for share in _SHARES))
@@ -149,63 +150,58 @@ def apply(model: nn.Module, placement: Placement, memory: Memory) -> PlannedCach
 
 
 class PlannedCache(Cache):
-    """transformers' cache over brim's memory. ``remove`` gives the memory back."""
+    """transformers' cache in brim's memory, which ``remove`` frees."""
 
     def __init__(self, layers: list[Any], placement: Placement, memory: Memory) -> None:
         self.placement, self._memory = placement, memory
         self.buffers: list[Buffer] = []
-        self._resting: RestingLayers | None = None
+        self._resting: _RestingTokens | None = None
         try:
             if placement.resting:
-                self._resting = RestingLayers(memory, self._records(), placement.tokens, placement.resting, SLOTS)
+                self._resting = _RestingTokens(memory, placement)
             for index, shape in placement.shape.planned:
-                layers[index] = PlannedLayer(self._room(index, shape), placement.tokens)
+                layers[index] = PlannedLayer(self._storage(index, shape), placement.tokens)
         except BaseException:
             self.remove()
             raise
         super().__init__(layers=layers)
 
-    def _records(self) -> Mapping[int, int]:
-        """Layer -> bytes that a token of all sequences takes."""
-        return {index: shape.token_bytes * self.placement.batch for index, shape in self.placement.shape.planned}
-
-    def _room(self, index: int, shape: LayerShape) -> _Room:
+    def _storage(self, index: int, shape: LayerShape) -> _LayerStorage:
         placement = self.placement
         if self._resting is not None:
-            return _RestingRoom(self._resting.layers[index], shape, placement.batch)
+            return self._resting.layers[index]
         size = shape.token_bytes * placement.batch * placement.tokens
         label = f"{NAME} {index}"
         buffer = self._memory.compute.allocate(size, label, category=Category.KV_CACHE)
         self.buffers.append(buffer)
-        return _WholeRoom(buffer, shape, placement.batch, placement.tokens)
+        return _ResidentStorage(buffer, shape, placement.batch, placement.tokens)
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """The memory in the compute tier that it holds, as bytes."""
         resting = self._resting.tensors if self._resting is not None else []
         return [buffer.tensor for buffer in self.buffers] + list(resting)
 
     def keep(self, tokens: int) -> int:
-        """Forget what comes after the first ``tokens`` tokens, for another text that begins alike.
+        """Keep the first ``tokens`` tokens, for another text with the same beginning.
 
-        Returns how many are held then: none where a layer of another kind cannot be cut back.
+        Returns the number of tokens kept: 0 where a layer with another cache cannot be cut back.
         """
         own = [layer for layer in self.layers if isinstance(layer, PlannedLayer)]
-        kept = min(tokens, int(self.get_seq_length())) if len(own) == len(self.layers) else 0
-        if not kept:
+        count = min(tokens, int(self.get_seq_length())) if len(own) == len(self.layers) else 0
+        if not count:
             self.reset()  # type: ignore[no-untyped-call]
-        for layer in own if kept else ():
-            layer.keep(kept)
-        return kept
+        for layer in own if count else ():
+            layer.keep(count)
+        return count
 
     def pretend(self, tokens: int) -> None:
-        """Be as if ``tokens`` tokens were held, whatever their values: to see on fake tensors what comes then."""
+        """Set the length to ``tokens``, for a trace of a later step on fake tensors."""
         for layer in self.layers:
             if isinstance(layer, PlannedLayer):
                 layer.keep(tokens)
 
     def remove(self) -> None:
-        """Give the memory back; what is under way is waited for. A second call does nothing."""
+        """Wait for all copies and free the memory. A second call does nothing."""
         if self._resting is not None:
             self._resting.free()
         for buffer in self.buffers:
@@ -213,8 +209,8 @@ class PlannedCache(Cache):
         self.buffers.clear()
 
 
-class _WholeRoom:
-    """All tokens of a layer in the compute tier: keys, then values, each [batch, heads, tokens, dim]."""
+class _ResidentStorage:
+    """A layer's tokens in the compute tier: keys, then values, each [batch, heads, tokens, dim]."""
 
     def __init__(self, buffer: Buffer, shape: LayerShape, batch: int, tokens: int) -> None:
         flat = buffer.tensor.view(shape.dtype)
@@ -226,58 +222,183 @@ class _WholeRoom:
         return self._keys, self._values
 
     def written(self, begin: int, end: int) -> None:
-        """It is where it belongs."""
+        """Do nothing: the tokens are in place."""
 
     def keep(self, tokens: int) -> None:
-        """What comes after is written over."""
+        """Do nothing: later tokens are overwritten."""
 
     def forget(self) -> None:
-        """Nothing is kept of what it held."""
+        """Do nothing: all tokens are overwritten."""
 
 
-class _RestingRoom:
-    """A layer's tokens come together in a slot: token by token, so that the older part is one run of bytes.
+class _RestingTokens:
+    """The layers of a cache whose oldest tokens rest in RAM, and the ring of slots that these pass through.
 
-    A token is the keys of all sequences and heads, then their values.
+    A slot has room for all tokens of a layer.
     """
 
-    def __init__(self, layer: Resting, shape: LayerShape, batch: int) -> None:
-        self._layer, self._shape, self._batch = layer, shape, batch
+    def __init__(self, memory: Memory, placement: Placement) -> None:
+        self.memory, self.placement = memory, placement
+        self.buffers: list[Buffer] = []
+        self.layers: dict[int, _RestingLayer] = {}
+        self._ring: Ring | None = None
+        self._open: int | None = None
+        tokens, resting = placement.tokens, placement.resting
+        sizes = {index: shape.token_bytes * placement.batch for index, shape in placement.shape.planned}
+        try:
+            for index, shape in placement.shape.planned:
+                older = self._allocate(memory.ram, sizes[index] * resting, f"{NAME} {index}, older")
+                newer = self._allocate(memory.compute, sizes[index] * (tokens - resting), f"{NAME} {index}, newer")
+                self.layers[index] = _RestingLayer(self, index, shape, older, newer)
+            size = max(sizes.values()) * tokens
+            slots = [self._allocate(memory.compute, size, f"{NAME} slot {number}") for number in range(SLOTS)]
+        except BaseException:
+            self.free()
+            raise
+        self._ring = Ring(memory, self.layers, {index: f"{NAME} {index}" for index in sizes}, slots)
+
+    def _allocate(self, pool: Pool, size: int, label: str) -> Buffer:
+        buffer = pool.allocate(size, label, category=Category.KV_CACHE)
+        self.buffers.append(buffer)
+        return buffer
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return [buffer.tensor for buffer in self.buffers]
+
+    def acquire(self, index: int) -> Buffer:
+        """The slot of layer ``index``. It releases that of the layer before, whose compute has been queued."""
+        assert self._ring is not None
+        if self._open is not None:
+            opened, self._open = self._open, None
+            self._ring.release(opened)
+        buffer = self._ring.acquire(index)
+        self._open = index
+        return buffer
+
+    def save(self, index: int) -> None:
+        assert self._ring is not None
+        self._ring.save(index)
+
+    def forget(self, index: int) -> None:
+        """Drop a layer's copies in slots, which are outdated."""
+        if self._ring is None:
+            return
+        if self._open == index:
+            self._open = None
+            self._ring.release(index)
+        self._ring.forget({index})
+
+    def free(self) -> None:
+        """Wait for all copies and free the memory. A second call does nothing."""
+        for layer in self.layers.values():
+            layer.finish()
+        for buffer in self.buffers:
+            buffer.free()
+        self.buffers.clear()
+
+
+class _RestingLayer:
+    """A layer's tokens, ``[0, resting)`` in RAM and the others in VRAM; for the ring it is a backing store.
+
+    They come together in a slot, token by token, so that the older part is one run of bytes. A token is the keys of
+    all sequences and heads, then their values.
+    """
+
+    tier = RAM
+
+    def __init__(self, owner: _RestingTokens, index: int, shape: LayerShape, older: Buffer, newer: Buffer) -> None:
+        self._owner, self._index, self._shape, self._memory = owner, index, shape, owner.memory
+        self._batch, self._resting = owner.placement.batch, owner.placement.resting
+        self._token_bytes, self._older, self._newer = shape.token_bytes * self._batch, older, newer
+        self._length = 0  # tokens that are stored
+        self._unsaved = (0, 0)
+        self._slot: torch.Tensor | None = None
+        self._loaded: Waitable = Done()
+        self._saved: Waitable = Done()
+
+    # -- for the cache
 
     def open(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape, slot = self._shape, self._layer.open(count)
-        heads = (self._batch, shape.heads)
-        records = slot.view(shape.dtype).view(-1, self._batch * shape.heads * (shape.key_dim + shape.value_dim))
+        """Keys and values in the slot, with the first ``count`` tokens."""
+        slot = self._slot = self._owner.acquire(self._index).tensor
+        newer = count - self._resting
+        if newer > 0:
+            begin, size = self._resting * self._token_bytes, newer * self._token_bytes
+            slot[begin : begin + size].copy_(self._newer.tensor[:size])
+        shape, heads = self._shape, (self._batch, self._shape.heads)
+        tokens = slot[: slot.numel() // self._token_bytes * self._token_bytes].view(shape.dtype)
+        tokens = tokens.view(-1, self._token_bytes // shape.dtype.itemsize)
         split = self._batch * shape.heads * shape.key_dim
-        keys = records[:, :split].unflatten(1, (*heads, shape.key_dim))
-        values = records[:, split:].unflatten(1, (*heads, shape.value_dim))
+        keys = tokens[:, :split].unflatten(1, (*heads, shape.key_dim))
+        values = tokens[:, split:].unflatten(1, (*heads, shape.value_dim))
         return keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3)
 
     def written(self, begin: int, end: int) -> None:
-        self._layer.written(begin, end)
+        """Store tokens ``[begin, end)``, which were written to the slot."""
+        self._length = end
+        slot = self._slot
+        assert slot is not None, "it was not opened"
+        first = max(begin, self._resting)
+        if end > first:
+            size, at = self._token_bytes, first - self._resting
+            stored = self._newer.tensor[at * size : (end - self._resting) * size]
+            stored.copy_(slot[first * size : end * size])
+        if begin < self._resting:
+            self._unsaved = (begin, min(end, self._resting))
+            self._owner.save(self._index)
 
     def keep(self, tokens: int) -> None:
-        self._layer.keep(tokens)
+        """Keep the first ``tokens`` only."""
+        self._length = tokens
 
     def forget(self) -> None:
-        self._layer.forget()
+        self.finish()
+        self._length = 0
+        self._owner.forget(self._index)
+
+    def finish(self) -> None:
+        for move in (self._loaded, self._saved):
+            self._memory.engine.finish(Settled(move))
+
+    # -- for the ring
+
+    def stage(self) -> bool:
+        """Do nothing: the tokens are in RAM already."""
+        return True
+
+    def load(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
+        size = min(self._length, self._resting) * self._token_bytes
+        if not size:
+            return All(after)  # compute writes to the slot, from which a copy may still read
+        link = (RAM, self._memory.compute.tier)
+        source = self._older.tensor[:size]
+        self._loaded = self._memory.engine.copy(source, slot, label, [*after, self._saved], link)
+        return self._loaded
+
+    def save(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
+        begin, end = (tokens * self._token_bytes for tokens in self._unsaved)
+        place, link = self._older.part(begin, end), (self._memory.compute.tier, RAM)
+        waits = [*after, Settled(self._saved)]
+        self._saved = self._memory.engine.copy(slot.tensor[begin:end], place, label, waits, link)
+        return self._saved
 
 
-_Room = _WholeRoom | _RestingRoom
+_LayerStorage = _ResidentStorage | _RestingLayer
 
 
 class PlannedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """One layer as transformers sees it. ``keys`` and ``values``: what the last call was given."""
+    """A layer of transformers' cache; ``keys`` and ``values`` are the result of the last ``update``."""
 
     is_sliding = False
 
-    def __init__(self, room: _Room, tokens: int) -> None:
+    def __init__(self, room: _LayerStorage, tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._room, self._tokens, self._length = room, tokens, 0
+        self._storage, self._tokens, self._length = room, tokens, 0
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """It has its memory already."""
+        """Do nothing: the memory is allocated."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -289,10 +410,10 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __i
                 f"It was planned for {self._tokens}.",
                 "Generate fewer new tokens, or plan for more.",
             )
-        keys, values = self._room.open(begin)
+        keys, values = self._storage.open(begin)
         keys[:, :, begin:end].copy_(key_states)
         values[:, :, begin:end].copy_(value_states)
-        self._room.written(begin, end)
+        self._storage.written(begin, end)
         self._length = end
         self.keys, self.values = keys[:, :, :end], values[:, :, :end]
         return self.keys, self.values
@@ -308,11 +429,11 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __i
 
     def reset(self) -> None:
         self._length, self.keys, self.values = 0, None, None
-        self._room.forget()
+        self._storage.forget()
 
     def keep(self, tokens: int) -> None:
         self._length = tokens
-        self._room.keep(tokens)
+        self._storage.keep(tokens)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         raise _refused("reordered for a beam search")
@@ -329,5 +450,7 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __i
 
 def _refused(what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"A planned KV cache cannot be {what}.", "Its memory is laid out for greedy generation.", "Use DynamicCache."
+        f"A planned KV cache cannot be {what}.",
+        "Its memory is laid out for one continuation of each sequence.",
+        "Use DynamicCache.",
     )

@@ -1,9 +1,9 @@
 """Chunked cross-entropy: the loss of a language model without its logits, which are often the largest activation.
 
-The head returns lazy logits (see ``lazy_logits``); where ``torch.nn.functional.cross_entropy`` meets them, the real
-head is called on a chunk of rows at a time, and once more in backward. So hooks of the head fire for every chunk.
-The idea is that of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009. Exact:
-only the order of summation over tokens differs from the whole.
+The head returns lazy logits (see ``lazy_logits``); ``torch.nn.functional.cross_entropy`` calls the head on a chunk of
+rows at a time, and again in backward. So hooks of the head are called for every chunk. The idea is that of Wijmans et
+al., "Cut Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009. It is exact except for the order of
+summation over tokens.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def apply(model: nn.Module, chunk_tokens: int = 1024, *, head: str | None = None, example: Any = None) -> ChunkedLoss:
-    """Never make more than ``chunk_tokens`` rows of logits at once for a cross-entropy loss.
+    """Compute at most ``chunk_tokens`` rows of logits at once for a cross-entropy loss.
 
-    ``head`` is the path of the layer that makes the logits, of whatever kind, as long as it treats every row alike;
-    without it, it is found by ``find_head``. A call on ``chunk_tokens`` rows or fewer is left alone, and so is one in
-    a graph of ``torch.compile``. Raises UsageError for a wrong size or path or a second application, UnsupportedError
-    where no head is found.
+    ``head`` is the path of the layer that computes the logits, each row independently; by default ``find_head`` finds
+    it. Calls on ``chunk_tokens`` rows or fewer, and calls in a graph of ``torch.compile``, are not changed. Raises
+    UsageError for a wrong size or path or a second application, UnsupportedError if no head is found.
     """
     if type(chunk_tokens) is not int or chunk_tokens < 1:
         raise UsageError(
@@ -56,13 +55,13 @@ def apply(model: nn.Module, chunk_tokens: int = 1024, *, head: str | None = None
 
 
 class ChunkedLoss:
-    """The handle. ``head`` is the path of the layer whose logits are put off."""
+    """The handle. ``head`` is the path of the layer whose logits are lazy."""
 
     def __init__(self, name: str, module: nn.Module, chunk_tokens: int) -> None:
         self.head, self.chunk_tokens = name, chunk_tokens
         self._module = module
         self._placed = _Deferring(module, chunk_tokens)
-        # Not ``forward``: a hook of the head must see the logits of a chunk, and change them once only.
+        # Not ``forward``: a hook of the head must get the logits of a chunk, and change them once.
         vars(module)["_call_impl"] = self._placed
 
     def remove(self) -> None:
@@ -71,13 +70,11 @@ class ChunkedLoss:
 
 
 class _Deferring:
-    """Stands in the head's instance for its call."""
-
     def __init__(self, module: nn.Module, chunk_tokens: int) -> None:
         self._module, self._chunk_tokens = module, chunk_tokens
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A compiler would have to see through lazy logits: it gets the whole ones.
+        # A compiler cannot trace lazy logits: it gets the full ones.
         hidden = args[0] if len(args) == 1 and not kwargs and not torch.compiler.is_compiling() else None
         if isinstance(hidden, torch.Tensor) and hidden.is_floating_point() and hidden.dim() > 1:
             width = hidden.shape[-1]
@@ -87,11 +84,11 @@ class _Deferring:
 
 
 def find_head(model: nn.Module, example: Any = None) -> str:
-    """The path of the layer that makes the logits.
+    """The path of the layer that computes the logits.
 
-    With ``example``, the inputs of a call (a dictionary or a tuple), it is the last linear layer called whose width
-    is that of the logits; the call is made on fake tensors. Else it is the one that a model of transformers names,
-    or the last linear layer. A wrong guess costs memory, not correctness.
+    With ``example``, the inputs of a call (a dictionary or a tuple), it is the last linear layer with the width of
+    the logits in a call on fake tensors. Else it is the output layer of a transformers model, or the last linear
+    layer. A wrong guess costs memory, not correctness.
     """
     parts = dict(model.named_modules())
     linear: list[str] = [name for name, module in parts.items() if isinstance(module, nn.Linear)]
@@ -110,7 +107,7 @@ def find_head(model: nn.Module, example: Any = None) -> str:
 
 
 def _called(model: nn.Module, example: Any, linear: Sequence[str]) -> list[str]:
-    """The linear layers in the order of their calls that are as wide as what the model gives."""
+    """The linear layers with the width of the model's output, in the order of their calls."""
     order: list[str] = []
     hooks = [
         model.get_submodule(name).register_forward_hook(lambda *_, name=name: order.append(name)) for name in linear
@@ -127,10 +124,6 @@ def _called(model: nn.Module, example: Any, linear: Sequence[str]) -> list[str]:
     return [name for name in order if model.get_submodule(name).out_features == logits.shape[-1]]
 
 
-def _cross_entropy(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return _chunked(view, *args, **kwargs)
-
-
 def _chunked(
     view: View,
     target: Any,
@@ -141,7 +134,7 @@ def _chunked(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """``torch.nn.functional.cross_entropy`` by chunks; None for what it does not do by chunks."""
+    """``torch.nn.functional.cross_entropy`` by chunks; None for unsupported arguments."""
     rows = view.rows.reshape(-1, view.rows.shape[-1])
     labels = _flat_target(view, target)
     is_supported = reduction in ("none", "mean", "sum") and size_average is None and reduce is None
@@ -173,13 +166,13 @@ def _chunked(
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Halves would overflow, or lose the small ones, over so many tokens."""
+    """Sum in float32 at least: a sum of 16-bit numbers over many tokens overflows or loses small ones."""
     wide = torch.float32 if parts[0].dtype in _HALVES else parts[0].dtype
     return torch.stack([part.sum(dtype=wide) for part in parts]).sum()
 
 
 def _flat_target(view: View, target: Any) -> torch.Tensor | None:
-    """Class indices of every row in the order of the flattened rows, or class probabilities."""
+    """The class indices of the flattened rows, or class probabilities; None for unsupported targets."""
     leading = tuple(view.rows.shape[:-1])
     class_dim = 1  # as cross_entropy wants its input: (rows, classes) or (batch, classes, positions...)
     if not isinstance(target, torch.Tensor) or view.class_dim != class_dim:
@@ -190,7 +183,7 @@ def _flat_target(view: View, target: Any) -> torch.Tensor | None:
 
 
 def _count(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> torch.Tensor | int:
-    """What the mean divides by: rows that count, by their class's weight."""
+    """The divisor of the mean: the number of counted rows, or the sum of their classes' weights."""
     if target.is_floating_point():
         return target.shape[0]
     counted = target != ignore_index
@@ -199,16 +192,16 @@ def _count(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int)
     return (weight[torch.where(counted, target, 0)] * counted).sum()
 
 
-RULES[functional.cross_entropy] = _cross_entropy
+RULES[functional.cross_entropy] = lambda view, func, args, kwargs: _chunked(view, *args, **kwargs)
 
 
 def options(
     tokens: int, classes: int, hidden: int, hardware: Hardware, *, dtype: torch.dtype = torch.float32
 ) -> list[Option]:
-    """What chunks of each size in ``CHUNKS`` save of a loss over ``tokens`` rows, and cost.
+    """The options of chunks of each size in ``CHUNKS``, for a loss over ``tokens`` rows.
 
-    At the loss's backward there are the logits in ``dtype``, their float32 copy where that is another type, their
-    log-softmax and its gradient (aten/src/ATen/native/LossNLL.cpp). In chunks, the head is computed once more.
+    In the loss's backward there are the logits in ``dtype``, their copy in float32 if that differs, their log-softmax
+    and its gradient (aten/src/ATen/native/LossNLL.cpp). In chunks, the head is computed once more.
     """
     each = classes * (8 + 4 + (dtype.itemsize if dtype in _HALVES else 0))
     rate = flops_per_s(hardware, str(dtype).removeprefix("torch."))

@@ -1,8 +1,8 @@
-"""Logits that are not there: the hidden states and the head that would make them, as a tensor.
+"""Lazy logits: a tensor made of hidden states and the head that would compute the logits.
 
-What training loops do between a head and its loss (change the dtype, shift by slicing, flatten, transpose, scale) is
-noted down and done to the rows as they are made. The loss is then computed a chunk of rows at a time. Any other
-operation gets the whole logits, computed once: correct, only larger.
+Operations of training loops between a head and its loss (change the dtype, shift by slicing, flatten, transpose,
+scale) are recorded and applied to the rows when these are computed. The loss is computed a chunk of rows at a time.
+Any other operation gets the full logits, computed once: correct, only larger.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from brim.techniques.precision import autocast_cache
+from brim.techniques.base import autocast_cache
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class HeadCall:
-    """One call of a head, put off. Shared by all views of its logits."""
+    """A deferred call of a head, shared by all views of its logits."""
 
     def __init__(self, head: nn.Module, hidden: torch.Tensor, chunk_tokens: int) -> None:
         self.head, self.hidden, self.chunk_tokens = head, hidden, chunk_tokens
         self.grad = torch.is_grad_enabled()
-        self.whole: torch.Tensor | None = None  # once somebody has needed it
+        self.full: torch.Tensor | None = None  # once computed
         self._autocast = _autocast_state(hidden)
 
     def run(self, rows: torch.Tensor) -> torch.Tensor:
-        """The head's own call, hooks included, on ``rows`` (..., hidden), under the autocast it was called in."""
-        # A cast of the weight made without gradients must not be cached for those who need them.
+        """Call the head, hooks included, on ``rows`` (..., hidden), under the autocast of the deferred call."""
+        # A cast of the weight made without gradients must not be cached for code that needs gradients.
         with _autocast(rows, self._autocast), autocast_cache(torch.is_grad_enabled()):
             logits: torch.Tensor = type(self.head)._call_impl(self.head, rows)
         return logits
@@ -42,10 +42,10 @@ class HeadCall:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """Logits as a program sees them: ``rows`` (*leading, hidden) under ``changes``, classes at ``class_dim``.
+    """Logits of ``rows`` (*leading, hidden) after ``changes``, with classes at ``class_dim``.
 
-    ``sample`` is what the logits of no rows look like, (0, classes) in their dtype. ``steps`` make the same from the
-    whole logits of ``call``.
+    ``sample`` are the logits of no rows, (0, classes) in their dtype. ``steps`` compute the view from the full logits
+    of ``call``.
     """
 
     call: HeadCall
@@ -65,18 +65,18 @@ class View:
         return self.class_dim == self.rows.dim() - 1
 
     def run(self, rows: torch.Tensor) -> torch.Tensor:
-        """Logits of ``rows``, classes last."""
+        """The logits of ``rows``, classes last."""
         logits = self.call.run(rows)
         for change in self.changes:
             logits = change(logits)
         return logits
 
-    def whole(self) -> torch.Tensor:
-        """All of it, as the program would have had it. Views of one call share its memory, as views do."""
+    def full(self) -> torch.Tensor:
+        """All logits of the view. Views of the same call share its memory."""
         with torch.set_grad_enabled(self.call.grad):
-            if self.call.whole is None:
-                self.call.whole = self.call.run(self.call.hidden)
-            value = self.call.whole
+            if self.call.full is None:
+                self.call.full = self.call.run(self.call.hidden)
+            value = self.call.full
             for step in self.steps:
                 value = step(value)
         return value
@@ -113,33 +113,33 @@ class LazyLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ABOUT:
+        if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         rule = RULES.get(func)
         first = args[0] if args else None
-        if rule is not None and isinstance(first, LazyLogits) and first.view_.call.whole is None:
+        if rule is not None and isinstance(first, LazyLogits) and first.view_.call.full is None:
             result = rule(first.view_, func, args[1:], kwargs)
             if result is not None:
                 return result
-        whole = tree_map_only(LazyLogits, lambda lazy: lazy.view_.whole(), (args, kwargs))
-        return func(*whole[0], **whole[1])
+        values = tree_map_only(LazyLogits, lambda lazy: lazy.view_.full(), (args, kwargs))
+        return func(*values[0], **values[1])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Reached from within somebody's autograd function, where autograd knows this tensor by ``_Defer``."""
-        whole = tree_map_only(LazyLogits, lambda lazy: lazy.view_.whole().detach(), (args, kwargs or {}))
-        return func(*whole[0], **whole[1])
+        """Compute in an autograd function of the user, where autograd knows this tensor by ``_Defer``."""
+        values = tree_map_only(LazyLogits, lambda lazy: lazy.view_.full().detach(), (args, kwargs or {}))
+        return func(*values[0], **values[1])
 
 
 def _true_device(tensor: torch.Tensor) -> torch.device:
-    """A trace's tensors may say that they lie on a GPU that is not there."""
+    """The real device of a tensor; in a trace it may report a GPU that is not there."""
     device: torch.device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
     return device
 
 
 class _Defer(torch.autograd.Function):
-    """Ties lazy logits to the graph, for code that differentiates through them without our noticing."""
+    """Connects lazy logits to the autograd graph, for code that differentiates through them."""
 
     @staticmethod
     def forward(ctx: Any, view: View, rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,6 @@ class _Defer(torch.autograd.Function):
 
 
 def lazy(view: View) -> torch.Tensor:
-    """``view`` as a tensor that autograd knows."""
     if not torch.is_grad_enabled():
         return LazyLogits(view)
     logits: torch.Tensor = _Defer.apply(view, view.rows, *view.call.head.parameters())  # type: ignore[no-untyped-call]
@@ -167,19 +166,21 @@ def lazy(view: View) -> torch.Tensor:
 
 
 def defer(head: nn.Module, hidden: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
-    """What ``head(hidden)`` would return, not computed. ``hidden`` is (*leading, width)."""
+    """The lazy result of ``head(hidden)``; ``hidden`` is (*leading, width)."""
     call = HeadCall(head, hidden, chunk_tokens)
     with torch.no_grad():
         sample = call.run(hidden.reshape(-1, hidden.shape[-1])[:0])
     return lazy(View(call=call, rows=hidden, sample=sample, class_dim=hidden.dim() - 1))
 
 
-# -- what is noted down instead of done. A rule returns None for what it cannot note down.
+# -- rules, which record an operation; a rule returns None for arguments that it cannot record
 
 Rule = Callable[[View, Any, Sequence[Any], dict[str, Any]], Any]
 
 
-def _then(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any], **changed: Any) -> torch.Tensor | None:
+def _with_step(
+    view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any], **changed: Any
+) -> torch.Tensor | None:
     if torch.is_grad_enabled() != view.call.grad:
         return None
 
@@ -199,7 +200,7 @@ def _pointwise(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any
         return output
 
     sample = change(view.sample)
-    return _then(view, func, args, kwargs, changes=(*view.changes, change), sample=sample)
+    return _with_step(view, func, args, kwargs, changes=(*view.changes, change), sample=sample)
 
 
 def _to(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -214,10 +215,6 @@ def _to(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     return _pointwise(view, func, () if dtype is None else (dtype,), {})
 
 
-def _contiguous(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return _then(view, func, args, kwargs)
-
-
 def _reshape(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
     if kwargs or not sizes or not view.is_class_last or not all(isinstance(size, int) for size in sizes):
@@ -226,7 +223,7 @@ def _reshape(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
     if shape is None or shape[-1] != view.sample.shape[-1] or len(shape) < 2:
         return None
     rows = view.rows.reshape(*shape[:-1], view.rows.shape[-1])
-    return _then(view, func, args, kwargs, rows=rows, class_dim=len(shape) - 1)
+    return _with_step(view, func, args, kwargs, rows=rows, class_dim=len(shape) - 1)
 
 
 def _flatten(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -235,7 +232,7 @@ def _flatten(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
     if not view.is_class_last or end >= view.class_dim or start > end:
         return None
     rows = view.rows.flatten(start, end)
-    return _then(view, func, args, kwargs, rows=rows, class_dim=rows.dim() - 1)
+    return _with_step(view, func, args, kwargs, rows=rows, class_dim=rows.dim() - 1)
 
 
 def _transpose(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -256,11 +253,11 @@ def _permute(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 def _ordered(view: View, func: Any, args: Sequence[Any], order: Sequence[int]) -> Any:
     leading = [dim - (dim > view.class_dim) for dim in order if dim != view.class_dim]
     rows = view.rows.permute(*leading, -1)
-    return _then(view, func, args, {}, rows=rows, class_dim=order.index(view.class_dim))
+    return _with_step(view, func, args, {}, rows=rows, class_dim=order.index(view.class_dim))
 
 
 def _index(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Slices of rows, and rows picked by one tensor: a mask over leading dimensions, or positions in the first."""
+    """Slices of rows, or rows picked by a tensor: a mask of leading dimensions, or positions in the first."""
     (key,) = args
     if not view.is_class_last:
         return None
@@ -275,11 +272,10 @@ def _index(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
         rows = view.rows[parts]
     if rows.dim() < 2:
         return None
-    return _then(view, func, args, kwargs, rows=rows, class_dim=rows.dim() - 1)
+    return _with_step(view, func, args, kwargs, rows=rows, class_dim=rows.dim() - 1)
 
 
 def _argmax(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The likeliest class of each row, for accuracies."""
     dim = args[0] if args else kwargs.get("dim")
     if len(args) > 1 or set(kwargs) - {"dim"} or dim is None or dim % len(view.shape) != view.class_dim:
         return None
@@ -300,7 +296,7 @@ def _inferred(shape: tuple[int, ...], count: int) -> tuple[int, ...] | None:
 
 
 def _spelled_out(key: tuple[Any, ...], dims: int) -> tuple[Any, ...] | None:
-    """An index of slices and whole numbers with one entry per dimension; None for any other."""
+    """An index of slices and integers with an entry for each dimension; None for any other index."""
     if not all(part is Ellipsis or (isinstance(part, (slice, int)) and not isinstance(part, bool)) for part in key):
         return None
     parts = [part for part in key if part is not Ellipsis]
@@ -310,7 +306,7 @@ def _spelled_out(key: tuple[Any, ...], dims: int) -> tuple[Any, ...] | None:
     return (*key[:at], *(slice(None),) * (dims - len(parts)), *key[at + 1 :])
 
 
-# -- autocast, as it was when the head was called
+# -- autocast at the deferred call
 
 _State = dict[str, tuple[bool, torch.dtype]]
 
@@ -325,11 +321,11 @@ def _autocast_state(hidden: torch.Tensor) -> _State:
 
 
 @contextmanager
-def _autocast(rows: torch.Tensor, wanted: _State) -> Iterator[None]:
+def _autocast(rows: torch.Tensor, state: _State) -> Iterator[None]:
     with ExitStack() as stack:
         for device, now in _autocast_state(rows).items():
-            if now != wanted[device]:
-                enabled, dtype = wanted[device]
+            if now != state[device]:
+                enabled, dtype = state[device]
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
         yield
 
@@ -342,10 +338,10 @@ def _functions(*names: str) -> Iterator[Any]:
 
 
 _FLATTEN = (("start_dim", 0), ("end_dim", -1))
-# Questions about the tensor, not its values.
+# Properties that need no values.
 _PROPERTIES = ("shape", "dtype", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_meta", "is_sparse",
                "is_quantized", "is_nested", "output_nr")  # fmt: skip
-_ABOUT = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | set(
+_METADATA = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | set(
     _functions("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
                "stride", "is_contiguous", "__len__", "__hash__")
 )  # fmt: skip
@@ -354,7 +350,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(_functions("float", "double", "half", "bfloat16", "tanh", "mul", "div", "multiply", "divide",
                                "true_divide", "__mul__", "__rmul__", "__truediv__", "__div__"), _pointwise),
     **dict.fromkeys(_functions("to"), _to),
-    **dict.fromkeys(_functions("contiguous"), _contiguous),
+    **dict.fromkeys(_functions("contiguous"), _with_step),
     **dict.fromkeys(_functions("view", "reshape"), _reshape),
     **dict.fromkeys(_functions("flatten"), _flatten),
     **dict.fromkeys(_functions("transpose", "swapaxes", "swapdims"), _transpose),

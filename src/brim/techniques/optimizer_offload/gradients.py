@@ -1,7 +1,7 @@
-"""Gradients that leave when a backward pass has made all of a block, and come back for its update.
+"""Gradients that are offloaded when a backward pass has made all of a block, and come back for its update.
 
-What autograd does is left to autograd: before it adds to a gradient that is away, ``p.grad`` is emptied, so it makes
-the new gradient alone; that is then added to the one in the record, as autograd would have added it.
+Before autograd adds to an offloaded gradient, ``p.grad`` is set to None, so that it makes the new gradient alone,
+which is then added to the one in the record, as autograd would have added it.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
+from torch import nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils.hooks import RemovableHandle
 
 from brim.core.hardware import DISK
 from brim.errors import UnsupportedError
 from brim.memory.tiers import Memory
 from brim.techniques.offloaded_tensor import OffloadedTensor, offloaded_tensor
-from brim.techniques.optimizer_offload.states import StateBlock, flat_bytes, lay_out
-from brim.techniques.optimizer_offload.trial import Kept, dense_stride
+from brim.techniques.optimizer_offload.host_device_copy import HostDeviceCopy
+from brim.techniques.optimizer_offload.state_blocks import LoadedGradient, StateBlock, flat_bytes, lay_out
+from brim.techniques.optimizer_offload.trial import StateTensor, dense_stride
 from brim.techniques.records import Records
-from brim.techniques.streaming.host_device_copy import HostDeviceCopy
 
 _TODO = 'Leave gradients where they are (gradients="keep"), or use them one tensor at a time.'
-_Here = tuple[torch.Tensor, bool]  # a gradient, and whether it is in a record
 
 
 class Gradients:
-    """The gradients of ``blocks`` (by number), in records of ``tier``; None: they stay where autograd puts them."""
+    """The gradients of ``blocks`` (by number), in records of ``tier``; None: they stay where autograd put them."""
 
     def __init__(
         self,
@@ -40,15 +41,15 @@ class Gradients:
         buffer_bytes: int,
     ) -> None:
         self._blocks, self._host_copy = blocks, host_copy
-        self._adding: set[tuple[int, int]] = set()  # p.grad is to be added to what is in the record
+        self._adding: set[tuple[int, int]] = set()  # p.grad is to be added to the record
         self._zeroed: set[tuple[int, int]] = set()
         self._factors: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._generations: dict[tuple[int, int], int] = {}  # of what is in the record: how many came before it
+        self._generations: dict[tuple[int, int], int] = {}  # how many gradients the record had before
         self._hooks: list[RemovableHandle] = []
         self.records: Records | None = None
         if tier is None:
             return
-        laid = {index: lay_out([[_as_kept(p)] for p in block.parameters]) for index, block in blocks.items()}
+        laid = {index: lay_out([[_as_state_tensor(p)] for p in block.parameters]) for index, block in blocks.items()}
         self._fields = {index: fields for index, (fields, _) in laid.items()}
         sizes = {index: bytes for index, (_, bytes) in laid.items()}
         self.records = Records(memory, sizes, tier=tier, buffer_bytes=buffer_bytes, label="gradients")
@@ -57,7 +58,7 @@ class Gradients:
                 self._hooks.append(parameter.register_hook(_weakly(self._before, index, number)))
 
     def _before(self, index: int, number: int, gradient: torch.Tensor | None) -> None:
-        """Autograd is about to give the parameter a gradient."""
+        """Prepare for a gradient of the parameter, which autograd is about to set."""
         parameter = self._blocks[index].parameters[number]
         if gradient is None:
             return
@@ -65,12 +66,12 @@ class Gradients:
             parameter.grad = None
             self._adding.add((index, number))
         elif parameter.grad is None:
-            self._adding.discard((index, number))  # zeroed since: what is in the record is of the past
+            self._adding.discard((index, number))  # zeroed since: the record is outdated
 
     def store(self, index: int) -> None:
-        """Let the block's gradients go, as far as they are here. Sparse ones stay."""
+        """Offload the block's gradients that are in memory, except sparse ones."""
         block = self._blocks[index]
-        if self.records is None or not any(_is_here(p) for p in block.parameters):
+        if self.records is None or not any(_is_in_memory(p) for p in block.parameters):
             return
         stored = any(type(p.grad) is OffloadedTensor for p in block.parameters) or any(
             key[0] == index for key in self._adding
@@ -79,21 +80,21 @@ class Gradients:
         try:
             for number, parameter in enumerate(block.parameters):
                 gradient = parameter.grad
-                if gradient is None or not _is_here(parameter):
+                if gradient is None or not _is_in_memory(parameter):
                     continue
                 view = self._fields[index][number].view(flat)
                 if (index, number) in self._adding:
-                    self._total(index, number, view, gradient, settle=True)
+                    self._sum_into(view, index, number, gradient, permanent=True)
                     self._adding.discard((index, number))
                 else:
-                    self._host_copy.down(gradient, view, "gradients")
+                    self._host_copy.copy_to_ram(gradient, view, "gradients")
                     self._end_generation(index, number)
                 parameter.grad = self._offloaded(index, number)
         finally:
             self.records.leave(index)
 
     def are_plain(self, index: int) -> bool:
-        """Whether all gradients of the block are where autograd put them, and are to be used as they are."""
+        """Return whether all gradients of the block are dense, and where autograd put them."""
         return not any(
             type(p.grad) is OffloadedTensor
             or (index, number) in self._adding
@@ -102,17 +103,17 @@ class Gradients:
         )
 
     @contextlib.contextmanager
-    def present(self, index: int, *, dropping: bool = False) -> Iterator[list[_Here | None]]:
-        """Within: the gradients of a block, each where it is; None: it has none. ``dropping``: for the last time."""
+    def present(self, index: int, *, dropping: bool = False) -> Iterator[list[LoadedGradient | None]]:
+        """Load the gradients of a block within (None where there is none); with ``dropping`` drop them at the end."""
         block = self._blocks[index]
         if self.records is not None and self.records.tier != DISK and any(key[0] == index for key in self._adding):
-            self.store(index)  # added once and for all
-        away_ = [
-            type(p.grad) is OffloadedTensor or (index, n) in self._adding for n, p in enumerate(block.parameters)
+            self.store(index)  # add them to the records now
+        in_record = [
+            p.grad is not None and (type(p.grad) is OffloadedTensor or (index, n) in self._adding)
+            for n, p in enumerate(block.parameters)
         ]
-        away_ = [there and p.grad is not None for there, p in zip(away_, block.parameters, strict=True)]
-        if self.records is None or not any(away_):
-            yield [None if p.grad is None else (p.grad, False) for p in block.parameters]
+        if self.records is None or not any(in_record):
+            yield [None if p.grad is None else LoadedGradient(p.grad, False) for p in block.parameters]
             if dropping:
                 self.drop(index)
             return
@@ -120,28 +121,29 @@ class Gradients:
         flat = self.records.enter(index)
         try:
             if self.records.tier == DISK:
-                self.records.secure(index)  # what is changed here is forgotten, and read again
-            gradients: list[_Here | None] = []
+                self.records.secure(index)  # changes in the buffer are dropped, and the record read again
+            gradients: list[LoadedGradient | None] = []
             for number, parameter in enumerate(block.parameters):
-                if not away_[number]:
-                    gradients.append(None if parameter.grad is None else (parameter.grad, False))
+                if not in_record[number]:
+                    gradients.append(None if parameter.grad is None else LoadedGradient(parameter.grad, False))
                     continue
                 view = self._fields[index][number].view(flat)
                 added = None if type(parameter.grad) is OffloadedTensor else parameter.grad
-                changed |= self._total(index, number, view, added, settle=self.records.tier != DISK)
-                gradients.append((view, True))
+                changed |= self._sum_into(view, index, number, added, permanent=self.records.tier != DISK)
+                gradients.append(LoadedGradient(view, True))
             yield gradients
         finally:
             self.records.leave(index, changed=False)
             if changed and self.records.tier == DISK:
-                self.records.forget(index)  # the record itself, and what is to be done to it, are as they were
+                self.records.forget(index)  # the record on disk and its pending changes are as they were
         if dropping:
             self.drop(index)
 
-    def _total(
-        self, index: int, number: int, view: torch.Tensor, added: torch.Tensor | None, *, settle: bool
+    def _sum_into(
+        self, view: torch.Tensor, index: int, number: int, added: torch.Tensor | None, *, permanent: bool
     ) -> bool:
-        """Make ``view`` the gradient that autograd would have now; ``settle``: for good. Whether it changed."""
+        """Apply the pending changes and ``added`` to ``view``, and forget them if ``permanent``. Returns whether it
+        changed."""
         key = index, number
         changed = key in self._zeroed or key in self._factors or added is not None
         if key in self._zeroed:
@@ -149,8 +151,8 @@ class Gradients:
         for factor in self._factors.get(key, ()):
             view.mul_(factor)
         if added is not None:
-            view.add_(self._host_copy.in_ram(added, "gradients"))
-        if settle:
+            view.add_(self._host_copy.gradient_in_ram(added, "gradients"))
+        if permanent:
             self._forget_changes(index, number)
         return changed
 
@@ -159,64 +161,60 @@ class Gradients:
         self._factors.pop((index, number), None)
 
     def drop(self, index: int) -> None:
-        """The block's gradients were used and are not needed any more."""
         for number, parameter in enumerate(self._blocks[index].parameters):
             parameter.grad = None
             self._adding.discard((index, number))
             self._end_generation(index, number)
 
     def _end_generation(self, index: int, number: int) -> None:
-        """What was in the record is gone, for code that holds the tensor that stood for it as well."""
+        """Invalidate the record's gradient, also for code that has an ``OffloadedTensor`` of it."""
         self._forget_changes(index, number)
         self._generations[index, number] = self.generation(index, number) + 1
 
     def device(self, index: int, number: int) -> torch.device:
-        """Where a gradient is for code that uses it: with its parameter."""
         return self._blocks[index].parameters[number].device
 
     def generation(self, index: int, number: int) -> int:
-        """Of the gradient that is away: it changes when another takes its place."""
+        """A number of the offloaded gradient that changes when another gradient replaces it."""
         return self._generations.get((index, number), 0)
 
     def scale(self, index: int, number: int, factor: torch.Tensor) -> None:
-        """Multiply a gradient that is away, when it comes."""
+        """Multiply an offloaded gradient when it is loaded."""
         self._factors.setdefault((index, number), []).append(factor)
 
     def zero(self, index: int, number: int) -> None:
-        """Set a gradient that is away to zero, when it comes."""
+        """Set an offloaded gradient to zero when it is loaded."""
         self._factors.pop((index, number), None)
         self._zeroed.add((index, number))
 
     def _offloaded(self, index: int, number: int) -> OffloadedTensor:
         block, field = self._blocks[index], self._fields[index][number]
         parameter = block.parameters[number]
-        # A trace pretends that it is on a GPU; autograd compares where it truly is.
+        # A trace reports a GPU as the device; autograd compares the real one.
         device = getattr(parameter, "fake_device", parameter.device)
         what = f"The gradient of {block.names[number]}"
-        keeper = _Keeper(weakref.ref(self), index, number, self.generation(index, number), what)
+        own = _GradientBacking(weakref.ref(self), index, number, self.generation(index, number), what)
         return offloaded_tensor(
-            field.shape, field.stride, field.dtype, device, what=what, todo=_TODO, on_zero=keeper.zero, keeper=keeper
+            field.shape, field.stride, field.dtype, device, what=what, todo=_TODO, on_zero=own.zero, backing=own
         )  # fmt: skip
 
     def value(self, index: int, number: int) -> torch.Tensor:
-        """A gradient that is away, in memory of its own."""
         assert self.records is not None
         field, gradient = self._fields[index][number], self._blocks[index].parameters[number].grad
         gradient_copy = field.view_alone(self.records.get(index, field.offset, field.bytes))
-        self._total(index, number, gradient_copy, gradient if (index, number) in self._adding else None, settle=False)
+        added = gradient if (index, number) in self._adding else None
+        self._sum_into(gradient_copy, index, number, added, permanent=False)
         return gradient_copy
 
     def replace(self, index: int, number: int, value: torch.Tensor) -> None:
-        """Have other values in the place of those of a gradient that is away."""
         assert self.records is not None
         self.records.put(index, self._fields[index][number].offset, flat_bytes(value))
         self._forget_changes(index, number)
-        if (index, number) in self._adding:  # it is among the values
+        if (index, number) in self._adding:  # ``value`` contains it
             self._adding.discard((index, number))
             self._blocks[index].parameters[number].grad = self._offloaded(index, number)
 
     def expect(self, indices: Sequence[int]) -> None:
-        """Begin to fetch what is away of these blocks' gradients."""
         if self.records is not None:
             blocks = self._blocks
             self.records.expect(
@@ -224,12 +222,12 @@ class Gradients:
             )
 
     def restore(self) -> None:
-        """Give all parameters their gradients back in memory. After an error it can be called again."""
+        """Give all parameters their gradients back in memory. It can be called again after an error."""
         for index, block in self._blocks.items():
             if not any(type(p.grad) is OffloadedTensor for p in block.parameters):
                 continue
             with self.present(index) as present:
-                values = [None if here is None else here[0].clone() for here in present]
+                values = [None if loaded is None else loaded.tensor.clone() for loaded in present]
             for parameter, value in zip(block.parameters, values, strict=True):
                 if type(parameter.grad) is OffloadedTensor and value is not None:
                     parameter.grad = value.to(parameter.device)
@@ -245,8 +243,9 @@ class Gradients:
             self.records.free()
 
 
-class _Keeper:
-    """A gradient that is away, by its place. What tensors hold in C++ is out of the garbage collector's sight."""
+class _GradientBacking:
+    """Access to an offloaded gradient. It refers to ``Gradients`` weakly: the garbage collector does not see what
+    tensors hold in C++."""
 
     def __init__(
         self, gradients: weakref.ref[Gradients], index: int, number: int, generation: int, what: str
@@ -280,10 +279,10 @@ class _Keeper:
 
 
 class Arrivals:
-    """Tells when a backward pass has made the last gradient of a block, and when the pass is over.
+    """Reports when a backward pass has made the last gradient of a block, and the end of the pass.
 
-    ``complete(block, task)`` and ``over(task, blocks)`` are called on autograd's own thread; ``task`` is its number
-    of the pass, ``blocks`` are those that stayed incomplete.
+    ``complete(block, task)`` and ``over(task, blocks)`` are called on autograd's thread; ``task`` is its number of
+    the pass, ``blocks`` are those that stayed incomplete.
     """
 
     def __init__(
@@ -293,7 +292,7 @@ class Arrivals:
         over: Callable[[int, Sequence[int]], None],
     ) -> None:
         self._blocks, self._complete, self._over = blocks, complete, over
-        self._come: dict[int, dict[int, set[int]]] = {}  # by pass: block -> parameters
+        self._arrived: dict[int, dict[int, set[int]]] = {}  # by pass: block -> parameters
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(_weakly(self._arrive, index, number))
             for index, block in blocks.items()
@@ -302,22 +301,22 @@ class Arrivals:
 
     def _arrive(self, index: int, number: int, parameter: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()
-        if task not in self._come:
-            self._come[task] = {}
+        if task not in self._arrived:
+            self._arrived[task] = {}
             if task != -1:
                 torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
-        come = self._come[task].setdefault(index, set())
-        come.add(number)
-        if len(come) == len(self._blocks[index].parameters):
-            del self._come[task][index]
+        arrived = self._arrived[task].setdefault(index, set())
+        arrived.add(number)
+        if len(arrived) == len(self._blocks[index].parameters):
+            del self._arrived[task][index]
             self._complete(index, task)
 
     def _end(self, task: int) -> None:
-        self._over(task, list(self._come.pop(task, {})))
+        self._over(task, list(self._arrived.pop(task, {})))
 
     def reset(self) -> None:
-        """No pass is under way: what is still open ended with an exception."""
-        self._come.clear()
+        """Forget the passes that ended with an exception: none is running."""
+        self._arrived.clear()
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -325,7 +324,7 @@ class Arrivals:
 
 
 def _weakly(method: Callable[..., None], *args: int) -> Callable[..., None]:
-    """``method`` for a hook on a tensor: what tensors hold in C++ is out of the garbage collector's sight."""
+    """A weak reference to ``method`` as a hook on a tensor: the garbage collector does not see what tensors hold."""
     reference = weakref.WeakMethod(method)
 
     def call(*more: torch.Tensor) -> None:
@@ -336,14 +335,78 @@ def _weakly(method: Callable[..., None], *args: int) -> Callable[..., None]:
     return call
 
 
-def _as_kept(parameter: torch.Tensor) -> Kept:
+def _as_state_tensor(parameter: torch.Tensor) -> StateTensor:
     shape, stride = tuple(parameter.shape), dense_stride(parameter)
-    return Kept(key="grad", dtype=parameter.dtype, shape=shape, stride=stride)
+    return StateTensor(key="grad", dtype=parameter.dtype, shape=shape, stride=stride)
 
 
-def _is_here(parameter: torch.Tensor) -> bool:
-    """Whether there is a gradient in memory, of the plain kind that a record has room for."""
+def _is_in_memory(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter has a dense gradient of its dtype in memory."""
     gradient = parameter.grad
     if gradient is None or type(gradient) is OffloadedTensor:
         return False
     return gradient.layout is torch.strided and gradient.dtype == parameter.dtype
+
+
+@torch.no_grad()
+def clip(
+    parameters: Sequence[nn.Parameter],
+    blocks: Mapping[int, StateBlock],
+    gradients: Gradients,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> torch.Tensor:
+    """Clip as ``torch.nn.utils.clip_grad_norm_`` does; offloaded gradients are scaled when they come back.
+
+    The order of all sums is PyTorch's (torch/nn/utils/clip_grad.py): a norm per gradient, those of one device and
+    dtype together in the order of the parameters, then the norm of the norms. Returns the norm before clipping.
+    """
+    if not any(type(p.grad) is OffloadedTensor for p in parameters):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    norms: dict[int, torch.Tensor] = {}
+    parameter_ids = {id(p) for p in parameters}
+    order = [i for i, block in blocks.items() if any(id(p) in parameter_ids for p in block.parameters)]
+    for position, index in enumerate(order):
+        with gradients.present(index) as present:
+            gradients.expect(order[position + 1 : position + 3])
+            for parameter, loaded in zip(blocks[index].parameters, present, strict=True):
+                if loaded is not None and id(parameter) in parameter_ids:
+                    norms[id(parameter)] = _norm(loaded.tensor, norm_type, foreach)
+    for parameter in parameters:
+        if parameter.grad is not None and id(parameter) not in norms:
+            norms[id(parameter)] = _norm(parameter.grad, norm_type, foreach)
+    total = _total_norm([p for p in parameters if p.grad is not None], norms, norm_type)
+    if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
+        # PyTorch's option, with its type of error.
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is not finite: nothing was clipped."
+        )
+    in_memory = [p for p in parameters if p.grad is not None and type(p.grad) is not OffloadedTensor]
+    torch.nn.utils.clip_grads_with_norm_(in_memory, max_norm, total, foreach)
+    factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    for index in order:
+        for number, parameter in enumerate(blocks[index].parameters):
+            if type(parameter.grad) is OffloadedTensor and id(parameter) in parameter_ids:
+                gradients.scale(index, number, factor.to("cpu"))
+    return total
+
+
+def _norm(gradient: torch.Tensor, norm_type: float, foreach: bool | None) -> torch.Tensor:
+    if foreach is False or gradient.is_sparse:
+        alone: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type)
+        return alone
+    return torch._foreach_norm([gradient], norm_type)[0]
+
+
+def _total_norm(
+    parameters: Sequence[nn.Parameter], norms: Mapping[int, torch.Tensor], norm_type: float
+) -> torch.Tensor:
+    marks = [torch.empty(0, dtype=p.dtype, device=p.device) for p in parameters]
+    grouped = _group_tensors_by_device_and_dtype([marks], with_indices=True)  # type: ignore[list-item]
+    order = [index for _, indices in grouped.values() for index in indices]
+    device = parameters[0].device
+    ordered = [norms[id(parameters[index])].to(device) for index in order]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(ordered), norm_type)
+    return norm

@@ -1,182 +1,444 @@
-"""An optimizer's blocks: which parameters' states come and go together, and how those lie in a record of bytes."""
+"""The offloaded states of an optimizer, which come to it unit by unit.
+
+A unit is updated at once: all of a block, some of its parameters, or a part of a large one.
+
+While states are offloaded, ``optimizer.state[p]`` has its keys in their order, with an ``OffloadedTensor`` for each
+offloaded tensor. Single numbers (``step``) stay: they take no memory, and optimizers branch on them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from brim.memory.layout import PACKED_ALIGNMENT_BYTES
-from brim.memory.pool import round_up
-from brim.techniques.optimizer_offload.parts import Unit, cut
-from brim.techniques.optimizer_offload.trial import Kept, Trial, dense_stride
+from brim.core.hardware import DISK
+from brim.errors import UsageError
+from brim.memory.pool import Buffer
+from brim.memory.tiers import Memory
+from brim.techniques.blocks import tensor_bytes
+from brim.techniques.offloaded_tensor import OffloadedTensor, offloaded_tensor
+from brim.techniques.optimizer_offload.state_blocks import (
+    Field,
+    Part,
+    StateBlock,
+    Unit,
+    flat_bytes,
+    lay_out,
+    single_unit,
+)
+from brim.techniques.optimizer_offload.trial import StateTensor, Trial
+from brim.techniques.records import Records
+
+_TODO = "Read states by handle.iter_state() or optimizer.state_dict(), or call handle.remove() first."
+
+
+class States:
+    """The states of ``blocks`` (by number) in records.
+
+    ``at_once``: each block is a single unit. ``brief``: the RAM that states pass through is allocated for the first
+    state, and freed by ``free_buffer``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        memory: Memory,
+        blocks: Mapping[int, StateBlock],
+        *,
+        tier: str,
+        buffer_bytes: int,
+        at_once: bool = False,
+        brief: bool = False,
+    ) -> None:
+        self._optimizer, self._memory, self._blocks, self._brief = optimizer, memory, blocks, brief
+        self._stored: dict[int, list[_StoredUnit]] = {}  # by block
+        self._before: dict[tuple[int, int], dict[str, Any]] = {}  # the state of a parameter before its first part
+        sizes: dict[int, int] = {}
+        for index, block in blocks.items():
+            self._stored[index] = []
+            for unit in (single_unit(block.parameters),) if at_once else block.units:
+                fields, bytes = lay_out(block.unit_tensors(unit))
+                self._stored[index].append(_StoredUnit(record=len(sizes), unit=unit, fields=fields))
+                sizes[len(sizes)] = bytes
+        sizes = {record: bytes for record, bytes in sizes.items() if bytes}
+        self.records = Records(
+            memory, sizes, tier=tier, buffer_bytes=buffer_bytes, label="optimizer states", brief=brief
+        )
+        where = "the disk" if tier == DISK else "RAM"
+        self._todo = f"They are in {where}. {_TODO}"
+
+    def state(self, index: int, parameter: int) -> dict[str, Any]:
+        """The optimizer's state of a parameter, or an empty dictionary."""
+        state: dict[str, Any] = self._optimizer.state.get(self._blocks[index].parameters[parameter], {})
+        return state
+
+    def end_step(self, indices: Sequence[int]) -> None:
+        """Fetch the states of these blocks, the first of the next step, or free a brief buffer."""
+        if self._brief:
+            self.records.free_buffer()
+        else:
+            self.expect(indices)
+
+    def units(self, index: int) -> int:
+        return len(self._stored[index])
+
+    def fit_parts(self, index: int) -> bool:
+        """Return whether no parameter that is updated in parts has state tensors of an unexpected kind (it was
+        loaded).
+        """
+        cut = {part.parameter for stored in self._stored[index] for part in stored.unit if not part.is_complete}
+        values = [value for number in cut for value in self.state(index, number).values()]
+        return not any(type(value) is torch.Tensor and value.dim() for value in values)
+
+    def parts(self, index: int, number: int) -> Unit:
+        return self._stored[index][number].unit
+
+    def expect(self, indices: Sequence[int], first: int = 0) -> None:
+        """Start to fetch the states of these blocks, of the first one from its unit number ``first`` on."""
+        todo = [
+            (i, stored)
+            for i in indices
+            if i in self._blocks
+            for stored in self._stored[i][first * (i == indices[0]) :]
+        ]
+        self.records.expect([stored.record for index, stored in todo if self._is_offloaded(index, stored)])
+
+    def _is_offloaded(self, index: int, stored: _StoredUnit) -> bool:
+        """Return whether the record has states of the unit."""
+        return any(type(self.state(index, stored.owner(f)).get(f.key)) is OffloadedTensor for f in stored.fields)
+
+    @contextlib.contextmanager
+    def present(self, index: int, number: int, *, stepping: Sequence[bool]) -> Iterator[list[nn.Parameter]]:
+        """Load the states of the block's unit ``number`` into the optimizer within, and give the unit's parameters.
+
+        These are the block's own, or stand-ins for parts of them. New and changed states go back to the record.
+        ``stepping`` has a flag for each part that will be stepped. States that a first step makes by ``zeros_like``
+        of the parameter are made in the record; the bytes of others count against the budget until they are there.
+        """
+        stored, block = self._stored[index][number], self._blocks[index]
+        parameters = [p.stand_in(block.parameters[p.parameter], block.names[p.parameter]) for p in stored.unit]
+        with contextlib.ExitStack() as stack:
+            for part, parameter in zip(stored.unit, parameters, strict=True):
+                if not part.is_complete:
+                    stack.enter_context(self._standing_in(index, part, parameter))
+            if stored.fields:
+                stack.enter_context(self._fetched(index, stored, parameters, stepping))
+            yield parameters
+
+    @contextlib.contextmanager
+    def _standing_in(self, index: int, part: Part, parameter: nn.Parameter) -> Iterator[None]:
+        """Give the optimizer a state for a part within, with the numbers from before the first part's step."""
+        key, block = (index, part.parameter), self._blocks[index]
+        if part.begin == 0:
+            self._before[key] = dict(self.state(*key))
+        before = self._before[key]
+        if before:
+            self._optimizer.state[parameter] = {name: _own(value) for name, value in before.items()}
+        try:
+            yield
+        finally:
+            state = self._optimizer.state.pop(parameter, {})
+            if part.end == block.parameters[part.parameter].numel() and state:
+                self._optimizer.state[block.parameters[part.parameter]] = self._joined(*key, state)
+
+    def _joined(self, index: int, parameter: int, last: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a parameter, given that of its ``last`` part."""
+        tensors = {tensor.key: tensor for tensor in self._blocks[index].state_tensors[parameter]}
+        return {
+            key: self._offloaded(index, parameter, tensors[key]) if key in tensors else value
+            for key, value in last.items()
+        }
+
+    @contextlib.contextmanager
+    def _fetched(
+        self, index: int, stored: _StoredUnit, parameters: Sequence[nn.Parameter], stepping: Sequence[bool]
+    ) -> Iterator[None]:
+        states = [self._optimizer.state.get(parameter, {}) for parameter in parameters]
+        news = [f for f in stored.fields if stepping[f.parameter] and not states[f.parameter]]
+        flat = self.records.enter(stored.record, empty=not self._is_offloaded(index, stored))
+        new_states = _NewStates({id(p): p for p in parameters}, _places(news, parameters, flat))
+        passing: Buffer | None = None
+        try:
+            for field in stored.fields:
+                if type(states[field.parameter].get(field.key)) is OffloadedTensor:
+                    states[field.parameter][field.key] = field.view(flat)
+            with new_states if news else contextlib.nullcontext():
+                yield
+            new_bytes = new_states.unplaced_bytes
+            passing = self._memory.ram.account(new_bytes, "new states") if new_bytes else None
+        finally:
+            self._take(index, stored, parameters, flat)
+            if passing is not None:
+                passing.free()
+            self.records.leave(stored.record)
+
+    def _take(self, index: int, stored: _StoredUnit, parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
+        """Move the optimizer's states of a unit into its record."""
+        for field in stored.fields:
+            state = self._optimizer.state.get(parameters[field.parameter], {})
+            value = state.get(field.key)
+            if not isinstance(value, torch.Tensor) or type(value) is OffloadedTensor:
+                continue
+            if (value.dtype, tuple(value.shape)) != (field.dtype, field.shape):
+                continue  # of another kind: it stays in the optimizer
+            place = field.view(flat)
+            inside = value.untyped_storage()._cdata == flat.untyped_storage()._cdata
+            if not inside or value.storage_offset() != place.storage_offset():
+                place.copy_(value)
+            owner = stored.owner(field)
+            state[field.key] = self._offloaded(index, owner, self._tensor(index, owner, field.key))
+
+    def _tensor(self, index: int, parameter: int, key: str) -> StateTensor:
+        return next(t for t in self._blocks[index].state_tensors[parameter] if t.key == key)
+
+    def _offloaded(self, index: int, parameter: int, tensor: StateTensor) -> OffloadedTensor:
+        block = self._blocks[index]
+        device = block.parameters[parameter].device
+        what = f"The optimizer state {block.names[parameter]}.{tensor.key}"
+        return offloaded_tensor(tensor.shape, tensor.stride, tensor.dtype, device, what=what, todo=self._todo)
+
+    # -- all states of a block
+
+    @contextlib.contextmanager
+    def gathered(self, index: int) -> Iterator[None]:
+        """Load all states of a block into the optimizer within, for a step that cannot be done in parts."""
+        self._restore(index)
+        try:
+            yield
+        finally:
+            self._take_block(index)
+
+    def take_all(self) -> None:
+        """Take the states that the optimizer has in memory (it was loaded, or had stepped before)."""
+        for index in self._blocks:
+            self._take_block(index)
+
+    def _take_block(self, index: int) -> None:
+        taken: set[tuple[int, str]] = set()
+        for stored in self._stored[index]:
+            in_memory = [f for f in stored.fields if self._is_in_memory(index, stored.owner(f), f.key)]
+            if not in_memory:
+                continue
+            flat = self.records.enter(stored.record, empty=not self._is_offloaded(index, stored))
+            try:
+                for field in in_memory:
+                    value = self.state(index, stored.owner(field))[field.key]
+                    field.view(flat).copy_(stored.unit[field.parameter].of(value))
+            finally:
+                self.records.leave(stored.record)
+            taken |= {(stored.owner(field), field.key) for field in in_memory}
+        for parameter, key in taken:
+            tensor = self._tensor(index, parameter, key)
+            self.state(index, parameter)[key] = self._offloaded(index, parameter, tensor)
+
+    def _is_in_memory(self, index: int, parameter: int, key: str) -> bool:
+        """Return whether the optimizer has this state in memory, of the expected dtype and shape."""
+        value, tensor = self.state(index, parameter).get(key), self._tensor(index, parameter, key)
+        return type(value) is torch.Tensor and (value.dtype, tuple(value.shape)) == (tensor.dtype, tensor.shape)
+
+    def restore(self) -> None:
+        """Give the optimizer all states as tensors again, each on its parameter's device.
+
+        It can be called again after an error, and does not fetch a state twice.
+        """
+        for index in self._blocks:
+            self._restore(index)
+
+    def _restore(self, index: int) -> None:
+        for number, parameter in enumerate(self._blocks[index].parameters):
+            for key in self.offloaded_keys(index, number):
+                self.state(index, number)[key] = self.value(index, number, key).to(parameter.device)
+
+    # -- single states
+
+    def value(self, index: int, parameter: int, key: str) -> torch.Tensor:
+        """A copy of a state on the CPU."""
+        tensor, fields = self._tensor(index, parameter, key), list(self._fields(index, parameter, key))
+        if len(fields) == 1:
+            return self._read(*fields[0])
+        value = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for stored, field in fields:
+            stored.unit[field.parameter].of(value).copy_(self._read(stored, field))
+        return value
+
+    def _read(self, stored: _StoredUnit, field: Field) -> torch.Tensor:
+        return field.view_alone(self.records.get(stored.record, field.offset, field.bytes))
+
+    def _fields(self, index: int, parameter: int, key: str) -> Iterator[tuple[_StoredUnit, Field]]:
+        for stored in self._stored[index]:
+            for field in stored.fields:
+                if (stored.owner(field), field.key) == (parameter, key):
+                    yield stored, field
+
+    def offloaded_keys(self, index: int, parameter: int) -> list[str]:
+        """The keys of a parameter's state that are offloaded now."""
+        state, tensors = self.state(index, parameter), self._blocks[index].state_tensors[parameter]
+        return [tensor.key for tensor in tensors if type(state.get(tensor.key)) is OffloadedTensor]
+
+    def load(self, index: int, parameter: int, key: str, tensor: torch.Tensor, sample: Mapping[str, Any]) -> None:
+        """Set a state of a parameter to ``tensor``. Raises UsageError if its shape is wrong."""
+        block = self._blocks[index]
+        state = self._optimizer.state[block.parameters[parameter]]
+        name = f"{block.names[parameter]}.{key}"
+        expected = next((t for t in block.state_tensors[parameter] if t.key == key), None)
+        if expected is None:
+            state[key] = as_number(tensor, sample.get(key))
+            return
+        if tuple(tensor.shape) != expected.shape:
+            raise UsageError(
+                f"Cannot load {name} of shape {list(tensor.shape)}.",
+                f"The optimizer keeps shape {list(expected.shape)} for this parameter.",
+                "Load what was saved for this model with this optimizer and its options.",
+            )
+        for stored, field in self._fields(index, parameter, key):
+            part = torch.empty_strided(field.shape, field.stride, dtype=field.dtype)
+            part.copy_(stored.unit[field.parameter].of(tensor))
+            self.records.put(stored.record, field.offset, flat_bytes(part))
+        state[key] = self._offloaded(index, parameter, expected)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StateBlock:
-    """Parameters whose gradients come and go together. ``bytes`` are theirs, ``state_bytes`` those of the states.
+class _StoredUnit:
+    """A unit of a block, and the layout of its states in a record."""
 
-    ``units``: what of them is updated at once, where that is to be bounded.
+    record: int
+    unit: Unit
+    fields: Sequence[Field]
+
+    def owner(self, field: Field) -> int:
+        return self.unit[field.parameter].parameter
+
+
+def _places(
+    news: Sequence[Field], parameters: Sequence[nn.Parameter], flat: torch.Tensor
+) -> dict[int, list[torch.Tensor]]:
+    """The places of new states in a record, by the identity of their parameter, in the order of creation."""
+    places: dict[int, list[torch.Tensor]] = {}
+    for field in news:
+        places.setdefault(id(parameters[field.parameter]), []).append(field.view(flat))
+    return places
+
+
+def _own(value: Any) -> Any:
+    """A copy of a number that a part's step may change."""
+    if type(value) is OffloadedTensor:
+        return value
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+class _NewStates(TorchDispatchMode):
+    """Creates the states that an optimizer's first step makes by ``zeros_like`` of a parameter in their record.
+
+    Otherwise a step would have them in memory twice for a moment, which may be the peak for the largest block. States
+    that are made in another way are copied.
     """
 
-    name: str
-    names: tuple[str, ...]
-    parameters: tuple[nn.Parameter, ...]
-    kept: tuple[tuple[Kept, ...], ...]
-    bytes: int
-    state_bytes: int
-    units: tuple[Unit, ...]
-
-    def unit_bytes(self) -> list[int]:
-        """Bytes of the states of each unit."""
-        return [lay_out([part.kept(self.kept[part.parameter]) for part in unit])[1] for unit in self.units]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Field:
-    """A tensor in a record: of the unit's part number ``parameter``, at ``offset``."""
-
-    parameter: int
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    def __init__(self, parameters: Mapping[int, torch.Tensor], places: dict[int, list[torch.Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parameters, self._places = parameters, places
 
     @property
-    def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+    def unplaced_bytes(self) -> int:
+        """The bytes of the expected states that were created elsewhere."""
+        return sum(tensor_bytes(place) for places in self._places.values() for place in places)
 
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor in the record ``flat`` (uint8)."""
-        return self.view_alone(flat[self.offset : self.offset + self.bytes])
-
-    def view_alone(self, part: torch.Tensor) -> torch.Tensor:
-        """The tensor whose bytes (uint8) are ``part``."""
-        return shaped(part, self.dtype, self.shape, self.stride)
-
-
-def shaped(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """Bytes (uint8, one-dimensional) seen as a tensor whose elements fill them."""
-    with torch.inference_mode(False):
-        typed = flat.view(dtype)
-        return typed.as_strided(tuple(shape), tuple(stride), typed.storage_offset())
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        places = self._places.get(id(args[0])) if func is torch.ops.aten.zeros_like.default else None
+        if places and self._parameters[id(args[0])] is args[0]:
+            dtype = (kwargs or {}).get("dtype") or args[0].dtype
+            if (places[0].dtype, places[0].shape) == (dtype, args[0].shape):
+                return places.pop(0).zero_()
+        return func(*args, **(kwargs or {}))
 
 
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor whose elements fill one run of it, as bytes; a change here is one there."""
-    data = tensor.detach()
-    return data.as_strided((data.numel(),), (1,), data.storage_offset()).view(torch.uint8)
+def as_number(tensor: torch.Tensor, sample: Any) -> Any:
+    """Convert ``tensor`` to the type of ``sample``, a value of the same optimizer."""
+    if isinstance(sample, torch.Tensor):
+        return tensor.to(sample.dtype).clone() if sample.dim() == 0 else tensor.clone()
+    return tensor.clone() if sample is None else type(sample)(tensor.item())
 
 
-def lay_out(kept: Sequence[Sequence[Kept]]) -> tuple[list[Field], int]:
-    """Places for what is kept for each parameter, aligned as kernels like it, and the bytes of it all."""
-    fields, end = [], 0
-    for index, tensors in enumerate(kept):
-        for tensor in tensors:
-            begin = round_up(end, PACKED_ALIGNMENT_BYTES)
-            fields.append(
-                Field(
-                    parameter=index,
-                    key=tensor.key,
-                    dtype=tensor.dtype,
-                    shape=tensor.shape,
-                    stride=tensor.stride,
-                    offset=begin,
-                )
-            )
-            end = begin + fields[-1].bytes
-    return fields, end
+class OptimizerState:
+    """The complete state of an optimizer, for ``state_dict`` and checkpoints.
 
-
-def state_blocks(
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    block_bytes: int,
-    given: Sequence[tuple[str, Sequence[nn.Parameter]]] = (),
-    trial: Trial | None = None,
-) -> list[StateBlock]:
-    """The trainable parameters of ``optimizer`` as blocks of at most ``block_bytes``, in the model's order.
-
-    Those in ``given`` (names and parameters: the blocks of weight streaming) are blocks as they are. A parameter
-    larger than the bound is a block of its own; blocks above it are cut into units. Raises UnsupportedError for an
-    optimizer that needs all at once.
+    ``blocks`` are all blocks of the optimizer, ``offloaded`` those whose states are in ``states``.
     """
-    trial = trial or Trial(optimizer)
-    groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    names = _names(model, optimizer)
-    rows = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
-    blocks = []
-    for name, parameters in _together(names, given, block_bytes):
-        kept = tuple(tuple(trial.kept(groups[id(p)], p)) for p in parameters)
-        units = cut(parameters, block_bytes, _may_be_cut(parameters, kept, groups, trial, rows))
-        blocks.append(
-            StateBlock(
-                name=name,
-                names=tuple(names[p] for p in parameters),
-                parameters=tuple(parameters),
-                kept=kept,
-                bytes=sum(p.numel() * p.element_size() for p in parameters),
-                state_bytes=lay_out(kept)[1],
-                units=units,
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        blocks: Mapping[int, StateBlock],
+        offloaded: Mapping[int, StateBlock],
+        states: States,
+        trial: Trial,
+    ) -> None:
+        self._optimizer, self._states, self._trial = optimizer, states, trial
+        self._blocks, self._offloaded = blocks, offloaded
+        self._hooks = [
+            optimizer.register_state_dict_post_hook(self._fill, prepend=True),
+            optimizer.register_load_state_dict_post_hook(self._loaded, prepend=True),
+        ]
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every state and number as (parameter's name + "." + key, tensor on the CPU), loaded one at a time."""
+        for index, block in self._blocks.items():
+            for number, (name, parameter) in enumerate(zip(block.names, block.parameters, strict=True)):
+                offloaded = self._states.offloaded_keys(index, number) if index in self._offloaded else []
+                for key, value in list(self._optimizer.state.get(parameter, {}).items()):
+                    if key in offloaded:
+                        yield f"{name}.{key}", self._states.value(index, number, key)
+                    elif isinstance(value, torch.Tensor):
+                        yield f"{name}.{key}", value.detach().cpu()
+                    elif isinstance(value, (bool, int, float)):
+                        yield f"{name}.{key}", torch.tensor(value)
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Set a state from ``items``. Raises UsageError for a name or a shape that this optimizer lacks."""
+        path, _, key = name.rpartition(".")
+        index = next((i for i, block in self._blocks.items() if path in block.names), None)
+        if index is not None:
+            number = self._blocks[index].names.index(path)
+            parameter = self._blocks[index].parameters[number]
+            groups = enumerate(self._optimizer.param_groups)
+            group = next(g for g, options in groups if any(p is parameter for p in options["params"]))
+            sample = self._trial.sample(group, parameter)
+        if index is None or key not in sample:
+            raise UsageError(
+                f"Cannot load the optimizer state {name!r}.",
+                f"{type(self._optimizer).__name__} has no such state.",
+                "Load what was saved for this model with this kind of optimizer.",
             )
-        )
-    return blocks
+        if index in self._offloaded:
+            self._states.load(index, number, key, tensor, sample)
+            return
+        value = as_number(tensor, sample[key])
+        moved = value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value
+        self._optimizer.state[parameter][key] = moved
 
+    def _fill(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        numbers = {
+            id(p): n
+            for packed, group in zip(state["param_groups"], optimizer.param_groups, strict=True)
+            for n, p in zip(packed["params"], group["params"], strict=True)
+        }
+        for index, block in self._offloaded.items():
+            for number, parameter in enumerate(block.parameters):
+                keys = self._states.offloaded_keys(index, number)
+                if keys:
+                    values = {key: self._states.value(index, number, key) for key in keys}
+                    state["state"][numbers[id(parameter)]] = state["state"][numbers[id(parameter)]] | values
 
-def _names(model: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, str]:
-    """The optimizer's parameters, each with its name: in the model's order, and after them what the model has not."""
-    names = {p: name for name, p in model.named_parameters()}
-    updated = [p for group in optimizer.param_groups for p in group["params"]]
-    mine = set(updated)
-    ordered = dict.fromkeys([*(p for p in names if p in mine), *updated])
-    return {p: names.get(p, f"parameter {number}") for number, p in enumerate(ordered)}
+    def _loaded(self, optimizer: Optimizer) -> None:
+        self._states.take_all()
 
-
-def _together(
-    names: Mapping[nn.Parameter, str], given: Sequence[tuple[str, Sequence[nn.Parameter]]], block_bytes: int
-) -> list[tuple[str, list[nn.Parameter]]]:
-    """Which of the parameters that are trained make a block, and its name: those ``given``, then neighbours."""
-    open_ = {p: p for p in names if p.requires_grad}
-    parts: list[tuple[str, list[nn.Parameter]]] = []
-    for name, parameters in given:
-        mine = [open_.pop(p) for p in parameters if p in open_]
-        parts += [(name, mine)] if mine else []
-    return parts + [(names[group[0]], group) for group in _within(list(open_), block_bytes)]
-
-
-def _may_be_cut(
-    parameters: Sequence[nn.Parameter],
-    kept: Sequence[Sequence[Kept]],
-    groups: Mapping[int, int],
-    trial: Trial,
-    rows: Collection[int],
-) -> Callable[[int], bool]:
-    """Whether a parameter, by its number, may be updated in parts. ``rows``: those with sparse gradients."""
-
-    def answer(number: int) -> bool:
-        parameter = parameters[number]
-        alike = all(
-            tensor.shape == parameter.shape and tensor.stride == dense_stride(parameter) for tensor in kept[number]
-        )
-        return alike and id(parameter) not in rows and trial.is_elementwise(groups[id(parameter)], parameter)
-
-    return answer
-
-
-def _within(parameters: Sequence[nn.Parameter], block_bytes: int) -> list[list[nn.Parameter]]:
-    """Neighbours together, up to a bound."""
-    groups: list[list[nn.Parameter]] = []
-    group_bytes = 0
-    for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
-        if not groups or group_bytes + size > block_bytes:
-            groups.append([])
-            group_bytes = 0
-        groups[-1].append(parameter)
-        group_bytes += size
-    return groups
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()

@@ -1,8 +1,8 @@
-"""What an optimizer keeps per parameter, found out by trying a copy of it, and whether it may be run block by block.
+"""A trial of an optimizer: the state tensors of each parameter, and whether it may be run block by block.
 
-Nothing is known here about any class of optimizer: a copy of the user's own, with two parameters of two elements a
-side, steps them together and one after the other. Where that is not the same (a counter of its own, one random
-stream, a norm over all parameters), block by block would not be either.
+No class of optimizer is known here: a copy of the user's own, with two parameters of two elements a side, steps them
+together and one after the other. If the results differ (a counter of its own, one random stream, a norm over all
+parameters), so would those of steps block by block.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from brim.errors import UnsupportedError
 
 _STEPS = 3
 _TRIED, _PART = 97, 61  # elements of the last dimension, and of a part
-# What chooses a kernel and not what is kept; some kernels refuse tensors without values.
+# Options that choose a kernel and not the states; some kernels refuse tensors without values.
 _KERNELS = {"foreach": None, "fused": None, "capturable": False}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
-    """A tensor that an optimizer keeps for a parameter."""
+class StateTensor:
+    """A tensor in an optimizer's state of a parameter."""
 
     key: str
     dtype: torch.dtype
@@ -36,13 +36,13 @@ class Kept:
 
 
 def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The optimizer's own step, without the hooks that PyTorch wraps around it (``profile_hook_step``)."""
+    """The optimizer's step without PyTorch's hooks around it (``profile_hook_step``)."""
     step = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
 class Trial:
-    """Samples of an optimizer's states. Raises UnsupportedError where it cannot step its parameters one by one."""
+    """Samples of an optimizer's states. Raises UnsupportedError if it cannot step its parameters one by one."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -50,7 +50,7 @@ class Trial:
         self._elementwise: dict[tuple[int, int, torch.dtype], bool] = {}
 
     def sample(self, group: int, parameter: torch.Tensor) -> dict[str, Any]:
-        """The state of a tiny parameter of the same number of dimensions after some steps."""
+        """The state, after some steps, of a tiny parameter of the same number of dimensions."""
         key = group, parameter.dim(), parameter.dtype
         if key not in self._samples:
             with _apart():
@@ -58,9 +58,9 @@ class Trial:
         return self._samples[key]
 
     def is_elementwise(self, group: int, parameter: torch.Tensor) -> bool:
-        """Whether a parameter may be updated run by run of its elements, each with its part of the states.
+        """Return whether a parameter may be updated part by part, each with its part of the states.
 
-        Tried with runs that end within vectors: kernels must do the same for single elements as for many.
+        The tried parts end within vectors: kernels must compute the same for single elements as for many.
         """
         key = group, parameter.dim(), parameter.dtype
         if key not in self._elementwise:
@@ -73,26 +73,26 @@ class Trial:
             return False
         shape = (2,) * (dims - 1) + (_TRIED,)
         try:
-            whole, parts = (self._run_in_parts(options, shape, dtype, length) for length in (None, _PART))
-        except Exception:  # whatever its step says to a parameter of one dimension
+            at_once, in_parts = (self._run_in_parts(options, shape, dtype, length) for length in (None, _PART))
+        except Exception:  # its step may refuse parameters of one dimension in any way
             return False
-        return all(_same(left, right) for left, right in zip(whole, parts, strict=True))
+        return all(_same(left, right) for left, right in zip(at_once, in_parts, strict=True))
 
     def _run_in_parts(
         self, options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, length: int | None
     ) -> list[Any]:
-        """Some steps of a parameter, or of its parts one by one. Returns all that there is afterwards, flat."""
+        """Step a parameter, or its parts one by one. Returns the values, states, groups and other attributes."""
         count = torch.Size(shape).numel()
         at = torch.arange(count, dtype=torch.float64)
         data = torch.sin(at * 1.7).to(dtype)
         copied = _copy(self._optimizer, [{**options, "params": []}])
         runs = [slice(begin, begin + (length or count)) for begin in range(0, count, length or count)]
         states: list[dict[str, Any]] = [{} for _ in runs]
-        used: list[torch.Tensor] = []  # kept, so that none is taken for another that was there before
+        used: list[torch.Tensor] = []  # kept alive, so that no identity is reused
         for turn in range(_STEPS):
             slope = (torch.cos(at * 0.9 + turn) * 10.0 ** (-at % 7)).to(dtype)
             for number, run in enumerate(runs):
-                # A part is another tensor at each step, as what stands in for one is. The whole is always the same.
+                # A part is another tensor at each step, as its stand-in is; the parameter is always the same.
                 part = data[run].view(-1) if length else used[0] if used else data.view(shape)
                 used.append(part)
                 part.grad = slope[run].view(part.shape)
@@ -105,15 +105,15 @@ class Trial:
         rest = {key: value for key, value in vars(copied).items() if key not in ("state", "param_groups")}
         return [data, _joined(states), copied.param_groups, rest]
 
-    def kept(self, group: int, parameter: torch.Tensor) -> list[Kept]:
-        """The tensors that will be kept for ``parameter``; single numbers are not among them."""
+    def state_tensors(self, group: int, parameter: torch.Tensor) -> list[StateTensor]:
+        """The tensors in the state of ``parameter`` after a step, without single numbers."""
         sample = self.sample(group, parameter)
         options = self._optimizer.param_groups[group]
         shape, stride = parameter.shape, dense_stride(parameter)
         with _apart():
             meta = {**options, **{key: value for key, value in _KERNELS.items() if key in options}}
             state = self._state_of(meta, torch.empty_strided(shape, stride, dtype=parameter.dtype, device="meta"))
-            if state.keys() != sample.keys():  # its step looks at values before the state is complete
+            if state.keys() != sample.keys():  # its step reads values before the state is complete
                 state = self._state_of(options, torch.empty_strided(shape, stride, dtype=parameter.dtype).zero_())
         tensors = [(key, v) for key, v in state.items() if isinstance(v, torch.Tensor) and v.dim() and v.numel()]
         for key, value in tensors:
@@ -123,13 +123,15 @@ class Trial:
                     f"{key!r} is a {type(value).__name__}, which brim cannot move as plain bytes.",
                     'Leave its states where they are (states="keep").',
                 )
-        return [Kept(key=key, dtype=v.dtype, shape=tuple(v.shape), stride=dense_stride(v)) for key, v in tensors]
+        return [
+            StateTensor(key=key, dtype=v.dtype, shape=tuple(v.shape), stride=dense_stride(v)) for key, v in tensors
+        ]
 
     def _state_of(self, options: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-        """The state after a first step, or as much as was created when the step fails."""
+        """The state after a first step, or as much of it as was created before the step failed."""
         parameter.grad = torch.zeros_like(parameter)
         copied = _copy(self._optimizer, [{**options, "params": [parameter]}])
-        with contextlib.suppress(Exception):  # a kernel that needs values; the caller sees that something is missing
+        with contextlib.suppress(Exception):  # a kernel may need values; the caller notices an incomplete state
             raw_step(copied)(copied)
         return dict(copied.state.get(parameter, {}))
 
@@ -144,7 +146,7 @@ class Trial:
         return sample
 
     def _run(self, options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, split: bool) -> list[Any]:
-        """Some steps of two parameters. Returns all that there is afterwards: values, states, options, the rest."""
+        """Step two parameters. Returns the values, states, groups and other attributes."""
         count = max(1, torch.Size(shape).numel())
         pair = [(torch.linspace(low, 1, count, dtype=torch.float64)).view(shape).to(dtype) for low in (-1, 0.5)]
         copied = _copy(self._optimizer, [{**options, "params": pair}])
@@ -160,16 +162,16 @@ class Trial:
         rest = {key: value for key, value in vars(copied).items() if key not in ("state", "param_groups")}
         return [pair, [dict(copied.state.get(p, {})) for p in pair], copied.param_groups, rest]
 
-    def _refusal(self, found: str) -> UnsupportedError:
+    def _refusal(self, reason: str) -> UnsupportedError:
         return UnsupportedError(
             f"Cannot run {type(self._optimizer).__name__} block by block.",
-            found,
+            reason,
             "Use an optimizer that updates each parameter on its own, such as AdamW, or leave its states in memory.",
         )
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of ``tensor``, or those of a contiguous one where its elements do not fill one run of memory."""
+    """The strides of ``tensor`` if it is dense, else those of a contiguous tensor."""
     count = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
         if size != 1 and stride != count:
@@ -179,17 +181,17 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _copy(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
-    """The same optimizer with other parameters and no states; what it is not told to change stays shared."""
+    """A shallow copy of an optimizer with other parameter groups and no states."""
     copied: Optimizer = object.__new__(type(optimizer))
     vars(copied).update(vars(optimizer))
-    vars(copied).pop("step", None)  # a learning rate scheduler's wrapper, or ours
+    vars(copied).pop("step", None)  # a wrapper of a learning rate scheduler or of brim
     copied.state, copied.param_groups = defaultdict(dict), list(groups)
     return copied
 
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    """Real tensors, also within a trace; no random number of the program is used up."""
+    """Make tensors real within, also in a trace, and keep the program's random state."""
     with (
         _disable_current_modes(),
         torch._C.DisableTorchFunction(),
@@ -200,7 +202,7 @@ def _apart() -> Iterator[None]:
 
 
 def _joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The state of a parameter from those of its parts: numbers are the same in all, or there is none."""
+    """The state of a parameter from those of its parts, whose numbers must be the same."""
     joined: dict[str, Any] = {}
     for key, first in states[0].items():
         values = [state.get(key) for state in states]
@@ -211,13 +213,13 @@ def _joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
+def _same(left: Any, right: Any) -> bool:
+    if left is right:
         return True
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) is type(other) and bool(one == other)
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.shape == right.shape and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return type(left) is type(right) and bool(left == right)

@@ -1,4 +1,4 @@
-"""Collectives that autograd goes back through: rows of all ranks gathered, and their sums scattered.
+"""Differentiable collectives: gather the rows of all ranks, and scatter their sums.
 
 Each is the other's backward pass. PyTorch sends (``_c10d_functional``), over whatever process group there is.
 """
@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Rows (the first dimension) of all ranks, one rank's after the other's."""
+    """Gather the rows (the first dimension) of all ranks, in their order."""
     result: torch.Tensor = _Gather.apply(tensor, group)  # type: ignore[no-untyped-call]
     return result
 
 
 def scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over ranks of this rank's part of the rows."""
+    """Sum the rows over ranks, and return this rank's part."""
     result: torch.Tensor = _Scatter.apply(tensor, group)  # type: ignore[no-untyped-call]
     return result
 
@@ -46,7 +46,7 @@ class _Scatter(torch.autograd.Function):
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Rows of all ranks; autograd does not look."""
+    """Gather the rows of all ranks, without autograd."""
     ops = torch.ops._c10d_functional
     sent = ops.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name)
     received: torch.Tensor = ops.wait_tensor(sent)
@@ -54,7 +54,7 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's part of the sum of all ranks' rows; autograd does not look."""
+    """Sum the rows over ranks, and return this rank's part, without autograd."""
     ops = torch.ops._c10d_functional
     sent = ops.reduce_scatter_tensor(tensor.contiguous(), "sum", group.size(), group.group_name)
     received: torch.Tensor = ops.wait_tensor(sent)

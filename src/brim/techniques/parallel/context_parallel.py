@@ -1,9 +1,9 @@
-"""Context parallelism: each rank has two chunks of every sequence, and looks at all ranks' keys and values.
+"""Context parallelism: each rank has two chunks of every sequence, and attends to all ranks' keys and values.
 
 As in the training of Llama 3 (arXiv 2407.21783, section 3.3.2): keys and values are gathered over the ranks, and
-chunks are dealt out so that all ranks have as much to look at (``context_attention``). What else a layer does, it
-does for each token alone. PyTorch's ring attention (torch/distributed/tensor/experimental/_context_parallel/
-_attention.py, ``custom_ops``) stands in for CUDA's kernels only; this runs where PyTorch runs.
+chunks are distributed so that all ranks have equal work (``context_attention``). All other operations of a layer work
+on each token alone. PyTorch's ring attention (torch/distributed/tensor/experimental/_context_parallel/_attention.py,
+``custom_ops``) replaces CUDA's kernels only; this runs where PyTorch runs.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ from torch.nn import functional as F
 
 from brim.errors import UnsupportedError
 from brim.predict.compiled.torch_compile import is_captured
-from brim.techniques.parallel import attention_kernels
+from brim.techniques.micro_batch import IGNORED_LABEL
 from brim.techniques.parallel.collectives import gathered
-from brim.techniques.parallel.context_attention import Ring, attention
+from brim.techniques.parallel.context_attention import Ring, attention, kernel_for
 
-_IGNORED = -100  # a label that does not count
 _ATTENTION = "brim_context_parallel"
 _SLIDING = ("sliding_window", "attention_chunk_size")
-_GROWING = ("dynamic", "longrope")  # rotary positions whose frequencies follow the longest sequence that was seen
+_GROWING = ("dynamic", "longrope")  # rotary positions whose frequencies depend on the longest sequence so far
 
 
 def mesh_of(ranks: int, device: str, tensor_parallel: int = 1) -> DeviceMesh | None:
-    """So many ranks that share sequences, each with neighbours of its own that share tensors; None for one, who
-    shares with no-one."""
+    """The mesh of ``ranks`` that share sequences, each with tensor parallel ranks of its own; None for one rank."""
     if ranks == 1:
         return None
     rest = dist.get_world_size() // (ranks * tensor_parallel)
@@ -38,22 +36,22 @@ def mesh_of(ranks: int, device: str, tensor_parallel: int = 1) -> DeviceMesh | N
 
 
 def narrow(config: Any) -> str | None:
-    """What in transformers' configuration says that attention does not look at all that went before, if any does."""
+    """The setting of transformers' configuration by which attention does not reach all earlier tokens, or None."""
     setting = next((name for name in _SLIDING if getattr(config, name, None)), None)
     if setting is None and any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         return "layer_types"
     return setting
 
 
-def growing(config: Any) -> str | None:
-    """The kind of rotary positions that ranks with different parts of a sequence would not turn alike, if it is."""
+def length_dependent(config: Any) -> str | None:
+    """The kind of rotary positions that depend on the length of the sequence, which ranks have parts of, or None."""
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     return kind if kind in _GROWING else None
 
 
 def apply(model: Any, mesh: DeviceMesh, place: int | None = None) -> Context:
     """Let transformers' causal language model ``model`` work on this rank's tokens, over ``mesh`` (one axis).
-    ``place``: as if it were that one of these ranks, which are not there.
+    ``place``: act as that one of these ranks, in a prediction.
 
     Raises UnsupportedError for layers that do not attend to all earlier tokens.
     """
@@ -77,15 +75,15 @@ def apply(model: Any, mesh: DeviceMesh, place: int | None = None) -> Context:
 
 
 def _check(model: Any, ranks: int) -> None:
-    windowed, turned = narrow(model.config), growing(model.config)
+    windowed, rotary = narrow(model.config), length_dependent(model.config)
     why = f"Its attention does not attend to all earlier tokens ({windowed})." if windowed else ""
-    why = why or f"Its rotary positions depend on the length of the sequence ({turned}), and a rank has a part of it."
-    if windowed or turned:
+    why = why or f"Its rotary positions depend on the length of the sequence ({rotary}), and a rank has a part of it."
+    if windowed or rotary:
         raise UnsupportedError(f"Cannot use --cp {ranks} for {type(model).__name__}.", why, "Leave out --cp.")
 
 
 class Context:
-    """The handle: this rank's tokens."""
+    """The handle, which selects this rank's tokens."""
 
     def __init__(self, mesh: DeviceMesh, place: int | None = None) -> None:
         rank = mesh.get_local_rank() if place is None else place
@@ -93,38 +91,36 @@ class Context:
         self._mask: torch.Tensor | None = None
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
-        """This rank's of (batch, sequence, ...)."""
         return own(tokens, self.ring.rank, self.ring.ranks)
 
     def following(self, labels: torch.Tensor) -> torch.Tensor:
-        """(batch, sequence) -> for each of this rank's tokens the label of the next one, which may be another
-        rank's."""
-        return self.own(F.pad(labels[:, 1:], (0, 1), value=_IGNORED)).contiguous()
+        """The label of the token after each of this rank's, out of (batch, sequence)."""
+        return self.own(F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)).contiguous()
 
     def positions(self, count: int, device: torch.device) -> torch.Tensor:
-        """Of this rank's ``count`` tokens in their sequence: (1, count)."""
+        """The positions of this rank's ``count`` tokens in their sequence: (1, count)."""
         return _positions(self.ring.rank, self.ring.ranks, count, device)[None]
 
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(batch, heads, own tokens, width) -> (batch, heads, all tokens, width), rank after rank."""
+    def gather_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gather (batch, heads, own tokens, width) to (batch, heads, all tokens, width), rank after rank."""
         rows = gathered(tensor.permute(2, 0, 1, 3), self.ring.group)
         return rows.permute(1, 2, 0, 3)
 
     def mask(self, count: int, device: torch.device) -> torch.Tensor:
-        """Which of all tokens, rank after rank, each of this rank's looks at: (1, 1, own, all); the same for all
-        layers but compiled ones, whose graphs make their own."""
+        """The mask (1, 1, own, all) of this rank's tokens over all tokens, rank after rank. All layers share it,
+        except compiled ones, whose graphs make their own.
+        """
         if self._mask is not None and self._mask.shape[2] == count:
             return self._mask
         ranks = self.ring.ranks
-        every = torch.cat([_positions(rank, ranks, count, device) for rank in range(ranks)])
-        mask = (every[None] <= self.positions(count, device)[0][:, None])[None, None]
+        all_positions = torch.cat([_positions(rank, ranks, count, device) for rank in range(ranks)])
+        mask = (all_positions[None] <= self.positions(count, device)[0][:, None])[None, None]
         if not is_captured():
             self._mask = mask
         return mask
 
 
 def own(tokens: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """Chunks ``rank`` and ``2 ranks - 1 - rank`` of ``2 ranks`` of each sequence: (batch, sequence, ...)."""
     if ranks == 1:
         return tokens
     length = tokens.shape[1] // (2 * ranks)
@@ -140,10 +136,10 @@ def _attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
     **settings: Any,
 ) -> Any:  # fmt: skip
-    """transformers' attention over all ranks' keys and values."""
+    """Attend to all ranks' keys and values, as a function of transformers' attention interface."""
     context: Context = vars(module)["context"]
     plain = not settings.get("dropout") and all(settings.get(name) is None for name in ("softcap", "position_bias"))
-    kernel = attention_kernels.chosen(query, key, value) if plain else None
+    kernel = kernel_for(query, key, value) if plain else None
     if kernel is None:
         return _masked(module, query, key, value, context, settings)
     return attention(query, key, value, context.ring, kernel, settings.get("scaling")), None
@@ -153,11 +149,11 @@ def _masked(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: Context,
     settings: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """What no fused kernel does, such as dropout of scores: transformers' own, with a mask over all tokens."""
+    """Attend by transformers' own function and a mask, where no fused kernel supports it, such as dropout."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     mask = context.mask(query.shape[2], query.device)
     settings = {name: value for name, value in settings.items() if name != "is_causal"}
     return sdpa_attention_forward(
-        module, query, context.whole(key), context.whole(value), mask, is_causal=False, **settings
+        module, query, context.gather_tokens(key), context.gather_tokens(value), mask, is_causal=False, **settings
     )

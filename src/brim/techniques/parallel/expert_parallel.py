@@ -1,12 +1,12 @@
-"""Experts over ranks: each data-parallel rank has some of a layer's experts, and computes them for all ranks' tokens.
+"""Expert parallelism: each data-parallel rank computes some of a layer's experts for all ranks' tokens.
 
-Lepikhin et al., arXiv 2006.16668. Tokens go to where their experts are by an all-gather of hidden states, and what
-experts make of them comes back by a reduce-scatter, as Megatron-LM's ``allgather`` token dispatcher does it
-(megatron/core/transformer/moe/token_dispatcher.py). So no token is dropped and no size depends on what others have
-chosen. Between the two, transformers' own forward computes a rank's experts, on the rows that are theirs only.
+Lepikhin et al., arXiv 2006.16668. Hidden states are all-gathered, and the experts' outputs reduce-scattered, as in
+Megatron-LM's ``allgather`` token dispatcher (megatron/core/transformer/moe/token_dispatcher.py). So no token is
+dropped and no size depends on the choices of other ranks' routers. In between, transformers' own forward computes a
+rank's experts on their rows only.
 
-An expert's gradient is the sum over all ranks' tokens, where FSDP2 gives others the mean over ranks: ``settle``
-divides it.
+An expert's gradient is the sum over all ranks' tokens, where FSDP2 gives other weights the mean over ranks:
+``settle`` divides it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from brim.techniques.parallel.collectives import gathered, scattered
 
 
 def apply(block: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> Spread:
-    """Keep of each layer of experts in ``block``, in place, those of this rank on ``mesh`` (one axis) only.
+    """Reduce each layer of experts in ``block``, in place, to those of this rank on ``mesh`` (one axis).
 
-    ``dtype``: what weights compute in, their own type where it is None. Raises UsageError where experts do not
-    divide, UnsupportedError for experts in a list of modules.
+    ``dtype`` is that of computation, None for that of the weights. Raises UsageError if experts do not divide,
+    UnsupportedError for experts in a list of modules.
     """
     experts = []
     for layer in find_experts(block):
@@ -48,19 +48,19 @@ def apply(block: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) 
 
 
 class Spread:
-    """The handle: the experts of one block on this rank."""
+    """The handle: the experts of a block on this rank."""
 
     def __init__(self, experts: list[_Experts], ranks: int) -> None:
         self._experts, self._ranks = experts, ranks
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What no other rank has."""
+        """The parameters of experts, which no other rank has."""
         for experts in self._experts:
             yield from experts.module.parameters(recurse=False)
 
     def settle(self) -> None:
-        """To be called once all gradients of a step are there: sums over ranks become means, as others are. Experts
-        that nothing went to have gradients of zero, as where all are in one tensor."""
+        """Turn the complete gradients of a step from sums over ranks into means. Experts without tokens get gradients
+        of zero, as if all experts were in a single tensor."""
         for parameter in self.parameters():
             if isinstance(parameter.grad, DTensor):
                 parameter.grad.to_local().div_(self._ranks)
@@ -69,7 +69,7 @@ class Spread:
 
 
 class _Experts:
-    """Stands in an experts module's instance for its forward."""
+    """Replaces the forward of an experts module's instance."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
         self.module, self._dtype = module, dtype
@@ -89,7 +89,7 @@ class _Experts:
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Of hidden states (tokens, hidden), the experts chosen for each token and their weights (tokens, k)."""
+        """The output for hidden states (tokens, hidden), with each token's experts and their weights (tokens, k)."""
         hidden = gathered(hidden_states, self._group)
         index = _choices(top_k_index, self._group)
         weights = gathered(top_k_weights, self._group)
@@ -98,27 +98,27 @@ class _Experts:
             token, slot = mine.nonzero(as_tuple=True)
             own = (index[token, slot] - self._first)[:, None]
         rows, shares = hidden[token], weights[token, slot][:, None]
-        # No rows: nothing to compute, but what is backwards of them sends as it does on all other ranks.
+        # Without rows nothing is computed, but backward must send as on all other ranks.
         computed = self._computed(rows, own, shares) if len(token) else rows * shares
         return scattered(torch.zeros_like(hidden).index_add(0, token, computed), self._group)
 
-    def _computed(self, *given: torch.Tensor) -> torch.Tensor:
-        """transformers' forward on this rank's shares as plain tensors."""
+    def _computed(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Call transformers' forward with this rank's shares as plain tensors."""
         parameters = self.module._parameters
-        whole = dict(parameters)
+        sharded = dict(parameters)
         try:
-            for name, parameter in whole.items():
+            for name, parameter in sharded.items():
                 if isinstance(parameter, DTensor):
                     share: Any = parameter.to_local()
                     parameters[name] = share if self._dtype is None else share.to(self._dtype)
-            output: torch.Tensor = self._forward(*given)
+            output: torch.Tensor = self._forward(*inputs)
             return output
         finally:
-            parameters.update(whole)
+            parameters.update(sharded)
 
 
 def _choices(index: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """All ranks' choices of experts. Ranks that are not there (``sharding.alone``) choose as this one does."""
+    """All ranks' choices of experts. In a fake process group all ranks choose the same."""
     if dist.get_backend(group) == "fake":
         return index.repeat(group.size(), 1)
     return gathered(index, group)

@@ -1,7 +1,7 @@
-"""One order in which a stage's techniques are applied, for predictions of ranks and for ranks themselves.
+"""The composition of a stage's techniques, for predictions of ranks and for ranks themselves.
 
-It is torchtitan's (torchtitan/models/llama3/parallelize.py): activation checkpointing, compilation, then parts of
-tensors, sequences and experts, and shares of weights.
+Their order is torchtitan's (torchtitan/models/llama3/parallelize.py): activation checkpointing, compilation, then
+tensor, context and expert parallelism, and sharding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from brim.techniques.parallel import sharding
 
 
 class Split(Protocol):
-    """What is asked of a ``brim.estimation.ranks.split.Split``."""
+    """The properties of a ``brim.estimation.ranks.split.Split`` that are used."""
 
     @property
     def zero(self) -> int: ...
@@ -46,18 +46,18 @@ def parallelize(
     context_place: int | None = None,
     fill: Callable[[nn.Module, Sequence[nn.Module]], None] = lambda part, without: None,
 ) -> sharding.Sharded:
-    """Apply to ``stage``, in place, what ``split`` asks for over ``mesh`` (axes ``shard`` and ``tp``).
+    """Apply the techniques of ``split`` to ``stage``, in place, over ``mesh`` (axes ``shard`` and ``tp``).
 
     Args:
-        stage: The modules of one pipeline stage, or of a chunk of it.
-        mesh: Of the ranks that hold this stage.
-        split: How it is split.
-        dtype: What weights compute in; None: their own type.
+        stage: The modules of a pipeline stage, or of a chunk of it.
+        mesh: The ranks of this stage.
+        split: The split.
+        dtype: The dtype of computation; None: that of the weights.
         checkpointed: ``"selective"``, ``"alternate"`` or ``"full"``, of every block; ``"none"`` or None: of none.
         compiled: Whether each block is compiled by itself.
         context: The ranks that share sequences with this one.
-        context_place: Where among them it works as if it were, where that is another place than its own.
-        fill: As ``sharding.apply`` has it.
+        context_place: The place among them to act for, if it is not this rank's own.
+        fill: See ``sharding.apply``.
 
     Raises:
         UsageError: Sizes that do not divide.

@@ -1,11 +1,11 @@
 """Pipelining: a model cut into stages of consecutive layers, each on ranks of its own.
 
-Huang et al., arXiv 1811.06965; Narayanan et al., arXiv 2104.04473. A stage is the model itself with the other layers
-left out: the first has the embedding, the last the head and the loss. ``torch.distributed.pipelining`` runs them; a
-prediction runs one stage's forward and backward on fake tensors, in the same way.
+Huang et al., arXiv 1811.06965; Narayanan et al., arXiv 2104.04473. A stage is the model without the other layers: the
+first has the embedding, the last the head and the loss. ``torch.distributed.pipelining`` runs them; a prediction runs
+a stage's forward and backward on fake tensors, in the same way.
 
-A zero-bubble pipeline (Qi et al., arXiv 2401.10241) works out the gradients of a stage's weights later than those of
-what came in, where a rank would wait: the same graph is gone through twice, and kept until the second time.
+A zero-bubble pipeline (Qi et al., arXiv 2401.10241) computes the gradients of a stage's weights later than those of
+its input, where a rank would wait: backward passes the graph twice, and the graph is kept until the second time.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from brim.techniques.checkpointing.technique import blocks
 from brim.techniques.parallel.context_parallel import Context
 from brim.techniques.parallel.tensor_parts import is_norm
 
-_OF_LAYERS = re.compile("layer|block")  # as configurations name what they have one of for each layer
+_LAYER_SETTING = re.compile("layer|block")  # the names of settings with an entry for each layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Layers ``[first, first + layers)`` of ``of`` in all."""
+    """The layers ``[first, first + layers)`` of ``of`` layers."""
 
     first: int
     layers: int
@@ -47,11 +47,11 @@ class Part:
         return self.first + self.layers == self.of
 
 
-def cut(model: Any, part: Part, kept: Sequence[int] | None = None) -> Stage:
-    """``model`` (transformers' causal language model) with the layers of ``part`` only, in place; of these with those
-    at the places ``kept`` (None: all), for a shallower stage of the same kinds of layers.
+def cut(model: Any, part: Part, places: Sequence[int] | None = None) -> Stage:
+    """Reduce ``model`` (transformers' causal language model), in place, to the layers of ``part``, or to those at
+    ``places`` of it, for a shallower stage of the same kinds of layers.
 
-    Raises UsageError for layers that it does not have, UnsupportedError where its one list of layers is not found.
+    Raises UsageError for layers that it does not have, UnsupportedError unless it has a single list of layers.
     """
     stack, path = stack_of(model)
     if part.of != len(stack) or part.layers < 1 or part.first < 0 or part.first + part.layers > part.of:
@@ -60,29 +60,29 @@ def cut(model: Any, part: Part, kept: Sequence[int] | None = None) -> Stage:
             f"{type(model).__name__} has {len(stack)} layers.",
         )
     inner = model.get_submodule(path.rpartition(".")[0])
-    _keep(stack, inner, [part.first + place for place in (range(part.layers) if kept is None else kept)])
+    _keep(stack, inner, [part.first + place for place in (range(part.layers) if places is None else places)])
     stage = Stage(model, inner, part)
     if not part.has_head:
-        _leave_out_head(model, inner, stack, stage.progress)
+        _remove_head(model, inner, stack, stage.progress)
     if not part.embeds:
-        _leave_out_embedding(inner, stack, stage.progress, has_head=part.has_head)
+        _remove_embedding(inner, stack, stage.progress, has_head=part.has_head)
     inner.register_forward_pre_hook(stage.begin)
-    stack[0].register_forward_pre_hook(stage.come_in, with_kwargs=True)
-    stack[-1].register_forward_hook(stage.go_out)
+    stack[0].register_forward_pre_hook(stage.enter_layers, with_kwargs=True)
+    stack[-1].register_forward_hook(stage.leave_layers)
     return stage
 
 
 @dataclass
 class Progress:
-    """How far a decoder's forward pass is: before its layers, at them, or behind them."""
+    """The progress of a decoder's forward pass: before, at or behind its layers."""
 
     place: Literal["before", "at", "behind"] = "before"
 
 
 class Stage(nn.Module):
-    """One stage. The first takes ``input_ids``, the others hidden states; the last gives the loss, the others hidden
-    states. ``tokens_over``: a mesh that the tokens of hidden states are split over. ``context``: what cuts this
-    rank's part out of each sequence."""
+    """A stage. The first takes ``input_ids``, the others hidden states; the last returns the loss, the others hidden
+    states. ``tokens_over``: a mesh that the tokens of hidden states are split over. ``context`` cuts this rank's part
+    out of each sequence."""
 
     def __init__(self, model: nn.Module, inner: nn.Module, part: Part) -> None:
         super().__init__()
@@ -91,24 +91,25 @@ class Stage(nn.Module):
         self.tokens_over: DeviceMesh | None = None
         self.context: Context | None = None
         self.progress = Progress()
-        self._came_in: torch.Tensor | None = None
-        self._goes_out: list[torch.Tensor] | None = None
+        self._received: torch.Tensor | None = None
+        self._sent: list[torch.Tensor] | None = None
 
     def begin(self, inner: nn.Module, args: Any) -> None:
-        """A hook for the decoder."""
+        """Note the begin of the decoder, as its hook."""
         self.progress.place = "before"
 
-    def come_in(self, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """A hook for the first layer: it gets what came in as it came. Decoders scale embeddings, or add to them,
-        wherever these are from."""
+    def enter_layers(self, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Replace the first layer's input by the received hidden states, as its hook: decoders scale embeddings, or
+        add to them, wherever these are from.
+        """
         self.progress.place = "at"
-        came_in, self._came_in = self._came_in, None
-        if came_in is None:  # tokens, or somebody else calls, who sends by other ways
+        received, self._received = self._received, None
+        if received is None:  # tokens, or a call by other code, with other inputs
             return None
         alike = [
             tensor
             for tensor in (*args, *named.values())
-            if isinstance(tensor, torch.Tensor) and tensor.shape == came_in.shape
+            if isinstance(tensor, torch.Tensor) and tensor.shape == received.shape
         ]
         hidden = args[0] if args else named.get("hidden_states")
         if len(alike) != 1 or alike[0] is not hidden:
@@ -117,14 +118,14 @@ class Stage(nn.Module):
                 "Its layers take other inputs than hidden states.",
             )
         if args:
-            return (came_in, *args[1:]), named
-        return args, {**named, "hidden_states": came_in}
+            return (received, *args[1:]), named
+        return args, {**named, "hidden_states": received}
 
-    def go_out(self, layer: nn.Module, args: Any, output: Any) -> None:
-        """A hook for the last layer: what it gives goes out, whatever the decoder does to it then."""
+    def leave_layers(self, layer: nn.Module, args: Any, output: Any) -> None:
+        """Keep the last layer's output to be sent, as its hook, whatever the decoder does to it then."""
         self.progress.place = "behind"
-        if self._goes_out is not None:
-            self._goes_out.append(output[0] if isinstance(output, tuple) else output)
+        if self._sent is not None:
+            self._sent.append(output[0] if isinstance(output, tuple) else output)
 
     @property
     def inner(self) -> nn.Module:
@@ -140,7 +141,7 @@ class Stage(nn.Module):
         if self.part.embeds:
             named["input_ids"] = given
         else:
-            self._came_in, named["inputs_embeds"] = given, _shaped_like(given)
+            self._received, named["inputs_embeds"] = given, _shaped_like(given)
         if context is not None:
             named["position_ids"] = context.positions(given.shape[1], given.device)
         if self.part.has_head:
@@ -149,18 +150,17 @@ class Stage(nn.Module):
                 labels = named["shift_labels"] = context.following(labels)
             loss: torch.Tensor = self.model(**named, labels=labels, use_cache=False).loss
             return loss
-        self._goes_out = []
+        self._sent = []
         self._inner[0](**named, use_cache=False)
-        (hidden,), self._goes_out = self._goes_out, None
+        (hidden,), self._sent = self._sent, None
         return hidden.to_local() if isinstance(hidden, DTensor) else hidden
 
 
 class InputHalf:
-    """A backward pass up to what came in, as PyTorch's stages take it (torch/distributed/pipelining/stage.py,
-    backward_one_chunk and backward_weight_one_chunk). ``finish`` works out the gradients of weights.
+    """A backward pass to the stage's input, as in PyTorch's stages (torch/distributed/pipelining/stage.py,
+    backward_one_chunk and backward_weight_one_chunk). ``finish`` computes the gradients of weights.
 
-    A stage to which nothing comes in that has a gradient does all of it there. ``gradient``: of the output; None of
-    a loss.
+    A stage whose input has no gradient does all of it there. ``gradient`` is that of the output, None for a loss.
     """
 
     def __init__(
@@ -180,7 +180,8 @@ class InputHalf:
 
 
 def check_halves(checkpointing: str | None) -> None:
-    """Raise UnsupportedError for what would be computed again for each half, and each weight, of a backward pass."""
+    """Raise UnsupportedError for checkpointing, which would recompute for each half, and each weight, of a backward
+    pass."""
     if checkpointing not in (None, "none"):
         raise UnsupportedError(
             f"Cannot use --zero-bubble with --checkpointing {checkpointing}.",
@@ -190,17 +191,17 @@ def check_halves(checkpointing: str | None) -> None:
 
 
 def tied_table(model: Any) -> nn.Parameter | None:
-    """The weight that is a model's embedding and its output layer, where it has one."""
+    """The weight that a model's embedding and its output layer share, or None."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     return table.weight if table is not None and head is not None and head.weight is table.weight else None
 
 
 class TiedWeight:
-    """A weight that the first stage has as its embedding and the last one as its output layer.
+    """A weight that the first stage has as its embedding and the last as its output layer.
 
-    Both copies get the sum of both gradients (megatron/core/distributed/finalize_model_grads.py), so they stay one.
-    ``exchange`` sends this rank's gradient to the other's rank and fills the second tensor with what comes from
-    there; in a prediction it does nothing.
+    Both copies get the sum of both gradients (megatron/core/distributed/finalize_model_grads.py), so they stay equal.
+    ``exchange`` sends this rank's gradient to the other rank and receives that one's into the second tensor; in a
+    prediction it does nothing.
     """
 
     def __init__(
@@ -209,10 +210,10 @@ class TiedWeight:
         self.weight, self._exchange = weight, exchange
 
     def add(self) -> None:
-        """To be called once all gradients of a step are there."""
+        """Add the other rank's gradient, once all gradients of a step are complete."""
         gradient = self.weight.grad
         assert gradient is not None, "a step without a gradient of the embedding"
-        if isinstance(gradient, DTensor) and isinstance(self.weight, DTensor):  # an embedding's may be whole
+        if isinstance(gradient, DTensor) and isinstance(self.weight, DTensor):  # an embedding's may be replicated
             gradient = gradient.redistribute(placements=self.weight.placements)
             self.weight.grad = gradient
         own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -222,7 +223,7 @@ class TiedWeight:
 
 
 def stack_of(model: nn.Module) -> tuple[nn.ModuleList, str]:
-    """A model's list of layers and the path of its first. UnsupportedError: it has none or several."""
+    """A model's list of layers and its path. Raises UnsupportedError if it has none or several."""
     parents = {path.rpartition(".")[0] for path in blocks(model)}
     lists = [(model.get_submodule(path), path) for path in parents]
     stacks = [(module, path) for module, path in lists if isinstance(module, nn.ModuleList)]
@@ -233,76 +234,76 @@ def stack_of(model: nn.Module) -> tuple[nn.ModuleList, str]:
     return stacks[0]
 
 
-def _keep(stack: nn.ModuleList, inner: Any, kept: Sequence[int]) -> None:
-    """Only those layers, and a configuration of the decoder's own whose lists of layers have only their entries.
+def _keep(stack: nn.ModuleList, inner: Any, places: Sequence[int]) -> None:
+    """Keep the layers at ``places``, and their entries in a copy of the decoder's configuration.
 
-    The decoder looks up what kind a layer is, and so the mask that it gets, by the layer's place in the stack.
+    The decoder looks up the kind of a layer, and so its mask, by the layer's place in the stack.
     """
     of = len(stack)
-    if len(kept) == of:
+    if len(places) == of:
         return
-    for place in sorted(set(range(of)) - set(kept), reverse=True):
+    for place in sorted(set(range(of)) - set(places), reverse=True):
         del stack[place]
     if getattr(inner, "config", None) is None:
         return
     config = inner.config = copy.deepcopy(inner.config)
     stored = vars(config)
-    own = {name: type(value)(value[place] for place in kept) for name, value in of_layers(config, of)}
+    own = {name: type(value)(value[place] for place in places) for name, value in layer_settings(config, of)}
     stored |= {name: value for name, value in own.items() if name in stored}
     computed = {name: value for name, value in own.items() if name not in stored}
     if computed:
         config.__class__ = type(type(config).__name__, (type(config),), computed)
 
 
-def of_layers(config: Any, layers: int) -> Iterator[tuple[str, Any]]:
-    """What a configuration has one of for each layer, stored or worked out from its other settings."""
+def layer_settings(config: Any, layers: int) -> Iterator[tuple[str, Any]]:
+    """The settings of a configuration with an entry for each layer, stored or computed from other settings."""
     kind = type(config)
     names = {*vars(config), *(name for name in dir(kind) if isinstance(getattr(kind, name), property))}
-    for name in sorted(filter(_OF_LAYERS.search, names)):
+    for name in sorted(filter(_LAYER_SETTING.search, names)):
         value = getattr(config, name)
         if isinstance(value, (list, tuple)) and len(value) == layers:
             yield name, value
 
 
-def _leave_out_head(model: Any, inner: nn.Module, stack: nn.ModuleList, progress: Progress) -> None:
-    """No last norm, and nothing of the model beside its decoder; a tied weight stays with the embedding."""
+def _remove_head(model: Any, inner: nn.Module, stack: nn.ModuleList, progress: Progress) -> None:
+    """Remove the last norm, and all parts beside the decoder; a tied weight stays with the embedding."""
     name = _last_norm(inner, stack)
     if name is not None:
-        setattr(inner, name, _Left(progress, "behind"))
+        setattr(inner, name, _Removed(progress, "behind"))
     for name, child in list(model.named_children()):
         if all(part is not inner for part in child.modules()):
             delattr(model, name)
 
 
-def _leave_out_embedding(inner: nn.Module, stack: nn.ModuleList, progress: Progress, *, has_head: bool) -> None:
-    """Hidden states come in: what makes them of tokens, and its norm and its dropout, is left out."""
+def _remove_embedding(inner: nn.Module, stack: nn.ModuleList, progress: Progress, *, has_head: bool) -> None:
+    """Remove the embedding with its norm and its dropout: the stage gets hidden states."""
     stays = _last_norm(inner, stack) if has_head else None
     for name, child in list(inner.named_children()):
         embeds = any(isinstance(part, nn.Embedding) for part in child.modules())
         if child is stack or name == stays:
             continue
         if isinstance(child, nn.Embedding):
-            setattr(inner, name, _Nothing())
+            setattr(inner, name, _NoPositions())
         elif embeds or is_norm(child) or isinstance(child, nn.Dropout):
-            setattr(inner, name, _Left(progress, "before"))
+            setattr(inner, name, _Removed(progress, "before"))
 
 
 def _last_norm(inner: nn.Module, stack: nn.ModuleList) -> str | None:
-    """By its name, and by its place among the decoder's parts; where that is wrong, ``_Left`` finds out."""
+    """The last norm by its name and its place among the decoder's parts; ``_Removed`` raises if that is wrong."""
     norms = [name for name, child in inner.named_children() if child is not stack and is_norm(child)]
     return next(reversed([name for name in norms if "emb" not in name] or norms), None)
 
 
 def _shaped_like(hidden: torch.Tensor) -> torch.Tensor:
-    """To be given for embeddings, whose shape, dtype and device are looked at: without memory, and not what came in,
-    as some decoders scale embeddings in place."""
+    """A tensor without memory in the shape, dtype and device of the embeddings. It is not ``hidden`` itself, as some
+    decoders scale embeddings in place."""
     return hidden.detach() if isinstance(hidden, DTensor) else hidden.new_zeros(()).expand(hidden.shape)
 
 
-class _Left(nn.Module):
-    """In the place of what is done to hidden states on another stage, before the layers or behind them.
+class _Removed(nn.Module):
+    """Replaces a module that another stage applies to hidden states, before or behind the layers.
 
-    Raises UnsupportedError where it is called at another moment: it does something else, too.
+    Raises UnsupportedError if it is called at another time: then it has another purpose.
     """
 
     def __init__(self, progress: Progress, place: str) -> None:
@@ -324,15 +325,15 @@ class _Left(nn.Module):
         return next(tensors)
 
 
-class _Nothing(nn.Module):
-    """In the place of a table of positions that an earlier stage has added."""
+class _NoPositions(nn.Module):
+    """Replaces a table of positions that an earlier stage has added."""
 
     def forward(self, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.zeros((), device=positions.device, dtype=torch.get_default_dtype())
 
 
 def parts(layers: Sequence[int]) -> list[Part]:
-    """Consecutive parts of so many layers each."""
+    """Consecutive parts with the given numbers of layers."""
     stages, first = [], 0
     for count in layers:
         stages.append(Part(first=first, layers=count, of=sum(layers)))

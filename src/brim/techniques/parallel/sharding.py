@@ -5,10 +5,10 @@ Rajbhandari et al., arXiv 1910.02054; Zhao et al., arXiv 2304.11277. brim sends 
 (``alone``) this is the prediction.
 
 * ZeRO-0: ``replicate``: every rank has everything, gradients are all-reduced.
-* ZeRO-1: weights stay whole from the first micro-batch to the last and gradients are reduced and split after the
-  last; the optimizer steps on shards.
+* ZeRO-1: weights stay gathered from the first micro-batch to the last, after which gradients are reduced and split;
+  the optimizer steps on shards.
 * ZeRO-2: as 1, with gradients split after every micro-batch.
-* ZeRO-3: weights are whole only where they are needed.
+* ZeRO-3: weights are gathered only where they are needed.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ AXES = ("shard", "tp")
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a model is split. ``dtype``: what weights compute in, their own type where it is None (gradients are
-    reduced in float32 where it is not). ``offload`` keeps shards in RAM, with their gradients and optimizer states
+    """The split of a model. ``dtype`` is that of computation; None is that of the weights, otherwise gradients are
+    reduced in float32. ``offload`` keeps shards in RAM, with their gradients and optimizer states
     (``sharding_offload``); it needs a stage of ZeRO, and works on one data-parallel rank too. ``experts``: each rank
-    of ``shard`` has some of every layer's experts, which no ZeRO splits any more. ``context``: those of ``shard``
-    that share sequences with this rank; ``context_place``: where among them it works as if it were."""
+    of ``shard`` has some of every layer's experts, which ZeRO does not split further. ``context``: the ranks of
+    ``shard`` that share sequences with this one; ``context_place``: the place among them to act for."""
 
     zero: int = 3
     sequence_parallel: bool = False
@@ -62,7 +62,7 @@ class Sharding:
 
 
 def mesh_of(shards: int, tensor_parallel: int, device: str) -> DeviceMesh:
-    """The mesh of the ranks that hold one pipeline stage; raises UsageError where it is not the number of ranks."""
+    """The mesh of the ranks of a pipeline stage. Raises UsageError if there are more or fewer ranks."""
     ranks = dist.get_world_size()
     if shards * tensor_parallel != ranks:
         raise UsageError(
@@ -81,9 +81,9 @@ def apply(
 ) -> Sharded:
     """Split ``model`` in place over ``mesh`` (axes ``shard`` and ``tp``): block by block, tensors first, then FSDP2.
 
-    ``fill`` is called with each part before it is split, to give its parameters their values: with each block, and
-    at the end with the model and the blocks that are to be left out. So no more than one part is ever whole.
-    Raises UsageError where sizes do not divide, UnsupportedError for blocks of unknown names.
+    ``fill`` is called to give the parameters of each part their values before it is split: with each block, and at
+    the end with the model and the blocks to leave out. So only one part at a time is complete. Raises UsageError if
+    sizes do not divide, UnsupportedError for blocks of unknown names.
     """
     layers, tensors = blocks(model), mesh["tp"].size() > 1
     splits = mesh["shard"].size() > 1 or decision.dtype is not None or decision.offload
@@ -110,24 +110,24 @@ def apply(
         _shard(model, mesh["shard"], decision, spread, outermost=True)
     if decision.offload:
         sharding_offload.rest_in_ram(model.parameters())
-    rehearses = decision.offload and mesh.device_type == "cpu"
-    return Sharded(model if splits else None, decision, spread, tensors=tensors, rehearses=rehearses)
+    simulates = decision.offload and mesh.device_type == "cpu"
+    return Sharded(model if splits else None, decision, spread, tensors=tensors, simulates=simulates)
 
 
 class Sharded:
-    """The handle. ``micro_batch`` is to be entered for every micro-batch of a step; in a pipeline, where backward
-    passes come in an order of their own, ``losses`` for all of it and ``put_off`` before each of them."""
+    """The handle. Enter ``micro_batch`` for every micro-batch of a step; in a pipeline, whose backward passes have an
+    order of their own, enter ``losses`` once and call ``set_last_backward`` before each of them."""
 
     def __init__(
         self, model: nn.Module | None, decision: Sharding, spread: Sequence[expert_parallel.Spread] = (), *,
-        tensors: bool, rehearses: bool,
+        tensors: bool, simulates: bool,
     ) -> None:  # fmt: skip
-        self._tensors, self._rehearses, self.offloads = tensors, rehearses, decision.offload
+        self._tensors, self._simulates, self.offloads = tensors, simulates, decision.offload
         self._spread = spread
-        self._model, self._decision = model, decision  # None: there is one data-parallel rank, and nothing to put off
+        self._model, self._decision = model, decision  # None for a single data-parallel rank, which reduces nothing
 
-    def put_off(self, *, last: bool) -> None:
-        """To be called before each backward pass: what is put off to a step's last micro-batch is put off."""
+    def set_last_backward(self, *, last: bool) -> None:
+        """Prepare for a backward pass, the last one of a step or not: some stages of ZeRO reduce in the last only."""
         model, zero = self._model, self._decision.zero
         if isinstance(model, FSDPModule):
             if zero < 2:
@@ -136,43 +136,43 @@ class Sharded:
                 model.set_reshard_after_backward(last)
             model.set_is_last_backward(last)
 
-    def hold(self) -> None:
-        """To be called before each half of a backward pass: nothing is reduced, and the second half needs the same
-        weights as the first one, until ``reduce``."""
+    def set_half_backward(self) -> None:
+        """Prepare for half of a backward pass: nothing is reduced before ``reduce``, as the second half needs the
+        same weights.
+        """
         if isinstance(self._model, FSDPModule):
             self._model.set_requires_gradient_sync(False)
             self._model.set_reshard_after_backward(False)
             self._model.set_is_last_backward(False)
 
     def reduce(self) -> None:
-        """To be called after the last backward pass of a step whose passes were in halves: those run no hooks of
-        FSDP2 for weights, so that PyTorch's stages reduce by hand."""
+        """Reduce after the last backward pass of a step with passes in halves, which run no hooks of FSDP2 for
+        weights. PyTorch's stages do it in the same way.
+        """
         if isinstance(self._model, FSDPModule):
             holder: Any = SimpleNamespace(submod=self._model)
             _PipelineStageBase.perform_reduce_grad(holder, 1)
 
     def settle(self) -> None:
-        """To be called once all gradients of a step are there: those of experts on one rank are sums until then."""
+        """Turn the complete gradients of experts from sums over ranks into means."""
         for spread in self._spread:
             spread.settle()
 
     @contextmanager
     def losses(self) -> Iterator[None]:
-        """To be entered for forward and backward: logits stay split over the vocabulary, and a CPU plays the GPU
-        that shards are copied to."""
-        rehearsal = sharding_offload.rehearsing() if self._rehearses else nullcontext()
-        with loss_parallel() if self._tensors else nullcontext(), rehearsal:
+        """The context of forward and backward: logits stay split over the vocabulary, and on a CPU the copies of
+        shards to a GPU are simulated."""
+        simulation = sharding_offload.simulating() if self._simulates else nullcontext()
+        with loss_parallel() if self._tensors else nullcontext(), simulation:
             yield
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """One forward and backward after the other."""
-        self.put_off(last=last)
+        self.set_last_backward(last=last)
         with self.losses():
             yield
 
     def stepping(self) -> AbstractContextManager[None]:
-        """To be entered for the optimizer's step."""
         return sharding_offload.stepping() if self.offloads else nullcontext()
 
     def remove(self) -> None:
@@ -183,22 +183,22 @@ class Sharded:
         )
 
 
-def group_by_kind(optimizer: torch.optim.Optimizer, *, offload: bool = False) -> None:
-    """Parameters on one mesh in a group of their own, by ``foreach`` as PyTorch steps on a GPU: one call takes
-    DTensors of one mesh, or plain tensors. Shards in RAM are stepped on by the CPU's fused kernel, which goes
-    through them once and makes nothing beside them (DTensor has Adam's; others go one by one)."""
-    way: dict[str, Any] = {"foreach": True}
+def group_by_mesh(optimizer: torch.optim.Optimizer, *, offload: bool = False) -> None:
+    """Split parameter groups by mesh, to be stepped with ``foreach`` as PyTorch does on a GPU: a call takes DTensors
+    of the same mesh, or plain tensors. Shards in RAM are stepped by the CPU's fused kernel, which reads them once and
+    needs no temporary memory (DTensor has Adam's; other optimizers step one by one)."""
+    options: dict[str, Any] = {"foreach": True}
     if offload:
-        way = {"foreach": False, "fused": isinstance(optimizer, torch.optim.Adam)}
-    apart = []
+        options = {"foreach": False, "fused": isinstance(optimizer, torch.optim.Adam)}
+    groups = []
     for group in optimizer.param_groups:
-        for own in of_one_kind(group["params"]):
-            apart.append({**group, "params": own} | {key: value for key, value in way.items() if key in group})
-    optimizer.param_groups = apart
+        for own in by_mesh(group["params"]):
+            groups.append({**group, "params": own} | {key: value for key, value in options.items() if key in group})
+    optimizer.param_groups = groups
 
 
-def of_one_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """DTensors on one mesh together, plain tensors together."""
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Group tensors by the mesh of DTensors; plain tensors are a group."""
     kinds: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
@@ -225,8 +225,8 @@ def _shard(
 
 
 def _of_other_dtypes(unit: nn.Module, ignored: Collection[nn.Parameter]) -> list[nn.Module]:
-    """The modules in ``unit`` whose own parameters are of another dtype than most of it, as of routers in float32.
-    FSDP2 gathers one dtype at a time (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py)."""
+    """The modules in ``unit`` whose own parameters have another dtype than most of it, such as routers in float32.
+    FSDP2 gathers a single dtype at a time (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py)."""
     dtypes: dict[nn.Module, torch.dtype] = {}
     counts: Counter[torch.dtype] = Counter()
     waiting = [unit]
@@ -247,9 +247,9 @@ def _of_other_dtypes(unit: nn.Module, ignored: Collection[nn.Parameter]) -> list
 
 @contextmanager
 def alone(ranks: int, rank: int = 0) -> Iterator[None]:
-    """One process as ``rank`` of ``ranks`` that are not there: collectives send nothing and return at once.
+    """Make this process ``rank`` of ``ranks`` in PyTorch's fake process group, whose collectives send nothing.
 
-    PyTorch's fake process group. Raises UsageError where the process is in a group already.
+    Raises UsageError if the process is in a group already.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -261,12 +261,12 @@ def alone(ranks: int, rank: int = 0) -> Iterator[None]:
         )  # fmt: skip
     hook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    sys.excepthook = hook  # PyTorch's tells the rank of every traceback from then on, and leaves it at that
+    sys.excepthook = hook  # PyTorch's adds the rank to every traceback, and is not removed
     try:
         with ExitStack() as stack:
             for name in ("propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached"):
-                # Whole shapes, which no rank works out by operations.
-                unseen = _unseen(_each_kind_once(vars(ShardingPropagator)[name]))
+                # These operations compute global shapes and are not those of a rank.
+                unseen = _unseen(_once_per_kind(vars(ShardingPropagator)[name]))
                 stack.enter_context(mock.patch.object(ShardingPropagator, name, unseen))
             for name in ("__init__", "__getitem__", "_concatenate"):
                 stack.enter_context(mock.patch.object(DeviceMesh, name, _unseen(vars(DeviceMesh)[name])))
@@ -275,38 +275,38 @@ def alone(ranks: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _each_kind_once(propagate: Any) -> Any:
-    """How an operator on lists is sharded or what shapes it gives, asked of each kind of tensor once: PyTorch asks of
-    every tensor in a list (torch/distributed/tensor/_ops/single_dim_strategy.py, ``expanded_foreach_strategy``)."""
+def _once_per_kind(propagate: Any) -> Any:
+    """A sharding or shape propagation of operators on lists that is called once for each kind of tensor: PyTorch's is
+    called for each tensor (torch/distributed/tensor/_ops/single_dim_strategy.py, ``expanded_foreach_strategy``)."""
 
     @functools.wraps(propagate)
     def call(self: Any, schema: OpSchema) -> Any:
         lists = [arg for arg in schema.args_schema if isinstance(arg, list | tuple)]
-        if not schema.op.name().startswith("aten::_foreach_") or len({len(one) for one in lists}) != 1:
+        if not schema.op.name().startswith("aten::_foreach_") or len(set(map(len, lists))) != 1:
             return propagate(self, schema)
-        kinds: dict[Any, int] = {}  # of the tensors, or numbers, at one place of all lists
+        kinds: dict[Any, int] = {}  # of the tensors, or numbers, at the same place of all lists
         places = [kinds.setdefault(at_place, len(kinds)) for at_place in zip(*lists, strict=True)]
         if len(kinds) == len(places):
             return propagate(self, schema)
         few = iter(zip(*kinds, strict=True))
         args = (type(arg)(next(few)) if isinstance(arg, list | tuple) else arg for arg in schema.args_schema)
-        found = propagate(self, OpSchema(schema.op, tuple(args), schema.kwargs_schema, schema.schema_info))
-        if not isinstance(found, OutputSharding):
-            return _at(found, places)
-        if found.needs_redistribute:  # which arguments are sent, and how
+        result = propagate(self, OpSchema(schema.op, tuple(args), schema.kwargs_schema, schema.schema_info))
+        if not isinstance(result, OutputSharding):
+            return _at(result, places)
+        if result.needs_redistribute:  # the result depends on the arguments to be sent
             return propagate(self, schema)
-        return OutputSharding(_at(found.output_spec, places), None)
+        return OutputSharding(_at(result.output_spec, places), None)
 
     return call
 
 
 def _at(kinds: Any, places: Iterable[int]) -> Any:
-    """The elements of a list, by the number of each one's kind; what is no list as it is."""
+    """Expand a list of kinds to the places of a list; other values are returned as they are."""
     return type(kinds)(kinds[place] for place in places) if isinstance(kinds, list | tuple) else kinds
 
 
 def _unseen(function: Any) -> Any:
-    """The same function, run beside a trace: it makes tensors only to look something up."""
+    """Wrap a function that makes tensors only for a look-up, so that a trace does not see them."""
     inner = function.__func__ if isinstance(function, staticmethod) else function
 
     @functools.wraps(inner)

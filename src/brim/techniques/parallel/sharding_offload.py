@@ -1,13 +1,13 @@
-"""Shards in RAM: FSDP2's ``CPUOffloadPolicy``, and a CPU that plays both of its places.
+"""Shards in RAM: FSDP2's ``CPUOffloadPolicy``, and its simulation on a CPU.
 
 A rank keeps its shards of weights, their gradients and the optimizer's states in RAM, where the CPU takes the
 optimizer's step (Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857). FSDP2 copies a shard to the GPU before it is
 gathered and a reduced gradient back (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, ``all_gather_inputs``;
 _fsdp_collectives.py, ``foreach_reduce``).
 
-Where the device is the CPU too, as over gloo and in a trace, FSDP2 copies nothing. ``rehearsing`` makes these copies
-all the same, and reports each to the count of memory (``Tiers``): so a rank without a GPU takes in each tier what one
-with a GPU takes, through the same code of PyTorch.
+Where the device is the CPU too, as over gloo and in a trace, FSDP2 copies nothing. ``simulating`` makes these copies
+and reports each to the count of memory (``Tiers``): so a rank without a GPU takes the same memory in each tier as one
+with a GPU, through the same code of PyTorch.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 @runtime_checkable
 class Tiers(Protocol):
-    """A dispatch mode that tells what lies in RAM from what lies on the device."""
+    """A dispatch mode that counts memory in RAM and on the device."""
 
     def crossing(self, *, to_ram: bool) -> AbstractContextManager[None]:
-        """While open, what is made is a copy in RAM, or on the device."""
+        """Count new tensors as copies in RAM, or on the device, within."""
 
     def making_in_ram(self) -> AbstractContextManager[None]:
-        """While open, what is made of no tensor is in RAM."""
+        """Count new tensors that are not made of others in RAM within."""
 
     def rest_in_ram(self, tensor: torch.Tensor) -> None:
-        """The tensor is in RAM."""
+        """Count the tensor in RAM."""
 
 
 def policy(device: str) -> CPUOffloadPolicy:
-    """Page-locked beside a GPU, so that copies overlap with kernels; without one there is nothing to lock for."""
+    """FSDP2's policy, page-locked beside a GPU, so that copies overlap with kernels."""
     return CPUOffloadPolicy(pin_memory=device != "cpu")
 
 
@@ -55,7 +55,7 @@ def rest_in_ram(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def stepping() -> Iterator[None]:
-    """To be entered for the optimizer's step, whose counters are in RAM as its other states are."""
+    """The context of the optimizer's step, which makes counters in RAM like its other states."""
     with ExitStack() as stack:
         for mode in _counting():
             stack.enter_context(mode.making_in_ram())
@@ -63,8 +63,8 @@ def stepping() -> Iterator[None]:
 
 
 @contextmanager
-def rehearsing() -> Iterator[None]:
-    """While open, FSDP2 on CPUs copies what it would copy between RAM and a GPU."""
+def simulating() -> Iterator[None]:
+    """Make FSDP2 on CPUs copy between two places within, as it would between RAM and a GPU."""
     gather: Any = FSDPParam.all_gather_inputs
     reduce: Any = vars(_fsdp_param_group)["foreach_reduce"]
 
@@ -87,7 +87,7 @@ def rehearsing() -> Iterator[None]:
 
 @contextmanager
 def _crossing(*, to_ram: bool) -> Iterator[None]:
-    """While open, ``tensor.to(device)`` is a copy that crosses, as it is where the devices are two."""
+    """Make ``tensor.to(device)`` a copy within, as between two devices."""
     to: Any = torch.Tensor.to
 
     def crossed(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

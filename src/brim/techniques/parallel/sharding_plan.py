@@ -1,8 +1,8 @@
-"""Tensor parallelism by names and shapes: which products of a model are split by outputs, and which by inputs.
+"""Tensor parallelism by names and shapes: the products of a model that are split by outputs or by inputs.
 
-Within a block (a decoder layer) what reads the residual stream is split by its outputs and what writes to it by its
-inputs, so that each block sends twice (Shoeybi et al., arXiv 1909.08053); under sequence parallelism norms and
-residual stream are split along the sequence (Korthikanti et al., arXiv 2205.05198). Every split is DTensor's own.
+Within a block (a decoder layer) products that read the residual stream are split by outputs, those that write to it
+by inputs, so that each block sends twice (Shoeybi et al., arXiv 1909.08053); under sequence parallelism norms and the
+residual stream are split along the sequence (Korthikanti et al., arXiv 2205.05198). All splits are DTensor's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._pytree import tree_map
 
 from brim.errors import UnsupportedError, UsageError
+from brim.techniques.blocks import is_transposed
 from brim.techniques.parallel.tensor_parts import (
     FUSED,
     READS,
@@ -32,13 +33,12 @@ from brim.techniques.parallel.tensor_parts import (
     TensorParts,
     check_parts,
     is_norm,
-    is_turned,
     parts_of,
 )
 
 _HEADS = ("lm_head", "embed_out", "output", "output_projection", "proj_out")
 _OF_HEADS = ("q_proj", "c_attn")
-# Of an attention's heads; and GPT-2's size of the queries, by which it cuts them off.
+# The attributes of an attention that count heads; and GPT-2's size of the queries, at which it splits its product.
 _COUNTS = {
     "num_heads",
     "num_attention_heads",
@@ -54,15 +54,14 @@ _TOKENS = Shard(1)  # hidden states split along the sequence
 def split_block(path: str, block: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Split a decoder layer (``path`` in its model) over ``mesh`` in place.
 
-    Raises UsageError for a product that does not divide, UnsupportedError for a block that has none of the known
-    names.
+    Raises UsageError for a product that does not divide, UnsupportedError for a block without known names.
     """
     check_parts([block], mesh.size(), path)
     parts = parts_of(block)
     _linearize(block, mesh.size())
     plan = _block_plan(path, block, parts, mesh, sequence_parallel)
     parallelize_module(block, mesh, plan, src_data_rank=None)
-    for name in filter(parts.in_whole, parts.writes):  # experts' outputs are added to it in place, and it is a view
+    for name in filter(parts.in_unsplit, parts.writes):  # a view, which experts' outputs are added to in place
         block.get_submodule(name).register_forward_hook(lambda module, args, output: output.clone())
     _narrow_heads(block, parts, mesh.size())
 
@@ -71,7 +70,7 @@ def split_outside(
     model: nn.Module, blocks: Sequence[str], tied: Sequence[tuple[str, str]], mesh: DeviceMesh, *,
     sequence_parallel: bool,
 ) -> None:  # fmt: skip
-    """Split what of ``model`` is outside its ``blocks``; ``tied`` are ``tied_weights`` of before."""
+    """Split the parts of ``model`` outside of its ``blocks``; ``tied`` are the ``tied_weights`` from before."""
     heads = {*_HEADS, *(second.rpartition(".")[2] for _, second in tied)}
     plan = dict(_outer_plan(model, blocks, heads, mesh, sequence_parallel))
     parallelize_module(model, mesh, plan, src_data_rank=None)
@@ -92,15 +91,14 @@ def _block_plan(
     plan: dict[str, ParallelStyle] = {}
     for name in parts.reads:
         _check(f"{path}.{name}", cast(nn.Linear, block.get_submodule(name)).out_features, ranks)
-        layouts = (
-            _TOKENS if sequence_parallel and "." not in name else Replicate()
-        )  # what is in a part: gathered for it
+        # The input of a part is gathered for all its products.
+        layouts = _TOKENS if sequence_parallel and "." not in name else Replicate()
         plan[name] = ColwiseParallel(input_layouts=layouts)
     for name in parts.writes:
         _check(f"{path}.{name}", cast(nn.Linear, block.get_submodule(name)).in_features, ranks)
-        apart = sequence_parallel and not parts.in_whole(name)
+        apart = sequence_parallel and not parts.in_unsplit(name)
         plan[name] = RowwiseParallel(output_layouts=_TOKENS, use_local_output=False) if apart else RowwiseParallel()
-    for name in parts.head_norms:  # along any dimension: each rank has other heads, whose gradients are added
+    for name in parts.head_norms:  # along any dimension: each rank has other heads, and the gradients are added
         plan[name] = SequenceParallel(sequence_dim=0, use_local_output=True)
     if sequence_parallel:
         _take_tokens_apart(block, parts, plan, mesh)
@@ -110,39 +108,39 @@ def _block_plan(
 def _take_tokens_apart(
     block: nn.Module, parts: TensorParts, plan: dict[str, ParallelStyle], mesh: DeviceMesh
 ) -> None:
-    """Norms see a rank's tokens; parts of a layer are given all of them, and give back a rank's."""
+    """Give norms a rank's tokens, and parts of a layer all tokens, whose results are split again."""
     for name, module in block.named_modules():
-        if is_norm(module) and name not in plan and not parts.in_whole(name):
+        if is_norm(module) and name not in plan and not parts.in_unsplit(name):
             plan[name] = SequenceParallel()
     for parent in parts.parents:
-        if parent and not parts.in_whole(parent):
+        if parent and not parts.in_unsplit(parent):
             block.get_submodule(parent).register_forward_pre_hook(_gather_tokens, with_kwargs=True)
-    for name in parts.whole:
+    for name in parts.unsplit:
         module = block.get_submodule(name)
         module.register_forward_pre_hook(_localize_tokens, with_kwargs=True)
         module.register_forward_hook(_divider(mesh))
 
 
 def _gather_tokens(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A part of a block is given all tokens, once for all its products."""
+    """Gather all tokens for a part of a block, once for all its products."""
     if args:
         return (_gathered(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": _gathered(kwargs["hidden_states"])}
 
 
 def _localize_tokens(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What is not split computes the same on every rank, from all tokens and by plain tensors."""
+    """Give a part that is not split all tokens as plain tensors: it computes the same on every rank."""
     return tree_map(_localized, (args, kwargs))
 
 
 def _localized(hidden: Any) -> Any:
-    whole = _gathered(hidden)
-    return whole if whole is hidden else whole.to_local(grad_placements=[Replicate()])
+    gathered = _gathered(hidden)
+    return gathered if gathered is hidden else gathered.to_local(grad_placements=[Replicate()])
 
 
 def _divider(mesh: DeviceMesh) -> Callable[[nn.Module, Any, Any], Any]:
     def divide(module: nn.Module, args: Any, output: Any) -> Any:
-        """Every rank has all of the hidden states, which come first, and goes on with its tokens."""
+        """Split the hidden states, the first of the outputs, which every rank has, along the sequence."""
         hidden, *others = output if isinstance(output, tuple) else (output,)
         own = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).redistribute(placements=[_TOKENS])
         return (own, *others) if isinstance(output, tuple) else own
@@ -159,12 +157,12 @@ def _gathered(hidden: Any) -> Any:
 def _outer_plan(
     model: nn.Module, blocks: Sequence[str], heads: Collection[str], mesh: DeviceMesh, sequence_parallel: bool
 ) -> Iterator[tuple[str, ParallelStyle]]:
-    """Embeddings split by their rows, the output layer by its outputs; norms along the sequence."""
+    """The plan outside of blocks: embeddings are split by rows, the output layer by outputs, norms by tokens."""
     inside = tuple(f"{path}." for path in blocks)
     for name, module in model.named_modules():
         if name.startswith(inside):
             continue
-        if isinstance(module, nn.Embedding) and not _takes_tokens(module):  # positions, which it works out itself
+        if isinstance(module, nn.Embedding) and not _takes_tokens(module):  # of positions, which it computes itself
             if sequence_parallel:
                 module.register_forward_hook(_divider(mesh))
         elif isinstance(module, nn.Embedding):
@@ -185,7 +183,7 @@ def _outer_plan(
 
 
 def _takes_tokens(table: nn.Embedding) -> bool:
-    """And nothing beside them."""
+    """Return whether an embedding takes tokens and no other input."""
     return len(inspect.signature(type(table).forward).parameters) == 2
 
 
@@ -197,12 +195,13 @@ def _check(name: str, size: int, ranks: int) -> None:
 
 
 def _linearize(block: nn.Module, ranks: int) -> None:
-    """transformers' ``Conv1D`` is a linear layer whose weight lies the other way round: DTensor splits linear layers.
+    """Replace transformers' ``Conv1D``, a linear layer with a transposed weight, by linear layers, which DTensor
+    splits.
 
     Of queries, keys and values in one product every rank gets its part of each.
     """
     for name, module in list(block.named_modules()):
-        if not is_turned(module):
+        if not is_transposed(module):
             continue
         parent, _, leaf = name.rpartition(".")
         weight = module.weight.detach().t()
@@ -214,7 +213,7 @@ def _linearize(block: nn.Module, ranks: int) -> None:
 
 
 def _interleaved(tensor: torch.Tensor, parts: int, ranks: int) -> torch.Tensor:
-    """Rows in an order in which every rank's share has its part of each of ``parts``."""
+    """The rows, ordered so that every rank's share has its part of each of ``parts``."""
     if parts == 1:
         return tensor
     pieces = [piece.chunk(ranks) for piece in tensor.chunk(parts)]
@@ -222,7 +221,7 @@ def _interleaved(tensor: torch.Tensor, parts: int, ranks: int) -> torch.Tensor:
 
 
 def _narrow_heads(block: nn.Module, parts: TensorParts, ranks: int) -> None:
-    """Modules that count their own heads have this rank's only."""
+    """Divide the counts of heads in modules by the number of ranks."""
     for parent in {name.rpartition(".")[0] for name in parts.reads if name.endswith(_OF_HEADS)}:
         own: dict[str, Any] = vars(block.get_submodule(parent))
         for name in _COUNTS & own.keys():
@@ -230,7 +229,6 @@ def _narrow_heads(block: nn.Module, parts: TensorParts, ranks: int) -> None:
 
 
 def tied_weights(model: nn.Module) -> list[tuple[str, str]]:
-    """Pairs of modules that have one weight."""
     first: dict[int, str] = {}
     pairs = []
     for name, module in model.named_modules():

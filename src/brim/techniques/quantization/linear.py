@@ -1,4 +1,4 @@
-"""A linear layer whose weight is kept in 8 or 4 bits, in plain tensors, and made wide where it is multiplied.
+"""A linear layer whose weight is stored in 8 or 4 bits, in plain tensors, and widened to be multiplied.
 
 | scheme | ``codes`` | ``scale`` | the weight |
 |---|---|---|---|
@@ -7,7 +7,7 @@
 | ``fp8`` | float8_e4m3fn (out, in) | float32 (1, 1) | codes * scale; the largest is 448 |
 
 Two codes of ``int4`` share a byte: of B = 32 outputs (64 where the CPU has AVX-512) the first half has the low bits.
-That, and scale beside zero, is what PyTorch's kernel for the CPU reads (aten/src/ATen/native/cpu/int4mm_kernel.cpp).
+This layout, with scale beside zero, is that of PyTorch's CPU kernel (aten/src/ATen/native/cpu/int4mm_kernel.cpp).
 
 The numerics are round-to-nearest, a few lines each: those of torchao's primitives for int8
 (torchao/quantization/quant_primitives.py, symmetric per row), and for int4 its tinygemm form with a better fit of the
@@ -27,9 +27,11 @@ from torch import nn
 from torch.utils.flop_counter import register_flop_formula
 
 from brim.errors import UsageError
+from brim.techniques.blocks import is_transposed
+from brim.units import MIB
 
 SCHEMES = ("int8", "int4", "fp8")
-GROUPS = (32, 64, 128, 256)  # what PyTorch's int4 kernels take
+GROUPS = (32, 64, 128, 256)  # those of PyTorch's int4 kernels
 
 _CPU = torch.device("cpu")
 _E4M3 = torch.float8_e4m3fn
@@ -38,21 +40,21 @@ _FLOAT8_MULTIPLE = 16  # of both sides of a float8 product (aten/src/ATen/native
 _BLOCK = 32
 _BLOCKS = {"AVX2": 32, "AVX512": 64}  # outputs that PyTorch's int4 kernel takes at once, by the CPU's capability
 _INT8_STEP = 16  # inputs that its int8 kernel takes at once, without a remainder
-_FUSED_ROWS = 16  # beyond so many rows int8 is made wide once, not once per four rows: as fast there, faster beyond
+_FUSED_ROWS = 16  # for more rows int8 is widened once, and not for every four rows: as fast here, faster beyond
 _ALIGNMENT_BYTES = 64
 _FITS = 4
-_PIECE_BYTES = 8 << 20  # of a weight that is being quantized, in float32
-# What is made wide at once: on a CPU it stays in the cache; on a GPU it fills it and is little beside a model.
-_WIDE_CPU_BYTES, _WIDE_BYTES = 2 << 20, 32 << 20
+_PIECE_BYTES = 8 * MIB  # float32 bytes of a weight that are quantized at once
+# Bytes that are widened at once: on a CPU they stay in the cache; on a GPU they fill it, and are few beside a model.
+_WIDE_CPU_BYTES, _WIDE_BYTES = 2 * MIB, 32 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """How the weights of linear layers are kept in fewer bits.
+    """The quantization of the weights of linear layers.
 
     Attributes:
         scheme: ``"int8"``, ``"int4"`` or ``"fp8"``.
-        group: For ``"int4"``: inputs that share a scale: 32, 64, 128 or 256.
+        group: For ``"int4"``: the number of inputs that share a scale: 32, 64, 128 or 256.
         head: Whether the output embeddings are quantized too.
     """
 
@@ -67,9 +69,9 @@ class Quantization:
             raise UsageError(f"Cannot quantize in groups of {self.group} weights.", f"Known: {GROUPS}.")
 
     @classmethod
-    def of(cls, asked: str | Quantization) -> Quantization:
-        """A scheme's name stands for its defaults. Raises UsageError for an unknown one."""
-        return asked if isinstance(asked, Quantization) else cls(scheme=asked)
+    def of(cls, quantization: str | Quantization) -> Quantization:
+        """A quantization, or the defaults of a scheme by its name. Raises UsageError for an unknown name."""
+        return quantization if isinstance(quantization, Quantization) else cls(scheme=quantization)
 
     def __str__(self) -> str:
         grouped = self.scheme == "int4" and self.group != Quantization.group
@@ -79,14 +81,14 @@ class Quantization:
 Form = tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]]
 
 
-def form(asked: Quantization, out: int, inside: int) -> Form | None:
-    """dtype and shape of ``codes`` and of ``scale`` for a weight (out, in); None where the scheme cannot hold it."""
-    if asked.scheme == "int8":
+def form(quantization: Quantization, out: int, inside: int) -> Form | None:
+    """The dtypes and shapes of ``codes`` and ``scale`` for a weight (out, in); None if the scheme has none."""
+    if quantization.scheme == "int8":
         return (torch.int8, (out, inside)), (torch.float32, (out,))
-    if asked.scheme == "fp8":
+    if quantization.scheme == "fp8":
         fits = out % _FLOAT8_MULTIPLE == 0 and inside % _FLOAT8_MULTIPLE == 0
         return ((_E4M3, (out, inside)), (torch.float32, (1, 1))) if fits else None
-    group = next((g for g in reversed(GROUPS) if g <= asked.group and inside % g == 0), None)
+    group = next((g for g in reversed(GROUPS) if g <= quantization.group and inside % g == 0), None)
     if group is None or out % _BLOCK:
         return None
     block = _fused_block() if _fused_block() and out % _fused_block() == 0 else _BLOCK
@@ -96,37 +98,37 @@ def form(asked: Quantization, out: int, inside: int) -> Form | None:
 
 @cache
 def _fused_block() -> int:
-    """Outputs per block of PyTorch's int4 kernel here; 0 where it is not vectorized."""
+    """The outputs per block of PyTorch's int4 kernel on this CPU; 0 where it is not vectorized."""
     return _BLOCKS.get(torch.backends.cpu.get_cpu_capability(), 0)
 
 
 # -- to codes -------------------------------------------------------------------------------------------------------
 
-Rows = Callable[[int, int], torch.Tensor]  # rows from, rows to -> that part of the weight
+Rows = Callable[[int, int], torch.Tensor]  # first and last row -> that part of the weight
 
 
-def quantize(asked: Quantization, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scale of ``weight`` (out, in), of any floating type."""
+def quantize(quantization: Quantization, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and scale of ``weight`` (out, in), of any floating dtype."""
     out, inside = weight.shape
-    return quantize_rows(asked, out, inside, lambda start, stop: weight[start:stop], weight.device)
+    return quantize_rows(quantization, out, inside, lambda start, stop: weight[start:stop], weight.device)
 
 
 def quantize_rows(
-    asked: Quantization, out: int, inside: int, rows: Rows, device: torch.device = _CPU
+    quantization: Quantization, out: int, inside: int, rows: Rows, device: torch.device = _CPU
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, of a weight that comes some rows at a time on ``device``. ValueError: it is not finite."""
-    forms = form(asked, out, inside)
+    """The codes and scale of a weight that is read some rows at a time. Raises ValueError if it is not finite."""
+    forms = form(quantization, out, inside)
     assert forms is not None, "only layers with a quantized form are quantized"
     codes, scale = (torch.empty(shape, dtype=dtype, device=device) for dtype, shape in forms)
     step = max(64, _PIECE_BYTES // (4 * inside) // 64 * 64)
     pieces = [(start, min(start + step, out)) for start in range(0, out, step)]
-    if asked.scheme == "fp8":
+    if quantization.scheme == "fp8":
         scale.fill_(_divided(torch.stack([_largest(rows(*piece)).amax() for piece in pieces]).amax(), _E4M3_MAX))
     for start, stop in pieces:
         wide = rows(start, stop).float()
-        if asked.scheme == "fp8":
+        if quantization.scheme == "fp8":
             codes[start:stop] = (wide / scale).clamp_(-_E4M3_MAX, _E4M3_MAX)
-        elif asked.scheme == "int8":
+        elif quantization.scheme == "int8":
             scale[start:stop] = _divided(_largest(wide).squeeze(1), 127)
             codes[start:stop] = (wide / scale[start:stop, None]).round_().clamp_(-127, 127)
         else:
@@ -143,12 +145,12 @@ def _largest(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _divided(largest: torch.Tensor, codes: float) -> torch.Tensor:
-    """A scale under which ``largest`` has the largest code; 1 for a row of zeros."""
+    """The scale that maps ``largest`` to the largest code; 1 for a row of zeros."""
     return torch.where(largest > 0, largest / codes, 1.0)
 
 
 def _to_int4(wide: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:
-    """Codes of some rows; fills their ``scale`` (in / group, rows, 2): the step, and the value of code 8."""
+    """The codes of some rows. Fills their ``scale`` (in / group, rows, 2): the step, and the value of code 8."""
     _largest(wide)
     groups = wide.view(len(wide), len(scale), -1)  # (rows, in / group, group)
     step, zero = (fitted.to(scale.dtype) for fitted in _fitted(groups))
@@ -159,8 +161,8 @@ def _to_int4(wide: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tenso
 
 
 def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step and zero of each group (rows, in / group, 1): from its least to its largest value, then a few rounds of
-    least squares over the codes found, which cuts off what lies far out (error: a tenth less than without)."""
+    """The step and zero of each group (rows, in / group, 1): from its least and largest values, then a few rounds of
+    least squares over the codes, which clip outliers (the error is a tenth less than without)."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     step = torch.where(high > low, (high - low) / 15, 1.0)
     zero = torch.where(high > low, low + 8 * step, low)
@@ -170,7 +172,7 @@ def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         center = codes.mean(-1, keepdim=True)
         codes -= center
         slope = (codes * (groups - mean)).sum(-1, keepdim=True) / codes.square().sum(-1, keepdim=True)
-        better = slope > 0  # not where all codes are the same, which gives no number
+        better = slope > 0  # false where all codes are the same, which gives NaN
         step = torch.where(better, slope, step)
         zero = torch.where(better, mean - slope * center, zero)
     return step, zero
@@ -184,7 +186,7 @@ def _nearest(groups: torch.Tensor, step: torch.Tensor, zero: torch.Tensor) -> to
 
 
 def expand(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight (out, in), as the codes say it."""
+    """The weight (out, in) of ``codes`` and ``scale``."""
     if codes.dtype != torch.uint8:
         wide = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         _widen_bytes(codes, wide)
@@ -195,18 +197,17 @@ def expand(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def _widen_bytes(codes: torch.Tensor, wide: torch.Tensor) -> None:
-    """Fill ``wide`` with the values of codes of a byte each."""
     if codes.dtype != _E4M3 or codes.device.type != "cpu":
         wide.copy_(codes)
         return
-    # PyTorch converts float8 one by one (50 million a second). Its seven bits of magnitude, put where float16 has its
-    # first, are a number 2**8 times smaller, subnormal ones included: the exponents' biases are 7 and 15.
+    # PyTorch converts float8 one by one (50 million a second). Its seven bits of magnitude, shifted to the first bits
+    # of a float16, are a number 2**8 times smaller, subnormal ones included: the exponents' biases are 7 and 15.
     bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
     wide.copy_(bits.view(torch.float16)).mul_(256)
 
 
 def _widen_int4(codes: torch.Tensor, scale: torch.Tensor, first: int, tiles: torch.Tensor) -> None:
-    """Fill ``tiles`` (tiles, in, B) with the weights of ``codes``, the first of whose outputs is ``first``."""
+    """Fill ``tiles`` (tiles, in, B) with the weights of ``codes``, whose first output is ``first``."""
     count, inside, block = tiles.shape
     tiles[..., : block // 2] = codes & 15
     tiles[..., block // 2 :] = codes >> 4
@@ -221,10 +222,10 @@ def _outputs(codes: torch.Tensor, scale: torch.Tensor) -> int:
 
 @torch.library.custom_op("brim::quantized_mm", mutates_args=("scratch",))
 def quantized_mm(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """(rows, out): the product of ``rows`` (rows, in) and the weight, except for the scales of whole rows.
+    """The product (rows, out) of ``rows`` (rows, in) and the weight, without a scale per output.
 
-    The weight is made wide in ``scratch``, a part at a time, in the type of ``rows``; PyTorch's own kernels for the
-    CPU do it in registers, where ``scratch`` is empty.
+    The weight is widened in ``scratch``, a part at a time, to the dtype of ``rows``; PyTorch's CPU kernels do it in
+    registers, and ``scratch`` is empty.
     """
     if not scratch.numel():
         return _fused(rows, codes, scale)
@@ -250,7 +251,7 @@ def _fused(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torc
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The kernels load whole vectors and do not ask whether they lie where such may be loaded from."""
+    """An aligned copy if needed: the kernels load vectors without a check of their alignment."""
     return tensor if tensor.data_ptr() % _ALIGNMENT_BYTES == 0 else tensor.clone()
 
 
@@ -284,10 +285,10 @@ def _by_tiles(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scra
 
 
 class QuantizedLinear(nn.Linear):
-    """``codes`` and ``scale`` are parameters, so that they are streamed as they are stored; they do not train.
+    """A linear layer with ``codes`` and ``scale`` as parameters, which are streamed as they are stored.
 
-    ``weight`` is what they say, made wide at every look: code that reads it instead of calling the layer is slow, not
-    wrong. Gradients flow to the input (through the wide weight), not to the codes.
+    ``weight`` is widened at every access: code that reads it instead of calling the layer is slow, not wrong.
+    Gradients flow to the input (through the wide weight), not to the codes.
     """
 
     codes: nn.Parameter
@@ -302,7 +303,7 @@ class QuantizedLinear(nn.Linear):
         if torch.is_grad_enabled() and input.requires_grad:
             return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
         rows = input.reshape(-1, self.in_features)
-        dtype, wide = self._way(rows)
+        dtype, wide = self._product_dtype(rows)
         scratch = rows.new_empty(wide, dtype=dtype)
         output: torch.Tensor = quantized_mm(rows.to(dtype), self.codes, self.scale, scratch)
         del scratch, rows
@@ -313,16 +314,17 @@ class QuantizedLinear(nn.Linear):
             output = output + self.bias
         return output.reshape(*input.shape[:-1], self.out_features)
 
-    def _way(self, rows: torch.Tensor) -> tuple[torch.dtype, int]:
-        """The type of the product, and how many weights are made wide at once: 0 where a kernel does it itself.
+    def _product_dtype(self, rows: torch.Tensor) -> tuple[torch.dtype, int]:
+        """The dtype of the product, and the number of weights to widen at once: 0 where a kernel does it itself.
 
-        The CPU's kernels take bfloat16: rounding the input is a fifth of what int8 itself costs, and less of int4.
+        The CPU's kernels take bfloat16: the error of rounding the input is a fifth of that of int8, and less of
+        int4's.
         """
         if rows.device.type == "cpu" and self._is_fused(rows.shape[0]):
             return torch.bfloat16, 0
-        # A CPU without bfloat16 of its own computes in float32, and faster so.
+        # A CPU without native bfloat16 is faster in float32.
         on_cpu = rows.device.type == "cpu"
-        # Codes without their scale pass the range of float16; groups' scales are in already.
+        # Codes without their scale exceed the range of float16; those of groups are scaled already.
         over = rows.dtype == torch.float16 and self.codes.dtype != torch.uint8
         dtype = torch.float32 if on_cpu else torch.bfloat16 if over else rows.dtype
         wide = (_WIDE_CPU_BYTES if on_cpu else _WIDE_BYTES) // dtype.itemsize
@@ -337,17 +339,13 @@ class QuantizedLinear(nn.Linear):
 
 
 def sides(linear: nn.Module) -> tuple[int, int]:
-    """(out, in) of an ``nn.Linear`` or of transformers' ``Conv1D``, which keeps its weight the other way."""
+    """The sizes (out, in) of an ``nn.Linear`` or of transformers' ``Conv1D``, whose weight is transposed."""
     weight: Any = linear.weight
     return (weight.shape[1], weight.shape[0]) if is_transposed(linear) else (weight.shape[0], weight.shape[1])
 
 
-def is_transposed(linear: nn.Module) -> bool:
-    return type(linear).__name__ == "Conv1D"
-
-
 def become(linear: Any, codes: torch.Tensor, scale: torch.Tensor) -> Callable[[], None]:
-    """Make ``linear`` a QuantizedLinear in its place, hooks and all; what is returned makes it what it was."""
+    """Turn ``linear``, with its hooks, into a QuantizedLinear. Returns the function that undoes it."""
     kind, parameters, before = type(linear), dict(linear._parameters), dict(vars(linear))
     dtype = linear.weight.dtype
     out, inside = sides(linear)

@@ -1,8 +1,8 @@
-"""Backward through streamed weights: autograd keeps references to a slot, and the block comes back for them.
+"""Backward through streamed weights: autograd keeps references to a block, which is brought back for them.
 
 Autograd runs the nodes of a backward pass from the last made to the first (``torch/csrc/autograd/engine.h``,
-``CompareNodeTaskTime``). So a call's nodes are all done once a node is run that was made before the call: that is
-when the blocks that it needed may go.
+``CompareNodeTaskTime``). So a call's nodes are all done once a node is run that was made before the call: then the
+blocks of the call are released.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any
 import torch
 
 from brim.errors import UsageError
-from brim.techniques.saved_tensor_hooks import Kept, Saving
-from brim.techniques.streaming.block_state import Streamed
+from brim.techniques.saved_tensor_hooks import Saving, Unpack
+from brim.techniques.streaming.block_state import StreamedBlock
 from brim.techniques.streaming.streamed_blocks import StreamedBlocks
 
 
 @dataclasses.dataclass
-class _Held:
-    """A block that backward is using, for nodes made at ``start`` or later (autograd's sequence number)."""
+class _Use:
+    """A block that backward needs for nodes made at ``start`` or later (autograd's sequence number)."""
 
-    streamed: Streamed
+    streamed: StreamedBlock
     start: int
 
 
 @dataclasses.dataclass
 class _Task:
-    """One call of the autograd engine; another can run inside of it."""
+    """A call of the autograd engine; another can run inside of it."""
 
     number: int
-    held: list[_Held] = dataclasses.field(default_factory=list)
+    uses: list[_Use] = dataclasses.field(default_factory=list)
 
 
 class BackwardStreaming:
-    """Brings blocks back in backward, and lets them go. ``settle`` is called when a backward pass is over."""
+    """Brings blocks back in backward and releases them. ``settle`` is called at the end of a backward pass."""
 
     def __init__(self, streamed_blocks: StreamedBlocks, settle: Callable[[], None]) -> None:
         self.streamed_blocks, self._settle = streamed_blocks, settle
@@ -45,10 +45,10 @@ class BackwardStreaming:
     # -- forward
 
     def saving(self, start: int) -> Saving:
-        """The hooks of one call: what autograd saves of a slot becomes a reference, the rest is passed on."""
-        return Saving(_Taking(self, start))
+        """The saved-tensor hooks of a call, which replace tensors in slots by references."""
+        return Saving(_CallPacker(self, start))
 
-    def refer(self, tensor: torch.Tensor, start: int) -> Kept | None:
+    def refer(self, tensor: torch.Tensor, start: int) -> Unpack | None:
         ring = self.streamed_blocks.ring
         holder = None if ring is None or tensor.layout is not torch.strided else ring.holder(tensor)
         if holder is None:
@@ -56,56 +56,58 @@ class BackwardStreaming:
         streamed = self.streamed_blocks[holder]
         at = int(tensor.storage_offset()) * tensor.element_size()
         index = streamed.index_at(at)
-        return None if index is None else _Reference(self, streamed, index, start, tensor)
+        return None if index is None else _Reference(self, streamed, index, start, tensor).unpack
 
-    def announce(self, held: Sequence[Streamed], start: int, output: object) -> None:
-        """Have ``held`` in place before backward enters the call that gave ``output``.
+    def announce(self, blocks: Sequence[StreamedBlock], start: int, output: object) -> None:
+        """Bring ``blocks`` back before backward enters the call that returned ``output``.
 
         Where ``torch.utils.checkpoint`` wraps a module's ``forward`` (as transformers does), the call is repeated in
         backward without the module's hooks, and its weights must be there for it.
         """
         for tensor in _tensors(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(self._on_gradient(held, start))
+                tensor.register_hook(self._on_gradient(blocks, start))
 
-    def _on_gradient(self, held: Sequence[Streamed], start: int) -> Callable[[torch.Tensor], None]:
+    def _on_gradient(self, blocks: Sequence[StreamedBlock], start: int) -> Callable[[torch.Tensor], None]:
         def bring_back(gradient: torch.Tensor) -> None:
             node = torch._C._current_autograd_node()
             # A tensor that was only handed through belongs to nodes before the call.
             if node is not None and node._sequence_nr() >= start and not self.streamed_blocks.removed:
-                for streamed in held:
-                    self._hold(streamed, start, node._sequence_nr())
+                for streamed in blocks:
+                    self._use(streamed, start, node._sequence_nr())
 
         return bring_back
 
     # -- backward
 
-    def bring(self, streamed: Streamed, start: int, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """What ``make`` makes of the block's slot, as long as the node that is running needs it."""
+    def bring(
+        self, streamed: StreamedBlock, start: int, make: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """The result of ``make`` on the block's slot, valid while the running node needs it."""
         ring, node = self.streamed_blocks.ring, torch._C._current_autograd_node()
         assert ring is not None
         if node is None or torch.is_grad_enabled():
-            # Looked at outside of backward, or backward is recorded itself: nobody says when it is done with it.
+            # Read outside of backward, or with backward recorded: no node tells the end of its use.
             self.streamed_blocks.enter(streamed)
             try:
                 return make(ring.buffer(streamed.index).tensor).clone()
             finally:
                 self.streamed_blocks.leave(streamed)
-        self._hold(streamed, start, node._sequence_nr())
+        self._use(streamed, start, node._sequence_nr())
         return make(ring.buffer(streamed.index).tensor)
 
-    def _hold(self, streamed: Streamed, start: int, now: int) -> None:
-        task, is_held = self._task(torch._C._current_graph_task_id()), False
-        for entry in list(task.held):
-            if entry.streamed is streamed:
-                entry.start = min(entry.start, start)
-                is_held = True
-            elif entry.start > now:
-                task.held.remove(entry)
-                self.streamed_blocks.leave(entry.streamed)
-        if not is_held:
+    def _use(self, streamed: StreamedBlock, start: int, now: int) -> None:
+        task, is_used = self._task(torch._C._current_graph_task_id()), False
+        for use in list(task.uses):
+            if use.streamed is streamed:
+                use.start = min(use.start, start)
+                is_used = True
+            elif use.start > now:
+                task.uses.remove(use)
+                self.streamed_blocks.leave(use.streamed)
+        if not is_used:
             self.streamed_blocks.enter(streamed)
-            task.held.append(_Held(streamed, start))
+            task.uses.append(_Use(streamed, start))
 
     def _task(self, number: int) -> _Task:
         if any(task.number == number for task in self._tasks):
@@ -118,7 +120,6 @@ class BackwardStreaming:
         return self._tasks[-1]
 
     def _finish(self, number: int) -> None:
-        """The backward pass is over."""
         if any(task.number == number for task in self._tasks):
             self._release(self._task(number))
             self._tasks.pop()
@@ -126,29 +127,29 @@ class BackwardStreaming:
                 self._settle()  # weights that were updated meanwhile are read where they rest from now on
 
     def _release(self, task: _Task) -> None:
-        while task.held:
-            self.streamed_blocks.leave(task.held.pop().streamed)
+        while task.uses:
+            self.streamed_blocks.leave(task.uses.pop().streamed)
 
-    def let_go(self) -> None:
-        """No backward pass is running: what is still held was in use when one failed."""
+    def recover(self) -> None:
+        """Forget the blocks of a backward pass that failed: none is running."""
         self._tasks.clear()
 
 
-class _Taking:
-    """The keeper of one call of a streamed module, which began at ``start``."""
+class _CallPacker:
+    """Packs the tensors that are saved in a call of a streamed module, which began at ``start``."""
 
     def __init__(self, backward: BackwardStreaming, start: int) -> None:
         self._backward, self._start = backward, start
 
-    def pack(self, tensor: torch.Tensor) -> Kept | None:
+    def pack(self, tensor: torch.Tensor) -> Unpack | None:
         return self._backward.refer(tensor, self._start)
 
 
 class _Reference:
-    """A tensor in a slot, by its place in its block."""
+    """A tensor in a slot, by its position in the block."""
 
     def __init__(
-        self, backward: BackwardStreaming, streamed: Streamed, index: int, start: int, tensor: torch.Tensor
+        self, backward: BackwardStreaming, streamed: StreamedBlock, index: int, start: int, tensor: torch.Tensor
     ) -> None:
         self._backward, self._streamed, self._index, self._start = backward, streamed, index, start
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()

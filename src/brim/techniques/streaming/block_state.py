@@ -1,4 +1,4 @@
-"""One block that comes and goes: its parameters, its store, and whether somebody changed it meanwhile."""
+"""A block whose weights come and go: its parameters, its backing store and the changes that users make to it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from brim.techniques.streaming.offloaded_parameter import hollow, offload, revea
 
 
 @dataclass
-class Streamed:
-    """``device`` is where kernels work, ``apart`` from where blocks rest or not; ``uses`` counts the calls under way
-    that need the block. ``on_write`` is called when a parameter at rest was written to.
+class StreamedBlock:
+    """A block of weights that are moved together.
 
-    ``stale``: it was changed where it rests while in use, so that its slot does not hold it any more. ``fake``:
-    parameters have no values, and at rest they stay where they were; only their versions tell.
+    ``device`` is the compute device, ``apart`` is set where blocks rest elsewhere; ``uses`` counts the running calls
+    that need the block. ``on_write`` is called when a parameter at rest was written to. ``stale``: the slot holds an
+    old copy, as the block was changed at rest while in use. ``fake``: parameters have no values and stay where they
+    are at rest; only their versions show a change.
     """
 
     index: int
@@ -37,8 +38,8 @@ class Streamed:
     uses: int = 0
     stale: bool = False
     verified: bool = False
-    on_write: Callable[[Streamed], None] | None = None
-    _hollows: dict[int, torch.Tensor] = field(default_factory=dict)  # made once: each takes a kernel
+    on_write: Callable[[StreamedBlock], None] | None = None
+    _hollows: dict[int, torch.Tensor] = field(default_factory=dict)  # cached: each takes a kernel
 
     def bind(self, views: Sequence[torch.Tensor]) -> None:
         """Point the parameters to the block in a slot."""
@@ -47,7 +48,7 @@ class Streamed:
         self.versions = [p._version for p in self.parameters]
 
     def is_changed(self) -> bool:
-        """Whether the block was written to since ``bind``."""
+        """Return whether the block was written to since ``bind``."""
         return [p._version for p in self.parameters] != self.versions
 
     def rest(self) -> None:
@@ -56,7 +57,7 @@ class Streamed:
             for index, (parameter, view) in enumerate(zip(self.parameters, self.store.rest(), strict=True)):
                 # On another device a view of RAM would make the module look as if it were on the CPU.
                 if view is None or self.apart:
-                    offload(parameter, self._hollow(index), _Resting(weakref.ref(self), index))
+                    offload(parameter, self._hollow(index), _ParameterAtRest(weakref.ref(self), index))
                 else:
                     reveal(parameter, view)
         with torch._C.DisableTorchFunctionSubclass():
@@ -64,7 +65,7 @@ class Streamed:
             self.versions = [p._version for p in self.parameters]
 
     def forget(self) -> None:
-        """Hold nothing of the device any more, though somebody keeps the handle."""
+        """Drop all tensors on the device, even if somebody keeps the handle."""
         self.views.clear()
         self._hollows.clear()
 
@@ -74,7 +75,7 @@ class Streamed:
         return self._hollows[index]
 
     def is_hollow(self, index: int) -> bool:
-        """Whether a parameter points to nothing that could be read: it rests in pieces, or on another device."""
+        """Return whether a parameter has no readable memory: it rests in pieces, or on another device."""
         if self.uses or self.fake:
             return False
         with torch._C.DisableTorchFunctionSubclass():
@@ -83,14 +84,14 @@ class Streamed:
         return self.apart or self.store.rest()[index] is None
 
     def index_at(self, byte: int) -> int | None:
-        """Which of the block's tensors lies at ``byte`` of its slot; None: no tensor does."""
+        """The index of the block's tensor at offset ``byte`` of its slot, or None."""
         for index, placed in enumerate(self.store.layout.tensors):
             if placed.offset <= byte < placed.offset + placed.bytes:
                 return index
         return None
 
     def untouched(self) -> list[bool]:
-        """Of each parameter at rest, whether it is where ``rest`` put it, with the values that it had."""
+        """For each parameter at rest, whether ``rest`` put it there and nobody wrote to it since."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.fake:
                 return [p._version == version for p, version in zip(self.parameters, self.versions, strict=True)]
@@ -100,7 +101,7 @@ class Streamed:
             return [p._version == v and p.data_ptr() == address and not w for p, v, address, w in marks]
 
     def value(self, index: int) -> torch.Tensor:
-        """One of the block's tensors as it is now, on the CPU, in memory of its own."""
+        """The present values of a tensor of the block, copied to the CPU."""
         self.store.settle()
         # Pages of a mapping that are read stay in the resident set, so what rests in a file is read from the file.
         if self.is_hollow(index) or (not self.uses and not self.fake and self.untouched()[index]):
@@ -108,19 +109,18 @@ class Streamed:
         return self.parameters[index].detach().to("cpu", copy=True)
 
     def values(self) -> list[torch.Tensor]:
-        """The block's tensors as they are now, at rest, in memory of their own."""
-        kept = self.untouched()
-        stored = self.store.values() if any(kept) else self.parameters
-        pairs = zip(kept, stored, self.parameters, strict=True)
+        untouched = self.untouched()
+        stored = self.store.values() if any(untouched) else self.parameters
+        pairs = zip(untouched, stored, self.parameters, strict=True)
         return [value if same else p.data.clone() for same, value, p in pairs]
 
     def adopt_changes(self) -> bool:
-        """Make what the user wrote to parameters at rest (in place, ``p.data = ...``) the block's values.
+        """Store what the user wrote to parameters at rest (in place, ``p.data = ...``).
 
-        Returns whether there was anything. Raises UnsupportedError for values of another shape or dtype.
+        Returns whether anything was written. Raises UnsupportedError for values of another shape or dtype.
         """
-        kept = self.untouched()
-        if all(kept):
+        untouched = self.untouched()
+        if all(untouched):
             return False
         for parameter, placed in zip(self.parameters, self.store.layout.tensors, strict=True):
             if (parameter.dtype, tuple(parameter.shape)) != (placed.dtype, placed.shape):
@@ -129,23 +129,25 @@ class Streamed:
                     f"It is streamed as {list(placed.shape)}, {placed.dtype}.",
                     "Call .brim.remove() first, change it, and fit the module again.",
                 )
-        self.store.write_back([self._now(index, same) for index, same in enumerate(kept)])
+        self.store.write_back([self._present(index, same) for index, same in enumerate(untouched)])
         self.rest()
         return True
 
-    def _now(self, index: int, kept: bool) -> torch.Tensor:
-        return self.store.value(index) if kept and self.is_hollow(index) else self.parameters[index].data
+    def _present(self, index: int, untouched: bool) -> torch.Tensor:
+        return self.store.value(index) if untouched and self.is_hollow(index) else self.parameters[index].data
 
 
-class _Resting:
-    """One parameter's values at rest (``offloaded_parameter.Rest``). What tensors hold is out of the garbage
-    collector's sight, so it knows its block weakly."""
+class _ParameterAtRest:
+    """The values of a parameter at rest (``offloaded_parameter.ParameterBacking``).
 
-    def __init__(self, streamed: weakref.ref[Streamed], index: int) -> None:
+    It refers to its block weakly: the garbage collector does not see what tensors hold.
+    """
+
+    def __init__(self, streamed: weakref.ref[StreamedBlock], index: int) -> None:
         self._reference, self._index = streamed, index
 
     @property
-    def _streamed(self) -> Streamed:
+    def _streamed(self) -> StreamedBlock:
         streamed = self._reference()
         if streamed is None:
             raise UnsupportedError(
@@ -166,6 +168,10 @@ class _Resting:
         if table is None:
             table = streamed.store.value(self._index)
         return nn.functional.embedding(row_ids, table).to(streamed.device)
+
+    def scale(self, factor: torch.Tensor) -> None:
+        value = self.value()
+        self.replace(value.mul_(factor.to(value.device)))
 
     def replace(self, value: torch.Tensor) -> None:
         streamed = self._streamed

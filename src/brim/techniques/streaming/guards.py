@@ -1,4 +1,4 @@
-"""What a fitted module refuses, serves differently, and gets back at the end."""
+"""Changes of a fitted module's surface: calls that it refuses or serves differently while it is fitted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from brim.errors import UnsupportedError
 from brim.memory.tiers import Memory
 from brim.techniques.base import HANDLE_ATTRIBUTE, Handle
-from brim.techniques.streaming.block_state import Streamed
+from brim.techniques.streaming.block_state import StreamedBlock
 from brim.techniques.streaming.offloaded_parameter import reveal
 from brim.techniques.streaming.streamed_blocks import StreamedBlocks
 
@@ -19,11 +19,11 @@ _NOTHING = object()
 
 
 class Guards:
-    """Changes to the module's surface while it is fitted, all undone by ``remove``."""
+    """Changes of a module while it is fitted; ``remove`` undoes all of them."""
 
     def __init__(self, model: nn.Module, memory: Memory) -> None:
         self._model, self._memory = model, memory
-        self._marked: list[tuple[nn.Module, str, Any]] = []  # and what the module had of its own before
+        self._marked: list[tuple[nn.Module, str, Any]] = []  # with its own attribute from before
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._moved: list[tuple[nn.Parameter, torch.device, torch.Tensor | None]] = []
         self._moved_buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
@@ -40,7 +40,7 @@ class Guards:
         self._watch_states(streamed_blocks, [model.get_submodule(trigger) for trigger in triggers])
 
     def _watch_states(self, streamed_blocks: StreamedBlocks, units: Sequence[nn.Module]) -> None:
-        """``state_dict`` and ``load_state_dict``, of the whole and of any part."""
+        """Hook ``state_dict`` and ``load_state_dict`` of the model and of every part."""
         streamed_of = {id(p): (s, i) for s in streamed_blocks for i, p in enumerate(s.parameters)}
         for module in self._model.modules():
             owned = {name: streamed_of[id(p)] for name, p in module._parameters.items() if id(p) in streamed_of}
@@ -55,16 +55,16 @@ class Guards:
             )
 
     def restore_later(self, parameter: nn.Parameter) -> None:
-        """Remember where a parameter was before it is copied to the compute tier.
+        """Remember the device of a parameter before it is copied to the compute tier.
 
-        A prediction goes back to the very tensor, which may be one without bytes: a copy would have them.
+        A prediction remembers the tensor itself, which may have no memory; a copy of it would.
         """
-        kept = self._memory.fake and not self._memory.is_traced_on_device(parameter)
-        before = parameter.data if kept else None
+        is_remembered = self._memory.fake and not self._memory.is_traced_on_device(parameter)
+        before = parameter.data if is_remembered else None
         self._moved.append((parameter, parameter.device, before))
 
     def move_buffers(self, on_host: Collection[int]) -> None:
-        """Buffers follow compute to its device; what is written to them there comes back in the end.
+        """Move buffers to the compute device until ``remove``, which copies them back.
 
         ``on_host``: the modules (by ``id``) that the CPU computes.
         """
@@ -79,7 +79,7 @@ class Guards:
                     module._buffers[name] = buffer.to(device)
 
     def look_up(self, module: nn.Module) -> None:
-        """An embedding whose table rests elsewhere picks its rows there: nothing for a compiler."""
+        """Keep compilers out of an embedding that picks rows of a table at rest."""
         self.replace(module, "forward", torch.compiler.disable(module.forward))
 
     def remove(self) -> None:
@@ -97,18 +97,18 @@ class Guards:
         self._marked, self._hooks, self._moved, self._moved_buffers = [], [], [], []
 
     def replace(self, module: nn.Module, name: str, value: object) -> None:
-        """Let the module have ``value`` of its own, beside what its class says."""
+        """Set an attribute of the module until ``remove``."""
         self._marked.append((module, name, vars(module).get(name, _NOTHING)))
         vars(module)[name] = value
 
 
 class _OwnState:
-    """The streamed parameters of one module, as ``state_dict`` gives them and ``load_state_dict`` takes them.
+    """The streamed parameters of a module in ``state_dict`` and ``load_state_dict``.
 
-    Most rest in views that can be read and written to; the others point to nothing (see ``unreadable``).
+    Most rest in views that can be read and written to; the others are hollow.
     """
 
-    def __init__(self, owned: dict[str, tuple[Streamed, int]]) -> None:
+    def __init__(self, owned: dict[str, tuple[StreamedBlock, int]]) -> None:
         self._owned = owned
 
     def fill(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
@@ -117,14 +117,14 @@ class _OwnState:
             parameter = streamed.parameters[index]
             if prefix + name not in state or module._parameters.get(name) is not parameter:
                 continue
-            if streamed.uses:  # in a slot, which will soon be another's
+            if streamed.uses:  # in a slot, which another block will soon take
                 state[prefix + name] = parameter.detach().clone()
             elif streamed.is_hollow(index):
                 state[prefix + name] = streamed.store.value(index)
 
     def prepare(self, module: nn.Module, state: object, prefix: str, metadata: object, *rest: object) -> None:
         for streamed, index in self._owned.values():
-            streamed.store.settle()  # else what is on its way there would overwrite what is loaded
+            streamed.store.settle()  # or a pending save would overwrite the loaded values
             if streamed.is_hollow(index):
                 reveal(streamed.parameters[index], streamed.store.value(index))
 
@@ -141,7 +141,7 @@ def _refusal(what: str) -> Callable[..., NoReturn]:
 
 
 def _guarded_apply(module: nn.Module) -> Callable[..., nn.Module]:
-    """``module.to(...)``, ``.cuda()``, ``.half()``: allowed when they change nothing."""
+    """A replacement for ``module._apply`` that allows ``to``, ``cuda``, ``half`` only where they change nothing."""
 
     def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for tensor in [*module.parameters(), *module.buffers()]:

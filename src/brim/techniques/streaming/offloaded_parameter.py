@@ -1,4 +1,4 @@
-"""A parameter whose values rest elsewhere: the right shape, dtype and device, and its values to code that asks.
+"""A parameter whose values rest elsewhere, and which gives them to code that reads it.
 
 While a block is not in the compute tier, somebody may still use its weights: an average of weights, an L2 term over
 ``parameters()``, an ``nn.Embedding`` that picks rows, a look at one of them. Reads get the true values, one tensor
@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from brim.errors import UnsupportedError
-from brim.techniques.offloaded_tensor import OffloadedTensor, offloaded_tensor
+from brim.techniques.offloaded_tensor import Backing, OffloadedTensor, offloaded_tensor
 
 _TODO = "Clone it first, change it as a whole (copy_, load_state_dict), or call .brim.remove()."
 _NOT_IN_PLACE = ("__int__", "__index__", "__invert__", "__iter__")
@@ -27,7 +27,7 @@ _GETTERS = ("__get__", "__set__", "__delete__")
 _OF_VALUES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
 _WITHOUT_HISTORY = (torch.Tensor.data.__get__, torch.Tensor.detach)  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-# What is asked of a tensor beside its values.
+# Attributes and methods that need no values.
 # fmt: off
 _METADATA = frozenset((
     "size", "dim", "ndimension", "nelement", "numel", "element_size", "itemsize", "stride", "storage_offset",
@@ -40,28 +40,22 @@ _METADATA = frozenset((
 # fmt: on
 
 
-class Rest(Protocol):
-    """Who has the values of one parameter."""
-
-    def value(self) -> torch.Tensor:
-        """They, on the parameter's device, in memory of their own."""
+class ParameterBacking(Backing, Protocol):
+    """The values of an offloaded parameter."""
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """What ``nn.functional.embedding`` picks of them, on the parameter's device."""
-
-    def replace(self, value: torch.Tensor) -> None:
-        """Have these values from now on."""
+        """The result of ``nn.functional.embedding``, on the parameter's device."""
 
 
 class OffloadedParameter(nn.Parameter):
-    """Made of an ``nn.Parameter`` by ``offload``, and made one again by ``reveal``."""
+    """The class of an ``nn.Parameter`` between ``offload`` and ``reveal``."""
 
-    _rest: Rest
+    _backing: ParameterBacking
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_of_the_tensor(function):
+        if _is_metadata(function):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         if function == _SET_DATA:
@@ -73,48 +67,48 @@ class OffloadedParameter(nn.Parameter):
             if rows is not None:
                 return rows
         if _is_in_place(function, kwargs):
-            return _changed(function, args, kwargs)
+            return _write(function, args, kwargs)
         return _read(function, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self._rest.value(), self.requires_grad)
+            memo[id(self)] = nn.Parameter(self._backing.value(), self.requires_grad)
         copied: nn.Parameter = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self._rest.value(), self.requires_grad).__reduce_ex__(protocol)
+        return nn.Parameter(self._backing.value(), self.requires_grad).__reduce_ex__(protocol)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Parameter offloaded by brim, shape={list(self.shape)}, dtype={self.dtype}, device={self.device}"
 
 
 def hollow(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The right shape and device, no memory; NaN to a reader all the same."""
+    """A tensor of the parameter's shape on ``device`` that takes no memory and reads as NaN."""
     with torch.inference_mode(False):
         filler = float("nan") if parameter.dtype.is_floating_point else 0
         return torch.full((), filler, dtype=parameter.dtype, device=device).expand(parameter.shape)
 
 
-def offload(parameter: nn.Parameter, stand_in: torch.Tensor, rest: Rest) -> None:
-    """Let ``parameter`` have no values of its own: those of ``rest`` stand for them. ``stand_in`` is a ``hollow``."""
+def offload(parameter: nn.Parameter, stand_in: torch.Tensor, backing: ParameterBacking) -> None:
+    """Replace the memory of ``parameter`` by ``stand_in``, a ``hollow`` tensor; ``backing`` has its values."""
     with torch._C.DisableTorchFunctionSubclass():
         parameter.data = stand_in
     if type(parameter) is nn.Parameter:
         parameter.__class__ = OffloadedParameter
     if isinstance(parameter, OffloadedParameter):
-        parameter._rest = rest
+        parameter._backing = backing
 
 
 def reveal(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Give ``parameter`` values of its own, whether it was offloaded or not."""
+    """Make ``parameter`` an ordinary parameter over the memory of ``data``."""
     if type(parameter) is OffloadedParameter:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-        del parameter._rest
+        del parameter._backing
     parameter.data = data
 
 
-def _is_of_the_tensor(function: Any) -> bool:
+def _is_metadata(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     if name in _GETTERS:
         return function not in _OF_VALUES and function != _SET_DATA and function not in _WITHOUT_HISTORY
@@ -128,77 +122,59 @@ def _is_in_place(function: Any, kwargs: dict[str, Any]) -> bool:
     return name.endswith("_") or kwargs.get("out") is not None
 
 
-def _changed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operation that writes to one of its arguments."""
+def _write(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call an operation that writes to one of its arguments."""
     first = args[0] if args else None
     if isinstance(first, OffloadedParameter) and torch.is_grad_enabled() and first.requires_grad:
         with torch._C.DisableTorchFunctionSubclass():  # a leaf: autograd refuses it
             return function(*args, **kwargs)
     stand_ins: dict[int, OffloadedParameter] = {}
 
-    def stood_for(parameter: OffloadedParameter) -> OffloadedTensor:
+    def replaced(parameter: OffloadedParameter) -> OffloadedTensor:
         stand_in = _offloaded(parameter)
         stand_ins[id(stand_in)] = parameter
         return stand_in
 
-    args, kwargs = tree_map_only(OffloadedParameter, stood_for, (args, kwargs))
+    args, kwargs = tree_map_only(OffloadedParameter, replaced, (args, kwargs))
     result = function(*args, **kwargs)
     return stand_ins.get(id(result), result)  # what an in-place operation returns is what it was called on
 
 
 def _read(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operation that only reads its arguments."""
+    """Call an operation that only reads its arguments."""
     copies: dict[int, OffloadedParameter] = {}
 
-    def served(parameter: OffloadedParameter) -> torch.Tensor:
+    def loaded(parameter: OffloadedParameter) -> torch.Tensor:
         if torch.is_grad_enabled() and parameter.requires_grad:
-            value: torch.Tensor = _Value.apply(parameter, parameter._rest.value)  # type: ignore[no-untyped-call]
+            value: torch.Tensor = _Value.apply(parameter, parameter._backing.value)  # type: ignore[no-untyped-call]
             return value
-        value = parameter._rest.value()
+        value = parameter._backing.value()
         copies[value.untyped_storage()._cdata] = parameter
         return value
 
-    args, kwargs = tree_map_only(OffloadedParameter, served, (args, kwargs))
+    args, kwargs = tree_map_only(OffloadedParameter, loaded, (args, kwargs))
     result = function(*args, **kwargs)
     for tensor in result if isinstance(result, (list, tuple)) else [result]:
         if type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata in copies:
             parameter = copies[tensor.untyped_storage()._cdata]
             raise UnsupportedError(
-                f"{getattr(function, '__name__', function)} cannot make a view of {_what(parameter)}.",
+                f"{getattr(function, '__name__', function)} cannot make a view of {_description(parameter)}.",
                 "Writes to the view would not reach the weight.",
                 _TODO,
             )
     return result
 
 
-def _what(parameter: OffloadedParameter) -> str:
+def _description(parameter: OffloadedParameter) -> str:
     return f"a weight {list(parameter.shape)} that brim keeps elsewhere"
 
 
 def _offloaded(parameter: OffloadedParameter) -> OffloadedTensor:
-    rest = parameter._rest
     shape, stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
-    what = _what(parameter).capitalize()
+    what = _description(parameter).capitalize()
     return offloaded_tensor(
-        shape, stride, parameter.dtype, parameter.device, what=what, todo=_TODO, keeper=_Kept(rest)
+        shape, stride, parameter.dtype, parameter.device, what=what, todo=_TODO, backing=parameter._backing
     )
-
-
-class _Kept:
-    """A weight at rest, as ``OffloadedTensor`` asks for it."""
-
-    def __init__(self, rest: Rest) -> None:
-        self._rest = rest
-
-    def value(self) -> torch.Tensor:
-        return self._rest.value()
-
-    def scale(self, factor: torch.Tensor) -> None:
-        value = self._rest.value()
-        self._rest.replace(value.mul_(factor.to(value.device)))
-
-    def replace(self, value: torch.Tensor) -> None:
-        self._rest.replace(value)
 
 
 def _rows(
@@ -210,18 +186,18 @@ def _rows(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor | None:
-    """``nn.functional.embedding`` of a table at rest. None: it needs the whole table."""
+    """``nn.functional.embedding`` of a table at rest; None where it needs the entire table."""
     if not isinstance(weight, OffloadedParameter) or isinstance(input, OffloadedParameter):
         return None
     if max_norm is not None or sparse:
         return None
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    picked: torch.Tensor = _LookUp.apply(weight, input, weight._rest.rows, padding, scale_grad_by_freq)  # type: ignore[no-untyped-call]
+    picked: torch.Tensor = _LookUp.apply(weight, input, weight._backing.rows, padding, scale_grad_by_freq)  # type: ignore[no-untyped-call]
     return picked
 
 
 class _Value(torch.autograd.Function):
-    """The parameter's values, as a copy that gradients pass through."""
+    """Copies the parameter's values, and passes gradients through to the parameter."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, value: Callable[[], torch.Tensor]) -> torch.Tensor:

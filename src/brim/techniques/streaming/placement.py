@@ -1,4 +1,4 @@
-"""Where each block goes when a plan is put into force: to stay in the compute tier, or to rest in RAM or on disk."""
+"""Placement of a model's weights under a plan: resident in the compute tier, or at rest in RAM or on disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from brim.memory.mapped import forget
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Memory, Staging
 from brim.techniques.blocks import Block, Partition, tensor_bytes
+from brim.techniques.streaming.block_state import StreamedBlock
 from brim.techniques.streaming.guards import Guards
+from brim.techniques.streaming.streamed_blocks import StreamedBlocks
 
 NAME = "weight_streaming"
 RESIDENT, FROM_RAM, FROM_DISK = "resident", "stream:ram", "stream:disk"
@@ -29,10 +31,10 @@ STAGING_SLOTS = "staging_slots"
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Where the parameters come from. Empty ``sources``: they are in the module already.
+    """The sources of the parameters, by name; empty where the module has them in memory.
 
-    ``verify`` is called with a tensor's name and value when it has been read for the first time, ``loaded`` with the
-    bytes of each block that is brought into memory for good.
+    ``verify`` is called with the name and the value of a tensor when it is first read, ``loaded`` with the bytes of
+    each block that is read into memory to stay.
     """
 
     sources: Mapping[str, TensorSource] = field(default_factory=dict)
@@ -40,20 +42,21 @@ class Weights:
     loaded: Callable[[int], None] = lambda bytes: None
 
 
-def loads_for(block: Block) -> list[str]:
-    """The triggers that need the block itself; a lookup reads its few rows where the table rests."""
+def loading_triggers(block: Block) -> list[str]:
+    """The triggers that need the entire block; a lookup reads its few rows where the table rests."""
     return [trigger for trigger in block.triggers if trigger not in block.lookups]
 
 
 def computable(partition: Partition) -> frozenset[str]:
-    """The blocks that the CPU can compute where they rest: their modules need no parameters but theirs."""
+    """The blocks that the CPU can compute in RAM: their modules need no parameters of other blocks."""
     users: dict[str, int] = {}
-    for trigger in [trigger for block in partition.blocks for trigger in loads_for(block)]:
+    for trigger in [trigger for block in partition.blocks for trigger in loading_triggers(block)]:
         users[trigger] = users.get(trigger, 0) + 1
     return frozenset(
         block.name
         for block in partition.blocks
-        if loads_for(block) and all(users[t] == 1 and t not in partition.mixed for t in loads_for(block))
+        if loading_triggers(block)
+        and all(users[t] == 1 and t not in partition.mixed for t in loading_triggers(block))
     )
 
 
@@ -61,12 +64,42 @@ def host_modules(model: nn.Module, plan: Plan, partition: Partition) -> frozense
     """``id`` of every module that the CPU computes under ``plan``: their buffers belong in RAM."""
     choices = plan.choices(NAME)
     computed = [block for block in partition.blocks if choices[block.name] == COMPUTE_RAM]
-    triggers = {trigger for block in computed for trigger in loads_for(block)}
+    triggers = {trigger for block in computed for trigger in loading_triggers(block)}
     return frozenset(id(part) for trigger in triggers for part in model.get_submodule(trigger).modules())
 
 
+class Companion:
+    """A technique that serves blocks of a streamed model in its own way. Weight streaming calls its methods."""
+
+    def staged(self) -> Sequence[Sequence[TensorSource]]:
+        """The tensors that pass from disk to VRAM beside blocks, each group as one."""
+        return ()
+
+    def prepare(self) -> None:
+        """Take the memory that is needed before any block is placed."""
+
+    def take(self, streamed: StreamedBlock, choice: str) -> None:
+        """Serve a block of the plan if ``choice`` is one of this technique."""
+
+    def place(self) -> None:
+        """Bring the blocks of this technique to where they rest, after those of the plan."""
+
+    def install(self, guards: Guards) -> None:
+        """Replace the forward passes of the modules that are served."""
+
+    def begin_step(self) -> None:
+        """Forget the calls of an interrupted step: the model is called anew."""
+
+    def facts(self) -> dict[str, float]:
+        """Facts for the timeline."""
+        return {}
+
+    def free(self) -> None:
+        """Give back the memory of ``prepare``."""
+
+
 class Placement:
-    """Brings tensors to where the plan wants them. ``buffers`` is what is held for as long as it is in force."""
+    """Brings tensors to where the plan places them. ``buffers`` are freed when the plan is removed."""
 
     def __init__(self, model: nn.Module, plan: Plan, memory: Memory, weights: Weights, guards: Guards) -> None:
         self.model, self.plan, self.memory, self._weights, self._guards = model, plan, memory, weights, guards
@@ -76,10 +109,7 @@ class Placement:
         self.buffers: list[Buffer] = []
 
     def make_staging(self, blocks: Sequence[Block], others: Sequence[Sequence[TensorSource]] = ()) -> Staging | None:
-        """RAM slots between disk and VRAM for ``blocks``; none where RAM itself is the compute tier.
-
-        ``others`` pass through them too, each as one.
-        """
+        """RAM slots between disk and VRAM for ``blocks`` and ``others``; None where RAM is the compute tier."""
         host = self.memory.host
         passing = [*others, *([self.source(name) for name in block.tensors] for block in blocks)]
         if host is None or not passing:
@@ -92,7 +122,7 @@ class Placement:
         return self.memory.staging
 
     def source(self, name: str) -> TensorSource:
-        """Where a parameter's values are; without extents: in the module."""
+        """The source of a parameter; without extents its values are in the module."""
         return self._weights.sources.get(name) or self._in_module(name)
 
     def _in_module(self, name: str) -> TensorSource:
@@ -100,7 +130,7 @@ class Placement:
         return TensorSource(name=name, dtype=data.dtype, shape=tuple(data.shape), extents=())
 
     def keep_loose(self, partition: Partition) -> None:
-        """What belongs to no block: parameters and buffers that stay in the compute tier for good."""
+        """Keep the parameters of no block, and all buffers, in the compute tier."""
         stored = [name for name in partition.loose if name in self._weights.sources]
         present = [name for name in partition.loose if name not in self._weights.sources]
         if stored:
@@ -113,10 +143,10 @@ class Placement:
         self._guards.move_buffers(host_modules(self.model, self.plan, partition))
 
     def move_together(self, names: Sequence[str]) -> None:
-        """Tensors that are in VRAM and stay there go side by side, away from what has left between them.
+        """Copy tensors that stay in VRAM into common storages, so that segments with gaps become free.
 
-        PyTorch gives back whole segments only, and would go on reserving what one small tensor of each is left in. A
-        group is larger than a segment that tensors share, so it has one of its own.
+        PyTorch frees only entire segments, and would keep one for each small tensor that is left in it. A group is
+        larger than a segment that tensors share, so it has a segment of its own.
         """
         parameters = {n: self.parameters[n] for n in names if self.memory.is_compute(self.parameters[n].device)}
         group: list[str] = []
@@ -124,31 +154,30 @@ class Placement:
             group.append(name)
             layout = packed_layout([self._in_module(name) for name in group])
             if layout.bytes > LARGE_SEGMENT_BYTES or name == next(reversed(parameters)):
-                whole = torch.empty(layout.bytes, dtype=torch.uint8, device=self.memory.device)
-                for member, view in zip(group, layout.views(whole), strict=True):
+                storage = torch.empty(layout.bytes, dtype=torch.uint8, device=self.memory.device)
+                for member, view in zip(group, layout.views(storage), strict=True):
                     value = parameters[member].data
                     parameters[member].data = view if self.memory.fake else view.copy_(value)
                 group = []
 
     def keep(self, block: Block) -> None:
-        """Start bringing a block to the compute tier for good."""
+        """Start to bring a resident block to the compute tier."""
         if self._weights.sources:
             self._pending.append(self._load_resident(block.name, block.tensors))
         else:
             self._adopt_resident(block.name, block.tensors)
 
-    def all_kept(self) -> None:
-        """No further resident comes: RAM that they passed through is free again."""
+    def end_residents(self) -> None:
+        """Free the RAM that residents passed through: no further one comes."""
         if self._passing is not None:
             self._passing.free()
 
     def finish(self) -> None:
-        """Wait for the residents."""
         for bind in self._pending:
             bind()
 
     def _adopt_resident(self, label: str, names: Sequence[str]) -> None:
-        """Tensors that are in the module already: they stay where they are, or are copied to VRAM."""
+        """Take tensors that the module has in memory: where they are, or as copies in VRAM."""
         memory, parameters = self.memory, [self.parameters[name] for name in names]
         layout = packed_layout([self._in_module(name) for name in names])
         on_device = memory.device.type != "cpu" and all(memory.is_compute(p.device) for p in parameters)
@@ -162,7 +191,7 @@ class Placement:
             parameter.data = view if memory.fake else view.copy_(parameter.data)
 
     def _load_resident(self, label: str, names: Sequence[str]) -> Callable[[], None]:
-        """Start reading; what is returned waits and binds."""
+        """Start to read a block. Returns a function that waits for it and binds the parameters."""
         memory, in_ram = self.memory, self.memory.host is None
         layout = (file_layout if in_ram else packed_layout)([self._weights.sources[name] for name in names])
         buffer = memory.compute.allocate(layout.bytes, label)
@@ -171,10 +200,10 @@ class Placement:
             moved = memory.engine.read(layout.runs, buffer, label, [])
         else:
             staged = staged_layout(layout)
-            passing = self._passage(staged.bytes)
+            passing = self._passing_buffer(staged.bytes)
             read = memory.engine.read(staged.runs, passing, label, [])
-            way = (RAM, memory.compute.tier)
-            moved = memory.engine.copy(passing.tensor[: staged.bytes], buffer, label, [read], way, staged.moves)
+            link = (RAM, memory.compute.tier)
+            moved = memory.engine.copy(passing.tensor[: staged.bytes], buffer, label, [read], link, staged.moves)
 
         def finish() -> None:
             moved.wait()
@@ -187,13 +216,13 @@ class Placement:
 
         if in_ram:
             return finish
-        finish()  # one block at a time, or RAM would have to hold the whole model on its way
+        finish()  # one block at a time, or RAM would have to hold the entire model
         if memory.device.type != "cpu":
-            accelerator.of(memory.device).current_stream().synchronize()  # the passage is about to be used again
+            accelerator.of(memory.device).current_stream().synchronize()  # the buffer is about to be used again
         return lambda: None
 
-    def _passage(self, bytes: int) -> Buffer:
-        """RAM that residents pass through on their way from disk to VRAM, one at a time; kept for the next."""
+    def _passing_buffer(self, bytes: int) -> Buffer:
+        """The RAM that residents pass through from disk to VRAM, one at a time."""
         if self._passing is None or self._passing.bytes < bytes:
             if self._passing is not None:
                 self._passing.free()
@@ -205,13 +234,12 @@ class Placement:
             for name, view in zip(names, views, strict=True):
                 self._weights.verify(name, view)
 
-    def _left(self, values: Sequence[torch.Tensor]) -> None:
-        """``values`` have been copied to where they rest now; a mapped checkpoint need not stay in RAM for them."""
+    def _forget_mapped(self, values: Sequence[torch.Tensor]) -> None:
+        """Let a mapped checkpoint leave RAM: its ``values`` have been copied."""
         if not self.memory.fake:
             forget(values)
 
     def store(self, block: Block, choice: str) -> BackingStore:
-        """Bring a block to where it rests."""
         sources = [self.source(name) for name in block.tensors]
         values = [self.parameters[name].data for name in block.tensors]
         return self.store_of(block.name, sources, values, RAM if choice in (FROM_RAM, COMPUTE_RAM) else DISK)
@@ -224,7 +252,7 @@ class Placement:
         tier: str,
         layout: BlockLayout | None = None,
     ) -> RamStore | DiskStore:
-        """Bring tensors to where they rest as one: from their files, or where they have none, their ``values``."""
+        """Bring tensors to one backing store: from their files, or without those from their ``values``."""
         if tier == RAM:
             store = RamStore(self.memory, sources, label)
             if self._weights.sources:
@@ -232,10 +260,13 @@ class Placement:
                 self._weights.loaded(sum(source.bytes for source in sources))
             else:
                 store.write_back(values)
-                self._left(values)
+                self._forget_mapped(values)
             return store
         if not self._weights.sources:
             sources = list(self.memory.scratch().store(sources, values))
-            self._left(values)
-            layout = None  # it lies there as it lies in a slot
+            self._forget_mapped(values)
+            layout = None  # the scratch file has the layout of a slot
         return DiskStore(self.memory, sources, label, layout)
+
+
+MakeCompanion = Callable[[Placement, StreamedBlocks], Companion]

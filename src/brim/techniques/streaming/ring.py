@@ -1,8 +1,8 @@
-"""A few slots in the compute tier through which all streamed blocks pass, filled ahead of use."""
+"""A ring of slots in the compute tier that streamed blocks pass through, and the predictor of their order."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -12,14 +12,13 @@ from brim.memory.pool import Buffer
 from brim.memory.slots import Loads, Slot, Slots
 from brim.memory.tiers import Memory
 from brim.memory.transfer import Settled, Waitable
-from brim.techniques.streaming.order import OrderPredictor
 
 # How far ahead a block on disk is brought into RAM, in blocks: enough to find the next few of them.
 _STAGE_AHEAD = 64
 
 
-class Carried(Loads, Protocol):
-    """What the ring asks of a ``brim.memory.backing_store.BackingStore``."""
+class RingStore(Loads, Protocol):
+    """The methods of a ``brim.memory.backing_store.BackingStore`` that the ring calls."""
 
     def stage(self) -> bool: ...
 
@@ -27,10 +26,10 @@ class Carried(Loads, Protocol):
 
 
 class Ring:
-    """Slots, what is in them, and what is being fetched. ``misses`` counts loads that compute had to wait for."""
+    """Slots that are loaded ahead of use. ``misses`` counts the loads that compute had to wait for."""
 
     def __init__(
-        self, memory: Memory, stores: Mapping[int, Carried], names: Mapping[int, str], buffers: Sequence[Buffer]
+        self, memory: Memory, stores: Mapping[int, RingStore], names: Mapping[int, str], buffers: Sequence[Buffer]
     ) -> None:
         self._memory, self._stores, self._names = memory, stores, names
         self._slots = Slots(memory, stores, names.__getitem__, buffers)
@@ -56,14 +55,13 @@ class Ring:
             self._stage()
 
     def _stage(self) -> None:
-        """Start disk reads for the blocks beyond the ring."""
         loaded = {slot.holds for slot in self._slots}
         for block in self._order.upcoming(min(_STAGE_AHEAD, 2 * len(self._stores))):
             if block not in loaded and not self._stores[block].stage():
                 return
 
     def acquire(self, block: int) -> Buffer:
-        """The slot that holds ``block``, after whatever wait that takes. Pair with ``release``.
+        """Wait for the slot that holds ``block``. Pair with ``release``.
 
         Raises UnsupportedError when every slot is in use.
         """
@@ -85,17 +83,16 @@ class Ring:
             self.prefetch()
 
     def save(self, block: int) -> None:
-        """Send what is in the slot of ``block``, which is in use for the last time, to where the block rests."""
+        """Copy the slot of ``block`` to its backing store, at the end of its last use."""
         slot = self._in_use(block)
         slot.saved = Settled(self._stores[block].save(slot.buffer, self._names[block], [self._memory.engine.mark()]))
 
     def holder(self, tensor: torch.Tensor) -> int | None:
-        """The block in whose slot ``tensor`` lies while it is in use; None: it lies elsewhere."""
+        """The block in use whose slot contains ``tensor``, or None."""
         slot = self._by_storage.get(tensor.untyped_storage()._cdata)
         return None if slot is None or not slot.users else slot.holds
 
     def buffer(self, block: int) -> Buffer:
-        """The slot of ``block``, which is in use."""
         return self._in_use(block).buffer
 
     def _in_use(self, block: int) -> Slot:
@@ -104,12 +101,12 @@ class Ring:
         return slot
 
     def forget(self, blocks: Collection[int] | None = None) -> None:
-        """Drop what is prefetched or kept, but not in use: all of it unless told."""
+        """Drop the copies of ``blocks`` (all by default) that are not in use."""
         self._slots.forget(blocks)
         self._ahead = [slot for slot in self._ahead if slot.holds is not None]
 
-    def let_go(self) -> None:
-        """What counts as in use was interrupted, and so perhaps was our own accounting: begin anew."""
+    def recover(self) -> None:
+        """Start anew after an interrupt, which may have left the ring's own state incomplete."""
         if self._slots.interrupted():
             self.forget()
             self._order.restart()
@@ -122,7 +119,7 @@ class Ring:
             if slot.holds == block:
                 self._ahead = self._ahead[position + 1 :]  # those before it did not come
                 return slot
-        for slot in self._slots:  # used a moment ago and still whole
+        for slot in self._slots:  # used a moment ago, and not overwritten since
             if slot.holds == block and slot not in self._ahead:
                 return slot
         self.misses += 1
@@ -139,5 +136,55 @@ class Ring:
 
     def _free_slot(self, block: int) -> Slot | None:
         free = [slot for slot in self._slots if not slot.users and slot not in self._ahead]
-        # The emptiest first; one that still holds the very block is best of all.
+        # Best a slot that still holds the block, else an empty one.
         return min(free, key=lambda slot: (slot.holds != block, slot.holds is not None), default=None)
+
+
+class OrderPredictor:
+    """Predicts a repeating sequence of block numbers.
+
+    A step repeats: the block that followed the last two blocks will follow them again. If these two are new, the
+    block that followed the last one is predicted; if that is new too, the next in definition order. Definition order
+    can be wrong, a block can come twice in a step, and an encoder runs once before a decoder loops: all are learned
+    in one pass. Blocks that come in reverse order are a backward pass, which is predicted the first time.
+    """
+
+    def __init__(self, definition_order: Sequence[int]) -> None:
+        order = list(definition_order)
+        self._first = order[0] if order else None
+        self._defined = dict(zip(order, order[1:] + order[:1], strict=True))
+        self._after_one: dict[int, int] = {}
+        self._after_two: dict[tuple[int | None, int], int] = {}
+        self._before_two: dict[tuple[int, int], int | None] = {}
+        self._last: tuple[int | None, int | None] = (None, None)
+
+    def observe(self, block: int) -> None:
+        before, last = self._last
+        if last is not None:
+            self._after_one[last] = block
+            self._after_two[before, last] = block
+            self._before_two[last, block] = before
+        self._last = last, block
+
+    def restart(self) -> None:
+        self._last = (None, None)
+
+    def upcoming(self, count: int) -> Iterator[int]:
+        """The next ``count`` blocks, as far as they are known."""
+        before, last = self._last
+        for _ in range(count):
+            following = self._first if last is None else self._next(before, last)
+            if following is None:
+                return
+            yield following
+            before, last = last, following
+
+    def _next(self, before: int | None, last: int) -> int | None:
+        pair = self._after_two.get((before, last))
+        if pair is not None:
+            return pair
+        if before is not None:
+            turned = self._before_two.get((last, before))
+            if turned is not None:
+                return turned
+        return self._after_one.get(last, self._defined.get(last))

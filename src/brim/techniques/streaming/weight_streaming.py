@@ -16,20 +16,15 @@ from torch import nn
 from brim.core import Plan, Timeline
 from brim.core.hardware import DISK
 from brim.errors import UsageError
-from brim.memory.backing_store import DiskStore, RamStore
+from brim.memory.backing_store import DiskStore
 from brim.memory.tiers import Memory
 from brim.techniques.base import refuse_second
 from brim.techniques.blocks import Block, Partition
-from brim.techniques.cpu_compute.technique import TRANSFER_BYTES, HostCompute
-from brim.techniques.experts.backing_store import ExpertsStore
-from brim.techniques.experts.technique import CachedExperts, expert_layers, passing_sources
 from brim.techniques.streaming.backward_streaming import BackwardStreaming
-from brim.techniques.streaming.block_state import Streamed
-from brim.techniques.streaming.gather_for_update import rests_in_ram, updating, updating_at_rest
+from brim.techniques.streaming.block_state import StreamedBlock
 from brim.techniques.streaming.guards import Guards
 from brim.techniques.streaming.hooks import (
     BlockHooks,
-    Recover,
     Turns,
     check_rows,
     note_steps,
@@ -44,9 +39,11 @@ from brim.techniques.streaming.placement import (
     NAME,
     RESIDENT,
     STAGING_SLOTS,
+    Companion,
+    MakeCompanion,
     Placement,
     Weights,
-    loads_for,
+    loading_triggers,
 )
 from brim.techniques.streaming.ring import Ring
 from brim.techniques.streaming.streamed_blocks import StreamedBlocks
@@ -58,17 +55,24 @@ RING_SLOTS = "ring_slots"
 
 
 def apply(
-    model: nn.Module, partition: Partition, plan: Plan, memory: Memory, weights: Weights, *, training: bool = False
+    model: nn.Module,
+    partition: Partition,
+    plan: Plan,
+    memory: Memory,
+    weights: Weights,
+    companions: Sequence[MakeCompanion] = (),
+    *,
+    training: bool = False,
 ) -> WeightStreaming:
     """Put ``plan`` into force on ``model``. Raises UsageError when it is fitted already.
 
-    With ``training`` gradients flow through streamed blocks; without, computing them is refused. On any failure the
-    model is left, or made again, as it was.
+    ``companions`` serve the blocks that do not come through the ring. With ``training`` gradients flow through
+    streamed blocks, else they are refused. On any failure the model is left, or restored, as it was.
     """
     refuse_second(model)
     handle = WeightStreaming(model, plan, memory, weights, training=training)
     try:
-        handle._place(partition)
+        handle._place(partition, companions)
     except BaseException:
         handle._undo()
         raise
@@ -76,16 +80,15 @@ def apply(
 
 
 class WeightStreaming:
-    """The handle of a module that was fitted for inference. Several threads may call the module: their calls take
-    turns.
+    """The handle of a module that was fitted for inference. Calls from several threads run one after the other.
 
     Attributes:
         model: The module, in place.
-        plan: What was decided and promised.
-        blocks: All parameters, by the name of what is moved together.
-        partition: How the module was cut into blocks.
-        weights: Where the values of its parameters are read from.
-        turns: The lock by which threads take turns.
+        plan: The plan in force.
+        blocks: All parameters, by the name of their block.
+        partition: The blocks of the module.
+        weights: The sources of its parameters.
+        turns: The lock of its calls.
     """
 
     partition: Partition
@@ -93,8 +96,10 @@ class WeightStreaming:
     def __init__(self, model: nn.Module, plan: Plan, memory: Memory, weights: Weights, *, training: bool) -> None:
         self.model, self.plan, self.memory, self.weights = model, plan, memory, weights
         self.blocks: list[tuple[str, list[nn.Parameter]]] = []
-        self._parameters = dict(model.named_parameters())
-        # Where nothing has been moved out of the module, its own tensors are what it gets back.
+        self._guards = Guards(model, memory)
+        self._placement = Placement(model, plan, memory, weights, self._guards)
+        self._parameters = self._placement.parameters
+        # Where the module's own tensors stay where they are, it gets them back.
         self._hollow = memory.fake or bool(weights.sources)
         self._originals = {
             name: p.data
@@ -103,30 +108,25 @@ class WeightStreaming:
         }
         self._devices = {name: p.device for name, p in self._parameters.items()}
         self._hooks: list[BlockHooks | torch.utils.hooks.RemovableHandle] = []
-        self._guards = Guards(model, memory)
         self.turns = Turns(model)
-        self._placement = Placement(model, plan, memory, weights, self._guards)
         self._streamed_blocks = StreamedBlocks(memory, self._placement.verify, training=training)
         self._backward = BackwardStreaming(self._streamed_blocks, self.settle) if training else None
-        self._host: HostCompute | None = None
-        self._experts: CachedExperts | None = None
+        self._companions: list[Companion] = []
         self._written_back: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
 
     # -- what a user reads
 
     @property
     def misses(self) -> int:
-        """How often a block was called that was not loading yet: the order of calls was not foreseen, and compute
-        waited.
-        """
+        """How often compute waited for a block that was not loading yet: the order of calls was not predicted."""
         ring = self._streamed_blocks.ring
         return ring.misses if ring is not None else 0
 
     def timeline(self) -> Timeline:
-        """What memory did since the module was fitted.
+        """The timeline of memory since the module was fitted.
 
-        Its ``facts`` have, per tier, ``budget_bytes.ram`` (what was given), ``promised_bytes.ram`` (the program's
-        share and activations included) and ``held_bytes.ram`` (the pool's peak); ``copied_bytes.disk.ram`` per way;
+        Its ``facts`` have, per tier, ``budget_bytes.ram``, ``promised_bytes.ram`` (the program's share and
+        activations included) and ``held_bytes.ram`` (the pool's peak); ``copied_bytes.disk.ram`` per link;
         ``misses``; with cached experts also ``expert_hits`` and ``expert_loads``.
         """
         timeline, recorder = self.memory.recorder.timeline, self.memory.recorder
@@ -134,15 +134,16 @@ class WeightStreaming:
         timeline.facts |= {f"promised_bytes.{tier}": count for tier, count in self.plan.promise.peak_bytes.items()}
         pools = [self.memory.compute, *([self.memory.host] if self.memory.host else [])]
         timeline.facts |= {f"held_bytes.{pool.tier}": pool.peak_bytes for pool in pools}
-        timeline.facts |= {f"copied_bytes.{way[0]}.{way[1]}": count for way, count in recorder.copied_bytes.items()}
+        timeline.facts |= {
+            f"copied_bytes.{link[0]}.{link[1]}": count for link, count in recorder.copied_bytes.items()
+        }
         timeline.facts["misses"] = self.misses
-        timeline.facts |= {} if self._experts is None else self._experts.facts()
+        for companion in self._companions:
+            timeline.facts |= companion.facts()
         return timeline
 
     def close(self) -> None:
-        """Stop moving, end every thread, close the files. The module cannot be called any more; ``remove`` still
-        works.
-        """
+        """End every thread and close the files. The module cannot be called any more; ``remove`` still works."""
         self.memory.engine.close()
         self.memory.files.close()
 
@@ -152,14 +153,14 @@ class WeightStreaming:
         The parameters come back whether they fit the budget or not.
 
         Raises:
-            TransferError: The disk does not give them. Nothing has changed then, and it can be called again.
+            TransferError: The disk cannot be read. Nothing has changed then, and it can be called again.
         """
         if self._streamed_blocks.removed:
             return
         if self._streamed_blocks:
             self.turns.check_process()
         with self.turns.lock, torch.inference_mode(False):
-            self._let_go()
+            self._recover()
             self.settle()
             read = {s.index: self._values(s) for s in self._streamed_blocks if s.store.tier == DISK}
             self._end(lambda s: read.pop(s.index, None) or self._values(s))
@@ -173,7 +174,7 @@ class WeightStreaming:
         for name, value in self._originals.items():
             reveal(self._parameters[name], value)
 
-    def _end(self, values_of: Callable[[Streamed], Sequence[torch.Tensor]]) -> None:
+    def _end(self, values_of: Callable[[StreamedBlock], Sequence[torch.Tensor]]) -> None:
         self._streamed_blocks.removed = True
         for hook in self._hooks:
             hook.remove()
@@ -183,56 +184,54 @@ class WeightStreaming:
             values = zip(streamed.parameters, streamed.block.tensors, values_of(streamed), strict=True)
             for parameter, name, value in values:
                 reveal(parameter, value.to(self._devices[name]))
-            if isinstance(streamed.store, (RamStore, ExpertsStore)):
-                streamed.store.free()
+            streamed.store.free()
             streamed.forget()
         self._streamed_blocks.clear()
-        if self._host is not None:
-            self._host.free()
+        for companion in self._companions:
+            companion.free()
         for buffer in self._placement.buffers:
             buffer.free()
         self.memory.close()
 
-    def _values(self, streamed: Streamed) -> list[torch.Tensor]:
-        """The block's tensors as they are now, in memory of their own."""
+    def _values(self, streamed: StreamedBlock) -> list[torch.Tensor]:
         return self._stored(streamed) if self.memory.fake else streamed.values()
 
-    def _stored(self, streamed: Streamed) -> list[torch.Tensor]:
-        """The block's tensors as the module had them, except those that a trace has freed."""
+    def _stored(self, streamed: StreamedBlock) -> list[torch.Tensor]:
+        """The tensors of the block that the module had before, except those that a trace has freed."""
         pairs = zip(streamed.block.tensors, streamed.parameters, strict=True)
         return [self._originals.get(name, p.data) for name, p in pairs]
 
     # -- placing
 
-    def _place(self, partition: Partition) -> None:
+    def _place(self, partition: Partition, companions: Sequence[MakeCompanion]) -> None:
         choices, placement, self.partition = self.plan.choices(NAME), self._placement, partition
+        self._companions = [make(placement, self._streamed_blocks) for make in companions]
         passing = [b for b in partition.blocks if choices[b.name] == FROM_DISK and self._moves(b)]
-        layers = expert_layers(self.model, self.plan)
-        staging = placement.make_staging(passing, passing_sources(layers, self.plan, placement.source))
-        if COMPUTE_RAM in choices.values():
-            transfer_bytes = self.plan.settings.get(TRANSFER_BYTES, 0)
-            self._host = HostCompute(self._streamed_blocks, partition, transfer_bytes=transfer_bytes)
-        self._list_blocks(partition)
+        staging = placement.make_staging(passing, [part for c in self._companions for part in c.staged()])
+        for companion in self._companions:
+            companion.prepare()
+        groups = [(block.name, block.tensors) for block in partition.blocks]
+        groups += [("outside blocks", partition.loose)] if partition.loose else []
+        self.blocks = [(name, [self._parameters[tensor] for tensor in tensors]) for name, tensors in groups]
         leaving = [block for block in partition.blocks if choices[block.name] != RESIDENT]
-        crowding = [block for block in leaving if self._crowds(block)]
-        for block in crowding:  # or the compute tier would hold them beside the residents for a moment
+        crowding = [b for b in leaving if any(self.memory.is_on_gpu(self._parameters[name]) for name in b.tensors)]
+        for block in crowding:  # first, or the compute tier would hold them beside the residents
             self._stream(block, choices[block.name])
         if crowding:
-            self.memory.give_back()
+            self.memory.empty_cache()
             staying = [block.tensors for block in partition.blocks if choices[block.name] == RESIDENT]
             placement.move_together([name for names in (partition.loose, *staying) for name in names])
-            self.memory.give_back()
+            self.memory.empty_cache()
         placement.keep_loose(partition)
         for block in partition.blocks:
             if choices[block.name] == RESIDENT:
                 placement.keep(block)
-        placement.all_kept()
+        placement.end_residents()
         for block in leaving:
             if block not in crowding:
                 self._stream(block, choices[block.name])
-        if layers:
-            self._experts = CachedExperts(placement, self._streamed_blocks)
-            self._experts.place(layers)
+        for companion in self._companions:
+            companion.place()
         placement.finish()
         for streamed in self._streamed_blocks:
             streamed.on_write = self._streamed_blocks.adopt_changes
@@ -244,44 +243,34 @@ class WeightStreaming:
         if staging is not None:
             staging.attach([s.store for s in self._streamed_blocks if isinstance(s.store, DiskStore)])
         self._guards.install(self, self._streamed_blocks)
-        self.memory.give_back()
-
-    def _list_blocks(self, partition: Partition) -> None:
-        groups = [(block.name, block.tensors) for block in partition.blocks]
-        groups += [("outside blocks", partition.loose)] if partition.loose else []
-        self.blocks = [(name, [self._parameters[tensor] for tensor in tensors]) for name, tensors in groups]
+        self.memory.empty_cache()
 
     def _has_room_for_casts(self) -> bool:
-        """Whether the budget holds, beside what is promised, what autocast makes of each float32 weight and keeps."""
+        """Return whether the budget has room for autocast's 16-bit copies of all float32 weights."""
         tier, half = self.memory.compute.tier, torch.bfloat16.itemsize
         casts_bytes = sum(half * p.numel() for p in self._parameters.values() if p.dtype == torch.float32)
         budget, promised = self.plan.budget_bytes, self.plan.promise.peak_bytes
         return tier not in budget or promised.get(tier, 0) + casts_bytes <= budget[tier]
 
     def _moves(self, block: Block) -> bool:
-        """Whether the block ever comes to the compute tier: also to be updated there."""
+        """Return whether the block ever comes to the compute tier, for a call or to be updated."""
         trained = self._backward is not None and any(self._parameters[name].requires_grad for name in block.tensors)
-        return bool(loads_for(block)) or trained
-
-    def _crowds(self, block: Block) -> bool:
-        """Whether the module has the block in VRAM, which it is to leave."""
-        return any(self.memory.is_on_gpu(self._parameters[name]) for name in block.tensors)
+        return bool(loading_triggers(block)) or trained
 
     def _stream(self, block: Block, choice: str) -> None:
         parameters, store = [self._parameters[name] for name in block.tensors], self._placement.store(block, choice)
-        for parameter in filter(
-            self.memory.is_traced_on_device, parameters
-        ):  # at rest they have no values in a trace
+        for parameter in filter(self.memory.is_traced_on_device, parameters):  # at rest a trace has no values
             parameter.data = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
         streamed = self._streamed_blocks.add(block, parameters, store)
-        if choice == COMPUTE_RAM:
-            assert self._host is not None
-            self._host.take(streamed)
+        for companion in self._companions:
+            companion.take(streamed, choice)
+        assert choice != COMPUTE_RAM or streamed.index in self._streamed_blocks.gathering
 
-    def _passes(self, streamed: Streamed) -> bool:
-        """Whether the block comes through the ring when its modules are called."""
-        apart = (part is not None and part.has(streamed) for part in (self._host, self._experts))
-        return bool(loads_for(streamed.block)) and not any(apart)
+    def _passes(self, streamed: StreamedBlock) -> bool:
+        """Return whether the block comes to a slot when its modules are called."""
+        blocks = self._streamed_blocks
+        stays = streamed.index in blocks.gathering or streamed.index in blocks.drop_copies
+        return bool(loading_triggers(streamed.block)) and not stays
 
     def _make_ring(self) -> None:
         blocks = self._streamed_blocks
@@ -299,9 +288,9 @@ class WeightStreaming:
     # -- coming and going
 
     def _install(self) -> None:
-        by_trigger: dict[str, list[Streamed]] = {}
+        by_trigger: dict[str, list[StreamedBlock]] = {}
         for streamed in self._streamed_blocks:
-            for trigger in loads_for(streamed.block) if self._passes(streamed) else []:
+            for trigger in loading_triggers(streamed.block) if self._passes(streamed) else []:
                 by_trigger.setdefault(trigger, []).append(streamed)
             for trigger in streamed.block.lookups:
                 self._watch_lookup(self.model.get_submodule(trigger), streamed)
@@ -316,18 +305,16 @@ class WeightStreaming:
             noting = note_steps({id(p) for s in self._streamed_blocks for p in s.parameters}, self._written_back)
             self._hooks.append(noting)
             weakref.finalize(self, noting.remove)  # of all optimizers: it must not outlive the handle
-        if self._host is not None:
-            self._host.install(self.model, self._guards)
-        if self._experts is not None:
-            self._experts.install(self._guards)
-        if "" not in by_trigger:  # its own hooks see to it
-            recover = torch.compiler.disable(Recover(self._begin_step))
+        for companion in self._companions:
+            companion.install(self._guards)
+        if "" not in by_trigger:  # else the hooks of the model itself call it
+            recover = torch.compiler.disable(lambda module, args: self._begin_step())
             self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
         if not self.memory.fake:
             self._guards.replace(self.model, "_call_impl", self.turns.taking(self.model._call_impl))
 
-    def _watch_lookup(self, table: nn.Module, streamed: Streamed) -> None:
-        """Have rows of ``table`` picked where it rests."""
+    def _watch_lookup(self, table: nn.Module, streamed: StreamedBlock) -> None:
+        """Let rows of ``table`` be picked where it rests."""
         if self.memory.fake:
             return
         if self.memory.device.type != "cpu":
@@ -338,47 +325,46 @@ class WeightStreaming:
             self._hooks.append(settle_first(table, streamed.store))
 
     def _begin_step(self) -> None:
-        """The whole model is called."""
         if self._backward is not None and torch._C._current_graph_task_id() != -1:
-            return  # backward repeats it (checkpointing): what is in use stays in use
-        self._let_go()
-        if self._backward is not None:  # once for all: an optimizer changes every block
+            return  # backward repeats the call (checkpointing): blocks in use stay in use
+        self._recover()
+        if self._backward is not None:  # at once: an optimizer changes every block
             self._streamed_blocks.adopt_all_changes()
 
-    def _let_go(self) -> None:
-        """Nothing is running: what still counts as in use was interrupted."""
+    def _recover(self) -> None:
+        """Release all blocks of an interrupted step: nothing is running."""
         if self._backward is not None:
-            self._backward.let_go()
-        self._streamed_blocks.let_go()
-        if self._experts is not None:
-            self._experts.begin_step()
+            self._backward.recover()
+        self._streamed_blocks.recover()
+        for companion in self._companions:
+            companion.begin_step()
         if self._streamed_blocks.ring is not None:
-            self._streamed_blocks.ring.let_go()
+            self._streamed_blocks.ring.recover()
 
     # -- changing
 
     @contextlib.contextmanager
     def updating(self, what: str | Iterable[nn.Parameter]) -> Iterator[None]:
-        """Within, a block (named as in ``blocks``), or these parameters, have their values in the compute tier.
+        """Hold a block (named as in ``blocks``), or these parameters, in the compute tier to be changed.
 
-        What is trained of it goes back to where the block rests, beside whatever comes next; ``settle`` waits for
-        it. As many blocks as the ring has slots can be in use at once. Raises UsageError for what is not the
-        model's, BudgetError where a table that is only looked up from finds no room.
+        Changes of trained parameters are saved in the background; ``settle`` waits for them. As many blocks as the
+        ring has slots can be in use at once. Raises UsageError for an unknown block or a parameter of another model,
+        BudgetError where a table that is only looked up from has no room.
         """
-        with updating(self._streamed_blocks, self._host, self._to_update(what)):
+        with self._streamed_blocks.updating(self._to_update(what)):
             yield
 
     def rests_in_ram(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether all of these lie in RAM beside a GPU now, where ``updating_at_rest`` lets them be changed."""
-        return rests_in_ram(self._streamed_blocks, self._host, {id(p) for p in parameters})
+        """Return whether all of these are in RAM beside a GPU, as ``updating_at_rest`` needs it."""
+        return self._streamed_blocks.rests_in_ram({id(p) for p in parameters})
 
     @contextlib.contextmanager
     def updating_at_rest(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Within, these parameters point to where they rest in RAM, without gradients. No weight is copied.
+        """Point these parameters to RAM, where they rest, without gradients, to be changed without a copy.
 
-        Raises UsageError for what is not the model's.
+        Raises UsageError for a parameter of another model.
         """
-        with updating_at_rest(self._streamed_blocks, self._to_update(parameters)):
+        with self._streamed_blocks.updating_at_rest(self._to_update(parameters)):
             yield
 
     def _to_update(self, what: str | Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -394,26 +380,26 @@ class WeightStreaming:
         return parameters
 
     def is_updated_by(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        """From now on steps of ``optimizer`` change these parameters within ``updating`` and nowhere else."""
+        """Declare that steps of ``optimizer`` change these parameters only within ``updating``."""
         self._written_back[optimizer] = {id(parameter) for parameter in parameters}
 
     def value(self, name: str) -> torch.Tensor:
-        """A parameter or buffer as it is now, wherever it rests, on the CPU and in memory of its own.
+        """The present value of a parameter or buffer, copied to the CPU.
 
-        Raises KeyError for a name that the model has not, TransferError when the disk does not give it.
+        Raises KeyError for an unknown name, TransferError when the disk cannot be read.
         """
         parameter = self._parameters.get(name)
         if parameter is None:  # a tied one by another of its names
             parameter = dict(self.model.named_parameters(remove_duplicate=False)).get(name)
         for streamed in self._streamed_blocks:
-            for index, held_parameter in enumerate(streamed.parameters):
-                if held_parameter is parameter and not self.memory.fake:
+            for index, streamed_parameter in enumerate(streamed.parameters):
+                if streamed_parameter is parameter and not self.memory.fake:
                     return streamed.value(index)
         tensor = parameter if parameter is not None else dict(self.model.named_buffers())[name]
         return tensor.detach().to("cpu", copy=True)
 
     def settle(self) -> None:
-        """Wait until everything that was changed is where it rests. Raises the TransferError that was met."""
+        """Wait until all changes are stored. Raises the TransferError of one that failed."""
         if self._streamed_blocks:
             self.turns.check_process()
         self._streamed_blocks.settle()

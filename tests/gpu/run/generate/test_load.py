@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import brim
+from brim import device
 from brim.errors import ModelError, UnsupportedError
 from brim.memory.checksums import checksum, write_manifest
 from brim.memory.layout import WEIGHT_ALIGNMENT_BYTES
-from brim.rehearsal import device
 from brim.run.fit.machine import machine
 from brim.run.generate.load import warm_up
 from support.generating import save_tokenizer

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from brim import device
 from brim.errors import UnsupportedError
-from brim.rehearsal import device
-from brim.techniques.experts.calls import _sent
+from brim.techniques.experts.calls import _on_device
 from brim.techniques.experts.technique import CACHE_DISK, CACHE_RAM
 from support.cached_experts import fit
 from support.families import inputs, make
@@ -42,6 +42,6 @@ def test_the_host_does_not_wait_for_experts_on_their_way() -> None:
         pytest.skip("only the rehearsal device counts such copies")
     table, where = torch.arange(6), torch.device("cuda", 0)
     before = rehearsed.pageable_copies()
-    sent = _sent(table, where)
+    sent = _on_device(table, where)
     assert rehearsed.pageable_copies() == before
     assert sent.device == where and torch.equal(sent.cpu(), table)

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from brim.techniques.parallel import attention_kernels
-from brim.techniques.parallel.context_attention import Ring, attention
+from brim.techniques.parallel.context_attention import Ring, attention, kernel_for
 
 DEVICE = "cuda"
 pytestmark = [
@@ -39,7 +38,7 @@ def test_pieces_have_the_outputs_and_the_gradients_of_the_whole(ring, dtype, nam
     expected = scores.masked_fill(~looks, -torch.inf).softmax(-1) @ value.repeat_interleave(4, 1)
     expected.backward(gradient.transpose(1, 2))
     mine = [tensor.detach().to(dtype).requires_grad_() for tensor in whole]
-    kernel = attention_kernels.chosen(*mine)
+    kernel = kernel_for(*mine)
     assert type(kernel).__name__ == name
     made = attention(*mine, ring, kernel, None)
     made.backward(gradient.to(dtype))
@@ -54,5 +53,5 @@ def test_no_mask_is_in_memory(ring):
     query = torch.randn(1, 1, tokens, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    attention(query, query, query, ring, attention_kernels.chosen(query, query, query), None).sum().backward()
+    attention(query, query, query, ring, kernel_for(query, query, query), None).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 16 * query.nbytes  # a mask would be 128 times as much

@@ -26,9 +26,7 @@ def test_json_is_one_document_with_the_promised_keys(model, capsys):
     document = json.loads(capsys.readouterr().out)
     assert set(document) == {
         "peak_bytes", "upper_bound_bytes", "at_peak_bytes", "per_module", "step_s", "flops", "not_modelled", "fits",
-        "by",
-        "program",
-        "brim_differs",
+        "notes", "leak", "by", "precision", "precision_origin", "program", "brim_differs", "fits_with",
     }  # fmt: skip
     assert set(document["at_peak_bytes"]) == {
         "parameters", "gradients", "optimizer_state", "activations", "temporary", "kv_cache", "inputs", "workspaces",
@@ -146,7 +144,7 @@ def test_a_function_that_fails_is_told_with_its_line(tmp_path, capsys):
 @pytest.mark.thorough
 def test_a_size_that_cannot_be_traced_does_not_take_the_report_along(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 10**12}))
-    assert main(["estimate", str(tmp_path), "--seq", "1024", "--gpu", "H200"]) == 0
+    assert main(["estimate", str(tmp_path), "--seq", "1024", "--gpu", "H200"]) == 3
     text = capsys.readouterr().out
     assert text.startswith("Does not fit: it takes ") and "CUDA out of memory" in text
     assert "largest batch that fits: 0" in text or "other batches are not solved" in text
@@ -174,3 +172,81 @@ def test_a_mistake_is_exit_code_2_and_names_the_nearest(arguments, told, capsys)
     output = capsys.readouterr()
     assert output.out == ""
     assert told in output.err
+
+
+FLUX = {
+    "_class_name": "FluxTransformer2DModel", "attention_head_dim": 16, "axes_dims_rope": [4, 6, 6],
+    "guidance_embeds": True, "in_channels": 16, "joint_attention_dim": 32, "num_attention_heads": 2, "num_layers": 1,
+    "num_single_layers": 1, "patch_size": 1, "pooled_projection_dim": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", ["train", "generate"])
+def test_a_transformer_of_images_is_traced_at_its_pipelines_size(tmp_path, capsys, task):
+    (tmp_path / "config.json").write_text(json.dumps(FLUX))
+    assert main(["estimate", str(tmp_path), "--task", task, "--precision", "bf16"]) == 0
+    told = capsys.readouterr().out
+    assert "inputs: an image of 1024 x 1024 pixels, 4,096 tokens" in told
+
+
+def test_a_diffusion_model_without_inputs_is_no_mistake_of_its_configuration(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKLWan", "base_dim": 16}))
+    assert main(["estimate", str(tmp_path)]) == 2
+    assert "Cannot make inputs for AutoencoderKLWan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gpus", [(), ("--gpus", "2")])
+def test_the_answer_names_the_precision_and_where_it_is_from(tmp_path, model, capsys, gpus):
+    asked = ["estimate", model, "--seq", "64", *gpus]
+    own = "bf16-mixed, by default: what brim train takes on GPUs" if gpus else "fp32, by default: its configuration"
+    assert main(asked) == 0
+    assert f"precision: {own}" in capsys.readouterr().out
+    assert main([*asked, "--precision", "bf16"]) == 0
+    assert "precision: bf16, as asked for" in capsys.readouterr().out
+
+
+WIDE = CONFIG | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 2000}
+
+
+@pytest.fixture
+def wide(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(WIDE))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "vram"),
+    [(["--seq", "512", "--batch", "4"], "580MiB"), (["--task", "generate", "--seq", "512"], "420MiB")],
+)
+def test_what_does_not_fit_is_code_3_with_settings_that_do(wide, capsys, asked, vram):
+    command = ["estimate", wide, *asked, "--vram", vram]
+    assert main([*command, "--json"]) == 3
+    document = json.loads(capsys.readouterr().out)
+    assert document["fits"] is False and 1 <= len(document["fits_with"]) <= 3
+    assert main(command) == 3
+    text = capsys.readouterr().out
+    for setting in document["fits_with"]:
+        assert setting["options"] in text
+        assert main([*command, *setting["options"].split(), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["peak_bytes"]["process"] == setting["process_bytes"]
+
+
+def test_where_no_setting_fits_the_command_that_looks_further_is_named(wide, capsys):
+    assert main(["estimate", wide, "--seq", "64", "--vram", "382MiB"]) == 3
+    told = capsys.readouterr().out
+    assert f"brim plan {wide} --task train --batch 1 --seq 64 --vram {382 << 20}" in told.splitlines()
+
+
+def test_every_size_is_told_as_it_is_in_this_memory(wide, capsys):
+    """Where the allocator has to give blocks back to fit, the tables have the peaks of that run too, and say so."""
+    command = ["estimate", wide, "--seq", "512", "--batch", "4"]
+    assert main(command) == 0
+    free = capsys.readouterr().out
+    assert main([*command, "--vram", "815MiB"]) == 0
+    tight = capsys.readouterr().out
+    process = next(line.split()[1:3] for line in tight.splitlines() if line.startswith(" process"))
+    row = next(line.split() for line in tight.splitlines() if line.startswith(" 4 "))
+    assert row[-2:] == process
+    assert "allocator: memory was full of blocks that it kept" in tight
+    assert "allocator: memory was full" not in free
+    assert "does not fit" in next(line for line in tight.splitlines() if line.startswith(" 32 "))

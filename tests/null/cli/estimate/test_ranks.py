@@ -1,12 +1,15 @@
 """``brim estimate --gpus`` as a user meets it."""
 
 import json
+from dataclasses import fields
 
 import pytest
 
 from brim.cli import main
+from brim.cli.estimate.command import estimate
 from brim.estimation.estimate import PeakBytes
 from brim.estimation.ranks import estimate as ranks
+from brim.estimation.ranks.job import MegatronOptions
 from brim.estimation.ranks.split import Split
 
 CONFIG = {
@@ -33,6 +36,40 @@ def test_json_has_every_rank_its_coordinates_and_the_worst(model, capsys):
         assert rank["peak_bytes"]["allocated"] <= rank["peak_bytes"]["reserved"] < rank["peak_bytes"]["process"]
     assert document["fits"] is True
     assert document["step_s"] > 0
+
+
+def allocated(model, capsys, *options):
+    assert main(["estimate", model, *SPLIT, "--gpu", "A100 80GB", "--json", *options]) == 0
+    return max(rank["peak_bytes"]["allocated"] for rank in json.loads(capsys.readouterr().out)["ranks"])
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        (["--cross-entropy-loss-fusion"], 1),
+        (["--no-gradient-accumulation-fusion"], -1),
+        (["--no-create-attention-mask-in-dataloader"], -1),
+        (["--attention-backend", "unfused"], 1),
+        (["--transformer-impl", "local"], -1),  # without Transformer Engine's workspace
+        (["--num-distributed-optimizer-instances", "2"], 1),
+        (["--cublas-workspace-config", ":4096:8"], 1),
+    ],
+    ids=lambda value: str(value),
+)
+def test_megatron_lms_own_options_change_what_a_rank_takes(model, capsys, options, more):
+    assert (allocated(model, capsys, *options) - allocated(model, capsys)) * more > 0
+
+
+def test_each_option_of_megatron_lm_is_one_of_the_command_line():
+    flags = {word for option in estimate.params for word in (option.name, *option.opts)}
+    assert {field.name for field in fields(MegatronOptions)} <= flags
+
+
+def test_megatron_lms_options_are_refused_for_other_engines(model, capsys):
+    assert main(["estimate", model, "--gpus", "2", "--no-gradient-accumulation-fusion"]) == 2
+    assert "Cannot use --no-gradient-accumulation-fusion without --engine megatron" in capsys.readouterr().err
+    assert main(["estimate", model, "--deterministic-mode"]) == 2
+    assert "Cannot use --deterministic-mode without --engine megatron" in capsys.readouterr().err
 
 
 def test_the_worst_rank_allocates_most_and_the_largest_process_decides_what_fits(model, monkeypatch):
@@ -160,3 +197,19 @@ def test_blocks_are_compiled_when_that_is_asked_for(model, capsys):
 def test_where_nothing_is_compiled_that_is_said(model, command, told, capsys):
     assert main([model if word == "MODEL" else word for word in command]) == 2
     assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_shares_of_a_ranks_peak_add_up_to_all_of_its_process(model, capsys):
+    assert main(["estimate", model, "--gpus", "2", "--seq", "64"]) == 0
+    text = capsys.readouterr().out.partition("at the peak of rank")[2]
+    shares = [float(line.split()[-1].rstrip("%")) for line in text.splitlines() if line.rstrip().endswith("%")]
+    assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
+    assert "kept by the allocator, unused" in text
+
+
+def test_a_split_that_does_not_fit_is_code_3_with_the_command_that_looks_for_others(model, capsys):
+    asked = ["estimate", model, "--gpus", "2", "--seq", "64", "--gpu", "RTX 4090", "--vram", "800MiB"]
+    assert main(asked) == 3
+    told = " ".join(capsys.readouterr().out.split())
+    command = f"brim plan {model} --task train --gpus 2 --gpu 'RTX 4090' --seq 64 --global-batch 2 --engine torch"
+    assert f"It does not fit. Splits that do are looked for by {command}" in told

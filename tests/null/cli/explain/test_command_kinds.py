@@ -162,7 +162,7 @@ def test_a_snapshot_is_explained_by_its_cause_first(files, capsys):
     assert main(["explain", str(files["snapshot"])]) == 0
     text = capsys.readouterr().out
     assert text.startswith("device 0: Out of memory")
-    for part in ("when it failed", "largest free block", "pinned by", "would have fit:", "replayed"):
+    for part in ("when it failed", "largest free block", "pinned by", "serves the request that failed:", "replayed"):
         assert part in text
 
 
@@ -177,12 +177,14 @@ def test_a_snapshot_in_json_holds_the_fragmentation_and_the_proof(files, capsys)
     assert {pin["bytes"] for one in failed["segments"] for pin in one["pins"]} == {61 * MIB}
     assert device["cause"] == "fragmentation"
     best = device["what_if"][0]
-    assert best["would_fit"]
-    assert f"With {best['settings']} it would have fitted" in device["headline"]
+    assert best["serves_failure"]
+    assert f"With {best['settings']} it is served" in device["headline"]
+    assert device["headline"].endswith("what came after it is not recorded.")
+    assert "what came after it is not recorded" in device["advice"][0]["text"]
     assert device["advice"][0]["helps"]
     assert device["advice"][0]["paste"].endswith(best["settings"])
     run = next(run for run in device["what_if"] if run["settings"] == "expandable_segments:True")
-    assert run["would_fit"]
+    assert run["serves_failure"]
     assert run["peak_reserved_bytes"] <= 500 * MIB
 
 
@@ -340,6 +342,12 @@ def test_recorded_snapshots_are_explained(path, capsys):
         assert device["headline"]
         held = sum(one["bytes"] for one in device["peak"]["by_category"])
         assert held == device["peak"]["allocated_bytes"] == device["replay"]["peak_allocated_replayed_bytes"]
+
+
+def test_a_damaged_standard_input_is_named_so(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\x80")))
+    assert main(["explain", "-"]) == 2
+    assert "Cannot read the standard input" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not TRUTH.exists(), reason=f"{TRUTH} is not at hand")

@@ -56,14 +56,14 @@ def test_json_gives_the_replay_and_the_what_if_runs_per_device(snapshot_path, ca
     assert expected.items() <= device["replay"].items()
     asked, *searched = device["what_if"]
     assert asked["settings"] == "expandable_segments:True"
-    assert asked["would_fit"] is False
+    assert asked["serves_failure"] is False
     assert len(searched) > 5  # a run that failed is replayed under others too
 
 
 def test_people_get_lines(snapshot_path, capsys):
     assert main(["explain", str(snapshot_path), "--what-if", "best"]) == 0
     text = capsys.readouterr().out
-    for part in ("1 of 1 addresses", "20 MiB measured", "out of memory", "expandable_segments:True", "not have fit"):
+    for part in ("1 of 1 addresses", "20 MiB measured", "out of memory", "expandable_segments:True", "failed: no"):
         assert part in text
 
 

@@ -14,6 +14,7 @@ from support.tiny_model import held
 
 SUMMARY = {"batch", "tokens", "seconds", "tokens_per_s"}
 SUMMARY |= {"plan", "promised_bytes", "measured_bytes", "s_per_token", "steady_s_per_token", "eta", "compute"}
+SUMMARY |= {"precision", "precision_origin"}
 PROMPTS = ["hi", "a longer one", "\u00e9t\u00e9"]
 
 

@@ -25,7 +25,7 @@ from support.tiny_model import save_llama
 
 MIB = 1 << 20
 KEYS = {"compute", "text", "token_ids", "plan", "promised_bytes", "measured_bytes", "eta"}
-KEYS |= {"s_per_token", "steady_s_per_token"}
+KEYS |= {"s_per_token", "steady_s_per_token", "precision", "precision_origin"}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_people_get_the_text_on_stdout_and_the_figures_on_stderr(
     assert main(arguments) == 0
     output = capsys.readouterr()
     assert output.out == text + "\n"
-    for word in ("promised", "measured", "RAM", "time per token"):
+    for word in ("promised", "measured", "RAM", "time per token", "precision: fp32, by dtype of its configuration"):
         assert word in output.err
 
 
@@ -128,7 +128,7 @@ def test_without_a_cache_there_is_one_warning_and_the_same_answer(
     place: str, saved_llama: Path, known_machine: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine's figures and the int8 weights are what would have been kept."""
-    monkeypatch.setattr(probing, "_measured", lambda *_: known_machine)
+    monkeypatch.setattr(probing, "_measure", lambda *_: known_machine)
     cache = tmp_path / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     command = ["generate", str(saved_llama), "--prompt", "hi", "--max-new-tokens", "4", "--precision", "int8"]

@@ -8,7 +8,9 @@ from transformers import LlamaConfig
 
 from brim.cli import main
 from brim.errors import BudgetError
+from brim.estimation.ranks import estimate as ranks
 from brim.planner.meshes import offload
+from brim.run.plan import meshes_nearest
 from brim.run.plan.meshes import fastest
 
 COMMAND = ["plan", "llama-3-8b", "--task", "train", "--gpus", "16", "--gpu", "A100 80GB", "--seq", "2048"]
@@ -245,3 +247,35 @@ def test_where_nothing_fits_the_nearest_that_does_is_told(capsys, half_a_billion
         assert any("more on each GPU" in one["change"] for one in others)
     assert main([*shlex.split(more["command"])[1:], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["proposals"]
+
+
+def test_what_a_division_rules_out_is_said_before_changes_are_searched(capsys, monkeypatch):
+    seen = []
+
+    def infeasible(model, options, refusal, plans):
+        seen.append(capsys.readouterr().out)
+        return meshes_nearest.Infeasible(why="", needs_bytes={}, nearest=())
+
+    monkeypatch.setattr(meshes_nearest, "infeasible", infeasible)
+    asked = ["--task", "train", "--gpus", "8", "--gpu", "H100", "--ram", "512GiB"]
+    assert main(["plan", "llama-3-70b", *asked]) == 3
+    (told,) = seen
+    assert told.startswith(
+        "Nothing fits. Cannot split llama-3-70b over 8 NVIDIA H100 80GB HBM3. Its states need at least"
+    )
+    assert "assumed: a node has RAM that moves 492 GB/s" in told
+
+
+def test_an_estimate_of_ranks_says_first_what_fits_in_no_split(capsys, monkeypatch):
+    seen = []
+
+    def estimate_ranks(*_, **__):
+        seen.append(capsys.readouterr().err)
+        raise BudgetError("enough")
+
+    monkeypatch.setattr(ranks, "estimate_ranks", estimate_ranks)
+    asked = ["estimate", "llama-3-70b", "--zero", "3", "--seq", "2048"]
+    told = "It fits in no split: weights, gradients and states take 131 GiB on each of 8 GPUs"
+    for gpus, is_told in (("8", True), ("64", False)):
+        assert main([*asked, "--gpus", gpus, "--gpu", "H100"]) == 3
+        assert (told in seen.pop()) == is_told

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +79,45 @@ def test_the_text_begins_with_the_verdict_and_what_was_asked_a_line_each(
     verdict, title = said(llama, *GENERATE).out.splitlines()[:2]
     assert re.fullmatch(r"Fits with .* of VRAM to spare, at .* per token \(.* tokens/s\)\.", verdict)
     assert title.startswith(f"{llama}: generate on ") and title.endswith(" of DISK") and len(title) > 80
+
+
+@pytest.mark.parametrize(
+    ("asked", "precision"),
+    [
+        (GENERATE, "fp32, by dtype of its configuration (float32)"),
+        ((*GENERATE, "--precision", "bf16"), "bf16, as asked for"),
+        (TRAIN, "bf16-mixed, by default: what brim train takes on GPUs"),
+        ((*TRAIN, "--prefer", "quality"), "fp32, by --prefer quality"),
+    ],
+)
+def test_the_text_names_the_precision_and_where_it_is_from(
+    llama: str, asked: tuple[str, ...], precision: str
+) -> None:
+    assert f"precision: {precision}" in said(llama, *asked).out.splitlines()
+
+
+def test_a_composite_configuration_is_planned_in_the_precision_of_its_text(tmp_path: Path) -> None:
+    text = {
+        "model_type": "qwen3_vl_text", "dtype": "bfloat16", "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "vocab_size": 500, "rope_scaling": {"mrope_section": [4, 2, 2], "rope_type": "default"},
+    }  # fmt: skip
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "text_config": text,
+        "vision_config": vision,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    nested = told(str(tmp_path), *GENERATE)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    outer = told(str(tmp_path), *GENERATE)
+    assert nested["plans"][0]["peak_bytes"] == outer["plans"][0]["peak_bytes"]
+    assert (nested["precision"], nested["precision_origin"]) == (
+        "bf16", "by text_config.dtype of its configuration (bfloat16)",
+    )  # fmt: skip
 
 
 def test_a_budget_in_percent_is_that_share_of_all_there_is(llama: str, cache: Path) -> None:
@@ -182,7 +225,7 @@ def test_what_does_not_fit_is_told_in_words(llama: str, tmp_path: Path, few_chan
     path, page = tmp_path / "plan.json", tmp_path / "plan.html"
     found = said(llama, *TRAIN, *SHORT, "--output", str(path), "--html", str(page))
     assert found.code == 3
-    assert found.out.startswith("Nothing fits") and "it fits with" in found.out
+    assert found.out.startswith("Nothing fits") and "\nIt fits with " in found.out
     assert not path.exists()
     assert data_of(page.read_text())["verdict"].startswith("Nothing fits")
 
@@ -215,3 +258,45 @@ def test_what_cannot_be_meant_is_code_2(
     assert main(["plan", *arguments]) == 2
     output = capsys.readouterr()
     assert hint in output.err and output.out == ""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("--new-tokens", "4", "--seq", "16", "--ram", "1GiB"),
+        ("--task", "train", "--seq", "16", "--batch", "2", "--ram", "1GiB", "--top", "2"),
+        ("--task", "train", "--seq", "16", "--batch", "2", "--ram", "260MiB", "--top", "2"),
+    ],
+    ids=["generate", "train", "train in little"],
+)
+def test_every_command_that_is_printed_runs_as_it_is(llama: str, asked: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "a few words to train on, again and again"}\n' * 4)
+    printed = said(llama, *asked)
+    document = told(llama, *asked, code=printed.code)
+    proposals = document["plans"] or document["infeasible"]["nearest"]
+    assert proposals
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for number, proposal in enumerate(proposals):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path, folder, ignore=lambda _, names: [name for name in names if name.isdigit()])
+        assert proposal["command"] in printed.out
+        done = subprocess.run(
+            proposal["command"], shell=True, cwd=folder, capture_output=True, text=True,
+            env={**os.environ, "PATH": path},
+        )  # fmt: skip
+        assert done.returncode == 0, (proposal["command"], done.stderr)
+
+
+def test_a_command_with_a_plan_that_is_not_written_writes_it_first(
+    llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("brim.run.plan.training._flags", lambda choice, blocks: None)  # no options say all of it
+    (first, *_) = told(llama, *TRAIN)["plans"]
+    plans, trains = first["command"].split(" && ")
+    assert trains.endswith(" --plan plan.json") and plans.endswith(" --output plan.json")
+    monkeypatch.chdir(tmp_path)
+    assert said(*shlex.split(plans)[2:]).code == 0
+    assert plan_file.read(tmp_path / "plan.json").plan.to_json() == first["plan"]
+    (written, *_) = told(llama, *TRAIN, "--output", str(tmp_path / "mine.json"))["plans"]
+    assert " && " not in written["command"] and written["command"].endswith(" --plan " + str(tmp_path / "mine.json"))

@@ -22,6 +22,7 @@ from support.trainings import plain, quick_trainings, request, weights, write_te
 __all__ = ["quick_trainings"]
 
 KEYS = {"compute", "losses", "promised_bytes", "measured_bytes", "step_s", "plan", "output", "notes", "truncated"}
+KEYS |= {"precision_origin"}
 MIB = 1 << 20
 
 
@@ -47,6 +48,7 @@ def test_json_is_one_object_with_exactly_what_is_documented(
     assert Plan.from_json(document["plan"]).task == "train"
     assert set(document["promised_bytes"]) == set(document["measured_bytes"]) == {"ram", "disk"}
     assert document["step_s"] > 0
+    assert document["precision_origin"] == "by default: what brim train takes on processors"
     assert document["output"] == str(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == document["losses"]

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from brim import catalog
-from brim.core import Op, Phase
+from brim.core import Op, Phase, Trace
 from brim.errors import UsageError
 from brim.estimation.ranks import time as parallel_time
+from brim.estimation.ranks.job import StageFacts
 from brim.estimation.ranks.schedule import turns
 from brim.estimation.ranks.script import Sent
 from brim.estimation.ranks.split import Split
@@ -38,7 +39,24 @@ def sent(kind, bytes):
 
 
 def backward_s(*moved, in_ram=()):
-    return stage_time([KERNEL], moved, (), SPLIT, RTX, HARDWARE, in_ram=in_ram).backward_s
+    return stage_time(facts(sent=moved, in_ram=in_ram), SPLIT, RTX, HARDWARE).backward_s
+
+
+def facts(**of):
+    return StageFacts(
+        **{
+            "trace": Trace(model="", target="cuda", ops=(), storages=()),
+            "ops": (KERNEL,),
+            "sent": (),
+            "once": (),
+            **of,
+        }
+    )
+
+
+def test_kernels_that_are_over_sooner_take_as_long_as_their_launches():
+    assert stage_time(facts(launches_s=(3.0, 0.5)), SPLIT, RTX, HARDWARE).forward_s == 3
+    assert stage_time(facts(launches_s=(3.0, 0.5)), SPLIT, RTX, HARDWARE).backward_s == pytest.approx(1)
 
 
 def test_shards_come_and_go_behind_kernels():
@@ -51,7 +69,7 @@ def test_gradients_that_the_cpu_adds_are_waited_for():
         name="aten.add_.Tensor", module="", phase=Phase.BACKWARD, step=1, at=0, in_ram=True,
         read_bytes=int(catalog.HOST_BYTES_PER_S // 8),
     )  # fmt: skip
-    assert host_s([add], SPLIT) == pytest.approx(1 / 4)  # two ranks share a node's RAM
+    assert host_s([add], SPLIT, catalog.HOST_BYTES_PER_S) == pytest.approx(1 / 4)  # two ranks share a node's RAM
     assert backward_s(sent("to_ram", OVER // 2), in_ram=[add]) == pytest.approx(1 + 1 / 4 + 1 / 2)
 
 

@@ -9,12 +9,19 @@ import numpy as np
 import pytest
 
 from brim.core import EventKind, Timeline
-from brim.report.held import MOST_GROUPS, frames_of, held, module_of, tiers_of
-from brim.report.html.data import Detail, view_data
+from brim.report.html.data import Detail, levels, view_data
+from brim.report.html.lanes import lanes
+from brim.report.html.memory import (
+    MOST_GROUPS,
+    Segments,
+    frames_of,
+    module_of,
+    moments,
+    ranked,
+    tier_events,
+    tiers_of,
+)
 from brim.report.html.packing import integers, plain, script_json
-from brim.report.html.pyramid import levels
-from brim.report.lanes import lanes
-from brim.report.occupancy import Segments, moments, ranked
 from support.report_page import unpacked
 
 CATEGORIES = ("parameter", "gradient", "activation", "temporary")
@@ -80,7 +87,7 @@ def test_every_sample_of_every_level_is_what_was_held_then(storages: bool, addre
 
 
 def test_no_level_loses_the_peak_or_any_buckets_extremes() -> None:
-    found = held(random_run(6000, seed=4), "vram")
+    found = tier_events(random_run(6000, seed=4), "vram")
     allocated, reserved = np.cumsum(found.delta), np.cumsum(found.reserved_delta)
     coarse, fine = levels(found.time_ns, allocated, reserved, (20, 100))
     assert len(coarse) < len(fine) < len(found)
@@ -107,7 +114,7 @@ def test_a_pause_is_seen_with_what_was_held_during_it() -> None:
 def test_moments_hold_what_a_walk_holds() -> None:
     timeline = random_run(3000, seed=5)
     truth = walked(timeline)
-    found = held(timeline, "vram")
+    found = tier_events(timeline, "vram")
     _, rank = ranked(found, 100, 1000)
     for most_blocks in (1000, 10):
         for made in moments(found, [-1, 1, 1000, 2999], most_blocks, rank):
@@ -133,7 +140,7 @@ def test_without_categories_the_modules_are_stacked_and_the_smallest_are_others(
     for number in range(30):
         timeline.add(EventKind.ALLOC, "vram", 100 + number, storage=number, label=f"part{number}")
         timeline.add(EventKind.ALLOC, "vram", 1000, storage=100 + number, label=f"model.layers.{number}")
-    owners = held(timeline, "vram").owners
+    owners = tier_events(timeline, "vram").owners
     assert owners.grouped_by == "module"
     assert len(owners.groups) == MOST_GROUPS and owners.groups[-1] == "others"
     assert owners.groups[:2] == ["model.layers.*", "part29"]
@@ -143,7 +150,7 @@ def test_what_stays_is_stacked_below_what_comes_and_goes() -> None:
     timeline = Timeline("plain", measured=True)
     for number, category in enumerate(("temporary", "odd", "activation", "parameter", "")):
         timeline.add(EventKind.ALLOC, "vram", 100 - number, storage=number, category=category)
-    assert held(timeline, "vram").owners.groups == ["parameter", "activation", "temporary", "odd", "not known"]
+    assert tier_events(timeline, "vram").owners.groups == ["parameter", "activation", "temporary", "odd", "not known"]
 
 
 def test_owners_beyond_the_limit_are_added_up_by_category() -> None:
@@ -163,15 +170,15 @@ def test_module_paths_and_stacks_are_told_apart() -> None:
 
 def test_a_freed_part_of_a_segment_leaves_the_rest() -> None:
     segments = Segments()
-    segments.take(0, 100, 7)
-    segments.take(100, 50, 7)
-    segments.take(300, 10, 0)
-    segments.give_back(90, 30)
+    segments.add(0, 100, 7)
+    segments.add(100, 50, 7)
+    segments.add(300, 10, 0)
+    segments.remove(90, 30)
     assert segments.rows() == [(0, 90, 7), (120, 30, 7), (300, 10, 0)]
-    segments.give_back(20, 10)
+    segments.remove(20, 10)
     assert segments.rows() == [(0, 20, 7), (30, 60, 7), (120, 30, 7), (300, 10, 0)]
-    segments.give_back(200, 50)
-    segments.give_back(0, 1000)
+    segments.remove(200, 50)
+    segments.remove(0, 1000)
     assert segments.rows() == []
 
 

@@ -46,13 +46,13 @@ class _Tags(HTMLParser):
 
 def test_the_file_has_the_bytes_that_write_returns(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    assert write(path, [View(timeline=run(100, 200))], title="A report") == path.stat().st_size
+    assert write(path, page([View(timeline=run(100, 200))], title="A report")) == path.stat().st_size
     assert "<title>A report</title>" in path.read_text()
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such folder"):
-        write(tmp_path / "no such folder" / "report.html", [], title="A report")
+        write(tmp_path / "no such folder" / "report.html", page([], title="A report"))
 
 
 def test_peaks_are_those_of_the_timeline() -> None:

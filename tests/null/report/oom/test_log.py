@@ -211,6 +211,8 @@ def test_zero_bytes_inside_of_a_message_are_no_text():
 
 LINES = {
     "telling, and no message": "INFO 06-02 05:17:18 [metrics.py:417] GPU KV cache usage: {:.1f}%, CPU KV cache usage",
+    "who was killed": "worker {:.1f} was killed, gpu memory 3 GiB",
+    "frames of a traceback": '  File "/x/vllm/worker.py", line {:.0f}, in load_model: out of memory',
     "the same message": FULL,
     "other messages": FULL.replace("2.00 GiB", "{:.2f} GiB"),
 }

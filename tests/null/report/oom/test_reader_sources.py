@@ -366,7 +366,7 @@ DEVICES = {
     "llama.cpp's cache": "cuda:0",
     "vllm beside another": "cuda:0",
 } | dict.fromkeys(("mps in old units", "mps in one buffer"), "mps")
-DEVICES |= {"hip runtime": "hip", "xpu runtime": "xpu", "tpu": "tpu"}
+DEVICES |= {"hip runtime": "hip", "xpu runtime": "xpu", "tpu": "tpu", "llama.cpp on vulkan": "vulkan"}
 DEVICES |= dict.fromkeys(("jax", "tensorflow", "directml"), "gpu")
 DEVICES |= dict.fromkeys(("cpu on linux", "cpu of old", "shared memory", "mapping", "numpy", "linux"), "cpu")
 ADVICE = {  # in the first advice
@@ -379,6 +379,9 @@ ADVICE = {  # in the first advice
     Cause.ADDRESS_SPACE: "expandable_segments_reserve",
     Cause.ALLOCATOR: "MemPool",
 }
+
+
+FIRST_ADVICE = {"npu workspace": "npu-smi", "shared memory": "--shm-size", "mapping": "--shm-size"}
 
 
 @pytest.mark.parametrize("name", DERIVED)
@@ -395,7 +398,8 @@ def test_a_message_from_the_sources_is_understood(name, wrapped):
     assert message.device == DEVICES.get(name, "cuda:3" if family == "torch-cuda-2.5" else "cuda")
     first = message.advice[0]
     assert first.helps
-    assert ADVICE.get(cause, "") in first.text + first.paste
+    words = FIRST_ADVICE.get(name, ADVICE.get(cause, ""))
+    assert words in first.text + first.paste
 
 
 XLA_TABLE = """jaxlib.xla_extension.XlaRuntimeError: \

@@ -19,6 +19,7 @@ from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.memory.checkpoint_files import DTYPES
 from brim.run.checkpoint.contents import adapter_files, adapter_tensors, model_files, model_tensors
 from brim.run.checkpoint.reading import Checkpoint, latest, read, steps
+from brim.run.checkpoint.record import RECORD_NAME
 from brim.run.checkpoint.saver import Checkpointer, Tensors
 from brim.run.checkpoint.stream import Ring, pieces
 from brim.run.model.opening import open_model
@@ -187,7 +188,7 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     saved(tmp_path, of({"a": torch.ones(1)}), keep=1, step=2)
     saved(tmp_path, of({"a": torch.ones(1)}), keep=1, step=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        ["step-1", "step-000001.txt", "notes", ".step-x.partial", "step-abcdef", "step-000003"]
+        ["step-1", "step-000001.txt", "notes", ".step-x.partial", "step-abcdef", "step-000003", RECORD_NAME]
     )
 
 

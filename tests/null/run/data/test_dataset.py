@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from brim.errors import BrimError, ModelError, UnsupportedError, UsageError
+from brim.run.data import chat as data_chat
 from brim.run.data import packed as data_packed
 from brim.run.data.dataset import (
     IGNORED,
@@ -222,7 +223,11 @@ def test_files_that_are_no_data_are_refused(tmp_path: Path, tokenizer: Any) -> N
             refused(lambda name=name: open_data(tmp_path / name, tokenizer, 10), name, "It is empty")
     refused(lambda: open_data(tmp_path / "none.jsonl", tokenizer, 10), "none.jsonl", "No such file")
     refused(lambda: open_data(tmp_path / "none.txt", tokenizer, 10), "none.txt", "No such file")
-    refused(lambda: open_data(tmp_path / "data.parquet", tokenizer, 10), ".parquet", ".jsonl")
+    for name in ("none", "none.parquet"):
+        refused(lambda name=name: open_data(tmp_path / name, tokenizer, 10), name, "No such file")
+    for name, ending in (("data.parquet", "ends in '.parquet'"), ("data", "has no ending")):
+        (tmp_path / name).touch()
+        refused(lambda name=name: open_data(tmp_path / name, tokenizer, 10), ending, ".jsonl")
     (tmp_path / "folder").mkdir()
     refused(lambda: open_data(tmp_path / "folder", tokenizer, 10), "no text files")
     refused(lambda: open_data(write(tmp_path / "c.jsonl", LINE), tokenizer, 1), "1 tokens")
@@ -373,15 +378,8 @@ def test_the_kinds_of_data_sets(tmp_path: Path, tokenizer: Any) -> None:
     assert isinstance(open_data(write(tmp_path / "d.txt", "ab"), tokenizer, 2), PackedDataset)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for n in range(10 ** 18) %}x{% endfor %}",
-        "{% for a in range(9999) %}{% for b in range(9999) %}x{% endfor %}{% endfor %}",
-        "{{ 1 // 0 }}",
-    ],
-)
-def test_a_template_that_never_ends_or_fails_is_one_error(tmp_path: Path, tokenizer: Any, template: str) -> None:
+@pytest.mark.parametrize("template", ["{% for n in range(10 ** 18) %}x{% endfor %}", "{{ 1 // 0 }}"])
+def test_a_template_that_fails_is_one_error(tmp_path: Path, tokenizer: Any, template: str) -> None:
     path = write(tmp_path / "c.jsonl", chat("a", "b"))
     tokenizer.chat_template = template
     refused(lambda: open_data(path, tokenizer, 100).example(0), "line 1", "chat template")
@@ -389,7 +387,50 @@ def test_a_template_that_never_ends_or_fails_is_one_error(tmp_path: Path, tokeni
         encode(tokenizer, "hello", chat=None)
 
 
-def test_ranges_of_a_template_count_from_anew_in_each_rendering(tokenizer: Any) -> None:
-    tokenizer.chat_template = "{% for n in range(60000) %}{% endfor %}a"
-    for _ in range(20):
-        assert apply_template(tokenizer, [{"role": "user", "content": "b"}], tokenize=False) == "a"
+# As Mistral's: a system message goes into the question after it.
+MERGING = (
+    "{{ '<s>' }}{% set system = messages[0].content ~ '\\n' if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}"
+    "{% if m.role == 'user' %}{{ '[INST] ' ~ (system if loop.first else '') ~ m.content ~ ' [/INST]' }}"
+    "{% else %}{{ ' ' ~ m.content | trim ~ ' </s>' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, FORGETFUL, OPENING, INSTRUCT, MERGING])
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_answers_of_a_long_conversation_are_those_found_one_by_one(
+    tmp_path: Path, tokenizer: Any, template: str, system: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer.chat_template = template
+    said = ["a", "s", "\nuser", " yes, yes ", "say yes", "yes", "<think>hm</think>\n no", "assistant", "0", "1"]
+    path = write(tmp_path / "c.jsonl", chat(*(said[n % 10] + said[n % 7] for n in range(41)), "end", system=system))
+    dataset = open_data(path, tokenizer, 4000)
+    assert isinstance(dataset, LineDataset)
+    at_once = dataset.example(0)
+    monkeypatch.setattr(data_chat, "_FEW_MESSAGES", 100)
+    assert at_once == dataset.example(0)
+    assert len(answers(dataset, tokenizer)) == 21
+
+
+def test_a_conversation_of_many_turns_is_rendered_a_few_times(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rendered_characters(turns: int) -> int:
+        row = chat(*(f"{n} and {n * n}" for n in range(2 * turns)))
+        encoder, texts = data_chat.ChatEncoder(tokenizer), list[str]()
+        monkeypatch.setattr(
+            data_chat, "apply_template", lambda *a, **o: texts.append(text := apply_template(*a, **o)) or text
+        )
+        ids, learnt = encoder.encode(row, "")
+        assert len(ids) == len(learnt) and any(learnt)
+        return sum(map(len, texts))
+
+    assert rendered_characters(400) < 13 * rendered_characters(40)
+
+
+def test_a_long_conversation_whose_words_the_template_changes_is_refused_beyond_some_hundreds(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    tokenizer.chat_template = CHATML.replace("m.content", "m.content | length | string + m.content")
+    path = write(tmp_path / "c.jsonl", chat(*map(str, range(600))))
+    refused(lambda: open_data(path, tokenizer, 100).example(0), "600 messages", "generation", kind=UnsupportedError)

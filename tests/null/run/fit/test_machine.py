@@ -9,8 +9,9 @@ import pytest
 from brim.core import Hardware, Tier
 from brim.core.hardware import RAM, VRAM
 from brim.errors import UsageError
+from brim.measure import capacity
 from brim.measure.capacity import free_bytes
-from brim.run.fit.machine import budgets
+from brim.run.fit.machine import budgets, within_room
 from brim.run.plan.request import Request, exact_bytes, machine_of
 
 GIB = 1 << 30
@@ -27,6 +28,19 @@ def test_a_share_is_of_the_whole_tier() -> None:
 def test_nothing_given_is_what_is_free_less_a_tenth() -> None:
     whole = replace(CPU, tiers=(Tier(name=RAM, capacity_bytes=1 << 60),))
     assert budgets(whole, None, None)[RAM] <= free_bytes(RAM)
+
+
+def test_a_budget_that_the_container_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "_limits", lambda proc: iter([(600 << 20, 350 << 20)]))
+    assert budgets(CPU, None, 300 << 20) == {RAM: 300 << 20}
+    assert budgets(CPU, None, 590 << 20, held_ram_bytes=240 << 20) == {RAM: 590 << 20}, "the model's own counts"
+    for vram, ram in ((None, "590MiB"), ("590MiB", None)):
+        with pytest.raises(UsageError, match="350 MiB are left"):
+            budgets(CPU, vram, ram)
+    assert budgets(CPU, None, None)[RAM] <= 315 << 20
+    assert within_room({RAM: 500 << 20}, given=False) == {RAM: 315 << 20}
+    with pytest.raises(UsageError, match="350 MiB are left"):
+        within_room({RAM: 500 << 20}, given=True)
 
 
 def test_a_share_beside_a_card_of_the_catalog() -> None:

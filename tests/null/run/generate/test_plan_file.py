@@ -64,6 +64,18 @@ def test_rows_that_are_looked_up_in_ram_need_no_ring(saved: Path) -> None:
         follow(case, changed(chosen, streamed))
 
 
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("tier", [VRAM, RAM])
+def test_a_plan_that_promises_less_than_it_takes_is_not_followed(saved: Path, name: str, tier: str) -> None:
+    case = case_of(saved, *BATCHES[name])
+    plan = search_generation(case).plan
+    if not plan.promise.peak_bytes.get(tier, 0):
+        return
+    little = replace(plan.promise, peak_bytes={**plan.promise.peak_bytes, tier: 1})
+    with pytest.raises(UsageError, match=f"It promises 1 B of {tier.upper()}; what it decides takes"):
+        follow(case, replace(plan, promise=little))
+
+
 @pytest.mark.parametrize("ram", ["8GiB", "60%"])
 def test_a_plan_file_is_what_runs(saved: Path, ram: str, tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "plan.json"

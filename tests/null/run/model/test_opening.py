@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -45,6 +46,8 @@ from transformers import (
 from brim.errors import ModelError
 from brim.memory.checksums import checksum
 from brim.run.model.opening import OpenedModel, open_model, open_tokenizer
+from support.planted import plant_modules
+from support.tiny_model import save_llama
 
 _SMALL = {"hidden_size": 32, "intermediate_size": 64}
 ENCODER: dict[str, Any] = {**_SMALL, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -218,10 +221,21 @@ def test_prefixes_are_removed_and_what_has_no_place_is_listed(
         with pytest.raises(ModelError, match="lacks"):
             open_model(tmp_path)
         return
-    opened = open_model(tmp_path)
+    with pytest.warns(UserWarning, match=r"\d+ tensors of its files have no place in the model"):
+        opened = open_model(tmp_path)
     assert_equal(opened, loaded)
     assert opened.unexpected == tuple(sorted(info["unexpected_keys"]))
     assert opened.unexpected
+
+
+def test_layers_that_the_configuration_leaves_out_are_told(tmp_path: Path) -> None:
+    make("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] - 1}))
+    last = f"model.layers.{config['num_hidden_layers'] - 1}"
+    with pytest.warns(UserWarning, match=rf"9 tensors of its files .* left out: {last}\. If the config has fewer"):
+        opened = open_model(tmp_path)
+    assert {name.startswith(last) for name in opened.unexpected} == {True}
 
 
 def test_without_an_architecture_a_causal_model_is_taken(tmp_path: Path) -> None:
@@ -366,11 +380,40 @@ def test_a_gguf_file_becomes_what_transformers_loads_from_it(kind: str, tmp_path
 
 
 @pytest.mark.thorough
+def test_a_gguf_file_is_converted_without_the_current_folder(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    marker = plant_modules(here)
+    write_gguf(tmp_path / "tiny.gguf", "llama")
+    monkeypatch.chdir(here)
+    assert open_model(tmp_path / "tiny.gguf").sources
+    assert not marker.exists()
+
+
+@pytest.mark.thorough
 def test_a_truncated_gguf_file_is_refused_and_leaves_nothing(tmp_path: Path, own_cache: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama")
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ModelError, match="cut short"):
+        open_model(path)
+    assert [file for file in own_cache.rglob("*") if file.is_file()] == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("moved", "says"), [(0, "overlaps"), (10, "does not begin where it should after")])
+def test_a_gguf_file_whose_tensors_share_bytes_or_leave_some_out_is_refused(
+    moved: int, says: str, tmp_path: Path, own_cache: Path
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama")
+    reader = gguf.GGUFReader(path, "r+")
+    first, second = reader.tensors[:2]
+    second.field.parts[-1][0] = first.field.parts[-1][0] if moved == 0 else second.field.parts[-1][0] + 32 * moved
+    reader.data.flush()
+    with pytest.raises(ModelError, match=says):
         open_model(path)
     assert [file for file in own_cache.rglob("*") if file.is_file()] == []
 
@@ -400,3 +443,32 @@ def test_smollm2_becomes_what_transformers_loads_from_it(monkeypatch: pytest.Mon
     assert ours.apply_chat_template(chat, tokenize=False) == theirs.apply_chat_template(chat, tokenize=False)
     assert ours(chat[0]["content"]).input_ids == theirs(chat[0]["content"]).input_ids
     assert ours.special_tokens_map == theirs.special_tokens_map
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000"),
+        ({"num_hidden_layers": 900}, "more than 2,[0-9]* parts, and the file holds"),
+        ({"num_attention_heads": 10**9}, "num_attention_heads is 1000000000"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
+        ({"vocab_size": 10**12}, "shape .1000000000000"),
+        ({"vocab_size": float("nan")}, "vocab_size is nan"),
+        ({"hidden_size": 10**19}, "Overflow"),
+        ({"intermediate_size": 1.5}, "expected int"),
+        ({"num_hidden_layers": "10000000"}, "expected int"),
+        ({"num_experts": 10**8}, "num_experts is 100000000"),
+        ({"vision_config": {"depth": 10**8}}, "depth is 100000000"),
+        ({"depths": [2, 10**8]}, "depths is 100000000"),
+    ],
+)
+def test_sizes_that_no_file_has_are_refused_before_anything_of_that_size_is_made(
+    tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    folder = save_llama(tmp_path / "m", layers=1, hidden=32)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    began_s = time.process_time()
+    with pytest.raises(ModelError, match=says):
+        open_model(folder)
+    assert time.process_time() - began_s < 2

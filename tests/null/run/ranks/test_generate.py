@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import (
@@ -23,6 +25,7 @@ from transformers import (
 
 from brim.cli import main
 from brim.errors import BrimError
+from brim.processes import python_command
 from brim.run.generate.request import Request
 from brim.run.ranks.generate import RanksRequest
 from brim.run.ranks.start import start
@@ -191,3 +194,50 @@ def test_options_that_do_not_go_together_are_one_clear_error(
 ) -> None:
     assert main(["generate", "llama", "--prompt", "a", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def listening(process: psutil.Process) -> set[str]:
+    """Addresses at which a process and what it has started take connections."""
+    found: set[str] = set()
+    for one in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            found |= {sock.laddr.ip for sock in one.net_connections("tcp") if sock.status == psutil.CONN_LISTEN}
+    return found
+
+
+@pytest.mark.thorough
+def test_ranks_of_this_machine_listen_to_it_alone_and_meet_where_no_other_user_can(
+    llama: Path, tmp_path: Path
+) -> None:
+    command = python_command(
+        "-m", "brim", "generate", llama, "--gpus", "2", "--prompt", "x", "--max-new-tokens", "100"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    addresses: set[str] = set()
+    modes: set[int] = set()
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        process = psutil.Process(child.pid)
+        while child.poll() is None:
+            addresses |= listening(process)
+            with contextlib.suppress(FileNotFoundError):
+                modes |= {folder.stat().st_mode & 0o777 for folder in tmp_path.glob("brim-ranks-*")}
+            time.sleep(0.05)
+    assert child.returncode == 0
+    assert addresses == {"127.0.0.1"}  # gloo's
+    assert modes == {0o700}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.thorough
+def test_ranks_end_with_the_process_that_started_them(llama: Path) -> None:
+    command = python_command(
+        "-m", "brim", "generate", llama, "--gpus", "2", "--prompt", "x", "--max-new-tokens", "100"
+    )
+    with subprocess.Popen(
+        [*command, "--timeout", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as child:
+        while len(children := psutil.Process(child.pid).children()) < 2:
+            time.sleep(0.02)
+        child.kill()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -15,9 +16,10 @@ import pytest
 import torch
 from torch import nn
 
+from brim.errors import BudgetError
 from brim.run.script.needs import within_fraction
 from brim.run.script.script import Program
-from brim.units import MIB
+from brim.units import MIB, parse_bytes
 from support.launching import OWN, Ended, budgeted, plainly
 
 HEAD = """
@@ -59,7 +61,7 @@ def same(plain: Ended, ended: Ended) -> list[dict[str, Any]]:
 
 def test_a_budget_of_nothing_is_one_clear_error(both: Run) -> None:
     _, ended = both("model = net(); train(model, torch.optim.AdamW(model.parameters()))", ram=0)
-    assert ended.code == 2
+    assert ended.code == 3
     assert ended.out == ""
     assert ended.err.startswith("Error: Cannot run Sequential in 0 B of RAM.")
     assert "Traceback" not in ended.err and "--mode off" in ended.err
@@ -152,7 +154,7 @@ def test_a_model_that_two_optimizers_train_is_left_alone_where_it_fits_and_refus
     (model,) = same(plain, ended)
     assert model["choice"] == "untouched" and "2 optimizers train it" in ended.err
     _, ended = both(text, ram=7 * MIB)
-    assert ended.code == 2 and "2 optimizers train it" in ended.err
+    assert ended.code == 3 and "2 optimizers train it" in ended.err
 
 
 @pytest.mark.thorough
@@ -411,3 +413,180 @@ def test_a_program_s_own_memory_fraction_holds_as_well() -> None:
     budget = {"vram": 8 * MIB, "ram": 64 * MIB}
     assert within_fraction(budget, 1.0, 16 * MIB) == budget
     assert within_fraction(budget, 0.25, 16 * MIB) == {"vram": 4 * MIB, "ram": 64 * MIB}
+
+
+GENERATES = """
+    from transformers import LlamaConfig, LlamaForCausalLM
+    config = LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+                         vocab_size=500, pad_token_id=0)
+    model = LlamaForCausalLM(config).eval()
+    print(model.generate(torch.randint(5, 500, (1, 8)), max_new_tokens=6, do_sample=False).tolist())
+"""
+
+
+@pytest.mark.parametrize(("ram", "choice"), [("1GiB", "untouched"), ("2200KiB", "fitted")])
+def test_generation_keeps_its_cache_to_itself(both: Run, ram: str, choice: str) -> None:
+    plain, ended = both(GENERATES, ram=ram)
+    (model,) = same(plain, ended)
+    assert model["choice"] == choice
+    assert "cannot" not in ended.err
+
+
+def test_a_prediction_leaves_the_attributes_of_a_module_alone(both: Run) -> None:
+    plain, ended = both(
+        """
+        class Counting(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner, self.calls, self.outputs = net(), 0, []
+            def forward(self, x):
+                self.calls += 1
+                self.outputs.append(self.inner(x))
+                return self.outputs[-1]
+        model = Counting()
+        with torch.no_grad():
+            model(torch.randn(4, 384))
+        print(model.calls, [type(output).__name__ for output in model.outputs])
+        """,
+        ram="3MiB",
+    )
+    (model,) = same(plain, ended)
+    assert model["choice"] == "fitted"
+
+
+def test_what_cannot_be_copied_leaves_the_program_as_it_is(both: Run) -> None:
+    plain, ended = both(
+        """
+        import threading
+        class Guarded(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = net()
+            def forward(self, x, lock):
+                with lock:
+                    return self.inner(x)
+        with torch.no_grad():
+            print(Guarded()(torch.randn(4, 384), threading.Lock()).sum().item())
+        """,
+        ram="8MiB",
+    )
+    same(plain, ended)
+    assert ended.err.startswith("brim: cannot predict a step of Guarded: Cannot copy what Guarded is called with.")
+    assert len(ended.err.splitlines()) == 1
+
+
+def test_an_error_of_brims_own_is_one_line_and_the_program_runs_as_it_is(
+    both: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise KeyError("a library that changed")
+
+    text = "model = net(); train(model, torch.optim.AdamW(model.parameters()))"
+    monkeypatch.setattr("brim.run.script.decide.machine", broken)
+    plain, ended = both(text, ram="8MiB")
+    assert (ended.code, ended.out) == (plain.code, plain.out)
+    assert ended.err == "brim: Sequential is left as it is: KeyError: 'a library that changed'\n"
+    monkeypatch.undo()
+    monkeypatch.setattr("brim.run.script.decide.forward_need", broken)
+    monkeypatch.setattr("brim.run.script.decide.Search", broken)
+    plain, ended = both(text, ram="2GiB")
+    assert (ended.code, ended.out) == (plain.code, plain.out)
+    assert ended.err == "brim: Sequential is left as it is: KeyError: 'a library that changed'\n"
+
+
+LEAST = {
+    "trained": """
+        model = net()
+        train(model, torch.optim.AdamW(model.parameters()), steps=2)
+        """,
+    "attention": """
+        class Layer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.attention, self.norm = nn.MultiheadAttention(128, 4), nn.LayerNorm(128)
+                self.inner = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128))
+            def forward(self, x):
+                x = self.norm(x + self.attention(x, x, x)[0])
+                return x + self.inner(x)
+        model = nn.Sequential(*[Layer() for _ in range(4)])
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(torch.randn(128, 4, 128, requires_grad=True)).mean()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+        """,
+    "a_part_is_called": """
+        model = nn.ModuleList([net()])
+        train(model[0], torch.optim.AdamW(model.parameters()), steps=2)
+        """,
+    "forward": """
+        with torch.no_grad():
+            print(net()(torch.randn(64, 384)).sum().item())
+        """,
+    "gradients_without_optimizer": """
+        model = net()
+        model(torch.randn(4, 384)).sum().backward()
+        print(sum(p.grad.abs().sum().item() for p in model.parameters()))
+        """,
+    "two_models": """
+        first, second = net(), net(count=4)
+        with torch.no_grad():
+            print(second(first(torch.randn(4, 384))).sum().item())
+        """,
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", LEAST)
+def test_the_budget_that_a_refusal_names_does_when_it_is_given(both: Run, name: str) -> None:
+    named = "600Ki"
+    for _ in range(2 if name == "two_models" else 1):  # what the second is called with is not known before
+        _, refused = both(LEAST[name], ram=f"{named}B")
+        assert refused.code == BudgetError.exit_code
+        (named,) = re.findall(r"Give --ram (\d+Mi)B or more", refused.err)
+    plain, ended = both(LEAST[name], ram=f"{named}B")
+    models = same(plain, ended)
+    assert "fitted" in [model["choice"] for model in models]
+    assert sum(model["promised_bytes"]["ram"] for model in models) <= parse_bytes(f"{named}B")
+
+
+FEW_PARAMETERS = """
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 3000), nn.Linear(3000, 4))
+        def forward(self, x):
+            return self.parts(x)
+    model = Wide()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        loss = model(torch.rand(ROWS, 10)).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(loss.item())
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("rows", "choice"), [("3_000", "untouched"), ("30_000", "refused")])
+def test_few_parameters_are_no_bound_of_activations(both: Run, rows: str, choice: str) -> None:
+    plain, ended = both(FEW_PARAMETERS.replace("ROWS", rows), ram="120MiB")
+    if choice == "refused":
+        assert ended.code == BudgetError.exit_code
+        assert ended.err.startswith("Error: Cannot run Wide in 120 MiB of RAM.")
+    else:
+        assert [model["choice"] for model in same(plain, ended)] == [choice]
+
+
+def test_many_models_alike_are_looked_at_once(both: Run) -> None:
+    plain, ended = both("""
+        import time
+        models = [nn.Linear(4, 4) for _ in range(300)]
+        begin = time.perf_counter()
+        total = sum(model(torch.ones(1, 4)).sum() for model in models)
+        print(time.perf_counter() - begin < 20, total.item())
+    """, ram="2GiB")  # fmt: skip
+    assert same(plain, ended) == []

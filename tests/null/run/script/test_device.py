@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,3 +137,19 @@ def test_parameters_without_room_wait_for_the_plan() -> None:
     assert first.weight.is_meta
     third = nn.Linear(4, 4).to("meta")
     assert third.weight.is_meta
+
+
+@pytest.mark.thorough
+def test_compiled_and_data_parallel_models_run_where_cuda_is_the_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import torch\n"
+        "torch.manual_seed(0)\n"
+        "model = torch.nn.Linear(8, 8)\n"
+        "x = torch.randn(2, 8)\n"
+        "print(torch.equal(torch.nn.DataParallel(model)(x), model(x)))\n"
+        "print(torch.equal(torch.compile(model, backend='eager')(x), model(x)))\n"
+    )
+    command = [sys.executable, "-m", "brim", "run", "--device", "cpu", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr

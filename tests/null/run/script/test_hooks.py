@@ -41,7 +41,7 @@ def calls() -> list[Call]:
 
 @pytest.fixture
 def watcher(calls: list[Call]) -> Iterator[Watcher]:
-    made = Watcher(calls.append, small_bytes=8 * KIB)
+    made = Watcher(calls.append, large_bytes=8 * KIB)
     made._known.update(m for m in _all_modules())  # what other tests have left
     made.begin()
     yield made
@@ -67,7 +67,7 @@ def test_the_first_call_of_a_model_is_seen_once_with_its_arguments(watcher: Watc
     (call,) = calls
     assert call.model is call.called is model
     assert call.args[0] is x and call.kwargs == {"scale": 3.0}
-    assert not watcher.is_armed
+    assert not watcher._hooks
     assert hooks_of(model) == 0
 
 
@@ -87,20 +87,35 @@ def test_every_model_is_seen_and_knows_of_the_others(watcher: Watcher, calls: li
 def test_a_model_made_later_is_seen_too(watcher: Watcher, calls: list[Call]) -> None:
     first = make()
     first(torch.randn(2, 64))
-    assert not watcher.is_armed
-    nn.Linear(8, 8)
-    assert not watcher.is_armed, "a few bytes are not worth looking"
+    assert not watcher._hooks
     second = make()
-    assert watcher.is_armed
+    assert watcher._hooks
     second(torch.randn(2, 64))
     assert [call.model for call in calls] == [first, second]
-    assert not watcher.is_armed
+    assert not watcher._hooks
 
 
-def test_small_models_are_nothing(watcher: Watcher, calls: list[Call]) -> None:
-    small = nn.Linear(4, 4)
-    small(torch.randn(1, 4))
-    assert calls == [] and hooks_of(small) == 0 and not watcher.is_armed
+def test_small_models_are_seen_when_a_look_costs_little(
+    watcher: Watcher, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([1.0, 2.0, 3.0, *[1000.0] * 4])
+    monkeypatch.setattr("brim.run.script.hooks.time.perf_counter", lambda: next(seconds))
+    first, x = nn.Linear(4, 4), torch.randn(1, 4)
+    first(x)  # a look from the second second to the third
+    second = nn.Linear(4, 4)
+    watcher._next_s, later_s = 2000.0, watcher._next_s
+    second(x)
+    assert watcher._hooks
+    assert later_s == 23.0
+    watcher._next_s = later_s
+    second(x)
+    assert [call.model for call in calls] == [first, second]
+    assert not watcher._hooks
+
+
+def test_modules_without_parameters_are_nothing(watcher: Watcher, calls: list[Call]) -> None:
+    nn.ReLU()(torch.randn(1, 4))
+    assert calls == []
 
 
 def test_a_part_that_is_called_by_itself_belongs_to_its_model(watcher: Watcher, calls: list[Call]) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from brim.errors import ModelError, TransferError, UsageError
+from brim.run.checkpoint.record import RECORD_NAME
 from brim.run.checkpoint.saver import MODEL, Tensors
 from brim.run.train.output_folder import LOCK_FILE, OutputFolder
 from support.forked import forked, was_killed
@@ -123,6 +124,25 @@ def test_a_killed_training_has_no_lock(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("kind", ["symbolic link", "hard link", "pipe", "folder", "notes"])
+def test_no_other_file_becomes_the_lock(tmp_path: Path, kind: str) -> None:
+    mine, output = tmp_path / "mine", tmp_path / "output"
+    mine.write_text("mine")
+    output.mkdir()
+    lock = output / LOCK_FILE
+    make = {
+        "symbolic link": lambda: lock.symlink_to(mine),
+        "hard link": lambda: lock.hardlink_to(mine),
+        "pipe": lambda: os.mkfifo(lock),
+        "folder": lock.mkdir,
+        "notes": lambda: lock.write_text("mine"),
+    }
+    make[kind]()
+    with pytest.raises(UsageError, match=rf"{LOCK_FILE} in it (cannot be the training's lock|is no lock)"):
+        OutputFolder(output)
+    assert os.path.lexists(lock) and mine.read_text() == "mine"
+
+
 def test_a_file_system_without_locks_is_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
@@ -156,6 +176,7 @@ def test_a_model_takes_the_place_of_another_as_a_whole(tmp_path: Path) -> None:
                 output.export(tensors(1, fail=failure), {"config.json": b"new"})
         assert set(content(tmp_path).values()) - {"old"} == {content(tmp_path)[LOCK_FILE]}
         output.export(tensors(2), {"config.json": b"new"})
-    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "config.json", "mine.txt"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"model.safetensors", "config.json", "mine.txt", RECORD_NAME}
     assert (tmp_path / "mine.txt").read_text() == "old"
     assert load_file(tmp_path / "model.safetensors")["weight"].tolist() == [2, 2, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,17 @@ def test_what_the_plan_decided_cannot_be_ordered_otherwise(
 ) -> None:
     with pytest.raises(UsageError, match=named):
         run(llama, text, tmp_path / "out", plan=planned, **options)
+
+
+def test_a_plan_that_promises_less_than_it_takes_is_refused(
+    llama: Path, text: Path, planned: Path, tmp_path: Path
+) -> None:
+    document = json.loads(planned.read_text())
+    document["plan"]["promise"]["peak_bytes"]["ram"] = 1
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    with pytest.raises(UsageError, match="It promises 1 B of RAM; what it decides takes"):
+        run(llama, text, tmp_path / "run", plan=tmp_path / "plan.json")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_plan_for_another_model_is_refused(text: Path, planned: Path, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def memory(ram_bytes: int = 1 << 20) -> Memory:
 
 def call(function: Any, *args: Any, **kwargs: Any) -> Any:
     made = memory()
-    transfer = ActivationTransfer(made, 0)
+    transfer = ActivationTransfer(made)
     result = transfer.call(function, "block, activations", args, kwargs)
     transfer.free()
     assert made.ram.held_bytes == 0
@@ -127,7 +127,8 @@ def test_what_a_call_changes_in_place_is_changed(mode: Any) -> None:
 
 def test_what_a_call_keeps_is_not_the_next_calls() -> None:
     made, kept = memory(), []
-    transfer = ActivationTransfer(made, 4096)
+    transfer = ActivationTransfer(made)
+    transfer.make_room(4096)
     for value in (1.0, 2.0):
         transfer.call(kept.append, "block, activations", (torch.full((4,), value),), {})
     assert [t.tolist() for t in kept] == [[1] * 4, [2] * 4]
@@ -145,7 +146,8 @@ def test_an_object_that_is_no_container_stays_the_object() -> None:
 
 def test_the_buffer_grows_within_the_budget_only() -> None:
     made = memory(ram_bytes=3 * 4096)
-    transfer = ActivationTransfer(made, 4096)
+    transfer = ActivationTransfer(made)
+    transfer.make_room(4096)
     transfer.call(lambda x: x * 2, "block, activations", (torch.ones(2048),), {})  # 8 KiB
     assert made.ram.held_bytes == made.ram.peak_bytes == 2 * 4096
     with pytest.raises(BudgetError, match="transfer buffer"):

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, StaticCache
 
 from brim.core import EventKind
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, TransferError, UnsupportedError, UsageError
 from brim.run.fit.machine import Need, machine, make_plan, put_in_force
 from brim.techniques.blocks import find_blocks
-from brim.techniques.cpu_compute.technique import TRANSFER_BYTES
+from brim.techniques.cpu_compute.technique import TRANSFER_BYTES, rest_in
 from brim.techniques.streaming.placement import computable
 from brim.techniques.streaming.weight_streaming import COMPUTE_RAM, FROM_RAM, Weights, WeightStreaming
 from support.hybrid import compute_some_in_ram, split
@@ -303,3 +304,52 @@ def test_link_and_cpu_end_at_once() -> None:
     assert split(10, link_bytes_per_s=0, host_bytes_per_s=5).seconds == 2.0
     with pytest.raises(UsageError):
         split(10, link_bytes_per_s=0, host_bytes_per_s=0)
+
+
+META = torch.device("meta")  # the one other device that every machine has
+
+
+def filled(layers: int = 3) -> DynamicCache:
+    cache = DynamicCache()
+    for index in range(layers):
+        cache.update(torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 8), index)
+    return cache
+
+
+def devices(cache: Any) -> list[str]:
+    return [layer.keys.device.type for layer in cache.layers]
+
+
+def test_only_the_blocks_own_layers_are_brought() -> None:
+    cache = filled()
+    rest_in(META, ((torch.ones(1),), {"past_key_values": cache}), {1})
+    assert devices(cache) == ["cpu", "meta", "cpu"]
+    assert cache.layers[1].values.device == cache.layers[1].device == META
+
+
+def test_both_caches_of_an_encoder_and_a_decoder() -> None:
+    both = EncoderDecoderCache(filled(), filled())
+    rest_in(META, [{"cache": both}], {0, 2})
+    assert devices(both.self_attention_cache) == devices(both.cross_attention_cache) == ["meta", "cpu", "meta"]
+
+
+def test_a_cache_that_was_laid_out_before() -> None:
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=2)
+    cache = StaticCache(config=config, max_cache_len=8)
+    cache.early_initialization(1, 2, 8, torch.float32, torch.device("cpu"))
+    rest_in(META, (cache,), {1})
+    assert devices(cache) == ["cpu", "meta"]
+    assert cache.layers[1].cumulative_length.device == META
+
+
+def test_layers_that_are_not_there_yet_are_no_matter() -> None:
+    cache = DynamicCache()
+    rest_in(META, (cache,), {5})
+    assert len(cache.layers) == 0
+
+
+def test_a_cache_that_moves_its_layers_itself_is_refused() -> None:
+    cache = filled()
+    cache.offloading = True
+    with pytest.raises(UnsupportedError, match="offloads its layers"):
+        rest_in(META, (cache,), {0})

@@ -56,7 +56,7 @@ class Bench:
         for expert in experts:
             self.check(expert, self.cache.acquire(expert))
             self.cache.release(expert)
-        self.cache.done()
+        self.cache.end_call()
 
     def check(self, expert: int, slot: int) -> None:
         assert self.buffer.tensor[slot * BYTES : (slot + 1) * BYTES].tolist() == [expert] * BYTES
@@ -108,7 +108,7 @@ def test_a_call_loads_ahead_but_never_what_is_in_use() -> None:
     with pytest.raises(UnsupportedError, match="expert 7 was needed while 3 others were in use"):
         for expert in (2, 3, 7):
             bench.cache.acquire(expert)
-    bench.cache.done()
+    bench.cache.end_call()
     bench.use(7, 6, 5)
 
 
@@ -120,7 +120,7 @@ def test_a_failed_load_is_told_to_who_needs_it_and_tried_again() -> None:
         bench.cache.expect([2, 3])
         with pytest.raises(TransferError, match="on purpose"):
             bench.cache.acquire(2)
-        bench.cache.done()
+        bench.cache.end_call()
     bench.failing.clear()
     bench.use(2, 3, 0, 1)
 
@@ -148,7 +148,7 @@ def test_any_calls_get_the_right_experts(calls: list[list[int]], slots: int) -> 
     for call in calls:
         bench.use(*sorted(call))
     assert bench.cache.hits + bench.cache.loads == sum(len(call) for call in calls)
-    assert len(bench.cache.held) <= slots
+    assert len(bench.cache.resident) <= slots
 
 
 @settings(max_examples=60, deadline=None)

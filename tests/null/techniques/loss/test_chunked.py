@@ -181,7 +181,7 @@ def test_logits_answer_questions_without_being_made(twins: tuple[Tiny, Tiny]) ->
     assert (logits.size(-1), logits.dim(), logits.numel(), len(logits)) == (CLASSES, 3, wanted.numel(), 3)
     assert logits.requires_grad
     assert not logits.is_leaf
-    assert logits.view_.call.whole is None
+    assert logits.view_.call.full is None
     assert torch.allclose(logits + 0, wanted)
 
 

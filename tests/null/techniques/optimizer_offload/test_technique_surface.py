@@ -14,7 +14,8 @@ from brim.core.hardware import DISK, RAM
 from brim.errors import UnsupportedError, UsageError
 from brim.memory.tiers import Memory
 from brim.techniques.offloaded_tensor import OffloadedTensor
-from brim.techniques.optimizer_offload.technique import apply, find_blocks
+from brim.techniques.optimizer_offload.state_blocks import state_blocks
+from brim.techniques.optimizer_offload.technique import apply
 from support.offloaded import (
     OPTIMIZERS,
     PLACES,
@@ -141,7 +142,7 @@ def test_states_go_one_by_one_into_a_checkpoint_and_back(
 def test_blocks_that_are_to_stay_stay(memory: Memory) -> None:
     model, twin = make(), make()
     optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin))
-    names = [block.name for block in find_blocks(model, optimizer, block_bytes=3000)]
+    names = [block.name for block in state_blocks(model, optimizer, block_bytes=3000)]
     assert names[0] == "embed.weight"
     with offloaded(model, optimizer, memory, states="disk", keep=[names[0]]):
         train(model, optimizer)
@@ -296,7 +297,7 @@ def test_written_bytes_are_known_before_and_after(folder: Path) -> None:
         for _ in range(2):
             before = memory.recorder.copied_bytes.get((RAM, DISK), 0)
             train(model, optimizer, steps=[0])
-            handle._places.states.records.settle()
+            handle._storage.states.records.settle()
             assert memory.recorder.copied_bytes[RAM, DISK] - before == handle.written_bytes_per_step == foreseen
         train(model, optimizer, steps=[1], parts=3)
         assert handle.written_bytes_per_step > foreseen

@@ -5,8 +5,8 @@ import torch
 
 from brim.core import Category, Phase
 from brim.predict.tracer import trace
-from brim.techniques.parallel import attention_kernels, context_parallel, sharding
-from brim.techniques.parallel.context_attention import attention
+from brim.techniques.parallel import context_parallel, sharding
+from brim.techniques.parallel.context_attention import attention, kernel_for
 from support.attention_ranks import largest_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch, about its own process groups
@@ -53,9 +53,9 @@ def test_no_rank_has_a_mask_or_keeps_others_keys(target, dtype):
 
 def test_what_no_kernel_takes_is_told():
     query, narrow = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 8)
-    assert attention_kernels.chosen(query, query, query) is not None
-    assert attention_kernels.chosen(query, query, narrow) is None
-    assert attention_kernels.chosen(query.int(), query.int(), query.int()) is None
+    assert kernel_for(query, query, query) is not None
+    assert kernel_for(query, query, narrow) is None
+    assert kernel_for(query.int(), query.int(), query.int()) is None
 
 
 def traced(dtype, target, capability):
@@ -69,7 +69,7 @@ def traced(dtype, target, capability):
 
             def step():
                 query, key, value = (tensor.clone().requires_grad_() for tensor in made)
-                kernel = attention_kernels.chosen(query, key, value)
+                kernel = kernel_for(query, key, value)
                 attention(query, key, value, ring, kernel, None).sum().backward()
 
             return step

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from brim.errors import UnsupportedError
 from brim.techniques.checkpointing.technique import blocks
-from brim.techniques.parallel.tensor_parts import check_parts, parts_of, why_whole
+from brim.techniques.parallel.tensor_parts import check_parts, parts_of, why_not_split
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,
@@ -30,20 +30,20 @@ def test_a_plain_layer_is_split_in_two_parts() -> None:
     parts = parts_of(layer("llama"))
     assert parts.parents == ("self_attn", "mlp")
     assert parts.writes == ("self_attn.o_proj", "mlp.down_proj")
-    assert (parts.head_norms, parts.whole) == ((), ())
+    assert (parts.head_norms, parts.unsplit) == ((), ())
 
 
 def test_a_norm_of_each_head_is_the_same_on_every_rank() -> None:
     block = layer("qwen3", head_dim=32)
     assert parts_of(block).head_norms == ("self_attn.q_norm", "self_attn.k_norm")
-    assert why_whole(block) is None
+    assert why_not_split(block) is None
 
 
 def test_experts_are_whole_and_what_is_beside_them_is_split() -> None:
     parts = parts_of(layer("llama4_text", interleave_moe_layer_step=1, intermediate_size_mlp=96, head_dim=16))
-    assert parts.whole == ("feed_forward",)
+    assert parts.unsplit == ("feed_forward",)
     assert "feed_forward.shared_expert.down_proj" in parts.writes
-    assert parts.in_whole("feed_forward.shared_expert.down_proj")
+    assert parts.in_unsplit("feed_forward.shared_expert.down_proj")
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from brim.techniques.quantization.technique import (
     Quantization,
     QuantizedLinear,
     apply,
-    chosen,
     quantize_meta,
+    quantized_layers,
     stored_bytes,
 )
 
@@ -120,15 +120,15 @@ def test_a_model_without_values_gets_the_parameters_of_a_real_one(make: Callable
 
 
 def test_the_head_is_left_unless_it_is_asked_for() -> None:
-    assert "lm_head" not in chosen(llama(), "int8")
-    assert len(chosen(llama(), "int8")) == 14
-    assert "lm_head" in chosen(llama(), Quantization(scheme="int8", head=True))
+    assert "lm_head" not in quantized_layers(llama(), "int8")
+    assert len(quantized_layers(llama(), "int8")) == 14
+    assert "lm_head" in quantized_layers(llama(), Quantization(scheme="int8", head=True))
 
 
 def test_a_head_that_is_tied_to_the_embeddings_becomes_a_layer_of_its_own() -> None:
     model = llama(tied=True)
     before, table = logits(model), model.get_input_embeddings().weight
-    assert "lm_head" not in chosen(model, "int8")
+    assert "lm_head" not in quantized_layers(model, "int8")
     handle = apply(model, Quantization(scheme="int8", head=True))
     assert isinstance(model.lm_head, QuantizedLinear)
     assert model.get_input_embeddings().weight is table
@@ -140,14 +140,14 @@ def test_a_head_that_is_tied_to_the_embeddings_becomes_a_layer_of_its_own() -> N
 def test_a_weight_that_two_layers_share_is_left() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     model[1].weight = model[0].weight
-    assert list(chosen(model, "int8")) == ["2"]
+    assert list(quantized_layers(model, "int8")) == ["2"]
 
 
 def test_sides_that_a_scheme_cannot_hold_are_left() -> None:
     model = nn.Sequential(nn.Linear(64, 20), nn.Linear(20, 64), nn.Linear(96, 64), nn.Linear(100, 32))
-    assert list(chosen(model, "int8")) == ["0", "1", "2", "3"]
-    assert list(chosen(model, "int4")) == ["2"]  # in groups of 32, the largest that divides 96
-    assert list(chosen(model, "fp8")) == ["2"]
+    assert list(quantized_layers(model, "int8")) == ["0", "1", "2", "3"]
+    assert list(quantized_layers(model, "int4")) == ["2"]  # in groups of 32, the largest that divides 96
+    assert list(quantized_layers(model, "fp8")) == ["2"]
     assert stored_bytes(Quantization(scheme="int4"), 64, 96) == 64 * 96 // 2 + 4 * 64 * 3
 
 

@@ -17,7 +17,7 @@ from brim.memory.pool import Buffer
 from brim.memory.tiers import Memory, cpu_memory
 from brim.memory.transfer import Ticket, Waitable
 from brim.report.idle import attribute
-from brim.techniques.streaming.ring import Ring
+from brim.techniques.streaming.ring import OrderPredictor, Ring
 
 BYTES = 64
 
@@ -178,7 +178,7 @@ def test_a_failed_load_is_told_to_who_needs_it_and_tried_again(bench: Bench) -> 
 def test_after_an_interrupt_everything_can_be_used(bench: Bench) -> None:
     bench.ring.acquire(0)
     bench.ring.acquire(1)  # and never released
-    bench.ring.let_go()
+    bench.ring.recover()
     bench.use(*range(6), *range(6))
 
 
@@ -207,3 +207,70 @@ def test_any_nesting_within_the_slots_keeps_what_is_in_use(data: st.DataObject) 
                 held.append((block, bench.ring.acquire(block)))
         for block, buffer in held:
             assert buffer.tensor.tolist() == [block] * BYTES
+
+
+def mistakes(predictor: OrderPredictor, sequence: Sequence[int]) -> int:
+    wrong = 0
+    for block in sequence:
+        wrong += next(predictor.upcoming(1), None) != block
+        predictor.observe(block)
+    return wrong
+
+
+def test_before_anything_came_the_definition_is_the_order() -> None:
+    predictor = OrderPredictor([2, 5, 7])
+    assert list(predictor.upcoming(7)) == [2, 5, 7, 2, 5, 7, 2]
+    assert mistakes(predictor, [2, 5, 7, 2, 5, 7]) == 0
+
+
+def test_nothing_is_expected_of_no_blocks() -> None:
+    assert list(OrderPredictor([]).upcoming(3)) == []
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        [3, 1, 0, 2],  # definition order is wrong
+        [0, 1, 1, 2, 3],  # called twice in a row
+        [0, 1, 2, 1, 3],  # called again later
+        [0, 2],  # some never come
+        [1],
+        [0, 1, 0, 2, 0, 3],  # one between all others
+    ],
+)
+def test_a_step_is_learned_in_one_pass(step: list[int]) -> None:
+    predictor = OrderPredictor(range(4))
+    mistakes(predictor, step)
+    mistakes(predictor, step[:2])  # from the end to the beginning again
+    mistakes(predictor, step[2:])
+    assert mistakes(predictor, step * 5) == 0
+
+
+def test_an_encoder_that_runs_once_and_a_decoder_that_loops() -> None:
+    predictor = OrderPredictor(range(6))
+    run = [0, 1, 2, *[3, 4, 5] * 8]
+    mistakes(predictor, run)
+    assert mistakes(predictor, run) <= 2  # the turn from the loop to the encoder cannot be foreseen
+
+
+def test_after_a_change_the_new_order_is_learned() -> None:
+    predictor = OrderPredictor(range(5))
+    mistakes(predictor, [0, 1, 2, 3, 4] * 3)
+    assert mistakes(predictor, [4, 2, 0, 1, 3] * 2) <= 11
+    assert mistakes(predictor, [4, 2, 0, 1, 3] * 3) == 0
+
+
+@given(st.permutations(range(8)), st.integers(1, 20))
+def test_any_order_of_all_blocks_is_foreseen_after_one_step(order: list[int], ahead: int) -> None:
+    predictor = OrderPredictor(range(8))
+    mistakes(predictor, [*order, *order[:2]])
+    mistakes(predictor, order[2:])
+    assert list(predictor.upcoming(ahead)) == [order[i % 8] for i in range(ahead)]
+
+
+@given(st.lists(st.integers(0, 5), max_size=40), st.integers(0, 30))
+def test_whatever_came_there_are_expectations_of_known_blocks(came: list[int], ahead: int) -> None:
+    predictor = OrderPredictor(range(6))
+    mistakes(predictor, came)
+    expected = list(predictor.upcoming(ahead))
+    assert len(expected) == ahead and set(expected) <= set(range(6))

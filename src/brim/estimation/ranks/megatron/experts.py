@@ -144,108 +144,162 @@ class ExpertFeedForward(Layer):
 
     @property
     def _sent_bytes(self) -> int:
-        """Hidden states of all tokens, once for every expert that is chosen."""
+        """Hidden states of this rank's tokens, once for every expert that is chosen."""
+        return self.place.between * self._experts.chosen
+
+    @property
+    def _gathered_bytes(self) -> int:
+        """The same of all tokens of the tensor-parallel group, whose ranks each have a part of every expert."""
         return self.place.whole * self._experts.chosen
 
+    @property
+    def _routed_tokens(self) -> int:
+        return self.place.tokens // (self.place.split.tp if self.place.gathers else 1)
+
+    def _of_inner(self, matrices: int) -> int:
+        """Bytes of ``matrices`` activations as wide as this rank's part of an expert, for all routed tokens."""
+        return _Sizes(self.place).of(matrices * self._experts.inner * self._experts.chosen) // self.place.split.tp
+
     def _forward_mlp(self, keep: dict[str, int]) -> int:
-        script, place, own, size = self.script, self.place, self._experts, _Sizes(self.place).of
+        script, place, own = self.script, self.place, self._experts
         self._norm("pre_mlp_layernorm", "ln2", keep)
         self._at("mlp.router")
-        keep["router"] = script.keep(place.tokens * own.count * (4 * _ROUTER_TENSORS + 1))
-        self._product_of(own.count, place.shape.hidden, place.tokens)
-        self._move(4 * _ROUTER_PASSES * place.tokens * own.count)
+        keep["router"] = script.keep(self._routed_tokens * own.count * (4 * _ROUTER_TENSORS + 1))
+        self._product_of(own.count, place.shape.hidden, self._routed_tokens)
+        self._move(4 * _ROUTER_PASSES * self._routed_tokens * own.count)
         permuted = script.alloc(self._sent_bytes)
-        self._permute(self._sent_bytes + place.whole)
+        self._permute(self._sent_bytes + place.between)
         received = script.alloc(self._sent_bytes)
         script.send("all_to_all", "ep", self._sent_bytes)
         temporaries = [permuted, received]
         if own.shared:
             temporaries.append(self._forward_shared(keep))
         self._at("mlp.experts")
-        keep["tokens"] = script.keep(self._sent_bytes)
-        self._permute(2 * self._sent_bytes)
-        keep["fc1"] = script.keep(size(2 * own.inner * own.chosen))
+        gathered = self._gathered_rows()
+        keep["tokens"] = script.keep(self._gathered_bytes)
+        self._permute(2 * self._gathered_bytes)
+        if gathered is not None:
+            script.free(gathered)
+        keep["fc1"] = script.keep(self._of_inner(2))
         self._grouped()
-        keep["act"] = script.keep(size(own.inner * own.chosen))
-        self._move(size(3 * own.inner * own.chosen))
-        out = script.alloc(self._sent_bytes)
+        keep["act"] = script.keep(self._of_inner(1))
+        self._move(self._of_inner(3))
+        out = script.alloc(self._gathered_bytes)
         self._grouped(back=True)
-        sorted_back = script.alloc(self._sent_bytes)
-        self._permute(2 * self._sent_bytes)
+        sorted_back = script.alloc(self._gathered_bytes)
+        self._permute(2 * self._gathered_bytes)
         script.free(out)
+        if place.gathers:
+            temporaries.append(script.alloc(self._sent_bytes))
+            script.send("reduce_scatter", "tp", self._gathered_bytes)
         returned = script.alloc(self._sent_bytes)
         script.send("all_to_all", "ep", self._sent_bytes)
-        total = script.alloc(place.whole)
-        self._permute(self._sent_bytes + 2 * place.whole)
+        total = script.alloc(place.between)
+        self._permute(self._sent_bytes + 2 * place.between)
         script.free(returned, sorted_back, *temporaries)
         return total
 
+    def _gathered_rows(self) -> int | None:
+        """The routed tokens of the whole tensor-parallel group, where it splits experts."""
+        if not self.place.gathers:
+            return None
+        gathered = self.script.alloc(self._gathered_bytes)
+        self.script.send("all_gather", "tp", self._gathered_bytes)
+        return gathered
+
     def _forward_shared(self, keep: dict[str, int]) -> int:
-        script, place, own, size = self.script, self.place, self._experts, _Sizes(self.place).of
+        script, place, own = self.script, self.place, self._experts
+        width = own.shared // place.split.tp
+        size = _Sizes(place).of(width)
         self._at("mlp.shared_experts")
-        keep["shared_fc1"] = script.keep(size(2 * own.shared))
-        self._product_of(2 * own.shared, place.shape.hidden, place.tokens)
-        keep["shared_act"] = script.keep(size(own.shared))
-        self._move(size(3 * own.shared))
+        gathered = self._gathered()
+        keep["shared_fc1"] = script.keep(2 * size)
+        self._product_of(2 * width, place.shape.hidden, place.tokens)
+        if gathered is not None:
+            script.free(gathered)
+        keep["shared_act"] = script.keep(size)
+        self._move(3 * size)
         out = script.alloc(place.whole)
-        self._product_of(place.shape.hidden, own.shared, place.tokens)
-        return out
+        self._product_of(place.shape.hidden, width, place.tokens)
+        return self._scattered(out)
+
+    def _scattered(self, partial: int) -> int:
+        """Sum what each rank of the tensor-parallel group has, and keep this rank's part of the sequence."""
+        if not self.place.gathers:
+            return partial
+        scattered = self.script.alloc(self.place.between)
+        self.script.send("reduce_scatter", "tp", self.place.whole)
+        self.script.free(partial)
+        return scattered
 
     def _backward_mlp(self, saved: Saved, gradient: int) -> int:
-        script, place, own, size, keep = self.script, self.place, self._experts, _Sizes(self.place).of, saved.kept
+        script, place, own, keep = self.script, self.place, self._experts, saved.kept
         if "mask2" in keep:
             script.free(keep.pop("mask2"))
         shared = self._backward_shared(keep) if own.shared else None
         self._at("mlp.experts")
-        out = self._sent_back(self._sent_back(script.alloc(self._sent_bytes), sends=True))
-        act = script.alloc(size(own.inner * own.chosen))
+        out = self._sent_back(script.alloc(self._sent_bytes), "all_to_all", "ep", self._sent_bytes)
+        if place.gathers:
+            out = self._sent_back(out, "all_gather", "tp", self._gathered_bytes)
+        out = self._sorted(out)
+        act = script.alloc(self._of_inner(1))
         self._grouped(back=True, gradient=True)
         script.free(out, keep.pop("act"))
-        wide = script.alloc(size(2 * own.inner * own.chosen))
-        self._move(size(5 * own.inner * own.chosen))
+        wide = script.alloc(self._of_inner(2))
+        self._move(self._of_inner(5))
         script.free(act, keep.pop("fc1"))
-        tokens = script.alloc(self._sent_bytes)
+        tokens = script.alloc(self._gathered_bytes)
         self._grouped(gradient=True)
         script.free(wide, keep.pop("tokens"))
-        tokens = self._sent_back(self._sent_back(tokens), sends=True)
+        tokens = self._sorted(tokens)
+        if place.gathers:
+            tokens = self._sent_back(tokens, "reduce_scatter", "tp", self._sent_bytes)
+        tokens = self._sent_back(tokens, "all_to_all", "ep", self._sent_bytes)
         self._at("mlp.router")
-        hidden = script.alloc(place.whole)
-        self._permute(self._sent_bytes + place.whole)
-        self._move(4 * _ROUTER_PASSES_BACK * place.tokens * own.count)
+        hidden = script.alloc(place.between)
+        self._permute(self._sent_bytes + place.between)
+        self._move(4 * _ROUTER_PASSES_BACK * self._routed_tokens * own.count)
         for accumulates in (False, True):
-            self._product_of(own.count, place.shape.hidden, place.tokens, accumulates=accumulates)
+            self._product_of(own.count, place.shape.hidden, self._routed_tokens, accumulates=accumulates)
         script.free(tokens, keep.pop("router"))
         return self._backward_norm("ln2", keep, gradient, hidden, shared, keep.pop("middle"))
 
-    def _sent_back(self, tokens: int, *, sends: bool = False) -> int:
-        received = self.script.alloc(self._sent_bytes)
-        if sends:
-            self.script.send("all_to_all", "ep", self._sent_bytes)
-        else:
-            self._permute(2 * self._sent_bytes)
+    def _sent_back(self, tokens: int, kind: str, axis: str, received_bytes: int) -> int:
+        received = self.script.alloc(received_bytes)
+        self.script.send(kind, axis, max(received_bytes, self._sent_bytes if axis == "ep" else self._gathered_bytes))
         self.script.free(tokens)
         return received
 
+    def _sorted(self, tokens: int) -> int:
+        """The rows in another order: by expert, or by token."""
+        in_order = self.script.alloc(self._gathered_bytes)
+        self._permute(2 * self._gathered_bytes)
+        self.script.free(tokens)
+        return in_order
+
     def _backward_shared(self, keep: dict[str, int]) -> int:
-        script, place, own, size = self.script, self.place, self._experts, _Sizes(self.place).of
+        script, place, own = self.script, self.place, self._experts
+        width = own.shared // place.split.tp
+        size = _Sizes(place).of(width)
         self._at("mlp.shared_experts")
-        act = script.alloc(size(own.shared))
+        act = script.alloc(size)
         for accumulates in (False, True):
-            self._product_of(place.shape.hidden, own.shared, place.tokens, accumulates=accumulates)
+            self._product_of(place.shape.hidden, width, place.tokens, accumulates=accumulates)
         script.free(keep.pop("shared_act"))
-        wide = script.alloc(size(2 * own.shared))
-        self._move(size(5 * own.shared))
+        wide = script.alloc(2 * size)
+        self._move(5 * size)
         script.free(act, keep.pop("shared_fc1"))
         hidden = script.alloc(place.whole)
         for accumulates in (False, True):
-            self._product_of(2 * own.shared, place.shape.hidden, place.tokens, accumulates=accumulates)
+            self._product_of(2 * width, place.shape.hidden, place.tokens, accumulates=accumulates)
         script.free(wide)
-        return hidden
+        return self._scattered(hidden)
 
     def _grouped(self, *, back: bool = False, gradient: bool = False) -> None:
         """One grouped product over this rank's experts: up (gate beside it) or back down."""
         own, place = self._experts, self.place
-        rows, columns = (place.shape.hidden, own.inner) if back else (2 * own.inner, place.shape.hidden)
+        inner = own.inner // place.split.tp
+        rows, columns = (place.shape.hidden, inner) if back else (2 * inner, place.shape.hidden)
         local = own.count // place.split.ep
         tokens = place.tokens * own.chosen // local
         for accumulates in (False, True) if gradient else (False,):

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from brim.estimation.ranks.job import MegatronOptions
 from brim.estimation.ranks.script import Script
 from brim.estimation.ranks.sizes import Shape
 from brim.estimation.ranks.split import Split
 
 _WIDTH = 2  # bytes of bfloat16
+_PROBABILITIES = ("softmax", "dropped", "score_mask")
 _NORMS = {"ln1": "input_layernorm", "ln2": "pre_mlp_layernorm"}
 
 
@@ -26,7 +28,8 @@ class Place:
     split: Split
     sequence: int
     recompute: str  # none, selective or full
-    fused_loss: bool = True  # Transformer Engine's cross entropy; else Megatron's own, in float32
+    options: MegatronOptions = field(default_factory=MegatronOptions)
+    capability: tuple[int, int] = (9, 0)
 
     @property
     def tokens(self) -> int:
@@ -59,7 +62,9 @@ class Place:
 
     @property
     def softmax(self) -> int:
-        """Logarithms of the sums of exponentials, float32."""
+        """Logarithms of the sums of exponentials, float32; unfused, the probabilities."""
+        if self.attention == "unfused":
+            return self.scores
         return self.tokens * self.shape.heads // self.split.tp * 4
 
     @property
@@ -71,6 +76,44 @@ class Place:
     def wide(self) -> int:
         """What its first product gives: gate and up in one where there is a gate."""
         return self.inner * (2 if self.shape.gated else 1)
+
+    @property
+    def attention_mask(self) -> int:
+        """The loader's dense mask of a micro-batch, one byte for each pair of tokens."""
+        if not self.options.create_attention_mask_in_dataloader:
+            return 0
+        return self.split.micro_batch * self.sequence * self.sequence
+
+    @property
+    def attention(self) -> str:
+        """The attention that Transformer Engine takes: ``flash``, ``fused`` or ``unfused``.
+
+        Both being there, cuDNN's goes first from Hopper on, unless it must be deterministic on Blackwell
+        (transformer_engine/pytorch/attention/dot_product_attention/utils.py; GB200 by Megatron-LM's golden values).
+        """
+        if self.options.transformer_impl == "local":
+            return "unfused"
+        if self.options.attention_backend != "auto":
+            return self.options.attention_backend
+        return "flash" if self.capability < (9, 0) or self._is_deterministic_blackwell else "fused"
+
+    @property
+    def _is_deterministic_blackwell(self) -> bool:
+        return self.options.deterministic_mode and self.capability >= (10, 0)
+
+    @property
+    def copies_attention(self) -> bool:
+        """Whether attention's output is kept in the kernel's layout and again in that of the next product.
+
+        Context parallelism exchanges heads in between. FlashAttention wants the batch first, Megatron-LM has it
+        second; of one sequence both are the same memory.
+        """
+        return self.split.cp > 1 or (self.attention == "flash" and self.split.micro_batch > 1)
+
+    @property
+    def scores(self) -> int:
+        """Scores of all pairs of tokens under this rank's heads."""
+        return self.tokens * self.sequence * self.shape.heads // self.split.tp * _WIDTH
 
     @property
     def gathers(self) -> bool:
@@ -106,9 +149,11 @@ class Place:
                 matrices["q"] = (width, h)
         if own is not None and self.is_routed(number):
             matrices = {name: size for name, size in matrices.items() if "fc" not in name}
-            matrices |= {"expert_fc1": (2 * own.inner, shape.hidden), "expert_fc2": (shape.hidden, own.inner)}
+            inner = own.inner // self.split.tp
+            matrices |= {"expert_fc1": (2 * inner, shape.hidden), "expert_fc2": (shape.hidden, inner)}
             if own.shared:
-                matrices |= {"shared_fc1": (2 * own.shared, shape.hidden), "shared_fc2": (shape.hidden, own.shared)}
+                shared = own.shared // self.split.tp
+                matrices |= {"shared_fc1": (2 * shared, shape.hidden), "shared_fc2": (shape.hidden, shared)}
         return list(matrices.values())
 
     def parameters(self, number: int = 0) -> int:
@@ -117,7 +162,7 @@ class Place:
         count = sum(rows * columns for rows, columns in self.matrices(number))
         count += 2 * shape.hidden * (2 if shape.layer_norm else 1)
         if own is not None and self.is_routed(number):
-            count += shape.hidden * own.count - 3 * own.inner * shape.hidden
+            count += shape.hidden * own.count - 3 * own.inner * shape.hidden // t
         if shape.latent is not None:
             count += shape.latent.query_rank + shape.latent.key_rank
         if shape.qkv_bias:
@@ -131,7 +176,7 @@ class Place:
         own = self.shape.experts
         if own is None or not self.is_routed(number):
             return 0
-        return own.count // self.split.ep * 3 * own.inner * self.shape.hidden
+        return own.count // self.split.ep * 3 * own.inner * self.shape.hidden // self.split.tp
 
 
 @dataclass
@@ -190,18 +235,33 @@ class Layer:
         self._at("self_attention.core_attention")
         if place.split.cp > 1:  # heads are exchanged for the rest of the sequence, and back
             script.send("all_to_all", "cp", place.query + 2 * place.key)
+        self._probabilities(keep)
         keep["core"] = script.keep(place.query)
-        keep["softmax"] = script.keep(place.softmax)
         self._core(4)
         if place.split.cp > 1:
             script.send("all_to_all", "cp", place.query)
+        if place.copies_attention:
             keep["out"] = script.keep(place.query)
         else:
             keep["out"] = keep.pop("core")
 
+    def _probabilities(self, keep: dict[str, int]) -> None:
+        """What attention keeps beside its output: unfused, all probabilities, and with dropout their mask and what
+        it leaves."""
+        script, place = self.script, self.place
+        if place.attention != "unfused":
+            keep["softmax"] = script.keep(place.softmax)
+            return
+        before = script.alloc(0 if place.options.transformer_impl == "local" else place.scores)
+        keep["softmax"] = script.keep(place.softmax)
+        script.free(before)
+        if place.shape.dropout:
+            keep["dropped"], keep["score_mask"] = script.keep(place.scores), script.keep(place.scores // _WIDTH)
+        self._move((6 if place.shape.dropout else 4) * place.scores)
+
     def _drop_core(self, saved: Saved) -> None:
         """Recomputed attention keeps queries, keys and values; its output is kept by the product that follows."""
-        for name in ("core", "softmax"):
+        for name in ("core", *_PROBABILITIES):
             if name in saved.kept:
                 self.script.free(saved.kept.pop(name))
 
@@ -274,10 +334,10 @@ class Layer:
     def _core_again(self, saved: Saved) -> None:
         script, place = self.script, self.place
         self._at("self_attention.core_attention")
+        self._probabilities(saved.kept)
         again = script.alloc(place.query)
-        saved.kept["softmax"] = script.alloc(place.softmax)
         self._core(4)
-        if place.split.cp > 1:
+        if place.copies_attention:
             saved.kept["core"] = again
         else:
             script.free(again)
@@ -300,9 +360,13 @@ class Layer:
             script.send("all_to_all", "cp", place.query)
         mixed = script.alloc(place.query + 2 * place.key)
         self._core(10)
-        script.free(out, keep.pop("qkv"), keep.pop("softmax"), keep.pop("out"))
-        if place.split.cp > 1:
+        if place.attention == "unfused":  # gradients of the probabilities, before and after dropout or the softmax
+            script.free(script.alloc(place.scores), script.alloc(place.scores))
+        script.free(out, keep.pop("qkv"), keep.pop("out"))
+        script.free(*(keep.pop(name) for name in _PROBABILITIES if name in keep))
+        if place.copies_attention:
             script.free(keep.pop("core"))
+        if place.split.cp > 1:
             script.send("all_to_all", "cp", place.query + 2 * place.key)
         whole = script.alloc(place.query + 2 * place.key)  # rotated back, in one
         self._move(2 * (place.query + 2 * place.key))
@@ -321,8 +385,8 @@ class Layer:
         gathered = self._gathered()
         input_gradient = script.alloc(input_bytes)
         self._product(weight)
-        self._product(weight, accumulates=True)
-        script.free(*(handle for handle in (masked, gathered) if handle is not None))
+        weight_gradient = self._weight_gradient(weight)
+        script.free(*(handle for handle in (masked, gathered, weight_gradient) if handle is not None))
         return input_gradient
 
     def _backward_column(
@@ -337,11 +401,22 @@ class Layer:
         scattered = script.alloc(place.between) if place.gathers else partial
         if place.split.tp > 1:
             script.send("reduce_scatter" if place.gathers else "all_reduce", "tp", place.whole)
-        self._product(weight, accumulates=True)
+        weight_gradient = self._weight_gradient(weight)
         if gathered is not None:
             script.free(gathered, partial)
         script.free(output)
-        return self._backward_norm(norm, saved.kept, gradient, scattered, None, residual)
+        total = self._backward_norm(norm, saved.kept, gradient, scattered, None, residual)
+        if weight_gradient is not None:
+            script.free(weight_gradient)
+        return total
+
+    def _weight_gradient(self, weight: str) -> int | None:
+        """Add to the float32 buffer, or write a tensor that a hook adds to it when the module's backward is over."""
+        self._product(weight, accumulates=True)
+        if self.place.options.gradient_accumulation_fusion:
+            return None
+        rows, columns = self.place.weights()[weight]
+        return self.script.alloc(_WIDTH * rows * columns)
 
     def _backward_norm(
         self,
@@ -385,9 +460,11 @@ class Layer:
         self.script.op(name, flops=2 * tokens * rows * columns, moved_bytes=moved)
 
     def _core(self, passes: int) -> None:
-        """Causal attention: half of ``passes`` x tokens x sequence x width; backward is 2.5 times the forward."""
+        """Causal attention: half of ``passes`` x tokens x sequence x width; backward is 2.5 times the forward.
+        Unfused products take all of it."""
         place = self.place
-        flops = passes * place.tokens * place.sequence * (place.shape.query // place.split.tp) // 2
+        flops = passes * place.tokens * place.sequence * (place.shape.query // place.split.tp)
+        flops //= 1 if place.attention == "unfused" else 2
         self.script.op(
             "aten._scaled_dot_product_flash_attention.default", flops=flops, moved_bytes=2 * (place.query + place.key)
         )

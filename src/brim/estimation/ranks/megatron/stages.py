@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from brim.core import Phase
-from brim.errors import UnsupportedError
+from brim.errors import UnsupportedError, UsageError
 from brim.estimation.ranks.job import ParallelJob, StageFacts
 from brim.estimation.ranks.megatron.step import StageTrace, stage_trace
 from brim.estimation.ranks.script import Sent
-from brim.estimation.ranks.sizes import shape_of
+from brim.estimation.ranks.sizes import Shape, shape_of
 from brim.estimation.ranks.split import Split, check_sizes
 
-_TOLD = (
-    "engine: Megatron-LM with Transformer Engine (flash attention, fused cross entropy), bfloat16 weights and "
-    "float32 gradients, written down from its code",
-)
+# Seconds that the host takes at least to launch a layer's forward and backward pass for a micro-batch: together 3.6
+# to 6.5 ms, whatever the split, in Megatron-LM's golden values of models of 12 layers of 512 on H100 (d98e8a64,
+# tests/functional_tests/test_cases/gpt, iteration-time of 26 cases). A backward pass launches about twice as much.
+LAUNCHES_S = (1.2e-3, 2.4e-3)
 
 
 def stages(job: ParallelJob, only: int | None = None) -> tuple[list[StageFacts], tuple[str, ...]]:
@@ -22,20 +22,45 @@ def stages(job: ParallelJob, only: int | None = None) -> tuple[list[StageFacts],
     split, workload = job.split, job.workload
     _check(job)
     shape = shape_of(job.source)
-    if (shape.experts or shape.latent) and (split.tp > 1 or split.cp > 1):
+    if shape.latent and (split.tp > 1 or split.cp > 1):
         raise UnsupportedError(
             f"Cannot split {shape.name} by --tp {split.tp} --cp {split.cp}.",
-            "Experts and latent attention are modelled on whole layers.", "Use --ep, --pp and --dp.",
+            "Latent attention is modelled on whole layers.", "Use --ep, --pp and --dp.",
+        )  # fmt: skip
+    if shape.experts and split.tp > 1 and not split.sequence_parallel:
+        raise UsageError(
+            f"Cannot split the experts of {shape.name} by --tp {split.tp} without --sp.",
+            "Megatron-LM trains experts under tensor parallelism with sequence parallelism only.", "Give --sp.",
         )  # fmt: skip
     check_sizes(split, shape.sizes(job.sequence), even_stages=True)
     ranks = (
         stage_trace(
             shape, split, stage, sequence=job.sequence, recompute=workload.checkpointing or "none",
-            capability=job.capability, fused_loss=job.fused_loss,
+            capability=job.capability, options=job.megatron,
         )
         for stage in (range(split.pp) if only is None else (only,))
     )  # fmt: skip
-    return [_facts(rank, split) for rank in ranks], _TOLD
+    return [_facts(rank, split) for rank in ranks], tuple(_notes(job, shape))
+
+
+def _notes(job: ParallelJob, shape: Shape) -> list[str]:
+    options = job.megatron
+    loss = {
+        "unfused": "unfused cross entropy",
+        "native": "cross entropy fused natively",
+        "te": "Transformer Engine's cross entropy, which Megatron-LM refuses by default since June 2026",
+    }[options.loss]
+    layers = "Transformer Engine" if options.transformer_impl == "transformer_engine" else "its own layers"
+    gradients = "fused" if options.gradient_accumulation_fusion else "no"
+    notes = [
+        f"engine: Megatron-LM with {layers}, {loss}, {gradients} gradient accumulation, bfloat16 weights and float32 "
+        "gradients, written down from its code",
+    ]
+    if options.create_attention_mask_in_dataloader:
+        notes.append("the loader makes an attention mask; --no-create-attention-mask-in-dataloader leaves it out")
+    if shape.experts:
+        notes.append("experts: as many tokens at each; a router out of balance takes more")
+    return notes
 
 
 def _check(job: ParallelJob) -> None:
@@ -76,4 +101,8 @@ def _facts(made: StageTrace, split: Split) -> StageFacts:
         once.append(Sent(kind="all_gather", axis="shard", bytes=2 * made.parameters, phase=Phase.OPTIMIZER))
     if made.expert_parameters and split.shards > split.ep:
         once.append(Sent(kind=kind, axis="shard", bytes=4 * made.expert_parameters, phase=Phase.OPTIMIZER))
-    return StageFacts(trace=made.trace, ops=made.ops, sent=made.sent, once=tuple(once))
+    forward_s, backward_s = LAUNCHES_S
+    return StageFacts(
+        trace=made.trace, ops=made.ops, sent=made.sent, once=tuple(once),
+        launches_s=(forward_s * made.layers, backward_s * made.layers),
+    )  # fmt: skip

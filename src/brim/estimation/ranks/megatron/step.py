@@ -2,11 +2,12 @@
 
 The engine is not here, so its step is written down from its code instead of being watched: Megatron-LM's DDP with the
 float32 gradient buffer, its distributed optimizer (``--use-distributed-optimizer``), Transformer Engine's fused
-layers and cross entropy, sequence parallelism, context parallelism by all-to-all, 1F1B and interleaved pipelines.
-Beside what textbooks count there are: a dummy weight gradient of every shape of matrix, kept for good
-(``get_dummy_wgrad`` in pytorch/module/base.py), one gathered input for the output layer (the buffer ``mpu`` of
-megatron/core/utils.py), the workspaces of Transformer Engine and of PyTorch's two threads, and on pipeline ranks the
-gradient that was sent last. Vocabularies are padded to a multiple of ``128 t``.
+layers, Megatron-LM's cross entropy, sequence parallelism, context parallelism by all-to-all, 1F1B and interleaved
+pipelines. Beside what textbooks count there are: the loader's attention mask; where gradient accumulation is fused, a
+dummy weight gradient of every shape of matrix, kept for good (``get_dummy_wgrad`` in pytorch/module/base.py); one
+gathered input for the output layer (the buffer ``mpu`` of megatron/core/utils.py), the workspaces of Transformer
+Engine and of PyTorch's two threads, and on pipeline ranks the gradient that was sent last. Vocabularies are padded to
+a multiple of ``128 t``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from brim.core import Category, Op, Phase, Trace
+from brim.estimation.ranks.job import MegatronOptions
 from brim.estimation.ranks.megatron.experts import layer_of
 from brim.estimation.ranks.megatron.layer import Place, Saved
 from brim.estimation.ranks.schedule import Turn, brief, turns
@@ -23,6 +25,8 @@ from brim.estimation.ranks.split import Split
 from brim.units import MIB
 
 _PADDED_TO = 128  # --make-vocab-size-divisible-by
+_GROUPED_STREAMS = 4  # each with a workspace (common/multi_stream.cpp, nvte_get_num_compute_streams)
+_DEFAULTS = MegatronOptions()
 _POOL_BYTES = {"sm90": 32 * MIB, "other": 8_519_680}  # PyTorch 2.10, aten/src/ATen/cuda/CublasHandlePool.cpp
 
 
@@ -35,6 +39,7 @@ class StageTrace:
     ops: tuple[Op, ...]
     sent: tuple[Sent, ...]
     parameters: int
+    layers: int
     expert_parameters: int = 0
 
 
@@ -47,6 +52,11 @@ class Chunk:
     embeds: bool
     has_head: bool
 
+    @property
+    def numbers(self) -> range:
+        """The numbers of its layers in the model."""
+        return range(self.first, self.first + self.layers)
+
 
 def stage_trace(
     shape: Shape,
@@ -55,12 +65,14 @@ def stage_trace(
     *,
     sequence: int,
     recompute: str,
-    fused_loss: bool = True,
+    options: MegatronOptions = _DEFAULTS,
     capability: tuple[int, int] = (9, 0),
 ) -> StageTrace:
     """The step of pipeline rank ``stage`` with its first micro-batches: what follows repeats them."""
-    place = Place(shape=shape, split=split, sequence=sequence, recompute=recompute, fused_loss=fused_loss)
-    rank = _Rank(place, stage, capability)
+    place = Place(
+        shape=shape, split=split, sequence=sequence, recompute=recompute, options=options, capability=capability
+    )
+    rank = _Rank(place, stage)
     rank.build()
     for turn in turns(brief(split, stage), stage):
         rank.take(turn)
@@ -70,6 +82,7 @@ def stage_trace(
         ops=tuple(rank.ops),
         sent=tuple(rank.sent),
         parameters=rank.parameters,
+        layers=sum(chunk.layers for chunk in rank.chunks),
         expert_parameters=rank.experts,
     )
 
@@ -89,10 +102,9 @@ def chunks_of(shape: Shape, split: Split, stage: int) -> list[Chunk]:
 
 
 class _Rank:
-    def __init__(self, place: Place, stage: int, capability: tuple[int, int]) -> None:
+    def __init__(self, place: Place, stage: int) -> None:
         self.place, self.stage, self.script = place, stage, Script()
         self.chunks = chunks_of(place.shape, place.split, stage)
-        self.capability = capability
         self.ops: list[Op] = []
         self.sent: list[Sent] = []
         self.parameters = self.experts = 0
@@ -105,7 +117,7 @@ class _Rank:
 
     def build(self) -> None:
         script, split = self.script, self.place.split
-        numbers = [n for chunk in self.chunks for n in range(chunk.first, chunk.first + chunk.layers)]
+        numbers = [n for chunk in self.chunks for n in chunk.numbers]
         self.parameters = sum(self._count(chunk) for chunk in self.chunks)
         self.experts = sum(self.place.expert_parameters(number) for number in numbers)
         self._states(self.parameters, split.shards)
@@ -115,7 +127,7 @@ class _Rank:
         shapes = {size for number in numbers for size in self.place.matrices(number)} | (
             {(self._padded, self.place.shape.hidden)} if head else set()
         )
-        for rows, columns in sorted(shapes):
+        for rows, columns in sorted(shapes) if self.place.options.gradient_accumulation_fusion else ():
             script.alloc(2 * rows * columns, Category.WORKSPACE, name="dummy weight gradients")
         if head and self.place.gathers:
             script.alloc(self.place.whole, Category.WORKSPACE, name="gathered input of the output layer")
@@ -125,25 +137,36 @@ class _Rank:
         script.begin()
 
     def _states(self, count: int, shards: int, of: str = "") -> None:
-        script, split = self.script, self.place.split
-        shards = shards if split.zero else 1
+        script = self.script
+        shards = self._shards(shards)
         script.alloc(2 * count, Category.PARAMETER, name=f"{of}parameters")
         script.alloc(4 * count, Category.GRADIENT, "float32", f"{of}main_grad")
         for name in ("main_param", "exp_avg", "exp_avg_sq"):
             script.alloc(-(-4 * count // shards), Category.OPTIMIZER_STATE, "float32", f"{of}{name}")
 
+    def _shards(self, ranks: int) -> int:
+        """Over how many of ``ranks`` the optimizer's states are split."""
+        return max(ranks // self.place.options.num_distributed_optimizer_instances, 1) if self.place.split.zero else 1
+
     def _workspaces(self, head: bool) -> None:
-        ninth = self.capability[0] >= 9
-        self.script.alloc(32 * MIB if ninth else 4 * MIB, Category.WORKSPACE, name="Transformer Engine's cuBLAS")
+        capability = self.place.capability
+        ninth = capability[0] >= 9
+        if self.place.options.transformer_impl == "local":
+            self.script.alloc(self.place.scores, Category.WORKSPACE, name="buffer of attention scores")
+        else:
+            routed = any(self.place.is_routed(n) for chunk in self.chunks for n in chunk.numbers)
+            for _ in range(1 + _GROUPED_STREAMS if routed else 1):
+                workspace = 32 * MIB if ninth else 4 * MIB
+                self.script.alloc(workspace, Category.WORKSPACE, name="Transformer Engine's cuBLAS")
         if head:  # the one product that PyTorch itself does, in the forward's thread and the backward's
-            pool = _POOL_BYTES["sm90" if self.capability == (9, 0) else "other"]
+            pool = self.place.options.cublas_workspace_bytes(_POOL_BYTES["sm90" if capability == (9, 0) else "other"])
             for _ in range(2):
                 self.script.alloc(pool, Category.WORKSPACE, name="PyTorch's cuBLAS")
 
     def _count(self, chunk: Chunk) -> int:
         shape = self.place.shape
         table = self._padded * shape.hidden
-        count = sum(self.place.parameters(n) for n in range(chunk.first, chunk.first + chunk.layers))
+        count = sum(self.place.parameters(n) for n in chunk.numbers)
         if chunk.embeds:
             count += table + shape.positions * shape.hidden
         if chunk.has_head:
@@ -168,9 +191,10 @@ class _Rank:
 
     def _forward(self, turn: Turn, chunk: Chunk) -> None:
         script, place = self.script, self.place
+        mask = script.alloc(place.attention_mask, name="attention mask") if self._loads(chunk) else None
         hidden = self._embed(turn.micro_batch) if chunk.embeds else script.keep(place.between, name="received")
         kept = []
-        for number in range(chunk.first, chunk.first + chunk.layers):
+        for number in chunk.numbers:
             saved, hidden = layer_of(script, place, number).forward(hidden)
             kept.append(saved)
         output: int | None = None
@@ -179,7 +203,13 @@ class _Rank:
         else:  # its storage is freed when it has been sent (deallocate_pipeline_outputs)
             script.send("send", "pp", place.between)
             script.free(hidden)
+        if mask is not None:
+            script.free(mask)
         self._flying[turn.micro_batch, turn.chunk] = (kept, output)
+
+    def _loads(self, chunk: Chunk) -> bool:
+        """Whether the chunk reads a batch with an attention mask (``get_batch`` of Megatron-LM's training script)."""
+        return (chunk.embeds or chunk.has_head) and self.place.attention_mask > 0
 
     def _embed(self, micro_batch: int) -> int:
         script, place = self.script, self.place
@@ -212,9 +242,12 @@ class _Rank:
         script.op("aten._log_softmax.default", moved_bytes=3 * place.tokens * self._padded * 2)
         losses = script.keep(place.tokens * 4)
         self._head_kept = (hidden, norm, statistics, losses)
-        if place.fused_loss:
+        loss = place.options.loss
+        if loss == "te":
             return logits
         softmax = script.keep(place.tokens * self._padded * 4)  # tensor_parallel/cross_entropy.py, in place
+        if loss == "native":  # what is compiled writes its exponentials into a tensor of their own
+            script.free(script.alloc(place.tokens * self._padded * 4))
         script.free(logits)
         return softmax
 
@@ -230,9 +263,7 @@ class _Rank:
             gradient = self._backward_head(output)
         else:
             gradient = script.alloc(place.between, name="received")
-        for saved, number in zip(
-            reversed(kept), reversed(range(chunk.first, chunk.first + chunk.layers)), strict=True
-        ):
+        for saved, number in zip(reversed(kept), reversed(chunk.numbers), strict=True):
             gradient = layer_of(script, place, number).backward(saved, gradient)
         if self._sent_before is not None:
             script.free(self._sent_before)
@@ -248,7 +279,7 @@ class _Rank:
     def _backward_head(self, logits: int) -> int:
         script, place = self.script, self.place
         script.module = "output_layer"
-        if not place.fused_loss:  # the gradient takes the place of what was kept, and is then made bfloat16
+        if place.options.loss != "te":  # the gradient takes the place of what was kept, and is then made bfloat16
             softmax, logits = logits, script.alloc(place.tokens * self._padded * 2)
             script.free(softmax)
         if place.gathers:
@@ -259,10 +290,14 @@ class _Rank:
         if place.split.tp > 1:
             script.send("reduce_scatter" if place.gathers else "all_reduce", "tp", place.whole)
         self._output_product(accumulates=True)
+        fused = place.options.gradient_accumulation_fusion
+        weight_gradient = None if fused else script.alloc(2 * self._padded * place.shape.hidden)
         hidden, norm, statistics, losses = self._head_kept
         script.free(logits, losses)
         if scattered is not partial:
             script.free(partial)
+        if weight_gradient is not None:
+            script.free(weight_gradient)
         script.module = "decoder.final_layernorm"
         gradient = script.alloc(place.between)
         script.op("aten.native_layer_norm_backward.default", moved_bytes=3 * place.between)
@@ -285,8 +320,8 @@ class _Rank:
         script, split = self.script, self.place.split
         script.phase, script.module = Phase.OPTIMIZER, "optimizer"
         before = len(script.ops)
-        mine = self.parameters // (split.shards if split.zero else 1)
-        mine += self.experts // (split.shards // split.ep if split.zero else 1)
+        mine = self.parameters // self._shards(split.shards)
+        mine += self.experts // self._shards(split.shards // split.ep)
         script.op("aten.zero_.default", moved_bytes=4 * (self.parameters + self.experts), dtype="float32")
         script.op("aten.linalg_vector_norm.default", moved_bytes=4 * mine, dtype="float32")
         script.op("aten._fused_adam_.default", moved_bytes=30 * mine, dtype="float32")  # reads 16 B, writes 14 B

@@ -317,9 +317,20 @@ def _allows_tf32() -> bool:
     return str(cudnn.conv.fp32_precision) == "tf32"
 
 
-def rules(capability: tuple[int, int]) -> dict[torch._ops.OpOverload, Rule]:
+def rules(capability: tuple[int, int], without_cudnn: Rule) -> dict[torch._ops.OpOverload, Rule]:
+    """The rules of convolutions. ``without_cudnn``: of those that PyTorch's own kernels compute."""
     workspace = _measured_bytes if capability == _MEASURED else _transposed_bytes
+
+    def choosing(rule: Callable[[Kernel, _Workspace], None]) -> Rule:
+        return lambda kernel: without_cudnn(kernel) if _pads_by_a_stride(kernel) else rule(kernel, workspace)
+
     return {
-        _aten.convolution.default: lambda kernel: _forward(kernel, workspace),
-        _aten.convolution_backward.default: lambda kernel: _backward(kernel, workspace),
+        _aten.convolution.default: choosing(_forward),
+        _aten.convolution_backward.default: choosing(_backward),
     }
+
+
+def _pads_by_a_stride(kernel: Kernel) -> bool:
+    """Return whether an output is padded by a stride or more, which cuDNN is not asked to do (Convolution.cpp)."""
+    pairs = zip(kernel.arg("output_padding"), kernel.arg("stride"), strict=True)
+    return bool(kernel.arg("transposed")) and any(padding >= stride for padding, stride in pairs)

@@ -20,7 +20,6 @@ _UNSORTED_ROWS = 3072  # of an embedding, whose gradients are added up without s
 _ROWS_PER_PART = 10
 _OFTEN = 4  # parts of a row on average, and
 _FEW_ROWS = 4  # for each multiprocessor, as PyTorch's CUDA build asks its allocator
-_LARGEST = 2  # of a bag, as embedding_bag numbers how it is reduced
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -57,66 +56,6 @@ def _index_of(multiprocessors: int) -> Rule:
             kernel.free(handle)
 
     return rule
-
-
-def _masked_select_of(multiprocessors: int) -> Rule:
-    def rule(kernel: Kernel) -> None:
-        """An index of positions, of the mask as it is broadcast."""
-        source, mask = kernel.arg("self"), kernel.arg("mask")
-        shape = torch.broadcast_shapes(source.shape, mask.shape)
-        handles: list[int] = []
-        positions = kernel.result.numel() * max(len(shape), 1) * _INDEX_BYTES
-        _positions(kernel, mask.expand(shape), multiprocessors, _take(kernel, positions, handles))
-        kernel.emit()
-
-    return rule
-
-
-def _masked_scatter(kernel: Kernel) -> None:
-    """cuda/IndexKernel.cu: how many elements of the mask come before each one."""
-    kernel.emit()
-    shape = kernel.result.shape
-    if not kernel.result.numel():
-        return
-    before = kernel.temp(prod(shape) * _INDEX_BYTES)
-    for tensor in (kernel.arg("mask").expand(shape), kernel.arg("source")):
-        if not tensor.is_contiguous():
-            kernel.temp(nbytes(tensor))
-    kernel.free(kernel.temp(cuda_cub.scan_bytes(prod(shape), _INDEX_BYTES)))
-    kernel.free(before)
-
-
-def _bincount(kernel: Kernel) -> None:
-    """cuda/SummaryOps.cu looks at the least and at the largest."""
-    for _ in range(2 if kernel.arg("self").numel() else 0):
-        kernel.temp(kernel.arg("self").element_size())
-    kernel.emit()
-
-
-def _segments(kernel: Kernel) -> None:
-    """cuda/SegmentReduce.cu: where each segment begins is added up from their lengths, and the other way round."""
-    lengths, offsets = kernel.arg("lengths"), kernel.arg("offsets")
-    forward = kernel.func is _aten.segment_reduce.default
-    if not forward:
-        kernel.contiguous(kernel.arg("grad"))
-    if lengths is None:
-        kernel.emit()
-        kernel.temp((offsets.size(-1) - 1) * (offsets.numel() // offsets.size(-1)) * offsets.element_size())
-    else:
-        rows = lengths.numel() // max(lengths.size(-1), 1)
-        if forward and not kernel.arg("unsafe"):  # none is negative, and they add up
-            sums = [kernel.temp(rows * _INDEX_BYTES) for _ in range(2)]
-            for handle in sums:
-                kernel.free(kernel.temp(1))
-                kernel.free(handle)
-        kernel.emit()
-        zeros = kernel.temp(rows * lengths.element_size())
-        begins = rows * (lengths.size(-1) + 1)
-        kernel.temp(begins * lengths.element_size())
-        kernel.free(zeros)
-        kernel.free(kernel.temp(cuda_cub.scan_bytes(begins, lengths.element_size())))
-    if forward and kernel.arg("data").dim() == 1:  # CUB's
-        kernel.free(kernel.temp(1))
 
 
 def _take(kernel: Kernel, bytes: int, handles: list[int]) -> Callable[[], None]:
@@ -286,50 +225,20 @@ def _sorted_embedding_backward(
         kernel.free(times)
 
 
-def _embedding_bag(kernel: Kernel) -> None:
-    """cuda/EmbeddingBag.cu; which row was the largest is kept where that is asked for."""
-    indices, offsets = kernel.arg("indices"), kernel.arg("offsets")
-    _, bags, sizes, largest = kernel.result
-    kernel.drop(largest if kernel.arg("mode") != _LARGEST else None)
-    for tensor, bytes in ((sizes, nbytes(offsets)), (bags, nbytes(indices))):
-        kernel.emit(_number(kernel, tensor), bytes)
-    kernel.emit()
-
-
-def _number(kernel: Kernel, tensor: torch.Tensor) -> int:
-    return next((index for index, output in enumerate(kernel.outputs) if output is tensor), len(kernel.outputs))
-
-
-def _embedding_bag_backward(kernel: Kernel) -> None:
-    """cuda/EmbeddingBag.cu: except for the largest, indices are sorted however few there are."""
-    gradient, indices = kernel.arg("grad"), kernel.arg("indices")
-    dense = kernel.contiguous(gradient)
-    if kernel.arg("mode") == _LARGEST or not indices.numel():
-        kernel.emit()
-    else:
-        _sorted_embedding_backward(kernel, gradient, indices, kernel.arg("num_weights"), added_directly=False)
-    kernel.free(dense)
-
-
 def rules(multiprocessors: int) -> dict[torch._ops.OpOverload, Rule]:
     return {
         _aten.index.Tensor: _index_of(multiprocessors),
         _aten._unsafe_index.Tensor: _index_of(multiprocessors),
         _aten._unsafe_index_put.default: _index_put_of(multiprocessors),
-        _aten.masked_select.default: _masked_select_of(multiprocessors),
-        _aten.masked_scatter.default: _masked_scatter,
-        _aten.masked_scatter_.default: _masked_scatter,
-        _aten.bincount.default: _bincount,
-        _aten.segment_reduce.default: _segments,
-        _aten._segment_reduce_backward.default: _segments,
         _aten.index_put_.default: _index_put_of(multiprocessors),
         _aten.index_put.default: _index_put_of(multiprocessors),
         _aten._index_put_impl_.default: _index_put_of(multiprocessors),
-        _aten.embedding.default: _embedding,
         _aten.nonzero.default: _nonzero_of(multiprocessors),
-        _aten._embedding_bag.default: _embedding_bag,
-        _aten._embedding_bag_forward_only.default: _embedding_bag,
-        _aten._embedding_bag_backward.default: _embedding_bag_backward,
-        _aten._embedding_bag_dense_backward.default: _embedding_bag_backward,
+    }
+
+
+def embeddings(multiprocessors: int) -> dict[torch._ops.OpOverload, Rule]:
+    return {
+        _aten.embedding.default: _embedding,
         _aten.embedding_dense_backward.default: lambda kernel: _embedding_backward(kernel, multiprocessors),
     }

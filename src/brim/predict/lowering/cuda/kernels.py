@@ -5,8 +5,8 @@ Each rule names the file under aten/src/ATen that it follows. Convolutions have 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable
+from importlib.util import find_spec
 from math import ceil
 
 import torch
@@ -18,15 +18,18 @@ from brim.predict.lowering.cuda import indexing as cuda_indexing
 from brim.predict.lowering.cuda import norms as cuda_norms
 from brim.predict.lowering.cuda import recurrent as cuda_recurrent
 from brim.predict.lowering.cuda import reductions as cuda_reductions
-from brim.predict.lowering.cuda import resampling as cuda_resampling
 from brim.predict.lowering.cuda import sorting as cuda_sorting
-from brim.predict.lowering.cuda.linear_algebra import LinearAlgebra
+from brim.predict.lowering.cuda.build_answers import (
+    TEMPORARIES,
+    answered_rule,
+    naming_temporaries,
+    takes_results_only,
+)
 from brim.predict.lowering.kernel import (
     Kernel,
     Rule,
     contiguous_after,
     contiguous_before,
-    copied_bytes,
     dense_or_channels_last,
     has_channels_last,
     is_channels_last,
@@ -35,12 +38,11 @@ from brim.predict.lowering.kernel import (
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
-_MOST_FOURIER_DIMS = 3  # that cuFFT transforms at once
 _CHUNK_BLOCK_BYTES = 128 * 16  # that a block of threads copies
 _MOST_TRAINED_BY_CUDNN, _MOST_EVALUATED_BY_CUDNN = 880_801, 65_535  # samples of a batch norm
 _MOST_ELEMENTS_OF_CUDNN = (1 << 31) - 1
+_MOST_INDEXED_BYTES = 1 << 31
 _LEAST_BLOCKS_OF_CHANNELS = 8  # fewer are not worth it: one block of threads does the work
-_SMALL_CTC = 450  # a sum of steps, samples and labels up to which one kernel makes the gradient of a CTC loss
 _ALWAYS = (_aten.dot.default, _aten.vdot.default)  # they ask for cuBLAS whatever there is to multiply
 _GEMM = (
     _aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm_.default, _aten.addmm.out, _aten.bmm.default,
@@ -53,6 +55,8 @@ _GEMM = (
 # Products that cuBLASLt makes together with what is added to them.
 _LT_ALWAYS = (_aten._addmm_activation.default, _aten._scaled_mm.default)
 _LT_WITH_VECTOR = (_aten.addmm.default, _aten.addmm.out)
+# Where PyTorch has this module, Triton, which its CUDA builds bring, multiplies batches of a column by a row.
+_OUTER_PRODUCTS_BY_TRITON = bool(find_spec("torch._native") and find_spec("torch._native.ops.bmm_outer_product"))
 # PyTorch up to 2.11 gives cuBLASLt a workspace of its own, of 1,024 KiB; later it shares cuBLAS's.
 _LT_BYTES = 1 << 20 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12) else 0
 
@@ -75,6 +79,8 @@ class Workspaces:
         operands = [tensor for tensor in kernel.args if isinstance(tensor, torch.Tensor)]
         if kernel.func not in _ALWAYS and not all(tensor.numel() for tensor in operands):  # nothing is computed
             return
+        if _OUTER_PRODUCTS_BY_TRITON and kernel.func is _aten.bmm.default and _is_outer_product(*operands):
+            return
         for tensor in operands:
             if not _readable(tensor):
                 kernel.temp(nbytes(tensor))
@@ -90,6 +96,10 @@ class Workspaces:
         if place not in self._taken:
             self._taken.add(place)
             kernel.keep(bytes, library)
+
+
+def _is_outer_product(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.size(2) == 1 and not (first.is_complex() or second.is_complex())
 
 
 def _by_cublaslt(kernel: Kernel) -> bool:
@@ -117,50 +127,6 @@ def _statistics_in_float(kernel: Kernel) -> None:
     kernel.emit(0)
     for index in range(1, len(kernel.outputs)):
         kernel.emit(index, bytes=kernel.outputs[index].numel() * max(4, kernel.outputs[index].element_size()))
-
-
-def _pooled(kernel: Kernel) -> None:
-    """cuda/DilatedMaxPool2d.cu, AveragePool2d.cu and their like read what is dense, or has its channels last."""
-    kernel.temp(copied_bytes(kernel.arg("self")))
-    kernel.emit()
-
-
-def _pooled_backward(kernel: Kernel) -> None:
-    """The gradient is laid out as the input."""
-    source, gradient = kernel.arg("self"), kernel.arg("grad_output")
-    layout = torch._prims_common.suggest_memory_format(source)
-    kernel.temp(0 if gradient.is_contiguous(memory_format=layout) else nbytes(gradient))
-    kernel.temp(copied_bytes(source))
-    kernel.emit()
-
-
-def _resized_like_input(kernel: Kernel) -> None:
-    """cuda/Im2Col.cu, cuda/Col2Im.cu: the result begins as large as the input, and its storage never shrinks."""
-    source, result = kernel.arg("self"), kernel.result
-    if nbytes(result) <= nbytes(source):
-        kernel.emit(0, bytes=nbytes(source))
-        kernel.contiguous(source)
-        return
-    first = kernel.temp(nbytes(source))
-    copy = kernel.contiguous(source)
-    kernel.emit()
-    kernel.free(first)
-    kernel.free(copy)
-
-
-def _adaptive_max_pool(kernel: Kernel) -> None:
-    """cuda/AdaptiveMaxPooling2d.cu writes what is dense, and copies it where the channels are to be last."""
-    kernel.emit()
-    for output in kernel.result:
-        kernel.contiguous(output)
-    source = kernel.arg("self")
-    kernel.contiguous(source if source.dim() == 4 else None)
-
-
-def _adaptive_max_pool_backward(kernel: Kernel) -> None:
-    kernel.emit()
-    for tensor in (kernel.arg("grad_output"), kernel.arg("indices"), kernel.result):
-        kernel.contiguous(tensor)
 
 
 def _trains(kernel: Kernel) -> bool:
@@ -297,12 +263,10 @@ def _group_norm(kernel: Kernel) -> None:
 
 
 def _group_norm_backward(kernel: Kernel) -> None:
-    """cuda/group_norm_kernel.cu: ds, db and c1 per sample and channel, c2 and c3 per sample and group."""
+    """cuda/group_norm_kernel.cu: ds and db per sample and channel, c2 and c3 per sample and group, then c1."""
     kernel.emit()
-    for _ in range(3):
-        kernel.temp(kernel.arg("N") * kernel.arg("C") * 4)
-    for _ in range(2):
-        kernel.temp(kernel.arg("N") * kernel.arg("group") * 4)
+    for numbers in ("C", "C", "group", "group", "C"):
+        kernel.temp(kernel.arg("N") * kernel.arg(numbers) * 4)
 
 
 def _structured_loss(kernel: Kernel) -> None:
@@ -311,13 +275,6 @@ def _structured_loss(kernel: Kernel) -> None:
         full = max(nbytes(kernel.args[0]), nbytes(kernel.args[1]))
         kernel.emit(0, bytes=full)
         kernel.temp(full)
-
-
-def _elementwise_loss(kernel: Kernel) -> None:
-    """Loss.cpp: the losses are written out before they are reduced."""
-    if kernel.arg("reduction"):
-        kernel.temp(max(nbytes(kernel.args[0]), nbytes(kernel.args[1])))
-        kernel.emit()
 
 
 def _softmax_backward(kernel: Kernel) -> None:
@@ -331,12 +288,16 @@ def _safe_softmax(kernel: Kernel) -> None:
     """transformers/attention.cpp: which elements, and then rows, are minus infinity."""
     source = kernel.args[0]
     kernel.emit()
+    kernel.free(kernel.contiguous(source))
     kernel.temp(source.numel())
     kernel.temp(source.numel() // max(source.size(kernel.arg("dim")), 1))
+    kernel.temp(source.element_size())  # a zero, which takes the place of those rows
 
 
 def _logsumexp(kernel: Kernel) -> None:
     """ReduceOps.cpp: maxima, then exp(self - maxima) as large as the input, summed into the result."""
+    if kernel.args[0].dim() == 0:
+        kernel.unknown = f"{kernel.func.overloadpacket}: {TEMPORARIES}"
     kernel.temp(kernel.result.numel() * kernel.result.element_size())
     kernel.temp(nbytes(kernel.args[0]))
     kernel.emit()
@@ -375,78 +336,6 @@ def _cudnn_attention_backward(kernel: Kernel) -> None:
     kernel.temp(batch * heads * rows * (size + 1) * 4)
 
 
-def _binary_cross_entropy(kernel: Kernel) -> None:
-    """cuda/Loss.cu, Loss.cpp: the losses' own storage takes their sum."""
-    if kernel.arg("reduction"):
-        kernel.emit(0, bytes=nbytes(kernel.arg("self")))
-        kernel.temp(kernel.arg("self").element_size())
-
-
-def _multilabel_margin(kernel: Kernel) -> None:
-    """cuda/MultiLabelMarginCriterion.cu: dense operands, and a loss of each sample before they are added up."""
-    source = kernel.arg("self")
-    kernel.contiguous(source)
-    kernel.contiguous(kernel.arg("target"))
-    kernel.emit(1)
-    if kernel.arg("reduction") and source.dim() == 2:
-        kernel.temp(source.size(0) * source.element_size())
-    kernel.emit(0)
-
-
-def _multilabel_margin_backward(kernel: Kernel) -> None:
-    kernel.emit()
-    kernel.contiguous(kernel.arg("self"))
-    kernel.contiguous(kernel.arg("target"))
-
-
-def _ctc_lengths(kernel: Kernel) -> None:
-    """cuda/LossCTC.cu: where each target begins, and both kinds of lengths, on the device."""
-    scores = kernel.arg("log_probs")
-    batch = scores.size(1) if scores.dim() == 3 else 1
-    for _ in range(3):
-        kernel.temp(batch * 8)
-
-
-def _ctc_loss(kernel: Kernel) -> None:
-    _ctc_lengths(kernel)
-    kernel.emit(1)
-    kernel.emit(0)
-
-
-def _ctc_backward(kernel: Kernel) -> None:
-    """cuda/LossCTC.cu, ``ctc_loss_backward_gpu_template``: where there is much, the blanks' part of the gradient is
-    the logsumexp of every other state."""
-    _ctc_lengths(kernel)
-    alpha, scores = kernel.arg("log_alpha"), kernel.arg("log_probs")
-    kernel.temp(nbytes(alpha))
-    kernel.emit()
-    batch, steps, states = alpha.shape
-    if 2 * steps + batch * 24 // 10 + scores.size(-1) * 2 // 10 <= _SMALL_CTC:
-        return
-    rows, blanks = batch * steps, batch * steps * (states // 2 + 1) * alpha.element_size()
-    summed = kernel.temp(blanks)
-    maxima = kernel.temp(rows * alpha.element_size())
-    absolute = kernel.temp(rows * alpha.element_size())
-    kernel.free(kernel.temp(rows))  # which of them are infinite
-    kernel.free(absolute)
-    exponentials, result = kernel.temp(blanks), kernel.temp(rows * alpha.element_size())
-    for done in (exponentials, maxima, result, summed):
-        kernel.free(done)
-
-
-def _log_sigmoid(kernel: Kernel) -> None:
-    """cuda/ActivationLogSigmoidKernel.cu has no need of the buffer that the CPU keeps."""
-    kernel.emit(0)
-    kernel.drop(kernel.result[1])
-
-
-def _isinf(kernel: Kernel) -> None:
-    """TensorCompare.cpp compares the absolute value."""
-    source = kernel.arg("self")
-    if source.is_floating_point():
-        kernel.temp(nbytes(source))
-
-
 def _roll(kernel: Kernel) -> None:
     """TensorTransformations.cpp: one dimension after the other; cuda/TensorTransformations.cu reads dense ones."""
     source = kernel.arg("self")
@@ -457,67 +346,6 @@ def _roll(kernel: Kernel) -> None:
             kernel.free(temporaries[0])
         temporaries.append(rolled)
     kernel.emit()
-
-
-def _complex_to_real(kernel: Kernel) -> None:
-    """cuda/SpectralOps.cpp: cuFFT writes over what it reads, a copy by rows."""
-    kernel.emit()
-    source = kernel.arg("self")
-    kernel.temp(nbytes(source))
-    _fourier_batches(kernel, torch._prims_common.make_contiguous_strides_for(source.shape))
-
-
-def _fourier(kernel: Kernel) -> None:
-    """Where ``use_optimized_cufft_path`` is not so, what is real is first transformed along its last dimension."""
-    kernel.emit()
-    dims = kernel.arg("dim")
-    at_once = len(dims) <= _MOST_FOURIER_DIMS and [*dims[:2]] != [0, 1]
-    if kernel.func is _aten._fft_r2c.default and len(dims) > 1 and not at_once:
-        kernel.temp(nbytes(kernel.result))
-    _fourier_batches(kernel, kernel.arg("self").stride())
-
-
-def _fourier_batches(kernel: Kernel, stride: Sequence[int]) -> None:
-    """cuda/SpectralOps.cpp, ``_exec_fft``: what is not transformed is made one dimension, by a copy where it does not
-    lie so."""
-    source = kernel.arg("self")
-    transformed = {dim % source.dim() for dim in kernel.arg("dim")}
-    batches = [(stride[dim], source.size(dim)) for dim in range(source.dim()) if dim not in transformed]
-    batches = sorted((batch for batch in batches if batch[1] > 1), reverse=True)
-    if any(outer != size * inner for (outer, _), (inner, size) in pairwise(batches)):
-        kernel.free(kernel.temp(nbytes(source)))
-
-
-def _unfold_backward(kernel: Kernel) -> None:
-    """UnfoldBackward.h: positions along the dimension that was unfolded."""
-    kernel.emit()
-    size, step, dim = kernel.arg("size"), kernel.arg("step"), kernel.arg("dim")
-    if step < size:  # folds overlap
-        reached = (kernel.arg("grad_in").size(dim) - 1) * step + size
-        kernel.temp(min(kernel.arg("input_sizes")[dim], reached) * 8)
-
-
-def _renorm(kernel: Kernel) -> None:
-    """cuda/Renorm.cu: norms, in float32 for half precision, and then what each part is multiplied by."""
-    kernel.emit()
-    source, dim = kernel.arg("self"), kernel.arg("dim")
-    parts = source.size(dim)
-    half = source.dtype in _HALF
-    norms = kernel.temp(parts * (4 if half else source.abs().element_size()))
-    kernel.free(kernel.temp(parts * source.element_size() if half or source.is_complex() else 0))
-    kernel.free(norms)
-
-
-def _distances_backward(kernel: Kernel) -> None:
-    """cuda/DistanceKernel.cu: each point's part of every other one's gradient, before they are summed."""
-    kernel.emit()
-    result = kernel.result
-    kernel.temp((result.size(0) - 1) * nbytes(result))
-
-
-def _zero_tensor(kernel: Kernel) -> None:
-    """cuda/EmptyTensor.cpp: zeros that are known to be zeros have no memory."""
-    kernel.drop(kernel.result)
 
 
 def _chunk_cat(kernel: Kernel) -> None:
@@ -537,80 +365,75 @@ def _chunk_cat(kernel: Kernel) -> None:
     kernel.temp(8 * (4 * len(tensors) + 2 * (len(tensors) + 1) + blocks))
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = {
-    _aten.renorm.default: _renorm,
-    _aten._pdist_backward.default: _distances_backward,
-    _aten._efficientzerotensor.default: _zero_tensor,
-    _aten._chunk_cat.default: _chunk_cat,
-    **cuda_norms.RULES,
-    **cuda_resampling.RULES,
-    **cuda_sorting.RULES,
-    _aten.native_layer_norm.default: _statistics_in_float,
-    _aten.max_pool2d_with_indices.default: _pooled,
-    _aten.max_pool2d_with_indices_backward.default: _pooled_backward,
-    _aten.avg_pool2d.default: _pooled,
-    _aten.avg_pool2d_backward.default: _pooled_backward,
-    _aten.max_pool3d_with_indices.default: _pooled,
-    _aten.avg_pool3d.default: _pooled,
-    _aten.im2col.default: _resized_like_input,
-    _aten.col2im.default: _resized_like_input,
-    _aten.adaptive_max_pool2d.default: _adaptive_max_pool,
-    _aten.adaptive_max_pool2d_backward.default: _adaptive_max_pool_backward,
-    _aten._adaptive_avg_pool2d.default: _pooled,
+# The device cannot be asked where a copy's ends lie, or what cuDNN is given and asks for.
+_BY_RULE: dict[torch._ops.OpOverload, Rule] = {
     _aten.native_batch_norm.default: _batch_norm,
     _aten._batch_norm_with_update.default: _batch_norm,
     _aten.batch_norm_backward.default: _batch_norm_backward,
     _aten._native_batch_norm_legit.default: _batch_norm,
     _aten._native_batch_norm_legit.no_stats: _batch_norm,
     _aten.native_batch_norm_backward.default: _batch_norm_backward,
-    _aten.native_dropout.default: _dropout,
     _aten._to_copy.default: _copy,
     _aten.copy_.default: _copy,
+    _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_attention_backward,
+}
+_ASKED: dict[torch._ops.OpOverload, Rule] = {
+    _aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
+    _aten._chunk_cat.default: _chunk_cat,
+    **cuda_norms.RULES,
+    **cuda_sorting.RULES,
+    _aten.native_layer_norm.default: _statistics_in_float,
+    _aten.native_dropout.default: _dropout,
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
     _aten.mse_loss.default: _structured_loss,
-    _aten.smooth_l1_loss.default: _structured_loss,
-    _aten.huber_loss.default: _elementwise_loss,
-    _aten.soft_margin_loss.default: _binary_cross_entropy,
-    _aten.binary_cross_entropy.default: _binary_cross_entropy,
     _aten._softmax.default: contiguous_after("self"),
     _aten._log_softmax.default: contiguous_after("self"),
     _aten._softmax_backward_data.default: _softmax_backward,
     _aten._log_softmax_backward_data.default: contiguous_after("grad_output", "output"),
     _aten._safe_softmax.default: _safe_softmax,
-    _aten.multilabel_margin_loss_forward.default: _multilabel_margin,
-    _aten.multilabel_margin_loss_backward.default: _multilabel_margin_backward,
-    _aten._ctc_loss.default: _ctc_loss,
-    _aten._ctc_loss.Tensor: _ctc_loss,
-    _aten._ctc_loss_backward.Tensor: _ctc_backward,
-    _aten._ctc_loss_backward.default: _ctc_backward,
     _aten.logsumexp.default: _logsumexp,
-    _aten.log_sigmoid_forward.default: _log_sigmoid,
-    _aten.isinf.default: _isinf,
     _aten.roll.default: _roll,
-    _aten._fft_c2r.default: _complex_to_real,
-    _aten._fft_r2c.default: _fourier,
-    _aten._fft_c2c.default: _fourier,
-    _aten.unfold_backward.default: _unfold_backward,
-    _aten.native_layer_norm_backward.default: contiguous_before("grad_out", "input", "weight"),
+    _aten.native_layer_norm_backward.default: contiguous_before("grad_out", "input", "weight", "bias"),
     _aten.nll_loss_forward.default: contiguous_after("self"),
     _aten.nll_loss_backward.default: contiguous_after("self"),
-    _aten._cdist_forward.default: contiguous_before("x1", "x2"),
-    _aten._cdist_backward.default: contiguous_before("x1", "x2"),
-    _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_attention_backward,
-    _aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
 }
 
 
-def rules(capability: tuple[int, int]) -> dict[torch._ops.OpOverload, Rule]:
-    """The rules for one trace; cuBLAS's workspaces are remembered from operation to operation."""
+def rules(capability: tuple[int, int]) -> Callable[[torch._ops.OpOverload], Rule | None]:
+    """The rules for one trace; cuBLAS's workspaces are remembered from operation to operation.
+
+    PyTorch's own answer goes first, except for libraries, which the device has no answers of, for copies to and from
+    the host, for indices, which values decide on, and for reductions, whose workspace is followed to other sizes.
+    """
     workspaces = Workspaces(capability)
+    reduction = cuda_reductions.rule_of(capability)
+    large_reduction = answered_rule(capability, workspaces.keep, naming_temporaries(reduction))
     multiprocessors = cuda_reductions.multiprocessors_of(capability)[0]
-    reductions = dict.fromkeys(cuda_reductions.OPERATIONS, cuda_reductions.rule_of(capability))
-    indexing = cuda_indexing.rules(multiprocessors)
-    recurrent = cuda_recurrent.rules()
-    attention = cuda_efficient_attention.rules(capability)
-    convolutions = cuda_convolution.rules(capability)
-    products = dict.fromkeys(_GEMM, workspaces.rule) | LinearAlgebra(workspaces.keep).rules()
-    return {**RULES, **attention, **convolutions, **indexing, **recurrent, **reductions, **products}
+    asked = {
+        **_ASKED,
+        **cuda_efficient_attention.rules(capability),
+        **cuda_indexing.embeddings(multiprocessors),
+    }
+    asked = {func: answered_rule(capability, workspaces.keep, rule) for func, rule in asked.items()}
+    anything = answered_rule(capability, workspaces.keep)
+
+    def reduce(kernel: Kernel) -> None:
+        # TensorIterator cuts what 32 bits cannot index into parts, each with a workspace of its own.
+        (large_reduction if nbytes(kernel.args[0]) >= _MOST_INDEXED_BYTES else reduction)(kernel)
+
+    known = {
+        **asked,
+        **_BY_RULE,
+        **cuda_indexing.rules(multiprocessors),
+        **cuda_convolution.rules(capability, anything),
+        **cuda_recurrent.rules(),
+        **dict.fromkeys(cuda_reductions.OPERATIONS, reduce),
+        **dict.fromkeys(_GEMM, workspaces.rule),
+    }
+
+    def rule_for(func: torch._ops.OpOverload) -> Rule | None:
+        return known.get(func) or (None if takes_results_only(func) else anything)
+
+    return rule_for

@@ -127,6 +127,8 @@ def rule_of(capability: tuple[int, int]) -> Rule:
         converts = packet in _CONVERTS and dtype != source.dtype and not source.dtype.is_floating_point
         if converts or packet in _COUNTS:
             copy = kernel.temp(source.numel() * dtype.itemsize)
+        if kernel.func in _READ_DENSE:
+            kernel.contiguous(source)
         shape, stride = tuple(source.shape), tuple(source.stride())
         parts = Reduction(
             reduced=_joined(shape, stride, [d for d in range(len(shape)) if d in dims]),
@@ -155,6 +157,7 @@ def _dimensions(kernel: Kernel, count: int) -> tuple[int, ...]:
     return tuple(range(count))
 
 
+_READ_DENSE = (_aten.max.default, _aten.min.default)  # TensorCompare.cpp
 OPERATIONS = (
     _aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim, _aten.amax.default,
     _aten.amin.default, _aten.max.default, _aten.min.default, _aten.max.dim, _aten.min.dim, _aten.prod.default,

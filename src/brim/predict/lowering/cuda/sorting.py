@@ -6,8 +6,6 @@ copy of keys and values as temporary storage (cub/device/dispatch/dispatch_radix
 
 from __future__ import annotations
 
-from math import ceil, log, log2
-
 import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 
@@ -54,51 +52,18 @@ def _radix_sort(kernel: Kernel, count: int, row: int, key_bytes: int) -> None:
         kernel.temp(cuda_cub.segmented_sort_bytes(count, key_bytes, _INDEX_BYTES))
 
 
-def _randperm(kernel: Kernel) -> None:
-    """cuda/Randperm.cu sorts by random keys, wide enough that equal ones are rare."""
-    kernel.emit()
-    count = kernel.arg("n")
-    if count < 2:
-        return
-    bits = min(64, ceil(log2(count - (6 * count**2 + 1) / (12 * log(0.9)))))
-    key_bytes = 4 if bits <= 32 else 8
-    kernel.free(kernel.temp(_INDEX_BYTES))
-    temporaries = [kernel.temp(bytes) for bytes in (count * _INDEX_BYTES, count * key_bytes, count * key_bytes)]
-    kernel.free(kernel.temp(cuda_cub.sort_bytes(count, key_bytes, _INDEX_BYTES, bits)))
-    for handle in temporaries:
-        kernel.free(handle)
-
-
 def _scan(kernel: Kernel) -> None:
-    """cuda/ScanUtils.cuh: one row is CUB's."""
+    """cuda/ScanUtils.cuh: rows are dense, and one row is CUB's."""
     kernel.emit()
     source = kernel.arg("self")
-    if source.dim() == 1 and source.numel() > 1:
+    kernel.contiguous(source)
+    if source.dim() and source.numel() == source.size(kernel.arg("dim")):
         kernel.temp(cuda_cub.scan_bytes(source.numel(), kernel.result.element_size()))
-
-
-def _multinomial(kernel: Kernel) -> None:
-    """Distributions.cpp: weights are checked, then divided by exponential numbers and the largest taken."""
-    kernel.emit()
-    weights, draws = kernel.arg("self"), kernel.arg("num_samples")
-    if kernel.arg("replacement") and draws > 1:
-        return
-    rows = weights.numel() // max(weights.size(-1), 1)
-    for bytes in (weights.element_size(), weights.element_size(), 1, 1):
-        kernel.temp(bytes)
-    sums = kernel.temp(rows * weights.element_size())
-    kernel.free(kernel.temp(rows))
-    kernel.free(sums)
-    kernel.temp(nbytes(weights))
-    if draws > 1:
-        kernel.temp(rows * draws * weights.element_size())
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.sort.default: _sort,
     _aten.sort.stable: _sort,
-    _aten.randperm.default: _randperm,
     _aten.cumsum.default: _scan,
     _aten.cumprod.default: _scan,
-    _aten.multinomial.default: _multinomial,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from brim.techniques.streaming import weight_streaming
 from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM, RESIDENT
 
 _LEAST_BYTES = 1 << 20  # less is not worth a line
+_ROUNDING = 1e-9  # of a sum of floating-point seconds
 
 
 def effects(planner: Planner, way: Way) -> list[Effect]:
@@ -31,7 +33,7 @@ def effects(planner: Planner, way: Way) -> list[Effect]:
     with_it_s, rows = planner.seconds(way), []
     for technique, what, without in _used(planner.profile, way):
         saves = _saved(planner, without, way)
-        costs_s = with_it_s - planner.seconds(without)
+        costs_s = _difference_s(with_it_s, planner.seconds(without))
         rows.append(Effect(technique=technique, what=what, saves_bytes=saves, costs_s=costs_s))
     return rows
 
@@ -42,9 +44,14 @@ def frees(planner: Planner, way: Way) -> list[Effect]:
     for technique, what, changed in _unused(planner, way):
         saves = _saved(planner, way, changed)
         if any(count >= _LEAST_BYTES for count in saves.values()):
-            costs_s = planner.seconds(changed) - now_s
+            costs_s = _difference_s(planner.seconds(changed), now_s)
             candidates.append(Effect(technique=technique, what=what, saves_bytes=saves, costs_s=costs_s))
     return sorted(candidates, key=lambda effect: effect.costs_s / max(effect.saves_bytes.values()))
+
+
+def _difference_s(one_s: float, other_s: float) -> float:
+    """How much longer ``one_s`` is; 0 where that is no more than the rounding of sums of seconds."""
+    return 0.0 if math.isclose(one_s, other_s, rel_tol=_ROUNDING) else one_s - other_s
 
 
 def _saved(planner: Planner, before: Way, after: Way) -> dict[str, int]:

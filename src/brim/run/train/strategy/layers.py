@@ -8,8 +8,8 @@ from brim.core.hardware import DISK, VRAM
 from brim.estimation.depth import Stack
 from brim.planner.cost_model import block_bytes
 from brim.planner.step_profile import BACKWARD, OFFLOAD, UPDATE, StepProfile, Way
-from brim.techniques.activation_offload.ways import ToDisk, ToRam
-from brim.techniques.optimizer_offload.places import gradient_buffer_bytes, usual_buffer_bytes
+from brim.techniques.activation_offload.activations import ToDisk, ToRam
+from brim.techniques.optimizer_offload.technique import gradient_buffer_bytes, usual_buffer_bytes
 from brim.techniques.streaming.placement import RESIDENT
 
 

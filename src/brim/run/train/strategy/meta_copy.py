@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from brim.techniques.streaming.step_context import narrowed
+from brim.techniques.optimizer_offload.step_context import narrowed
 
 
 def meta_copy(model: nn.Module, *, absent: Collection[str], device: torch.device | None) -> nn.Module:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
-from brim.core import Hardware, Op, Phase, Promise, Timeline, Trace
+from brim.core import Hardware, Phase, Promise, Timeline, Trace
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError
 from brim.estimation.simulation import lives, simulate
-from brim.memory.heap import OWN_MAPPING_BYTES
+from brim.memory.heap import MAPPING_THRESHOLD_BYTES, HeapLimits
 from brim.memory.heap_growth import HeapGrowth
-from brim.memory.heap_retention import HeapLimits
 from brim.memory.pool import PAGE_BYTES, Pool, TorchSource, round_up
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
+from brim.model_inputs import map_tensors
 from brim.predict import cost
 from brim.predict.dispatch import on_host
 from brim.predict.tracer import trace
@@ -30,15 +29,17 @@ from brim.run.train.predicted_timeline import known_way, step_timeline
 from brim.run.train.strategy.choice import Choice
 from brim.run.train.strategy.meta_copy import make_states, meta_copy
 from brim.techniques.activation_offload import inplace as inplace_activations
-from brim.techniques.blocks import Partition, tensor_bytes
+from brim.techniques.blocks import Partition
 from brim.techniques.micro_batch import MicroBatch
 from brim.techniques.precision import PrecisionHandle, states_dtype
 from brim.techniques.streaming.weight_streaming import RESIDENT, Weights
 
-# What moves brings threads, requests, hooks and the pages of files that rows are looked up in. In a 135 M model with
-# weights and states on disk, or adapters on streamed weights, 16 to 27 MB in all were beside tensors.
-_MOVING_BYTES = 16 << 20
-_REHEARSED_PASSES = 2  # of many; they have the peaks of all: the first adds up gradients, the last lets them go
+# What moves brings threads, requests, hooks and the pages of files that rows are looked up in. A 135 M model with
+# weights and states on disk took up to 7 MB for them that its process had not grown by before the first step.
+_MOVING_BYTES = 8 << 20
+# Of many: the first has no gradients to add to, the last may let them go in its backward pass, and every other one
+# adds to those of all parameters.
+_REHEARSED_PASSES = 3
 _ENDLESS_BYTES = 1 << 60
 _CPU = torch.device("cpu")
 
@@ -191,7 +192,6 @@ class _Run:
         self.passes = -(-rehearsal.batch // choice.micro_batch)
         self.rehearsed = min(_REHEARSED_PASSES, self.passes) if rehearsal.inputs is not None else 0
         self._precision: PrecisionHandle | None = None
-        self.trained: list[int] = []  # bytes of each parameter's gradient
         self.moved: dict[tuple[str, str], int] = {}  # bytes by way, of the step as it is rehearsed
         self.moved_between: dict[tuple[str, str], int] = {}  # by each pass that is neither the first nor the last
         recorder = Recorder(Timeline(rehearsal.name, measured=False))
@@ -222,7 +222,6 @@ class _Run:
         fitted = self._fitted(model, optimizer, self._inputs(None if first is None else first.device))
         self._precision = fitted.precision
         micros = [MicroBatch(inputs=self._inputs(), weight=1 / self.rehearsed) for _ in range(self.rehearsed)]
-        self.trained = [tensor_bytes(p) for p in model.parameters() if p.requires_grad]
         copied, begins = memory.recorder.copied_bytes, []
         model.register_forward_pre_hook(lambda *_: begins.append(dict(copied)))
 
@@ -231,10 +230,8 @@ class _Run:
             if micros:
                 fitted.step(micros, clip_norm=rehearsal.clip_norm)
             self.moved = _grown(before, copied)
-            if len(begins) > 1:
-                self.moved_between = _grown(begins[0], begins[1])
-                if choice.gradients == DISK:  # what the first pass wrote is read by the others, to be added to
-                    self.moved_between[DISK, RAM] = self.moved_between.get((DISK, RAM), 0) + sum(self.trained)
+            if len(begins) > 2:
+                self.moved_between = _grown(begins[1], begins[2])
 
         return step
 
@@ -264,7 +261,7 @@ class _Run:
         if self._rehearsal.inputs is None:
             return None
         inputs = self._rehearsal.inputs(self._choice.micro_batch)
-        return tree_map_only(torch.Tensor, lambda value: value.to(device or self.memory.device), inputs)
+        return map_tensors(inputs, lambda value: value.to(device or self.memory.device))
 
     def _absent(self) -> set[str]:
         """Parameters whose values do not stay where the module has them, so that their memory there is let go."""
@@ -301,38 +298,24 @@ def _resident_bytes(trace: Trace) -> int:
 def _fresh_bytes(trace: Trace) -> int:
     """What the tensors take that are made within the step, as far as they have mappings of their own."""
     sizes = (s.bytes for s in trace.storages if s.born >= trace.step_starts[0])
-    return sum(round_up(size, PAGE_BYTES) for size in sizes if size >= OWN_MAPPING_BYTES)
+    return sum(round_up(size, PAGE_BYTES) for size in sizes if size >= MAPPING_THRESHOLD_BYTES)
 
 
 def _grown(before: Mapping[tuple[str, str], int], after: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
     return {way: bytes - before.get(way, 0) for way, bytes in after.items()}
 
 
-def _later_pass(trace: Trace, trained: Sequence[int]) -> Trace:
-    """A pass of which the step has many: what the first one does, until its backward pass is over, and the sums of
-    its gradients (bytes in ``trained``) with those before."""
+def _middle_pass(trace: Trace) -> Trace:
+    """The second of three passes, of which a step may have many more: it adds to the gradients of those before."""
     phases = itertools.groupby((op for op in trace.ops if op.step == 0), lambda op: op.phase is Phase.BACKWARD)
-    first = [op for _, ops in itertools.islice(phases, 2) for op in ops]
-    sums = [
-        Op(
-            name="aten.add_.Tensor",
-            module="",
-            phase=Phase.BACKWARD,
-            step=0,
-            at=first[-1].at,
-            read_bytes=2 * bytes,
-            written_bytes=bytes,
-        )
-        for bytes in trained
-    ]
-    return replace(trace, ops=(*first, *sums))
+    return replace(trace, ops=tuple(op for _, ops in itertools.islice(phases, 2, 4) for op in ops))
 
 
 def _computes_s(trace: Trace, run: _Run, hardware: Hardware) -> tuple[float, float]:
     """Seconds of the passes that were rehearsed, with the update, and of all others."""
     more = run.passes - run.rehearsed
-    later_s = cost.step_cost(_later_pass(trace, run.trained), hardware).step_s if more else 0.0
-    return cost.step_cost(trace, hardware).step_s, more * later_s
+    middle_s = cost.step_cost(_middle_pass(trace), hardware).step_s if more else 0.0
+    return cost.step_cost(trace, hardware).step_s, more * middle_s
 
 
 def _timed(trace: Trace, run: _Run, hardware: Hardware) -> Prediction:

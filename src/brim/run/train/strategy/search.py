@@ -15,7 +15,7 @@ from functools import cached_property
 from brim.core import Category, Trace
 from brim.core.hardware import RAM
 from brim.errors import BudgetError
-from brim.memory.heap_retention import kept_below
+from brim.memory.heap import most_in_use_bytes
 from brim.planner import training as ways
 from brim.planner.cost_model import held_bytes, moved_bytes, peak_bytes
 from brim.planner.profile import deepened, measured, profile_of
@@ -179,7 +179,7 @@ class Planner:
         if not strategies[0].heap_s:
             return strategies
         simple_s = self._simple_s
-        less = {**limits.budget_bytes, RAM: kept_below(limits.budget_bytes[RAM])}
+        less = {**limits.budget_bytes, RAM: most_in_use_bytes(limits.budget_bytes[RAM])}
         for strategy in self._search(replace(limits, budget_bytes=less), top):
             strategies = self._with(strategies, strategy)
         self._simple_s = simple_s

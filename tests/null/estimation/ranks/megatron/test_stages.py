@@ -8,9 +8,12 @@ from brim.core import Category
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.models import find_model
 from brim.estimation.ranks.estimate import estimate_ranks
+from brim.estimation.ranks.job import MegatronOptions
+from brim.estimation.ranks.megatron.layer import Place
 from brim.estimation.ranks.megatron.step import stage_trace
 from brim.estimation.ranks.sizes import Shape, shape_of
 from brim.estimation.ranks.split import Split
+from brim.estimation.simulation import simulate
 from brim.predict.formulas import activations_per_layer, megatron_states
 
 GPT = Shape(
@@ -18,14 +21,22 @@ GPT = Shape(
     positions=2048, gated=False, layer_norm=True, bias=True, qkv_bias=True, tied=True, dropout=True,
 )  # fmt: skip
 SEQUENCE = 2048
+LOGITS = SEQUENCE * 51200
+DEFAULTS = MegatronOptions()
+TE_LOSS = MegatronOptions(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
 
 
-def kept_by_one_layer(split, recompute="none", shape=GPT):
+def kept_by_one_layer(split, recompute="none", shape=GPT, options=DEFAULTS):
     """Bytes that grow by one with every layer, at the end of the forward pass."""
     sizes = []
     for layers in (2, 3):
         made = stage_trace(
-            dataclasses.replace(shape, layers=layers), split, 0, sequence=SEQUENCE, recompute=recompute
+            dataclasses.replace(shape, layers=layers),
+            split,
+            0,
+            sequence=SEQUENCE,
+            recompute=recompute,
+            options=options,
         ).trace
         backward = min(op.at for op in made.ops if op.phase == "backward")
         sizes.append(sum(
@@ -150,12 +161,109 @@ def test_each_expert_of_a_rank_is_a_product_and_its_router_has_gradients():
 
 
 def test_an_unfused_loss_keeps_its_softmax_in_float32():
-    fused, plain = (
-        stage_trace(GPT, Split(gpus=1), 0, sequence=SEQUENCE, recompute="full", fused_loss=fused).trace
-        for fused in (True, False)
-    )
-    kept = [max(s.bytes for s in made.storages if s.category is Category.ACTIVATION) for made in (fused, plain)]
-    assert kept == [2 * SEQUENCE * 51200, 4 * SEQUENCE * 51200]
+    traces = [traced(loss) for loss in (TE_LOSS, MegatronOptions())]
+    kept = [max(s.bytes for s in trace.storages if s.category is Category.ACTIVATION) for trace in traces]
+    assert kept == [2 * LOGITS, 4 * LOGITS]
+
+
+def test_the_loss_is_unfused_by_default_and_the_native_one_takes_one_more_copy_of_the_logits():
+    native = MegatronOptions(cross_entropy_loss_fusion=True)
+    peaks = [simulate(traced(loss, micro_batch=16)).peak_bytes.allocated for loss in (TE_LOSS, None, native)]
+    assert peaks[1] > peaks[0]
+    assert peaks[2] - peaks[1] == pytest.approx(16 * 4 * LOGITS, rel=0.1)
+
+
+def traced(options, micro_batch=1):
+    chosen = {} if options is None else {"options": options}
+    split = Split(gpus=1, micro_batch=micro_batch)
+    return stage_trace(GPT, split, 0, sequence=SEQUENCE, recompute="full", **chosen).trace
+
+
+def test_weight_gradients_are_tensors_of_their_own_where_their_accumulation_is_not_fused():
+    fused, apart = (traced(MegatronOptions(gradient_accumulation_fusion=fusion)) for fusion in (True, False))
+    dummies = sum(s.bytes for s in fused.storages if s.module == "dummy weight gradients")
+    assert dummies == 2 * (12 * GPT.hidden**2 + 51200 * GPT.hidden)  # bfloat16
+    assert not [s for s in apart.storages if s.module == "dummy weight gradients"]
+
+
+def test_unfused_attention_keeps_what_korthikanti_counts():
+    split = Split(gpus=1, micro_batch=4)
+    unfused = kept_by_one_layer(split, options=MegatronOptions(attention_backend="unfused"))
+    form = activations_per_layer(
+        sequence=SEQUENCE, micro_batch=4, hidden=GPT.hidden, heads=GPT.heads, tensor_parallel=1,
+        sequence_parallel=False, flash_attention=False,
+    )  # fmt: skip
+    assert unfused == form.value + 2 * 8 * SEQUENCE * 4  # means and scales of two norms
+
+
+@pytest.mark.parametrize(
+    ("capability", "micro_batch", "options", "copies"),
+    [
+        ((8, 0), 4, {}, True),
+        ((8, 0), 1, {}, False),
+        ((9, 0), 4, {}, False),
+        ((9, 0), 4, {"attention_backend": "flash"}, True),
+        ((10, 0), 4, {}, False),
+        ((10, 0), 4, {"deterministic_mode": True}, True),
+    ],
+)
+def test_flash_attention_keeps_its_output_in_two_layouts_of_several_sequences(
+    capability, micro_batch, options, copies
+):
+    place = Place(
+        shape=GPT, split=Split(gpus=1, micro_batch=micro_batch), sequence=SEQUENCE, recompute="none",
+        options=MegatronOptions(**options), capability=capability,
+    )  # fmt: skip
+    assert place.copies_attention is copies
+
+
+def test_the_loaders_mask_has_a_byte_for_each_pair_of_tokens():
+    masks = [
+        [s.bytes for s in traced(MegatronOptions(create_attention_mask_in_dataloader=creates)).storages
+         if s.module == "attention mask"]
+        for creates in (True, False)
+    ]  # fmt: skip
+    assert set(masks[0]) == {SEQUENCE * SEQUENCE}
+    assert not masks[1]
+
+
+def test_experts_are_split_by_tensor_parallel_ranks():
+    mixtral = dataclasses.replace(shape_of(find_model("mixtral-8x7b")), layers=2)
+    split = Split(gpus=8, tp=2, ep=4, sequence_parallel=True, global_batch=4)
+    trace = stage_trace(mixtral, split, 0, sequence=SEQUENCE, recompute="none").trace
+    assert not [s for s in trace.storages if s.died is None and s.born >= trace.step_starts[0]]
+    parameters = [s.bytes for s in trace.storages if s.module == "experts parameters"]
+    assert parameters == [2 * mixtral.layers * (8 // 4) * 3 * mixtral.hidden * 14336 // 2]
+    with pytest.raises(UsageError, match=r"without --sp"):
+        estimate_ranks("mixtral-8x7b", Split(gpus=8, tp=2, ep=4, global_batch=4), engine="megatron", gpu="H100")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"attention_backend": "sdpa"}, "Unknown --attention-backend sdpa"),
+        ({"cross_entropy_fusion_impl": "liger"}, "Unknown --cross-entropy-fusion-impl liger"),
+        ({"transformer_impl": "torch"}, "Unknown --transformer-impl torch"),
+        ({"cublas_workspace_config": "4096:8"}, "Cannot use --cublas-workspace-config 4096:8"),
+        ({"cublas_workspace_config": ":4096"}, "Cannot use --cublas-workspace-config :4096"),
+    ],
+)
+def test_values_that_the_engine_does_not_know_are_refused(options, error):
+    with pytest.raises(UsageError, match=error):
+        MegatronOptions(**options)
+
+
+def test_a_configured_workspace_takes_the_place_of_cublass_own():
+    storages = traced(MegatronOptions(cublas_workspace_config=":4096:2:16:8")).storages
+    assert [s.bytes for s in storages if s.module == "PyTorch's cuBLAS"] == [(2 * 4096 + 8 * 16) * 1024] * 2
+
+
+def test_a_small_model_is_as_slow_as_its_launches_and_says_so():
+    small = estimate_ranks("gpt2", Split(gpus=1), engine="megatron", gpu="H100", seq=128)
+    assert small.step_s > 12 * 3.6e-3
+    assert any("bound by launches" in note for note in small.notes)
+    large = estimate_ranks("llama-3-8b", Split(gpus=1), engine="megatron", gpu="H100", seq=4096)
+    assert not any("bound by launches" in note for note in large.notes)
 
 
 @pytest.fixture(scope="module")

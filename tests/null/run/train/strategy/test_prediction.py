@@ -33,11 +33,12 @@ def rehearsal_of(batch: int, hardware: Hardware) -> Rehearsal:
     config = transformers.LlamaConfig(
         vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, use_cache=False,
+        tie_word_embeddings=True,  # two gradients are added up before they are added to that of the passes before
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).train()
 
     def ids(count: int) -> dict[str, torch.Tensor]:
-        made = torch.zeros(count, 64, dtype=torch.long)
+        made = torch.zeros(count, 16, dtype=torch.long)
         return {"input_ids": made, "labels": made.clone()}
 
     return Rehearsal(
@@ -56,9 +57,9 @@ def predicted(batch: int, choice: dict[str, Any], hardware: Hardware) -> Predict
 def test_every_micro_batch_takes_its_time_and_none_takes_memory_beside_the_others(
     name: str, known_machine: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two, four, eight = (predicted(batch, CHOICES[name], known_machine) for batch in (2, 4, 8))
-    assert two.peak_bytes == four.peak_bytes == eight.peak_bytes
-    assert eight.step_s - four.step_s == pytest.approx(2 * (four.step_s - two.step_s))
+    three, four, eight = (predicted(batch, CHOICES[name], known_machine) for batch in (3, 4, 8))
+    assert three.peak_bytes == four.peak_bytes == eight.peak_bytes
+    assert eight.step_s - four.step_s == pytest.approx(4 * (four.step_s - three.step_s))
     assert eight.bound_s == eight.step_s
     monkeypatch.setattr(training_prediction, "_REHEARSED_PASSES", 8)
     whole = predicted(8, CHOICES[name], known_machine)
@@ -113,7 +114,7 @@ def test_activations_in_place_are_tried_out_once_for_all_predictions(
     def tried(*_: Any) -> None:
         raise AssertionError("it is known")
 
-    monkeypatch.setattr(inplace_activations, "_found", tried)
+    monkeypatch.setattr(inplace_activations, "_inplace_bytes", tried)
     assert rehearsal.predict(choice) == first
     with pytest.raises(AssertionError, match="it is known"):  # other rows may be read in other ways
         rehearsal.predict(replace(choice, micro_batch=2))

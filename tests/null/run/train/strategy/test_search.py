@@ -10,7 +10,7 @@ import pytest
 
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM
-from brim.memory.heap_retention import kept_below
+from brim.memory.heap import most_in_use_bytes
 from brim.planner.step_profile import KEEP, Frame, Way
 from brim.run.plan.request import Machine, Request
 from brim.run.plan.training import case_of
@@ -55,7 +55,7 @@ def test_memory_that_is_given_back_and_asked_for_anew_costs_time_so_a_plan_leave
     dear = replace(tight, fresh_s_per_byte=1e-6)
     (chosen,) = Planner(dear).search(1)
     assert chosen.heap_s == 0
-    assert chosen.prediction.peak_bytes[RAM] <= kept_below(in_use + (in_use >> 5))
+    assert chosen.prediction.peak_bytes[RAM] <= most_in_use_bytes(in_use + (in_use >> 5))
     same = Planner(dear).prove(whole.way, corrects=False)
     assert same is not None
     assert same.step_s == free.step_s + same.heap_s > chosen.step_s > free.step_s

@@ -1,0 +1,101 @@
+"""``brim models`` and ``brim gpus``: what the catalog knows, by the names that other commands take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import click
+
+from brim import catalog
+from brim.catalog import Gpu, Preset
+from brim.cli.options import Command, json_option, print_json
+from brim.errors import UsageError
+from brim.units import format_bytes
+
+
+@click.command(cls=Command)
+@click.argument("words", nargs=-1)
+@json_option
+def models(words: tuple[str, ...], as_json: bool) -> None:
+    """List the model configurations of the catalog.
+
+    With WORDS, those alone that have all of them in a name or hub id, as in: brim models qwen 7b. Models that are not
+    listed are given by a folder with their config.json, or by the file itself.
+    """
+    presets = [catalog.model(name) for name in catalog.model_names()]
+    listed = [preset for preset in presets if _has(words, (preset.name, *preset.hub_ids))]
+    _check(words, listed, "models")
+    if as_json:
+        print_json({"models": [_model(preset) for preset in listed]})
+        return
+    rows = [(p.name, _billions(p.parameters), p.architecture, ", ".join(p.hub_ids)) for p in listed]
+    _print(("model", "parameters", "class", "hub ids"), rows, right={1})
+
+
+@click.command(cls=Command)
+@click.argument("words", nargs=-1)
+@json_option
+def gpus(words: tuple[str, ...], as_json: bool) -> None:
+    """List the GPUs of the catalog.
+
+    With WORDS, those alone that have all of them in their names, as in: brim gpus rtx 40. The memory of one that is
+    not listed is given by --vram.
+    """
+    cards = [catalog.gpu(name) for name in catalog.gpu_names()]
+    listed = [card for card in cards if _has(words, (card.name, *card.aliases))]
+    _check(words, listed, "gpus")
+    if as_json:
+        print_json({"gpus": [_gpu(card) for card in listed]})
+        return
+    rows = [
+        (card.name, format_bytes(card.capacity_bytes), _per_s(card.bytes_per_s, "B"),
+         _per_s(card.flops_per_s.get("bfloat16") or card.flops_per_s.get("float16"), "FLOP"), ", ".join(card.aliases))
+        for card in listed
+    ]  # fmt: skip
+    _print(("GPU", "memory", "bandwidth", "16 bits, dense", "also"), rows, right={1, 2, 3})
+
+
+def _has(words: Sequence[str], names: Iterable[str]) -> bool:
+    text = " ".join(names).lower()
+    return all(word.lower() in text for word in words)
+
+
+def _check(words: Sequence[str], listed: Sequence[object], command: str) -> None:
+    if not listed:
+        raise UsageError(
+            f"{' '.join(words)} was given.", "Nothing in the catalog has these words.", f"Run brim {command}."
+        )
+
+
+def _model(preset: Preset) -> dict[str, Any]:
+    return {
+        "name": preset.name, "parameters": preset.parameters, "library": preset.library,
+        "architecture": preset.architecture, "hub_ids": list(preset.hub_ids), "source": preset.source,
+    }  # fmt: skip
+
+
+def _gpu(card: Gpu) -> dict[str, Any]:
+    return {
+        "name": card.name, "aliases": list(card.aliases), "vendor": card.vendor,
+        "capacity_bytes": card.capacity_bytes, "bytes_per_s": card.bytes_per_s, "flops_per_s": dict(card.flops_per_s),
+    }  # fmt: skip
+
+
+def _billions(count: int | None) -> str:
+    return "" if count is None else f"{count / 1e9:.3g} B"
+
+
+def _per_s(rate: float | None, unit: str) -> str:
+    return "" if not rate else f"{rate / 1e12:.3g} T{unit}/s"
+
+
+def _print(columns: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> None:
+    """A row a line, however narrow the terminal: what it is given to, such as grep, reads lines."""
+    widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
+    for row in (columns, *rows):
+        cells = [
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        click.echo("  ".join(cells).rstrip())

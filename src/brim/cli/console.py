@@ -1,0 +1,111 @@
+"""The one way to print tables, bars and styled lines: what is printed is of any origin, and is never an order."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any, Self
+
+import rich.console
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.status import Status
+from rich.text import Text
+
+from brim import threads
+from brim.errors import UsageError
+from brim.printable import printable
+from brim.units import format_seconds
+
+EVERY = "BRIM_LOG_EVERY_S"  # the variable with the seconds between lines where there is no terminal
+_EVERY_S = 10.0
+
+
+class Console(rich.console.Console):
+    """rich's, where texts are no markup, and hold nothing that a terminal would obey."""
+
+    def __init__(self, *, stderr: bool = False, highlight: bool = True, soft_wrap: bool = False) -> None:
+        super().__init__(stderr=stderr, highlight=highlight, soft_wrap=soft_wrap, markup=False, emoji=False)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Segments of text without control characters; rich's own control segments as they are."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    def status(self, status: RenderableType, **options: Any) -> WorkStatus:
+        """rich's status, whose first text is no markup either."""
+        return WorkStatus(status, console=self, **options)
+
+
+class WorkStatus(Status):
+    """What is being done: on a terminal at its bottom, elsewhere a line of the log every ten seconds."""
+
+    def __init__(self, status: RenderableType, *, console: Console, **options: Any) -> None:
+        super().__init__(_text(status), console=console, **options)
+        self._work, self._line = status, ""
+        self._every_s = _every_s()
+        self._began_s = self._written_s = time.monotonic()
+        self._ended: threading.Event | None = None
+        self._writing = threading.Lock()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def start(self) -> None:
+        if self.console.is_terminal:
+            super().start()
+        elif self._ended is None:
+            self._ended = threading.Event()
+            threads.start(threading.Thread(target=self._log, args=(self._ended,), name="brim-log", daemon=True))
+
+    def stop(self) -> None:
+        if self.console.is_terminal:
+            super().stop()
+        elif self._ended is not None:
+            self._ended.set()
+            self._ended = None
+
+    def update(self, status: RenderableType | None = None, **options: Any) -> None:
+        if status is not None:
+            self._work = status
+        super().update(None if status is None else _text(status), **options)
+
+    def line(self, text: str) -> None:
+        """Print a line of which there may be many: all of them on a terminal, elsewhere one in ten seconds."""
+        if self.console.is_terminal:
+            self.console.print(text, highlight=False)
+            return
+        with self._writing:
+            self._line = text
+        self._write_if_due()
+
+    def _log(self, ended: threading.Event) -> None:
+        while not ended.wait(self._every_s / 10):
+            self._write_if_due()
+
+    def _write_if_due(self) -> None:
+        with self._writing:
+            now_s = time.monotonic()
+            if now_s < self._written_s + self._every_s:
+                return
+            text = self._line or f"{self._work}, {format_seconds(now_s - self._began_s)}"
+            self._line, self._written_s = "", now_s
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def _every_s() -> float:
+    asked = os.environ.get(EVERY, "")
+    try:
+        every_s = float(asked or _EVERY_S)
+    except ValueError:
+        every_s = 0.0
+    if not 0 < every_s < threading.TIMEOUT_MAX:
+        raise UsageError(f"{EVERY}={asked} was given.", "It is no number of seconds.", f"Example: {EVERY}=60")
+    return every_s
+
+
+def _text(status: RenderableType) -> RenderableType:
+    return Text(status) if isinstance(status, str) else status

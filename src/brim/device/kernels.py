@@ -1,0 +1,191 @@
+"""Allocations of kernels, which PyTorch's CUDA build on the device answers once for each call; answers are stored.
+
+A call is an operator with its arguments, where a tensor is its shape, strides, offset, dtype and device. Its script
+lists what the kernel takes and frees, in order; ``kernel_worker``, which runs in a process of its own, has the
+format. Answers are kept in the user's cache under the PyTorch build, the card and brim's own sources that made them,
+a line for each, so that commands that run at once may all add to them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import os
+import select
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from brim.device import environment
+from brim.device.environment import Environment
+from brim.device.settings import DeviceSettings
+from brim.errors import BrimError
+from brim.measure.user_cache import cache_folder, fingerprint, load_text
+from brim.processes import bound
+
+Script = tuple[tuple[str, int, int], ...]
+Call = Mapping[str, Any]
+
+# A common card of each compute capability, by which launches and reductions are cut.
+CARDS = {
+    (7, 0): "V100", (7, 5): "T4", (8, 0): "A100 80GB", (8, 6): "RTX 3090", (8, 9): "RTX 4090", (9, 0): "H100",
+    (10, 0): "B200", (12, 0): "RTX 5090",
+}  # fmt: skip
+_MEMORY_BYTES = 1 << 45  # calls may have larger tensors than the card has memory
+_LONGEST_WAIT_S = 60.0
+_WORKER = Path(__file__).with_name("kernel_worker.py")
+
+
+class KernelAnswers:
+    """Scripts of the kernels of one card: stored ones, and a process with the CUDA build for the others."""
+
+    def __init__(self, build: Environment, settings: DeviceSettings, path: Path) -> None:
+        self._build, self._settings, self._path = build, settings, path
+        self._process: subprocess.Popen[str] | None = None
+        self._owner = 0
+        self._known = _read(path)
+
+    def script(self, call: Call) -> Script | None:
+        """Return what the call allocates. None: PyTorch refuses the call, or the process does not start."""
+        text = json.dumps(call, sort_keys=True)
+        key = hashlib.sha256(text.encode()).hexdigest()
+        if key not in self._known:
+            said = self._ask(text)
+            if said is None:
+                return None  # another try may succeed
+            self._known[key] = _script(said)
+            self._append(json.dumps([key, said]))
+        return self._known[key]
+
+    def close(self) -> None:
+        """End the process. The next call begins another."""
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return
+        assert process.stdin is not None and process.stdout is not None
+        process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.stdout.close()
+        process.wait()
+
+    def _ask(self, text: str) -> Any:
+        for _ in range(2):  # a process may have been ended from outside; one that ends again does so by this call
+            try:
+                process = self._begun()
+                assert process.stdin is not None and process.stdout is not None
+                process.stdin.write(text + "\n")
+                process.stdin.flush()
+                if select.select([process.stdout], [], [], _LONGEST_WAIT_S)[0]:
+                    return json.loads(process.stdout.readline())
+            except (BrimError, OSError, ValueError):
+                pass
+            self.close()
+        return None
+
+    def _begun(self) -> subprocess.Popen[str]:
+        if self._process is not None and self._owner == os.getpid():
+            return self._process
+        variables = self._build.variables(self._settings)
+        self._process = subprocess.Popen(
+            bound([str(self._build.python), "-P", str(_WORKER)]), env=variables, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        self._owner = os.getpid()
+        return self._process
+
+    def _append(self, line: str) -> None:
+        """Add a line to the file in one piece; where that cannot be, this process alone knows the answer."""
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+            file = os.open(self._path, flags, 0o600)
+            try:
+                os.write(file, f"\n{line}\n".encode())  # behind a line that another process could not finish
+            finally:
+                os.close(file)
+
+
+def described(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+    """The call as ``KernelAnswers.script`` takes it; None where an argument has no description."""
+    try:
+        namespace, name = operator._schema.name.split("::")
+        return {
+            "op": f"{namespace}.{name}.{operator._overloadname}",
+            "args": [_described(arg) for arg in args],
+            "kwargs": {key: _described(value) for key, value in kwargs.items()},
+            "default": _described(torch.get_default_dtype()),
+        }
+    except TypeError:
+        return None
+
+
+def _described(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind in (int, float, bool, str):
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise TypeError("only strided tensors are described")
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": [list(value.shape), list(value.stride()), value.storage_offset(), dtype, "cuda"]}
+    if kind in (list, tuple) or isinstance(value, torch.Size):
+        return [_described(part) for part in value]
+    if kind is complex:
+        return {"complex": [value.real, value.imag]}
+    if kind is torch.device:
+        return {"device": "cuda"}
+    if kind in (torch.dtype, torch.layout, torch.memory_format):
+        return {"constant": str(value).removeprefix("torch.")}
+    raise TypeError(f"{kind.__name__} has no description")
+
+
+@cache
+def answers_for(capability: tuple[int, int], folder: Path | None = None) -> KernelAnswers | None:
+    """The answers of a card of that compute capability; None where no CUDA build of PyTorch is there for it.
+
+    Nothing is downloaded. ``folder``: where builds are kept, None for the user's cache.
+    """
+    card = CARDS.get(capability)
+    try:
+        build = environment.find(folder=folder) if card is not None else None
+        if build is None:
+            return None
+        settings = replace(DeviceSettings.of(card or ""), memory_bytes=_MEMORY_BYTES)
+        torch_files = [build.site_packages / "torch" / name for name in ("version.py", "lib/libtorch_cpu.so")]
+        key = fingerprint([*torch_files, _WORKER, Path(__file__)], settings)
+    except (BrimError, OSError):
+        return None
+    answers = KernelAnswers(build, settings, cache_folder() / "kernels" / f"{key}.jsonl")
+    atexit.register(answers.close)
+    return answers
+
+
+def _read(path: Path) -> dict[str, Script | None]:
+    """The answers in a file; lines that are no answers, such as one that a killed process began, are left out."""
+    try:
+        found = load_text(path)
+    except UnicodeDecodeError:
+        found = None
+    known: dict[str, Script | None] = {}
+    for line in found[0].splitlines() if found else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            key, said = json.loads(line)
+            known[str(key)] = _script(said)
+    return known
+
+
+def _script(said: Mapping[str, Any]) -> Script | None:
+    if "script" not in said:
+        return None
+    entries = tuple((str(what), int(number), int(bytes)) for what, number, bytes in said["script"])
+    if any(what not in ("alloc", "free", "out", "keep") or bytes < 0 for what, _, bytes in entries):
+        raise ValueError("not a script")
+    return entries

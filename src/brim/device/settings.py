@@ -1,0 +1,178 @@
+"""The card that the device simulates: a catalog entry, and the share of it that a process has.
+
+What chooses between kernels (shared memory, threads and blocks of a multiprocessor) follows from the compute
+capability: "Technical Specifications per Compute Capability" of NVIDIA's CUDA C++ Programming Guide. Sizes of L2
+caches are those of the GPUs' whitepapers and data sheets; nothing but tuning reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, Self
+
+from brim.catalog.gpus import Gpu, gpu
+from brim.errors import UnsupportedError, UsageError
+from brim.units import format_bytes
+
+VARIABLE = "BRIM_REHEARSAL_DEVICE"
+MAX_GPUS = 64
+Order = Literal["at_once", "late", "seeded"]
+
+_KIB, _MIB = 1 << 10, 1 << 20
+
+# compute capability: KiB of shared memory of a multiprocessor, of a block (opt-in), threads, blocks of a
+# multiprocessor
+_MULTIPROCESSORS: Mapping[str, tuple[int, int, int, int]] = {
+    "6.0": (64, 48, 2048, 32),
+    "6.1": (96, 48, 2048, 32),
+    "7.0": (96, 96, 2048, 32),
+    "7.5": (64, 64, 1024, 16),
+    "8.0": (164, 163, 2048, 32),
+    "8.6": (100, 99, 1536, 16),
+    "8.9": (100, 99, 1536, 24),
+    "9.0": (228, 227, 2048, 32),
+    "10.0": (228, 227, 2048, 32),
+    "10.3": (228, 227, 2048, 32),
+    "12.0": (100, 99, 1536, 24),
+}
+# By architecture, where a card has no figure of its own: MiB of L2.
+_L2_MIB = {"Pascal": 4, "Volta": 6, "Turing": 4, "Ampere": 6, "Ada": 48, "Hopper": 50, "Blackwell": 64}
+_L2_MIB_OF_CAPABILITY = {"8.0": 40, "10.0": 126, "10.3": 126}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSettings:
+    """The device of a rehearsal. ``DeviceSettings.of("H100")`` fills it in from the catalog.
+
+    Raises UsageError for a count of GPUs or an order that is not allowed, and UnsupportedError for a compute
+    capability that the device does not know.
+
+    Attributes:
+        name: The card's name.
+        count: How many GPUs, 1 to 64.
+        memory_bytes: Memory of each.
+        context_bytes: What a process takes on each before its first allocation.
+        context_source: Where that figure is from.
+        capability: Compute capability: ``"8.9"``.
+        multiprocessors: How many it has; kernels' launches and reductions depend on it.
+        l2_bytes: Its L2 cache; read by tuning only.
+        copy_limit_bytes: Larger copies to a GPU are left out, so that weights need no RAM. None: all are made.
+        cudnn_workspace_bytes: What each cuDNN plan asks for; not known in general.
+        order: When the work of streams happens. ``"at_once"``; for tests ``"late"`` (not before something waits for
+            it) or ``"seeded"`` (at moments that ``seed`` settles), where memory is poisoned until it is valid, and
+            accesses that nothing orders are reported as hazards.
+        seed: For ``order="seeded"``.
+    """
+
+    name: str
+    count: int
+    memory_bytes: int
+    context_bytes: int
+    context_source: str
+    capability: str
+    multiprocessors: int
+    l2_bytes: int
+    copy_limit_bytes: int | None = None
+    cudnn_workspace_bytes: int = 0
+    order: Order = "at_once"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= MAX_GPUS:
+            raise UsageError(f"Cannot rehearse {self.count} GPUs.", f"One process has 1 to {MAX_GPUS}.")
+        if self.context_bytes >= self.memory_bytes:
+            raise UsageError(
+                f"Cannot rehearse a GPU of {format_bytes(self.memory_bytes)}.",
+                f"Its context alone takes {format_bytes(self.context_bytes)}.",
+                "Give it more memory.",
+            )
+        if self.capability not in _MULTIPROCESSORS:
+            raise UnsupportedError(
+                f"Cannot rehearse on {self.name}.",
+                f"Its compute capability is {self.capability}.",
+                f"The device knows {', '.join(_MULTIPROCESSORS)}.",
+            )
+        if self.order not in ("at_once", "late", "seeded"):
+            raise UsageError(f"Unknown order {self.order!r}.", "Known: at_once, late and seeded.")
+
+    @classmethod
+    def of(
+        cls,
+        card: str | Gpu,
+        *,
+        gpus: int = 1,
+        memory_bytes: int | None = None,
+        context_bytes: int | None = None,
+        copy_limit_bytes: int | None = None,
+        cudnn_workspace_bytes: int = 0,
+        order: Order = "at_once",
+        seed: int = 0,
+        cuda: str = "",
+    ) -> Self:
+        """A card of the catalog.
+
+        Args:
+            card: Its name (``"RTX 4090"``) or entry. NVIDIA's only.
+            gpus: How many of them.
+            memory_bytes: In the place of the catalog's figure.
+            context_bytes: In the place of the catalog's figure.
+            copy_limit_bytes: As the field.
+            cudnn_workspace_bytes: As the field.
+            order: As the field.
+            seed: As the field.
+            cuda: The CUDA version whose context to take, among those that were measured: ``"12.8"``. ``""``: the
+                newest.
+
+        Raises:
+            UsageError: A name that the catalog does not have.
+            UnsupportedError: Another vendor's card.
+        """
+        entry = gpu(card) if isinstance(card, str) else card
+        if entry.vendor != "nvidia" or not entry.compute_capability:
+            raise UnsupportedError(
+                f"Cannot rehearse on {entry.name}.",
+                "The rehearsal device simulates CUDA only.",
+                "Name an NVIDIA GPU.",
+            )
+        context = entry.context(cuda)
+        capability = entry.compute_capability
+        l2 = _L2_MIB_OF_CAPABILITY.get(capability) or _L2_MIB.get(entry.architecture, 4)
+        return cls(
+            name=entry.name,
+            count=gpus,
+            memory_bytes=entry.capacity_bytes if memory_bytes is None else memory_bytes,
+            context_bytes=context.bytes if context_bytes is None else context_bytes,
+            context_source=context.source if context_bytes is None else "given",
+            capability=capability,
+            # Unknown only of B300, whose whitepaper names no count: 148 as B200.
+            multiprocessors=entry.multiprocessors or 148,
+            l2_bytes=l2 * _MIB,
+            copy_limit_bytes=copy_limit_bytes,
+            cudnn_workspace_bytes=cudnn_workspace_bytes,
+            order=order,
+            seed=seed,
+        )
+
+    def environment(self, libraries: Path, before: Mapping[str, str]) -> dict[str, str]:
+        """The environment ``before`` with this device in it; ``libraries`` is what ``build`` made."""
+        paths = [str(libraries), *filter(None, before.get("LD_LIBRARY_PATH", "").split(":"))]
+        return {**before, VARIABLE: self._text(), "LD_LIBRARY_PATH": ":".join(dict.fromkeys(paths))}
+
+    def _text(self) -> str:
+        """The settings as ``device/settings.c`` reads them."""
+        shared, block, threads, blocks = _MULTIPROCESSORS[self.capability]
+        values: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
+        del values["context_source"]
+        if self.copy_limit_bytes is None:
+            del values["copy_limit_bytes"]
+        values |= {
+            "name": self.name.replace(";", " "),
+            "capability": self.capability.replace(".", ""),
+            "shared_per_multiprocessor_bytes": shared * _KIB,
+            "shared_per_block_bytes": block * _KIB,
+            "threads_per_multiprocessor": threads,
+            "blocks_per_multiprocessor": blocks,
+        }
+        return ";".join(f"{key}={value}" for key, value in values.items())

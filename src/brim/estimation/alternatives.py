@@ -1,0 +1,129 @@
+"""Settings under which a step fits that does not as it was asked for: each one is estimated."""
+
+from __future__ import annotations
+
+import shlex
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from brim.errors import BrimError
+from brim.estimation.estimate import Study
+from brim.estimation.workload import Workload
+from brim.techniques import optimizers
+
+_SHOWN, _TRACED = 3, 6  # settings that are told, and steps that are traced for them at most
+_SHORTEST = 128  # tokens
+_BITS = {"fp32": 32, "bf16-mixed": 32, "fp16-mixed": 32, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
+_FLOATING = ("fp32", "bf16-mixed", "fp16-mixed", "bf16")  # precisions that all weights are in
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Options of ``brim estimate`` in place of those that were given, and the peak of the process with them."""
+
+    options: str
+    process_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"options": self.options, "process_bytes": self.process_bytes}
+
+
+def alternatives(study: Study, largest_batch: int | None) -> tuple[Alternative, ...]:
+    """The first settings that fit where ``study`` does not, from those that change least.
+
+    ``largest_batch`` is what is known of the batch: it is among them. There are none for a program and for a step of
+    the user's own, which have their settings inside.
+    """
+    available = study.place.available_bytes
+    if study.source.library == "python" or available is None:
+        return ()
+    count, found, traced = _parameters(study), list[Alternative](), 0
+    for changes in _changes(study.workload, largest_batch):
+        workload = _changed(study.workload, changes)
+        if workload is None or _least_bytes(workload, count) > available:
+            continue
+        if len(found) == _SHOWN or traced == _TRACED:
+            break
+        traced += 1
+        process_bytes = _process_bytes(study, workload)
+        if process_bytes is not None:
+            found.append(Alternative(options=_options(changes), process_bytes=process_bytes))
+    return tuple(found)
+
+
+def _changes(asked: Workload, largest_batch: int | None) -> Iterator[dict[str, Any]]:
+    """Changes of a workload, those first that leave most as it is."""
+    lower = [name for name in ("bf16", "fp8", "int8", "int4") if _BITS[name] < _BITS[asked.precision or "fp32"]]
+    batch = [{"batch": largest_batch}] if largest_batch and largest_batch < asked.batch else []
+    shorter = [{"seq": asked.seq // part} for part in (2, 4) if asked.seq and asked.seq // part >= _SHORTEST]
+    if asked.task == "generate":
+        yield from batch
+        yield from ({"precision": name} for name in lower)
+        yield from shorter
+        return
+    yield from batch
+    full = {"checkpointing": "full"} if asked.checkpointing != "full" else {}
+    if full:
+        yield full
+    if "bf16" in lower:
+        yield {"precision": "bf16"}
+        yield {**full, "precision": "bf16"}
+    yield from shorter
+    if asked.method == "full":
+        half = {"precision": "bf16"} if "bf16" in lower else {}
+        yield {**half, "optimizer": "adamw8bit", **full}
+        yield {"method": "lora", **half}
+        yield {"method": "lora", **half, **full}
+        yield {"method": "lora", "precision": "int4", **full}
+    elif "int4" in lower:
+        yield {"precision": "int4"}
+        yield {"precision": "int4", **full}
+
+
+def _changed(asked: Workload, changes: dict[str, Any]) -> Workload | None:
+    """The workload with ``changes``; None where they do not go with the rest of it, or change nothing."""
+    try:
+        changed = replace(asked, **changes)
+    except BrimError:
+        return None
+    return None if changed == asked else changed
+
+
+def _parameters(study: Study) -> int:
+    """How many parameters the model has; 0 where some are quantized, and their bytes do not tell."""
+    if study.workload.precision not in _FLOATING:
+        return 0
+    held = study.estimate().at_peak_bytes["parameters"]
+    return held * 8 // _BITS[study.workload.precision]
+
+
+def _least_bytes(workload: Workload, parameters: int) -> int:
+    """What no trace of ``workload`` is below: weights, and in full training gradients and states."""
+    weights = parameters * _BITS[workload.precision or "fp32"] // 8
+    if workload.task == "generate" or workload.method == "lora":
+        return weights
+    dtype = torch.float32 if _BITS[workload.precision or "fp32"] == 32 else torch.bfloat16
+    held = torch.empty(parameters, dtype=dtype, device="meta")
+    return 2 * held.nbytes + sum(optimizers.state_bytes(workload.optimizer or "adamw", [held]))
+
+
+def _process_bytes(study: Study, workload: Workload) -> int | None:
+    """The peak of the process under ``workload``; None where it does not fit, or the model does not do it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of settings that mean nothing to the model: told once
+            found = Study(study.source, workload, study.place, None, study.alloc_conf).estimate()
+    except BrimError:
+        return None
+    return found.peak_bytes.process if found.fits else None
+
+
+def _options(changes: dict[str, Any]) -> str:
+    return shlex.join(word for name, value in changes.items() for word in (f"--{name}", str(value)))
+
+
+__all__ = ["Alternative", "alternatives"]

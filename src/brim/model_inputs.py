@@ -1,0 +1,48 @@
+"""Copies of a model's inputs with every tensor replaced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+_T = TypeVar("_T")
+_Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def map_tensors(inputs: _T, change: _Change) -> _T:
+    """Copy ``inputs`` deeply with ``change`` applied to every tensor, also inside objects and modules.
+
+    The copy is deep because a model writes to its inputs, such as a KV cache. Raises what ``copy.deepcopy`` raises.
+    """
+    copies: dict[int, Any] = {}
+    # No torch function mode sees the copying of these tensors while a trace disables torch functions, nor ever that
+    # of ``nn.Parameter``, which has its own ``__deepcopy__``.
+    for leaf in tree_leaves(inputs):
+        for tensor in leaf.parameters() if isinstance(leaf, nn.Module) else [leaf]:
+            if isinstance(tensor, nn.Parameter):
+                copies[id(tensor)] = nn.Parameter(change(tensor), tensor.requires_grad)
+            elif isinstance(tensor, torch.Tensor) and id(tensor) not in copies:
+                copies[id(tensor)] = change(tensor)
+    with _Changing(change):
+        return copy.deepcopy(inputs, copies)
+
+
+class _Changing(TorchFunctionMode):
+    """Apply ``change`` in place of ``Tensor.__deepcopy__``."""
+
+    def __init__(self, change: _Change) -> None:
+        super().__init__()
+        self._change = change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, copies = args
+        copies[id(tensor)] = changed = self._change(tensor)
+        return changed

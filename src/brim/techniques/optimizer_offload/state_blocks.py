@@ -1,0 +1,263 @@
+"""The blocks of an optimizer: parameters that are updated together, their units, and the layout of their states.
+
+An optimizer that treats every element on its own (SGD, Adam, RMSprop, Lion, ...) gives the same bits when a parameter
+is updated run by run. ``Trial.is_elementwise`` tries whether it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from brim.errors import UnsupportedError
+from brim.memory.layout import PACKED_ALIGNMENT_BYTES
+from brim.memory.pool import round_up
+from brim.techniques.blocks import groups_within, tensor_bytes
+from brim.techniques.optimizer_offload.trial import StateTensor, Trial, dense_stride
+from brim.units import MIB
+
+BLOCK_BYTES = 16 * MIB
+_GRAIN = 1024  # elements; a kernel's loop for the rest then runs at the end of a parameter only
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StateBlock:
+    """Parameters whose states and gradients are moved together. ``bytes`` are those of the parameters.
+
+    ``units`` are the parts that are updated at once, so that their states fit in a bounded buffer.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    state_tensors: tuple[tuple[StateTensor, ...], ...]  # of each parameter
+    bytes: int
+    state_bytes: int
+    units: tuple[Unit, ...]
+
+    def unit_bytes(self) -> list[int]:
+        return [lay_out(self.unit_tensors(unit))[1] for unit in self.units]
+
+    def unit_tensors(self, unit: Unit) -> list[tuple[StateTensor, ...]]:
+        return [part.state_tensors(self.state_tensors[part.parameter]) for part in unit]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """A state tensor of the unit's part number ``parameter``, at ``offset`` of a record."""
+
+    parameter: int
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor in the record ``flat`` (uint8)."""
+        return self.view_alone(flat[self.offset : self.offset + self.bytes])
+
+    def view_alone(self, part: torch.Tensor) -> torch.Tensor:
+        """The tensor over its bytes ``part`` (uint8)."""
+        return shaped(part, self.dtype, self.shape, self.stride)
+
+
+def shaped(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """A tensor over bytes (uint8, one-dimensional) that its elements fill."""
+    with torch.inference_mode(False):
+        typed = flat.view(dtype)
+        return typed.as_strided(tuple(shape), tuple(stride), typed.storage_offset())
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a dense tensor's memory as bytes."""
+    data = tensor.detach()
+    return data.as_strided((data.numel(),), (1,), data.storage_offset()).view(torch.uint8)
+
+
+def lay_out(state_tensors: Sequence[Sequence[StateTensor]]) -> tuple[list[Field], int]:
+    """The aligned layout of the state tensors of each parameter in a record, and the record's bytes."""
+    fields, end = [], 0
+    for index, tensors in enumerate(state_tensors):
+        for tensor in tensors:
+            begin = round_up(end, PACKED_ALIGNMENT_BYTES)
+            fields.append(
+                Field(
+                    parameter=index,
+                    key=tensor.key,
+                    dtype=tensor.dtype,
+                    shape=tensor.shape,
+                    stride=tensor.stride,
+                    offset=begin,
+                )
+            )
+            end = begin + fields[-1].bytes
+    return fields, end
+
+
+def state_blocks(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    given: Sequence[tuple[str, Sequence[nn.Parameter]]] = (),
+    trial: Trial | None = None,
+) -> list[StateBlock]:
+    """The trainable parameters of ``optimizer`` as blocks of at most ``block_bytes``, in the model's order.
+
+    ``given`` are the blocks of weight streaming, which are taken as they are. A parameter above the bound is a block
+    of its own; blocks above it are cut into units. Raises UnsupportedError for an optimizer that needs all parameters
+    at once.
+    """
+    trial = trial or Trial(optimizer)
+    groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    names = _names(model, optimizer)
+    rows = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
+    blocks = []
+    for name, parameters in _together(names, given, block_bytes):
+        state_tensors = tuple(tuple(trial.state_tensors(groups[id(p)], p)) for p in parameters)
+        units = cut(parameters, block_bytes, _may_be_cut(parameters, state_tensors, groups, trial, rows))
+        blocks.append(
+            StateBlock(
+                name=name,
+                names=tuple(names[p] for p in parameters),
+                parameters=tuple(parameters),
+                state_tensors=state_tensors,
+                bytes=sum(map(tensor_bytes, parameters)),
+                state_bytes=lay_out(state_tensors)[1],
+                units=units,
+            )
+        )
+    return blocks
+
+
+def _names(model: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, str]:
+    """The names of the optimizer's parameters, in the model's order, those that the model does not have last."""
+    names = {p: name for name, p in model.named_parameters()}
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    mine = set(updated)
+    ordered = dict.fromkeys([*(p for p in names if p in mine), *updated])
+    return {p: names.get(p, f"parameter {number}") for number, p in enumerate(ordered)}
+
+
+def _together(
+    names: Mapping[nn.Parameter, str], given: Sequence[tuple[str, Sequence[nn.Parameter]]], block_bytes: int
+) -> list[tuple[str, list[nn.Parameter]]]:
+    """The names and trained parameters of the blocks: those ``given``, then groups of neighbours."""
+    open_ = {p: p for p in names if p.requires_grad}
+    parts: list[tuple[str, list[nn.Parameter]]] = []
+    for name, parameters in given:
+        mine = [open_.pop(p) for p in parameters if p in open_]
+        parts += [(name, mine)] if mine else []
+    return parts + [(names[group[0]], group) for group in groups_within(open_, block_bytes, tensor_bytes)]
+
+
+def _may_be_cut(
+    parameters: Sequence[nn.Parameter],
+    state_tensors: Sequence[Sequence[StateTensor]],
+    groups: Mapping[int, int],
+    trial: Trial,
+    rows: Collection[int],
+) -> Callable[[int], bool]:
+    """A predicate of parameters, by number, that may be updated in parts. ``rows``: those with sparse gradients."""
+
+    def answer(number: int) -> bool:
+        parameter = parameters[number]
+        alike = all(
+            tensor.shape == parameter.shape and tensor.stride == dense_stride(parameter)
+            for tensor in state_tensors[number]
+        )
+        return alike and id(parameter) not in rows and trial.is_elementwise(groups[id(parameter)], parameter)
+
+    return answer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """The elements ``begin`` to ``end``, in memory order, of a block's parameter number ``parameter``."""
+
+    parameter: int
+    begin: int
+    end: int
+    is_complete: bool
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a contiguous tensor of the parameter's shape, one-dimensional unless complete."""
+        return tensor if self.is_complete else tensor.reshape(-1)[self.begin : self.end]
+
+    def stand_in(self, parameter: nn.Parameter, name: str) -> nn.Parameter:
+        """A parameter over this part of the memory of ``parameter``. Raises UnsupportedError."""
+        if self.is_complete:
+            return parameter
+        if not parameter.is_contiguous():
+            raise UnsupportedError(
+                f"Cannot update {name}.",
+                f"It has become a tensor with strides {list(parameter.stride())}; it was contiguous when fitted.",
+                "Keep the layout of parameters, or call .brim.remove() first and fit the model again.",
+            )
+        return nn.Parameter(self.of(parameter.detach()), requires_grad=parameter.requires_grad)
+
+    def state_tensors(self, complete: Sequence[StateTensor]) -> tuple[StateTensor, ...]:
+        """The state tensors of the part, given those of the ``complete`` parameter."""
+        if self.is_complete:
+            return tuple(complete)
+        shape = (self.end - self.begin,)
+        return tuple(StateTensor(key=tensor.key, dtype=tensor.dtype, shape=shape, stride=(1,)) for tensor in complete)
+
+
+Unit = tuple[Part, ...]  # the parts that are updated at once
+
+
+class LoadedGradient(NamedTuple):
+    """A gradient in memory: in a record in RAM, or as autograd left it."""
+
+    tensor: torch.Tensor
+    in_record: bool
+
+
+def single_unit(parameters: Sequence[torch.Tensor]) -> Unit:
+    return tuple(Part(parameter=n, begin=0, end=p.numel(), is_complete=True) for n, p in enumerate(parameters))
+
+
+def cut(
+    parameters: Sequence[torch.Tensor], bound_bytes: int, is_elementwise: Callable[[int], bool]
+) -> tuple[Unit, ...]:
+    """Cut ``parameters``, in order, into units of at most ``bound_bytes``, as far as they can be cut.
+
+    ``is_elementwise`` is a predicate of parameters, by number, that may be cut.
+    """
+    units: list[list[Part]] = []
+    unit_bytes = 0
+    for number, parameter in enumerate(parameters):
+        size, count = tensor_bytes(parameter), parameter.numel()
+        if size > bound_bytes and _is_contiguous(parameter) and is_elementwise(number):
+            pieces = -(-size // bound_bytes)
+            length = -(-count // pieces // _GRAIN) * _GRAIN
+            ends = [*range(length, count, length), count]
+            begins = [0, *ends[:-1]]
+            units += [
+                [Part(parameter=number, begin=begin, end=end, is_complete=len(ends) == 1)]
+                for begin, end in zip(begins, ends, strict=True)
+            ]
+            unit_bytes = bound_bytes  # nothing joins the last one
+            continue
+        if not units or unit_bytes + size > bound_bytes:
+            units.append([])
+            unit_bytes = 0
+        units[-1].append(Part(parameter=number, begin=0, end=count, is_complete=True))
+        unit_bytes += size
+    return tuple(tuple(unit) for unit in units)
+
+
+def _is_contiguous(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is contiguous, or will be when it has values (a streamed one has none at rest)."""
+    return dense_stride(parameter) == torch.empty(parameter.shape, device="meta").stride()

@@ -1,0 +1,148 @@
+"""The rules for machines without a CUDA build of PyTorch say what the CUDA build answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import brim
+from brim.device.kernels import KernelAnswers, Script, answers_for, described
+from brim.errors import BrimError
+from brim.predict.lowering.cuda import build_answers
+from brim.predict.lowering.cuda import kernels as cuda_kernels
+from brim.predict.lowering.kernel import Kernel, Rule
+from support.benches import load
+
+if TYPE_CHECKING:
+    from conftest import OnDevice
+
+H100 = (9, 0)
+_aten = torch.ops.aten
+# Rules of what the device has no answer to: libraries, copies to and from the host, indices that values decide on.
+_NOT_ANSWERED = frozenset(
+    {
+        _aten.convolution.default, _aten.convolution_backward.default, *cuda_kernels._BY_RULE,
+        *cuda_kernels.cuda_recurrent.rules(), *cuda_kernels.cuda_indexing.rules(132),
+    }
+)  # fmt: skip
+FAMILIES = (
+    "llama-3.2-1b", "gpt2", "bart-base", "bert-base", "bloom-560m", "clip-vit-b-32", "convnext-tiny",
+    "deepseek-v2-lite",
+    "dit-xl-2", "electra-base", "falcon-7b", "gemma-2-2b", "gpt-j-6b", "gpt-neo-125m", "gpt-neox-20b", "mixtral-8x7b",
+    "opt-125m", "phi-2", "phi-3-mini", "qwen3-0.6b", "resnet18", "roberta-base", "sd-unet", "sd-vae", "swin-tiny",
+    "t5-small", "vit-b-16", "whisper-tiny",
+)  # fmt: skip
+Events = list[tuple[str, int]]
+
+
+class Comparison:
+    """Both scripts of every kernel that has a rule, by its call."""
+
+    def __init__(self, answers: KernelAnswers) -> None:
+        self.different: dict[str, tuple[Events, Events]] = {}
+        self.equal = 0
+        self._answers, self._compared = answers, set[str]()
+
+    def rules(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def rules(capability: tuple[int, int]) -> Callable[[torch._ops.OpOverload], Rule | None]:
+            rule_for = real(capability)
+            return lambda func: self._comparing(func, rule_for(func))
+
+        return rules
+
+    def _comparing(self, func: torch._ops.OpOverload, rule: Rule | None) -> Rule | None:
+        if rule is None or func in _NOT_ANSWERED:
+            return rule
+
+        def compare(kernel: Kernel) -> None:
+            call = described(kernel.func, kernel.args, kernel.kwargs)
+            if call is not None and str(call) not in self._compared:
+                self._compared.add(str(call))
+                self._compare(kernel, rule, str(call), self._answers.script(call))
+            rule(kernel)
+
+        return compare
+
+    def _compare(self, kernel: Kernel, rule: Rule, call: str, answer: Script | None) -> None:
+        offline = replace(kernel, script=[], libraries=[], reductions={}, _emitted=set())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build_answers, "answers_for", lambda capability: None)
+            rule(offline)
+        if offline.unknown or answer is None:  # named, or refused by PyTorch
+            return
+        offline.emit()
+        sizes = [output.untyped_storage().nbytes() for output in kernel.outputs]
+        script = [
+            (what, number, sizes[number] if what == "out" and bytes < 0 else bytes)
+            for what, number, bytes in offline.script
+        ]
+        said, answered = _events(script), _events(answer)
+        if said == answered:
+            self.equal += 1
+        else:
+            self.different[call] = said, answered
+
+
+def _events(script: Any) -> Events:
+    """Allocations and frees but for those of nothing, of libraries' workspaces, and at the end."""
+    sizes: dict[int, int] = {}
+    events: Events = []
+    for what, number, bytes in script:
+        if what == "alloc":
+            sizes[number] = bytes
+        if what in ("alloc", "out") and bytes:
+            events.append(("+", bytes))
+        elif what == "free" and sizes.get(number):
+            events.append(("-", sizes[number]))
+    while events and events[-1][0] == "-":
+        events.pop()
+    return events
+
+
+@pytest.fixture
+def comparison(on_device: OnDevice, monkeypatch: pytest.MonkeyPatch) -> Comparison:
+    answers = answers_for(H100)
+    assert answers is not None
+    comparison = Comparison(answers)
+    monkeypatch.setattr(cuda_kernels, "rules", comparison.rules(cuda_kernels.rules))
+    return comparison
+
+
+@pytest.fixture(scope="module")
+def workers() -> Any:
+    return load("_operators_worker")
+
+
+def samples(workers: Any, layout: str, times: int) -> Iterator[Callable[[], Callable[[], Any]]]:
+    for _, build in workers.samples([], 1, layout, False, times):
+        yield build
+
+
+@pytest.mark.parametrize(
+    ("layout", "times"),
+    [("plain", 1), ("plain", 100), ("transposed", 1), pytest.param("channels-last", 1, marks=pytest.mark.slow)],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_rules_say_what_pytorch_answers(comparison: Comparison, workers: Any, layout: str, times: int) -> None:
+    for build in samples(workers, layout, times):
+        try:
+            brim.trace(build, steps=1, target="cuda", capability=H100)
+        except BrimError:  # ``bench/operators.py`` counts refusals
+            continue
+    assert comparison.different == {}
+    assert comparison.equal > 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["train", "generate"])
+@pytest.mark.parametrize("model", FAMILIES)
+def test_rules_say_what_pytorch_answers_for_the_models_of_the_catalog(
+    comparison: Comparison, model: str, task: str
+) -> None:
+    brim.estimate(model, task=task, gpu="H100")
+    assert comparison.different == {}
+    assert comparison.equal > 0

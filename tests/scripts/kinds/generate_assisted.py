@@ -1,0 +1,33 @@
+"""Text of a decoder with a small one that drafts."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(
+    LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        vocab_size=2000,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+).eval()
+ids = torch.randint(5, 500, (2, 8))
+
+small = LlamaForCausalLM(
+    LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=2000,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+).eval()
+print(model.generate(ids[:1], max_new_tokens=6, do_sample=False, assistant_model=small).tolist())
