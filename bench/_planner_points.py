@@ -16,23 +16,16 @@ import _checkpoint as checkpoints
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError
-from brim.planner.step_profile import FULL, KEEP, BlockProfile, Frame, Way
-from brim.planner.streaming import plan_of
+from brim.planning import file as plan_file
+from brim.planning.inference.choose import search_generation
+from brim.planning.opening import open_subject
+from brim.planning.request import Answer, Machine, Proposal, Request, exact_bytes, machine_of
+from brim.planning.seconds.drives import reading_from
+from brim.planning.solver.step_profile import FULL, KEEP, BlockProfile, Frame, Way
+from brim.planning.solver.streaming import plan_of
+from brim.planning.strategy.search import Planner
+from brim.planning.training import case_of
 from brim.processes import python_command
-from brim.run.generate.choose import search_generation
-from brim.run.plan import file as plan_file
-from brim.run.plan.opening import open_subject
-from brim.run.plan.request import (
-    Answer,
-    Machine,
-    Proposal,
-    Request,
-    exact_bytes,
-    machine_of,
-)
-from brim.run.plan.training import case_of
-from brim.run.timing.drives import reading_from
-from brim.run.train.strategy.search import Planner
 from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 

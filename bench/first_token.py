@@ -87,7 +87,7 @@ def main() -> None:
             load = {"load": os.getloadavg()[0]}  # what waits for a processor: it is in the seconds of the clock
             _write({"start_up": {"rows": found, "machine": {**machine_facts(("brim",)), **load}}})
         return
-    from brim.run.model.opening import prepare
+    from brim.models.opening import prepare
 
     folder = str(prepare(options.model or _smollm2()))
     commands = {

@@ -91,7 +91,7 @@ def _index(folder: Path) -> tuple[Target, list[bytes]]:
 
 
 def _gguf(folder: Path) -> tuple[Target, list[bytes]]:
-    from brim.run.model.gguf_header import check_header
+    from brim.models.gguf_header import check_header
 
     path = folder / "model.gguf"
 
@@ -251,8 +251,8 @@ def _timeline(folder: Path) -> tuple[Target, list[bytes]]:
 
 def _plan(folder: Path) -> tuple[Target, list[bytes]]:
     from brim.core import Decision, Hardware, Link, Plan, Promise, Tier
-    from brim.run.plan import file as plan_file
-    from brim.run.plan.request import Request
+    from brim.planning import file as plan_file
+    from brim.planning.request import Request
 
     path = folder / "plan.json"
     tiers = Tier(name="ram", capacity_bytes=8, bytes_per_s=1.0), Tier(name="disk", capacity_bytes=8, bytes_per_s=1.0)
@@ -304,8 +304,8 @@ def _checkpoint(folder: Path) -> tuple[Target, list[bytes]]:
 
 def _gguf_conversion(folder: Path) -> tuple[Target, list[bytes]]:
     """All of it but the weights' own bytes: config, module, tokenizer."""
-    from brim.run.model.gguf import _convert
-    from brim.run.model.gguf_header import check_header
+    from brim.models.gguf import _convert
+    from brim.models.gguf_header import check_header
 
     path, into = folder / "model.gguf", folder / "converted"
 
@@ -432,7 +432,7 @@ def _turns(count: int) -> bytes:
 
 def _config(folder: Path) -> tuple[Target, list[bytes]]:
     from brim.estimation.models import find_model, transformers_config
-    from brim.run.model.architecture import read_config
+    from brim.models.architecture import read_config
 
     def read(data: bytes) -> object:
         (folder / "config.json").write_bytes(data)
@@ -491,8 +491,8 @@ def _cache(folder: Path) -> tuple[Target, list[bytes]]:
     """Our own cache: rates of this machine, measured figures, remembered passes. Damage is a warning."""
     from brim.core import Hardware, Link, Tier
     from brim.measure.probe import _load
-    from brim.run.generate.remembered_passes import _checked
-    from brim.run.timing.measurement_cache import Remembered
+    from brim.planning.inference.remembered_passes import _checked
+    from brim.planning.seconds.measurement_cache import Remembered
 
     path = folder / "hardware.json"
     figures = Remembered("fuzzed", ())

@@ -32,17 +32,10 @@ import _gpu_model as models
 import _harness as harness
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
-from brim.run.fit.machine import Need, machine, make_plan, put_in_force
+from brim.planning.inference.machine import Need, machine, make_plan, put_in_force
 from brim.techniques.blocks import Partition
 from brim.techniques.streaming.placement import loading_triggers
-from brim.techniques.streaming.weight_streaming import (
-    COMPUTE_RAM,
-    FROM_RAM,
-    NAME,
-    RESIDENT,
-    RING_SLOTS,
-    Weights,
-)
+from brim.techniques.streaming.weight_streaming import COMPUTE_RAM, FROM_RAM, NAME, RESIDENT, RING_SLOTS, Weights
 from brim.units import format_bytes, parse_bytes
 from support.hybrid import compute_some_in_ram, split
 

@@ -29,8 +29,8 @@ from torch import nn
 import _harness as harness
 import brim
 from brim.core import Plan
+from brim.estimation.step_memory import Inputs
 from brim.measure.capacity import resident_bytes
-from brim.run.fit.step_memory import Inputs
 from brim.units import format_bytes
 
 TOKENS = 512

@@ -34,11 +34,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import _checkpoint as checkpoints
 import _harness as harness
 import brim
+from brim.estimation.step_memory import Inputs
 from brim.model_cache import cache_input, cache_of
-from brim.run.fit.step_memory import Inputs
-from brim.run.model.opening import open_model, prepare
-from brim.run.model.quality import bundled_text, perplexity
-from brim.run.model.quantized import PRECISIONS, open_as
+from brim.models.opening import open_model, prepare
+from brim.models.quality import bundled_text, perplexity
+from brim.models.quantized import PRECISIONS, open_as
 from brim.techniques.quantization.technique import GROUPS, SCHEMES, Quantization, apply
 from brim.units import format_bytes, parse_bytes
 from support.off_grid import leave_the_grid
@@ -218,7 +218,7 @@ def _work(request: dict[str, Any]) -> dict[str, Any]:
     """One precision in this process: load, the prompt, then one token after the other."""
     from brim.measure.capacity import resident_bytes
     from brim.measure.monitor import Monitor
-    from brim.run.fit.machine import budgets, machine
+    from brim.planning.inference.machine import budgets, machine
     from brim.run.generate.load import load_opened
 
     hardware = machine("cpu")

@@ -83,7 +83,7 @@ def predicted(ranks: int, folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def main(plot: Path) -> None:
-    from brim.run.plan.regimes_picture import picture
+    from brim.report.line_plot import picture
     from support.tiny_model import save_llama
 
     rows = []

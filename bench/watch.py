@@ -23,7 +23,7 @@ import brim
 from _harness import Spread, machine_facts
 from brim.core import Timeline
 from brim.memory.tiers import cpu_memory
-from brim.run.timing.spans import ComputeSpans
+from brim.planning.seconds.spans import ComputeSpans
 
 MEASUREMENTS = Path(__file__).resolve().parents[1] / "measurements"
 

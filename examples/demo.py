@@ -42,9 +42,9 @@ print(json.dumps(out[0, ids["input_ids"].shape[1]:].tolist()))
 
 BRIM = """
 import sys, json
-from brim.run.fit.machine import machine
+from brim.planning.inference.machine import machine
 from brim.run.generate.request import Request, generate
-from brim.run.model.opening import prepare
+from brim.models.opening import prepare
 machine("cpu"); prepare(sys.argv[1])
 print("ready", flush=True); sys.stdin.readline()
 request = Request(model=sys.argv[1], prompt=sys.argv[2], ram=int(sys.argv[4]), device="cpu",
@@ -112,7 +112,7 @@ def main() -> int:
     options = arguments.parse_args()
     console = Console()
 
-    from brim.run.model.opening import open_model, prepare
+    from brim.models.opening import open_model, prepare
 
     console.print("Converting the model once, measuring this machine once, then running it twice ...")
     folder = prepare(small_model())

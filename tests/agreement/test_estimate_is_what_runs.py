@@ -24,10 +24,10 @@ from brim.estimation.models import find_model
 from brim.estimation.ordinary import PROGRAM
 from brim.estimation.steps import Job
 from brim.estimation.workload import CHECKPOINTING, METHODS, OPTIMIZERS, PRECISIONS, Workload
-from brim.run.model.quantized import open_as
-from brim.run.plan.request import Request
-from brim.run.plan.training import case_of
-from brim.run.train.strategy.choice import Choice
+from brim.models.quantized import open_as
+from brim.planning.request import Request
+from brim.planning.strategy.choice import Choice
+from brim.planning.training import case_of
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.units import GIB
 from support.recorded_cases import gpu

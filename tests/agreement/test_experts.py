@@ -12,15 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brim.core import EventKind, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
-from brim.run.fit.machine import (
-    Need,
-    machine,
-    make_plan,
-    predict,
-    put_in_force,
-)
-from brim.run.generate.load import by_parameter, materialize, verifier
-from brim.run.model.opening import open_model
+from brim.models.opening import open_model
+from brim.models.weights import by_parameter, materialize, verifier
+from brim.planning.inference.machine import Need, machine, make_plan, predict, put_in_force
 from brim.techniques.experts.technique import CACHE_DISK, CACHE_RAM, EXPERT_SLOTS, NAME
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 from support.cached_experts import fit, planned

@@ -15,20 +15,21 @@ import pytest
 from brim.cli import main
 from brim.core import EventKind, Plan, Timeline
 from brim.core.hardware import RAM, VRAM
-from brim.run.fit.step_memory import Inputs
-from brim.run.generate.choose import GenerationStrategy, search_generation
+from brim.estimation.step_memory import Inputs
+from brim.models.opening import OpenedModel, open_model, open_tokenizer
+from brim.models.weights import materialize
+from brim.planning.generation import plan_generation
+from brim.planning.inference.choose import GenerationStrategy, search_generation
+from brim.planning.inference.predicted_timeline import foreseen
+from brim.planning.opening import open_subject
+from brim.planning.request import Machine, Request
+from brim.planning.seconds.spans import WHOLE
 from brim.run.generate.inputs import encode
-from brim.run.generate.load import loading_case, materialize
+from brim.run.generate.load import loading_case
 from brim.run.generate.plan import generation_case
-from brim.run.generate.predicted_timeline import foreseen
 from brim.run.generate.request import Request as Generating
 from brim.run.generate.request import generate
-from brim.run.model.opening import OpenedModel, open_model, open_tokenizer
-from brim.run.plan.generation import plan_generation
-from brim.run.plan.opening import open_subject
-from brim.run.plan.request import Machine, Request
 from brim.run.plan.search import plan
-from brim.run.timing.spans import WHOLE
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import COMPUTE_RAM
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING

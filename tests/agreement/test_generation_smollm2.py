@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from brim.models.opening import prepare
 from brim.run.generate.request import Answer, Request, generate_many
-from brim.run.model.opening import prepare
 
 PROMPTS = ["Why is the sky blue?", "Count to five.", "One word after another, " * 80, "Name a river."]
 COUNT = 6

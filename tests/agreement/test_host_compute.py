@@ -11,16 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
-from brim.run.fit.machine import (
-    Need,
-    machine,
-    make_plan,
-    predict,
-    put_in_force,
-)
-from brim.run.fit.step_memory import watch_example
-from brim.run.generate.load import by_parameter, materialize, verifier
-from brim.run.model.opening import open_model
+from brim.estimation.step_memory import watch_example
+from brim.models.opening import open_model
+from brim.models.weights import by_parameter, materialize, verifier
+from brim.planning.inference.machine import Need, machine, make_plan, predict, put_in_force
 from brim.techniques.blocks import Partition
 from brim.techniques.streaming.weight_streaming import COMPUTE_RAM, Weights, WeightStreaming
 from support.families import assert_same_generation, generated, inputs, make, size_of

@@ -16,10 +16,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import brim
-from brim.run.fit.machine import Need, machine, make_plan, put_in_force
-from brim.run.fit.step_memory import watch_example
-from brim.run.generate.load import by_parameter, materialize, verifier
-from brim.run.model.opening import open_model
+from brim.estimation.step_memory import watch_example
+from brim.models.opening import open_model
+from brim.models.weights import by_parameter, materialize, verifier
+from brim.planning.inference.machine import Need, machine, make_plan, put_in_force
 from brim.techniques.streaming.weight_streaming import RESIDENT, Weights, WeightStreaming
 from support.families import assert_same_generation, generated
 

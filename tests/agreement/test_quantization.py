@@ -27,17 +27,11 @@ import brim
 from brim.core import EventKind, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.memory.tiers import Memory
-from brim.run.fit.machine import (
-    Need,
-    machine,
-    make_plan,
-    predict,
-    put_in_force,
-)
-from brim.run.generate.load import by_parameter, materialize, verifier
-from brim.run.model.opening import open_model
-from brim.run.model.quality import bundled_text, perplexity
-from brim.run.model.quantized import open_quantized
+from brim.models.opening import open_model
+from brim.models.quality import bundled_text, perplexity
+from brim.models.quantized import open_quantized
+from brim.models.weights import by_parameter, materialize, verifier
+from brim.planning.inference.machine import Need, machine, make_plan, predict, put_in_force
 from brim.techniques.quantization.technique import SCHEMES, Quantization, apply, quantize_meta
 from brim.techniques.streaming.weight_streaming import FROM_DISK, RESIDENT, Weights
 from support.off_grid import leave_the_grid
@@ -216,8 +210,8 @@ import json, sys
 import torch
 import brim
 from brim.measure.monitor import Monitor
-from brim.run.model.opening import prepare
-from brim.run.fit.step_memory import Inputs
+from brim.models.opening import prepare
+from brim.estimation.step_memory import Inputs
 
 brim.probe(device="cpu")
 prepare(sys.argv[1])

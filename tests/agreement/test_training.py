@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from brim.run.model.opening import prepare
+from brim.models.opening import prepare
 from support.onlooker import watched
 
 MIB = 1 << 20

@@ -23,21 +23,21 @@ from brim.core import Hardware, Link, Plan, Tier
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.estimation.models import find_model
 from brim.measure.capacity import resident_bytes
+from brim.models.training_model import make_optimizer, open_training_model
+from brim.planning.request import Machine, Request
+from brim.planning.strategy.case import TrainingStrategy
+from brim.planning.strategy.choice import Choice
+from brim.planning.strategy.choose import search_training
+from brim.planning.strategy.ladder import Orders
+from brim.planning.strategy.search import Planner
+from brim.planning.training import plan_training
 from brim.run.fit.training import Search
-from brim.run.model.training_model import make_optimizer, open_training_model
-from brim.run.plan.request import Machine, Request
 from brim.run.plan.search import plan
-from brim.run.plan.training import plan_training
 from brim.run.script.decide import Decisions
 from brim.run.script.hooks import Call
 from brim.run.script.outcome import FITTED, UNTOUCHED
 from brim.run.script.settings import Settings
 from brim.run.train.session import Terms, training_case
-from brim.run.train.strategy.case import TrainingStrategy
-from brim.run.train.strategy.choice import Choice
-from brim.run.train.strategy.choose import search_training
-from brim.run.train.strategy.ladder import Orders
-from brim.run.train.strategy.search import Planner
 from brim.techniques.streaming.placement import RESIDENT
 from brim.units import GIB, MIB
 from support.generating import save_words_llama

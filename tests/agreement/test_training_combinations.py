@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from brim.core import Promise, Timeline
 from brim.memory.tiers import Memory, cpu_memory, emulated_memory
-from brim.run.fit.step import apply_choice
-from brim.run.train.strategy.choice import Choice
+from brim.planning.strategy.choice import Choice
+from brim.planning.strategy.step import apply_choice
 from brim.techniques.blocks import Partition, find_blocks
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.micro_batch import split

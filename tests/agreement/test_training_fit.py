@@ -15,9 +15,9 @@ from torch import nn
 import brim
 from brim.core import Hardware
 from brim.core.hardware import RAM
+from brim.planning.strategy.choice import Choice
+from brim.planning.strategy.prediction import Rehearsal, works_in_place
 from brim.run.fit import api as fitting_door
-from brim.run.train.strategy.choice import Choice
-from brim.run.train.strategy.prediction import Rehearsal, works_in_place
 from brim.techniques.blocks import find_blocks
 from brim.techniques.streaming.weight_streaming import Weights
 from support.cpu.truth import measured_peak_bytes

@@ -21,10 +21,10 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.memory.pool import HostSource, Pool, TorchSource
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
-from brim.run.fit.machine import emulated_hardware
-from brim.run.fit.step import apply_choice
-from brim.run.train.strategy.choice import Choice
-from brim.run.train.strategy.prediction import Prediction, Rehearsal
+from brim.planning.inference.machine import emulated_hardware
+from brim.planning.strategy.choice import Choice
+from brim.planning.strategy.prediction import Prediction, Rehearsal
+from brim.planning.strategy.step import apply_choice
 from brim.techniques.blocks import find_blocks
 from brim.techniques.micro_batch import split
 from brim.techniques.streaming.weight_streaming import (

@@ -14,15 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from brim.core import Plan
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError
-from brim.run.fit.machine import (
-    Need,
-    machine,
-    make_plan,
-    predict,
-    put_in_force,
-)
-from brim.run.generate.load import by_parameter, materialize
-from brim.run.model.opening import open_model
+from brim.models.opening import open_model
+from brim.models.weights import by_parameter, materialize
+from brim.planning.inference.machine import Need, machine, make_plan, predict, put_in_force
 from brim.techniques.blocks import Partition
 from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, RESIDENT, Weights
 from support.recorded import lanes, peaks, settled

@@ -17,7 +17,7 @@ from brim.errors import BrimError, ModelError, UnsupportedError, UsageError
 from brim.memory.checkpoint_files import read_checkpoint, read_safetensors_header
 from brim.memory.checkpoint_writing import write_safetensors
 from brim.memory.checksums import checksum, read_manifest, write_manifest
-from brim.run.model.opening import open_model, open_tokenizer
+from brim.models.opening import open_model, open_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ from torch import nn
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, TransferError
-from brim.run.fit.machine import Need, machine, make_plan, put_in_force
-from brim.run.generate.load import by_parameter, materialize
-from brim.run.model.opening import open_model
+from brim.models.opening import open_model
+from brim.models.weights import by_parameter, materialize
+from brim.planning.inference.machine import Need, machine, make_plan, put_in_force
 from brim.techniques.blocks import Partition
 from brim.techniques.experts.technique import NAME
 from brim.techniques.streaming.weight_streaming import Weights

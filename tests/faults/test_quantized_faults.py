@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 import brim
 from brim.errors import ModelError, TransferError
+from brim.estimation.step_memory import Inputs
 from brim.memory.checkpoint_files import read_checkpoint
 from brim.memory.checksums import MANIFEST_NAME
-from brim.run.fit.step_memory import Inputs
-from brim.run.model import quantized
-from brim.run.model.quantized import open_quantized
+from brim.models import quantized
+from brim.models.quantized import open_quantized
 
 INPUTS = Inputs(prompt=4, total=8)
 

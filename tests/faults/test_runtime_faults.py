@@ -165,7 +165,7 @@ def test_embedding_rows_that_are_gone_are_an_error_and_no_crash(llama: Path) -> 
     code = (
         "import sys, os, torch, brim\nfrom brim.errors import *\n"
         "from transformers import LlamaForCausalLM\n"
-        "from brim.run.fit.step_memory import Inputs\n"
+        "from brim.estimation.step_memory import Inputs\n"
         "inputs = Inputs(prompt=300, total=300)\n"
         "brim.load(sys.argv[1], inputs=inputs).brim.remove()\n"
         "try: brim.load(sys.argv[1], ram=1, inputs=inputs)\n"

@@ -10,7 +10,7 @@ import torch
 
 from brim.core.hardware import DISK
 from brim.errors import BudgetError
-from brim.run.fit.step import Fitted
+from brim.planning.strategy.step import Fitted
 from brim.run.train.loop import Training, train
 from brim.techniques.activation_offload.activations import ToDisk, ToRam
 from support.failing import Allocations

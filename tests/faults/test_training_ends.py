@@ -10,7 +10,7 @@ import torch
 
 from brim.core.hardware import RAM
 from brim.errors import BudgetError
-from brim.run.fit.step import Fitted
+from brim.planning.strategy.step import Fitted
 from brim.run.train.loop import train
 from support.tiny_model import held, save_llama
 from support.trainings import request

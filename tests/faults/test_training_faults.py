@@ -16,8 +16,8 @@ from torch import nn
 from brim.cli import main
 from brim.core.hardware import RAM, VRAM
 from brim.errors import TransferError
-from brim.run.fit.machine import Need, machine, make_plan, put_in_force
-from brim.run.fit.step import Fitted
+from brim.planning.inference.machine import Need, machine, make_plan, put_in_force
+from brim.planning.strategy.step import Fitted
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 from support.failing import Calls
 from support.forked import forked, was_killed

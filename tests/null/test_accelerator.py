@@ -27,8 +27,8 @@ from brim.measure.probe import probe
 from brim.memory import streams as memory_streams
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import device_memory
-from brim.run.timing import spans
-from brim.run.train.state import restore_rng, rng_state
+from brim.planning.seconds import spans
+from brim.planning.strategy.state import restore_rng, rng_state
 from brim.units import GIB, MIB
 
 CPU = torch.device("cpu")
@@ -283,7 +283,7 @@ CUDA_ALONE = {
     "measure/watch.py": "PyTorch's recorder of memory is CUDA's",
     "measure/device_rates.py": "which CUDA devices multiply float8",
     "techniques/precision.py": "which CUDA devices multiply TF32 and float8",
-    "run/fit/machine.py": "the compute capability, by which CUDA's kernels are predicted",
+    "planning/inference/machine.py": "the compute capability, by which CUDA's kernels are predicted",
     "run/train/loop.py": "NVML knows devices by CUDA's names",
     "run/script": "programs that say cuda; allocators that take torch.cuda's place",
     "run/ranks": "NCCL",

@@ -75,10 +75,13 @@ def test_modules_that_pages_name_are_there(page: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("as ``brim.planner.search`` does", []),
-        ("as ``brim.planner.searching`` does", ["brim.planner.searching"]),
-        ("``planner.search.Solution``, ``planner.search``", []),
-        ("``planner.search.Row``, ``planner.seek``", ["planner.search.Row", "planner.seek"]),
+        ("as ``brim.planning.solver.search`` does", []),
+        ("as ``brim.planning.solver.searching`` does", ["brim.planning.solver.searching"]),
+        ("``planning.solver.search.Solution``, ``planning.solver.search``", []),
+        (
+            "``planning.solver.search.Row``, ``planning.solver.seek``",
+            ["planning.solver.search.Row", "planning.solver.seek"],
+        ),
         ("``searching_ways.best``", ["searching_ways.best"]),
         ("``peak_bytes.allocated`` of ``torch.cuda.memory_stats()`` in model.json", []),
     ],

@@ -22,6 +22,9 @@ NAMES = (
 )  # fmt: skip
 
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all programs, on the device and traced
+
+
 @pytest.fixture(scope="module")
 def rows(on_device):
     made = [traced(one) for one in programs() if one.name in NAMES]

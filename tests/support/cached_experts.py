@@ -7,9 +7,9 @@ from torch import nn
 from brim.core import Plan
 from brim.core.hardware import RAM
 from brim.memory.checkpoint_files import TensorSource
-from brim.planner import plan_streaming
-from brim.run.fit.machine import Need, machine, make_job, put_in_force
-from brim.run.plan.expert_plans import expert_ways
+from brim.planning.inference.expert_plans import expert_ways
+from brim.planning.inference.machine import Need, machine, make_job, put_in_force
+from brim.planning.solver import plan_streaming
 from brim.techniques.blocks import Partition, find_blocks
 from brim.techniques.experts.technique import NAME
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming

@@ -42,9 +42,9 @@ ENFORCING = "brim.run.fit.training:make_memory"
 MOMENTS = (
     Moment(),
     Moment("brim.run.script.decide:machine"),
-    Moment("brim.run.train.strategy.prediction:make_states"),
+    Moment("brim.planning.strategy.prediction:make_states"),
     Moment("brim.predict.dispatch:RecordingMode._run", number=100),
-    Moment("brim.predict.dispatch:RecordingMode._run", number=100, after="brim.run.train.strategy.choose:climb_down"),
+    Moment("brim.predict.dispatch:RecordingMode._run", number=100, after="brim.planning.strategy.choose:climb_down"),
     Moment(ENFORCING, ended=True),
     Moment("brim.techniques.optimizer_offload.technique:apply", after=ENFORCING),
     Moment("brim.techniques.optimizer_offload.technique:apply", after=ENFORCING, ended=True),

@@ -7,14 +7,7 @@ from typing import Any
 from torch import nn
 
 from brim.errors import BudgetError
-from brim.run.fit.machine import (
-    budgets,
-    forward_need,
-    machine,
-    make_plan,
-    on,
-    put_in_force,
-)
+from brim.planning.inference.machine import budgets, forward_need, machine, make_plan, on, put_in_force
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 
 

@@ -19,8 +19,8 @@ from transformers import (
 
 from brim.estimation.ranks.estimate import cpu_bytes, cpu_ram_bytes
 from brim.estimation.ranks.split import Split
+from brim.models.training_model import with_adapters
 from brim.run.data.dataset import Batches, open_data
-from brim.run.model.training_model import with_adapters
 from support.splitting import BATCH, LR, SEQ, STEPS, trained
 from support.tiny_model import save_tokenizer
 from support.trainings import weights

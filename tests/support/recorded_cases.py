@@ -25,9 +25,9 @@ from brim.cli import brim as program
 from brim.core import Hardware, Link, Plan, Tier
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError
-from brim.run.plan.generation import plan_generation
-from brim.run.plan.request import Machine, Request
-from brim.run.plan.training import plan_training
+from brim.planning.generation import plan_generation
+from brim.planning.request import Machine, Request
+from brim.planning.training import plan_training
 from brim.units import GIB, MIB
 from support.planned import LLAMA
 

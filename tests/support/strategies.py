@@ -8,9 +8,9 @@ from torch import nn
 
 from brim.core import Hardware
 from brim.core.hardware import RAM
-from brim.run.fit.step_memory import Inputs, watch_inference
-from brim.run.generate.choose import GenerationCase, GenerationStrategy, Wanted, search_generation
-from brim.run.generate.pass_seconds import PassSeconds
+from brim.estimation.step_memory import Inputs, watch_inference
+from brim.planning.inference.choose import GenerationCase, GenerationStrategy, Wanted, search_generation
+from brim.planning.inference.pass_seconds import PassSeconds
 from brim.techniques.streaming.weight_streaming import Weights
 
 

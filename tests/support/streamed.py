@@ -11,7 +11,7 @@ from torch import nn
 
 import brim
 from brim.errors import BudgetError
-from brim.run.fit.step_memory import Inputs
+from brim.estimation.step_memory import Inputs
 from brim.techniques.streaming.weight_streaming import WeightStreaming
 
 MIB = 1 << 20

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from brim.planning.strategy.choice import Choice
+from brim.planning.strategy.prediction import Rehearsal, Rehearsed
 from brim.run.data.dataset import Batches, open_data
 from brim.run.train.loop import Request
-from brim.run.train.strategy.choice import Choice
-from brim.run.train.strategy.prediction import Rehearsal, Rehearsed
 
 SEQ, BATCH, LR = 32, 2, 1e-3
 

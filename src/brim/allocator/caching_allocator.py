@@ -9,16 +9,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 
-from brim.allocator.blocks import (
-    ADDRESS_MASK,
-    DEFAULT_POOL,
-    SIZE_SHIFT,
-    Block,
-    BlockPool,
-    PoolId,
-    PrivatePool,
-    Stats,
-)
+from brim.allocator.blocks import ADDRESS_MASK, DEFAULT_POOL, SIZE_SHIFT, Block, BlockPool, PoolId, PrivatePool, Stats
 from brim.allocator.config import MIN_BLOCK_BYTES, SMALL_BYTES, AllocatorConfig
 from brim.allocator.device_memory import DeviceMemory, SimulatedDevice
 from brim.allocator.expandable import ExpandableSegments, OnSegment, expandable_choice

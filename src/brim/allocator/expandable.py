@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from brim.allocator.blocks import (
-    ADDRESS_MASK,
-    AddressRange,
-    Block,
-    BlockPool,
-    Stats,
-)
+from brim.allocator.blocks import ADDRESS_MASK, AddressRange, Block, BlockPool, Stats
 from brim.allocator.config import AllocatorConfig
 from brim.allocator.device_memory import DeviceMemory
 from brim.units import MIB, TIB

@@ -50,7 +50,7 @@ class _Model(click.ParamType):  # type: ignore[type-arg]
     name = "model"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from brim.run.model.location import local
+        from brim.models.location import local
 
         local(value)
         return str(value)
@@ -64,7 +64,7 @@ class _DescribedModel(_Model):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         from brim.estimation.models import find_model
-        from brim.run.model.location import expanded, local
+        from brim.models.location import expanded, local
 
         path = expanded(value)
         if path.is_dir():

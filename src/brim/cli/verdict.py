@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from brim.cli.console import Console
     from brim.core.leak import Leak
     from brim.estimation.estimate import Estimate
-    from brim.run.plan.request import Answer
+    from brim.planning.request import Answer
 
 
 def of_estimate(estimate: Estimate, total_bytes: int | None, largest_batch: int | None = None) -> str:

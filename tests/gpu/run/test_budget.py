@@ -13,7 +13,7 @@ from brim import accelerator
 from brim.errors import BudgetError, UnsupportedError
 from brim.measure import device_rates as measuring
 from brim.measure.capacity import free_bytes
-from brim.run.fit.machine import budgets, held_to, held_vram_bytes, machine
+from brim.planning.inference.machine import budgets, held_to, held_vram_bytes, machine
 
 pytestmark = [
     pytest.mark.gpu,

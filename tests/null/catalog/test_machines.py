@@ -8,8 +8,8 @@ from brim import catalog
 from brim.errors import UsageError
 from brim.estimation.ranks.split import Split
 from brim.estimation.ranks.time import node_rate
-from brim.run.plan.meshes import assumed, node_ram
-from brim.run.plan.request import Request, machine_of
+from brim.planning.ranks import assumed, node_ram
+from brim.planning.request import Request, machine_of
 
 GIB = 1 << 30
 

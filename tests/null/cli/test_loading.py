@@ -89,7 +89,14 @@ except ModuleNotFoundError as error:
         ),
         (
             ["estimate", "--seq", "16"],
-            {"peft", "scipy", "highspy", "brim.run.fit.machine", "brim.run.plan.request", "brim.planner"},
+            {
+                "peft",
+                "scipy",
+                "highspy",
+                "brim.planning.inference.machine",
+                "brim.planning.request",
+                "brim.planning.solver",
+            },
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

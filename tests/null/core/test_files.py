@@ -17,15 +17,15 @@ from brim.errors import BrimError, ModelError
 from brim.estimation.models import find_model
 from brim.memory.checkpoint_files import read_checkpoint, read_safetensors_header
 from brim.memory.checksums import read_manifest
+from brim.models import gguf_header
+from brim.models.architecture import read_config
+from brim.models.location import local
 from brim.predict.formulas import checkpoint as formulas
 from brim.recordings import snapshot
 from brim.run.checkpoint import manifest as checkpoint_manifest
 from brim.run.data import lines as data_lines
 from brim.run.data import packed as data_packed
 from brim.run.generate.inputs import read_prompts
-from brim.run.model import gguf_header
-from brim.run.model.architecture import read_config
-from brim.run.model.location import local
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "plan": ("plan.json", Plan.read),

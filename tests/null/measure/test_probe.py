@@ -15,7 +15,7 @@ from brim.errors import UnsupportedError, UsageError
 from brim.measure import probe as probing
 from brim.measure.probe import probe
 from brim.measure.user_cache import cache_folder
-from brim.run.timing.measurement_cache import Remembered
+from brim.planning.seconds.measurement_cache import Remembered
 
 
 @pytest.fixture(scope="module")

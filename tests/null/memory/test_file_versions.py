@@ -14,8 +14,8 @@ import brim
 from brim.errors import TransferError
 from brim.memory.checkpoint_files import read_safetensors_header
 from brim.memory.mapped import MappedFile
+from brim.models.file_tensor import FileTensor
 from brim.run.generate.request import Request, generate
-from brim.run.model.file_tensor import FileTensor
 from support.tiny_model import save_llama
 
 

@@ -12,13 +12,7 @@ import pytest
 
 from brim.core import EventKind, Timeline
 from brim.profiles import profiler as profile
-from brim.profiles.activity import (
-    ALLOCATE,
-    COPY_NAMES,
-    LAUNCH,
-    SYNCHRONIZE,
-    call_kind,
-)
+from brim.profiles.activity import ALLOCATE, COPY_NAMES, LAUNCH, SYNCHRONIZE, call_kind
 from brim.profiles.figures import CAUSES, DeviceProfile, Profile
 from brim.profiles.profiler import copy_kind
 from brim.units import MIB

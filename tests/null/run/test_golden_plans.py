@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from brim.run.plan.request import Answer, Proposal, Request
+from brim.planning.request import Answer, Proposal, Request
 from brim.run.plan.search import plan
 
 pytestmark = pytest.mark.slow  # every plan is a search and several traces

@@ -61,8 +61,8 @@ def _say_what_is_ruled_out(
     from brim.estimation.models import find_model
     from brim.estimation.ranks.sizes import shape_of
     from brim.estimation.simulation import place_of
-    from brim.planner.meshes.search import Pieces
-    from brim.planner.meshes.torch_engine import least_states
+    from brim.planning.meshes.search import Pieces
+    from brim.planning.meshes.torch_engine import least_states
 
     room = place_of(gpu, vram).available_bytes
     adam = settings["optimizer"] in (None, "adam", "adamw") and settings["precision"] != "bf16"

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from brim.cli.console import Console
-    from brim.run.plan.request import Answer, Effect, Proposal, Request
+    from brim.planning.request import Answer, Proposal, Request
+from brim.planning.strategy.effects import Effect
 
 _COUNT = click.IntRange(min=1)
 
@@ -185,7 +186,7 @@ def plan(
         raise UsageError("--price was given without --compare-gpus.", todo="Give --compare-gpus 1,2,4.")
     _leave_out_several(options)
     load("brim.run.plan.search", MODELS)
-    from brim.run.plan.request import Request
+    from brim.planning.request import Request
 
     request = Request(model=model, **options)
     asked = {"precisions": precisions, "router_statistics": router_statistics}
@@ -235,7 +236,7 @@ def _leave_out_several(options: dict[str, Any]) -> None:
 def _answer(request: Request, output: Path | None, **asked: Any) -> Answer:
     """What is found, its plans written to ``output``."""
     from brim.cli.console import Console
-    from brim.run.plan.file import write
+    from brim.planning.file import write
     from brim.run.plan.search import plan as answer_to
 
     with Console(stderr=True).status("Planning"):
@@ -263,7 +264,7 @@ def _file(output: Path, index: int) -> Path:
 def _with_files(answer: Answer, output: Path | None) -> Answer:
     """Commands with the names that their plans' files have; where none are written, with the command before them that
     writes them."""
-    from brim.run.plan.request import PLAN_FILE
+    from brim.planning.request import PLAN_FILE
 
     def named(proposal: Proposal, index: int) -> Proposal:
         name = str(_file(output or Path(PLAN_FILE), index))
@@ -294,15 +295,15 @@ def _print(answer: Answer, output: Path | None) -> None:
     else:
         _print_nearest(console, answer)
     if answer.precisions:
-        from brim.run.plan.precision_table import shown
+        from brim.planning.precision_table import shown
 
         console.print(shown(answer.precisions))
     console.print(f"planned in {format_seconds(answer.took_s)}", markup=False)
 
 
 def _print_plans(console: Console, answer: Answer) -> None:
-    from brim.run.model.factory import is_factory
-    from brim.run.plan.training import DATA, TRAINED
+    from brim.planning.factory import is_factory
+    from brim.planning.training import DATA, TRAINED
 
     tiers = tiers_of(answer)
     step = "s per step" if answer.request.task == "train" else "s per token"

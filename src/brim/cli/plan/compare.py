@@ -89,7 +89,7 @@ def _row(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
 
 def _alone(model: str, batch: int, options: dict[str, Any]) -> Row:
     """One GPU, with offload where it has to be."""
-    from brim.run.plan.request import Request
+    from brim.planning.request import Request
     from brim.run.plan.search import plan
 
     left_out = ("gpus", "gpus_per_node", "global_batch", "batch", "top", "engine")
@@ -106,7 +106,7 @@ def _alone(model: str, batch: int, options: dict[str, Any]) -> Row:
 
 def _split(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
     """Several GPUs: the fastest mesh that is proved to fit, with shards in RAM where none does without."""
-    from brim.run.plan.meshes import fastest
+    from brim.planning.ranks import fastest
 
     asked = {**options, "gpus": count, "gpus_per_node": min(options["gpus_per_node"] or 8, count), "top": 1}
     answer = fastest(model, {**asked, "global_batch": batch})
@@ -147,7 +147,7 @@ def _print(model: str, batch: int, options: dict[str, Any], rows: Sequence[Row],
 
 
 def _plot(path: Path, model: str, rows: Sequence[Row]) -> None:
-    from brim.run.plan.regimes_picture import picture
+    from brim.report.line_plot import picture
 
     lines: dict[str, list[tuple[float, float | None]]] = {}
     for row in rows:

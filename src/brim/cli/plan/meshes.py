@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from brim.cli.console import Console
     from brim.estimation.ranks.estimate import ParallelEstimate
     from brim.estimation.ranks.split import Split
-    from brim.planner.meshes.search import Mesh
-    from brim.run.plan.meshes import Found
+    from brim.planning.meshes.search import Mesh
+    from brim.planning.ranks import Found
 
 
 def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool) -> int | None:
@@ -44,7 +44,7 @@ def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool
 
 def _found(model: str, options: dict[str, Any]) -> Found | BudgetError:
     """The answer of the search, or why there is none."""
-    from brim.run.plan.meshes import fastest
+    from brim.planning.ranks import fastest
 
     try:
         answer = fastest(model, options)
@@ -59,8 +59,8 @@ def _found(model: str, options: dict[str, Any]) -> Found | BudgetError:
 def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, as_json: bool) -> int:
     """What would fit in place of what was asked."""
     from brim.cli.console import Console
-    from brim.run.plan.meshes import assumed, smallest_fits
-    from brim.run.plan.meshes_nearest import infeasible
+    from brim.planning.ranks import assumed, smallest_fits
+    from brim.planning.ranks_nearest import infeasible
 
     console = Console(highlight=False, soft_wrap=True)
     if not as_json:  # what is known at once is told at once
@@ -88,7 +88,7 @@ def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, 
 
 def _write(path: Path, model: str, options: dict[str, Any], mesh: Mesh, proof: ParallelEstimate) -> None:
     """For ``torchrun ... --no-python brim train --plan``."""
-    from brim.run.plan.meshes import engine_of
+    from brim.planning.ranks import engine_of
     from brim.run.ranks import plan as distributed_plan
 
     engine, precision = engine_of(mesh, options)
@@ -112,7 +112,7 @@ def _check(options: dict[str, Any]) -> None:
 
 
 def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
-    from brim.run.plan.meshes import engine_of
+    from brim.planning.ranks import engine_of
 
     split = mesh.split
     words = ["brim", "estimate", model, "--gpus", str(split.gpus), "--gpu", options["gpu"]]
@@ -131,7 +131,7 @@ def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
 
 
 def _document(model: str, options: dict[str, Any], answer: Found, took_s: float) -> dict[str, Any]:
-    from brim.run.plan.meshes import assumed
+    from brim.planning.ranks import assumed
 
     proposals = []
     for mesh, proof in answer.rows:
@@ -156,7 +156,7 @@ def _size(split: Split, axis: str) -> str:
 
 
 def _print_assumed(console: Console, options: dict[str, Any], proof: ParallelEstimate) -> None:
-    from brim.run.plan.meshes import assumed
+    from brim.planning.ranks import assumed
 
     console.print(verdict.of_precision(proof.workload.precision, proof.precision_origin), markup=False)
     for text in assumed(options):

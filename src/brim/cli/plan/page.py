@@ -11,7 +11,8 @@ from brim.cli.options import write_html
 
 if TYPE_CHECKING:
     from brim.core import Timeline
-    from brim.run.plan.request import Answer, Effect, Proposal
+    from brim.planning.request import Answer, Proposal
+from brim.planning.strategy.effects import Effect
 
 TIERS = ("vram", "ram", "disk")
 

@@ -12,15 +12,15 @@ from brim.core.files import write_text
 from brim.errors import UsageError
 
 if TYPE_CHECKING:
-    from brim.run.plan.regimes import Regimes
-    from brim.run.plan.request import Request
+    from brim.planning.regimes import Regimes
+    from brim.planning.request import Request
 
 
 def show(request: Request, plot: Path | None, html: Path | None, as_json: bool) -> None:
     """Compare, and print or write the answer. ``plot`` is an SVG file."""
     from brim.cli.console import Console
-    from brim.run.plan.regimes import regimes
-    from brim.run.plan.request import machine_of
+    from brim.planning.regimes import regimes
+    from brim.planning.request import machine_of
 
     if request.task != "generate":
         raise UsageError(f"Cannot use --regimes with --task {request.task}.", "It compares ways to generate.")

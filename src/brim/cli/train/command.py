@@ -262,7 +262,7 @@ def _write_html(path: Path, result: Training, compute: Mapping[str, Any]) -> Non
 
 
 def _summary(result: Training, console: Console) -> None:
-    from brim.run.train.strategy.choice import PRECISION
+    from brim.planning.strategy.choice import PRECISION
 
     table = Table(title="promised and measured", title_justify="left")
     for column in ("", "budget", "promised", "measured"):

@@ -29,14 +29,7 @@ from brim.estimation.ranks.join import of_chunks
 from brim.estimation.ranks.layers import Layers, layers_of
 from brim.estimation.ranks.schedule import Turn, brief, turns
 from brim.estimation.ranks.script import Sent
-from brim.estimation.ranks.split import (
-    Split,
-    check_context,
-    check_experts,
-    check_sizes,
-    refuse_beside,
-    sizes_of,
-)
+from brim.estimation.ranks.split import Split, check_context, check_experts, check_sizes, refuse_beside, sizes_of
 from brim.estimation.silence import quiet
 from brim.estimation.steps import Job
 from brim.predict.cost import base_name

@@ -8,12 +8,7 @@ from brim.predict.formulas.checkpoint import checkpoint_weights, parameters_from
 from brim.predict.formulas.model import explain_generation, explain_training, parameters_by_type
 from brim.predict.formulas.optimizers import OPTIMIZERS, optimizer_state
 from brim.predict.formulas.result import Result
-from brim.predict.formulas.training import (
-    gpt_flops,
-    gpt_parameters,
-    megatron_states,
-    zero_states,
-)
+from brim.predict.formulas.training import gpt_flops, gpt_parameters, megatron_states, zero_states
 
 __all__ = [
     "OPTIMIZERS",

@@ -16,13 +16,7 @@ from brim.memory.checkpoint_files import TensorSource, read_safetensors_header
 from brim.memory.checkpoint_writing import CODES, Layout
 from brim.memory.checksums import Checksum
 from brim.memory.direct_io import drop_cached
-from brim.run.checkpoint.manifest import (
-    FileEntry,
-    Manifest,
-    TensorEntry,
-    checkpoint_folders,
-    read_manifest,
-)
+from brim.run.checkpoint.manifest import FileEntry, Manifest, TensorEntry, checkpoint_folders, read_manifest
 
 _PIECE_BYTES = 1 << 20
 _SUFFIX = ".safetensors"

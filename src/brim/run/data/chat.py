@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from brim.errors import ModelError, UnsupportedError, UsageError
-from brim.run.model.chat_template import apply_template
+from brim.models.chat_template import apply_template
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # A conversation of more messages is not rendered anew up to each answer, which grows with their square ...

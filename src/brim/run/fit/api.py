@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from brim.errors import UsageError
-from brim.run.fit.forward_prediction import plan_forward
-from brim.run.fit.machine import (
+from brim.planning.inference.forward_prediction import plan_forward
+from brim.planning.inference.machine import (
     Device,
     budgets,
     forward_need,
@@ -21,7 +21,7 @@ from brim.run.fit.machine import (
     on,
     put_in_force,
 )
-from brim.run.fit.step import Fitted
+from brim.planning.strategy.step import Fitted
 from brim.run.fit.training import fit_training
 from brim.techniques.base import refuse_second, refuse_special_tensors
 from brim.techniques.dry_run import as_arguments

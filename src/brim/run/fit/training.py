@@ -19,26 +19,26 @@ from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.memory.heap import HeapRetention, retention_limits
 from brim.memory.mapped import present_bytes
+from brim.planning.inference.choosing import found_with_more
+from brim.planning.inference.example_shapes import on_host, without_values
+from brim.planning.inference.machine import Device, capability, make_memory
+from brim.planning.strategy.case import TrainingStrategy
+from brim.planning.strategy.choice import MICRO_BATCH, Choice
+from brim.planning.strategy.choose import follow, loop_case, search_training
+from brim.planning.strategy.ladder import Orders, fits, too_small
+from brim.planning.strategy.prediction import Prediction, Rehearsal, works_in_place
+from brim.planning.strategy.search import Planner
+from brim.planning.strategy.step import Fitted, apply_choice, bytes_at_once
 from brim.predict.lowering.cuda.kernels import cublas_workspace_bytes
-from brim.run.fit.example_shapes import on_host, without_values
-from brim.run.fit.machine import Device, capability, make_memory
-from brim.run.fit.step import Fitted, apply_choice, bytes_at_once
-from brim.run.plan.choosing import found_with_more
-from brim.run.train.strategy.case import TrainingStrategy
-from brim.run.train.strategy.choice import MICRO_BATCH, Choice
-from brim.run.train.strategy.choose import follow, loop_case, search_training
-from brim.run.train.strategy.ladder import Orders, fits, too_small
-from brim.run.train.strategy.meta_copy import meta_copy_optimizer
-from brim.run.train.strategy.prediction import Prediction, Rehearsal, works_in_place
-from brim.run.train.strategy.search import Planner
 from brim.techniques.base import HANDLE_ATTRIBUTE, refuse_second
 from brim.techniques.checkpointing import technique as checkpointing
+from brim.techniques.meta_copy import meta_copy_optimizer
 from brim.techniques.optimizer_offload.state_blocks import state_blocks
 from brim.techniques.streaming.weight_streaming import Weights
 from brim.units import parse_bytes
 
 if TYPE_CHECKING:  # plans from files are imported where one is given: a program that fits needs none
-    from brim.run.plan.file import PlanFile
+    from brim.planning.file import PlanFile
 
 # A budget that leaves less than this beside a step: a loop of the user's own may take more than the one step that
 # was looked at, so what is freed is not kept there.
@@ -64,7 +64,7 @@ def fit_training(
     if plan is None:
         strategy = search.run()
     else:
-        from brim.run.plan import file as plan_file
+        from brim.planning import file as plan_file
 
         strategy = search.follow(plan_file.read(plan))
     return enforce(search, strategy, start_bytes)

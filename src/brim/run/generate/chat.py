@@ -10,16 +10,11 @@ from typing import Any
 import torch
 
 from brim.errors import UnsupportedError, UsageError
+from brim.measure.token_clock import Clock
 from brim.run.generate.inputs import Batch, encode, encode_chat, instructed
-from brim.run.generate.loop import (
-    Ending,
-    Printer,
-    run_batch,
-    seeded,
-)
+from brim.run.generate.loop import Ending, Printer, run_batch, seeded
 from brim.run.generate.request import OpenedRun, Request, opened_for_chat
 from brim.run.generate.sampling import cut
-from brim.run.generate.token_clock import Clock
 
 
 @dataclass(frozen=True, kw_only=True)

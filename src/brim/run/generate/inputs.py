@@ -12,7 +12,7 @@ import torch
 
 from brim.core.files import regular
 from brim.errors import ModelError, UsageError
-from brim.run.model.chat_template import apply_template
+from brim.models.chat_template import apply_template
 
 
 def read_prompts(path: Path) -> list[str]:

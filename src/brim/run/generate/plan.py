@@ -8,25 +8,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from brim.core import Hardware, Plan
-from brim.run.fit.machine import Device, put_in_force
-from brim.run.generate.choose import (
-    GenerationCase,
-    GenerationStrategy,
-    Wanted,
-    follow,
-    search_generation,
-)
-from brim.run.generate.load import (
-    by_parameter,
-    materialize,
-    spent,
-    verifier,
-    warm_up,
-)
-from brim.run.generate.memory import Sizes
-from brim.run.generate.pass_seconds import PassSeconds
-from brim.run.generate.remembered_passes import RememberedPasses
-from brim.run.model.opening import OpenedModel
+from brim.models.opening import OpenedModel
+from brim.models.weights import by_parameter, materialize, verifier
+from brim.planning.inference.choose import GenerationCase, GenerationStrategy, Wanted, follow, search_generation
+from brim.planning.inference.machine import Device, put_in_force
+from brim.planning.inference.memory import Sizes
+from brim.planning.inference.pass_seconds import PassSeconds
+from brim.planning.inference.remembered_passes import RememberedPasses
+from brim.planning.inference.warm_up import spent, warm_up
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import FROM_DISK
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING

@@ -16,10 +16,15 @@ from brim.core import Hardware, Plan, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UsageError
 from brim.measure.monitor import Monitor, Usage
+from brim.measure.token_clock import Clock
 from brim.memory import heap
-from brim.run.fit.machine import Device, budgets, held_to, machine, on, within_room
-from brim.run.generate import predicted_timeline
-from brim.run.generate.choose import Wanted
+from brim.models.opening import OpenedModel, open_tokenizer, precision_of, prepare, verify_files
+from brim.models.quantized import PRECISIONS, open_as
+from brim.planning.inference import predicted_timeline
+from brim.planning.inference.choose import Wanted
+from brim.planning.inference.machine import Device, budgets, held_to, machine, on, within_room
+from brim.planning.seconds.drives import reading_from
+from brim.planning.seconds.spans import ComputeSpans
 from brim.run.generate.inputs import Batch, batches, check, encode
 from brim.run.generate.loop import (
     CHECKED_TOKENS,
@@ -34,14 +39,9 @@ from brim.run.generate.loop import (
 )
 from brim.run.generate.plan import Loaded, choose_generation, load_for_generation
 from brim.run.generate.sampling import GREEDY, Sampling, check_stops, cut
-from brim.run.generate.token_clock import Clock
-from brim.run.model.opening import OpenedModel, open_tokenizer, precision_of, prepare, verify_files
-from brim.run.model.quantized import PRECISIONS, open_as
-from brim.run.timing.drives import reading_from
-from brim.run.timing.spans import ComputeSpans
 
 if TYPE_CHECKING:
-    from brim.run.plan.file import PlanFile
+    from brim.planning.file import PlanFile
 
 DEFAULT_CONTEXT = 4096  # tokens of a conversation
 
@@ -338,7 +338,7 @@ class OpenedRun:
 
 
 def _read(path: str | Path) -> PlanFile:
-    from brim.run.plan import file  # most have no plan, and start sooner without all that searches one
+    from brim.planning import file  # most have no plan, and start sooner without all that searches one
 
     return file.read(path)
 

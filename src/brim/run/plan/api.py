@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from brim.run.model.training_model import Method
-from brim.run.plan.request import Answer, Request
+from brim.models.training_model import Method
+from brim.planning.request import Answer, Request
 from brim.run.plan.search import plan as answer
 
 

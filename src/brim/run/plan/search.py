@@ -11,28 +11,20 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, UsageError
 from brim.estimation.models import weight_type
 from brim.estimation.workload import ASKED
-from brim.planner.passes import CPU
-from brim.planner.schedule import UPDATE, way
-from brim.run.fit.machine import refuse_batch
-from brim.run.generate.memory import Sizes, scores_bytes
-from brim.run.model.factory import is_factory, resolved
-from brim.run.plan.file import described_source
-from brim.run.plan.generation import plan_generation
-from brim.run.plan.least import in_the_least
-from brim.run.plan.nearest import Planner, nearest
-from brim.run.plan.opening import Subjects
-from brim.run.plan.precision_rows import Row
-from brim.run.plan.precision_table import rows_of
-from brim.run.plan.request import (
-    LOSSY,
-    Answer,
-    Machine,
-    Proposal,
-    Request,
-    machine_of,
-)
-from brim.run.plan.router_file import routers_of
-from brim.run.plan.training import plan_training, precision_of
+from brim.planning.factory import is_factory, resolved
+from brim.planning.file import described_source
+from brim.planning.generation import plan_generation
+from brim.planning.inference.machine import refuse_batch
+from brim.planning.inference.memory import Sizes, scores_bytes
+from brim.planning.nearest import Planner, in_the_least, nearest
+from brim.planning.opening import Subjects
+from brim.planning.precision_rows import Row
+from brim.planning.precision_table import rows_of
+from brim.planning.request import LOSSY, Answer, Machine, Proposal, Request, machine_of
+from brim.planning.solver.passes import CPU
+from brim.planning.solver.schedule import UPDATE, way
+from brim.planning.training import plan_training, precision_of
+from brim.run.plan.routers import routers_of
 from brim.units import format_bytes
 
 _FEWER_BITS = "int8"  # what 16 bits are compared with where nobody says

@@ -16,16 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from brim.errors import UnsupportedError
 from brim.estimation.ranks.balance import stages_of
-from brim.estimation.ranks.split import (
-    Split,
-    check_context,
-    check_experts,
-    check_sizes,
-    sizes_of,
-)
+from brim.estimation.ranks.split import Split, check_context, check_experts, check_sizes, sizes_of
 from brim.memory.checkpoint_files import TensorSource
-from brim.run.model.file_tensor import FileTensor
-from brim.run.model.training_model import Method, TrainingModel, open_training_model
+from brim.models.file_tensor import FileTensor
+from brim.models.training_model import Method, TrainingModel, open_training_model
 from brim.techniques import optimizers
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.parallel import context_parallel, pipeline, sharding

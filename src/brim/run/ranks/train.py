@@ -29,20 +29,14 @@ from brim.estimation.models import short
 from brim.estimation.ranks.split import Split
 from brim.estimation.workload import training_precision
 from brim.measure.capacity import free_bytes
+from brim.models.opening import prepare
+from brim.models.training_model import TrainingModel
+from brim.planning.inference.machine import refuse_batch
 from brim.run.data.dataset import Batches
-from brim.run.fit.machine import refuse_batch
-from brim.run.model.opening import prepare
-from brim.run.model.training_model import TrainingModel
 from brim.run.ranks.checkpoint import SplitSaver
 from brim.run.ranks.group import Ranks, joined
 from brim.run.ranks.memory import Watched
-from brim.run.ranks.model import (
-    Part,
-    Recipe,
-    build,
-    check,
-    open_whole,
-)
+from brim.run.ranks.model import Part, Recipe, build, check, open_whole
 from brim.run.ranks.plan import with_plan
 from brim.run.ranks.request import SplitRequest, SplitTraining
 from brim.run.ranks.step import Stepper, share_of

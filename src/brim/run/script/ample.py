@@ -20,15 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from brim.core.hardware import RAM, VRAM
 from brim.errors import UnsupportedError
-from brim.measure.capacity import (
-    amount_bytes,
-    free_bytes,
-    memory_fraction,
-    ram_capacity_bytes,
-    ram_room_bytes,
-)
+from brim.measure.capacity import amount_bytes, free_bytes, memory_fraction, ram_capacity_bytes, ram_room_bytes
 from brim.model_inputs import map_tensors
-from brim.run.fit.example_shapes import as_shapes
+from brim.planning.inference.example_shapes import as_shapes
 from brim.run.script.hooks import Call, parameter_bytes
 from brim.run.script.isolation import example_of, unseen, without_dynamo
 from brim.run.script.needs import living_optimizers, moves_itself, optimizers_of, plain

@@ -22,10 +22,9 @@ from brim.errors import BrimError, BudgetError, UnsupportedError, first_line
 from brim.measure.capacity import memory_fraction, resident_bytes
 from brim.memory import heap
 from brim.model_inputs import map_tensors
-from brim.printable import write_note
-from brim.run.fit.example_shapes import as_shapes
-from brim.run.fit.forward_prediction import plan_forward, untouched_bytes
-from brim.run.fit.machine import (
+from brim.planning.inference.example_shapes import as_shapes
+from brim.planning.inference.forward_prediction import plan_forward, untouched_bytes
+from brim.planning.inference.machine import (
     Device,
     Need,
     budgets,
@@ -37,6 +36,9 @@ from brim.run.fit.machine import (
     on,
     put_in_force,
 )
+from brim.planning.strategy.case import TrainingStrategy
+from brim.planning.strategy.ladder import fits
+from brim.printable import write_note
 from brim.run.fit.training import Search, enforce, tensor_bytes_of
 from brim.run.script.copies import allow_copies, has_other_hooks
 from brim.run.script.hooks import Call, living, parameter_bytes, roots
@@ -53,8 +55,6 @@ from brim.run.script.needs import (
 from brim.run.script.outcome import FITTED, UNTOUCHED, Outcome
 from brim.run.script.retry import repeat_no_more, repeat_when_out_of_memory
 from brim.run.script.settings import Settings
-from brim.run.train.strategy.case import TrainingStrategy
-from brim.run.train.strategy.ladder import fits
 from brim.techniques.base import HANDLE_ATTRIBUTE, refuse_special_tensors
 from brim.techniques.streaming.weight_streaming import Weights
 from brim.units import MIB, format_bytes

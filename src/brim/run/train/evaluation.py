@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from brim.models.architecture import read_config
+from brim.models.opening import read_tokenizer
+from brim.planning.strategy.step import Fitted
 from brim.run.data.dataset import IGNORED, Dataset, one_pass, open_data
-from brim.run.fit.step import Fitted
-from brim.run.model.architecture import read_config
-from brim.run.model.opening import read_tokenizer
 from brim.run.train.request import Request
 
 

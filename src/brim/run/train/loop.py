@@ -19,8 +19,9 @@ from brim.errors import BrimError, BudgetError, is_out_of_memory
 from brim.measure.monitor import Monitor, Usage
 from brim.measure.nvml import busy_share
 from brim.memory import heap
+from brim.planning.inference.machine import held_to, on, within_room
+from brim.planning.strategy.state import restore_rng, rng_state
 from brim.run.data.dataset import Batches
-from brim.run.fit.machine import held_to, on, within_room
 from brim.run.train.evaluation import evaluate, open_evaluation
 from brim.run.train.finite import check_loss, overflow_told
 from brim.run.train.report import EvaluationReport, Metrics, StepReport, finished
@@ -28,7 +29,6 @@ from brim.run.train.request import Request, Training
 from brim.run.train.saving import Saver
 from brim.run.train.session import Session, Terms
 from brim.run.train.setup import Setup, claim, set_up
-from brim.run.train.state import restore_rng, rng_state
 from brim.techniques.micro_batch import split
 from brim.techniques.optimizers import set_lr
 from brim.units import format_bytes

@@ -11,11 +11,11 @@ from torch import nn
 from brim.core import Plan
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import FormatError, UsageError
-from brim.run.fit.machine import Need, partitions
-from brim.run.plan.file import PlanFile
-from brim.run.plan.training import precision_of
+from brim.planning.file import PlanFile
+from brim.planning.inference.machine import Need, partitions
+from brim.planning.strategy.choice import Choice
+from brim.planning.training import precision_of
 from brim.run.train.request import Request
-from brim.run.train.strategy.choice import Choice
 from brim.techniques.blocks import Partition
 
 _SETTLED = ("method", "batch", "seq", "optimizer", "precision")

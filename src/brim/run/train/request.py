@@ -11,11 +11,11 @@ from typing import Any, Literal
 from brim.core import Plan, Timeline
 from brim.errors import UsageError
 from brim.estimation.workload import LARGEST
-from brim.run.fit.machine import Device
-from brim.run.model.training_model import Method
+from brim.models.training_model import Method
+from brim.planning.inference.machine import Device
+from brim.planning.strategy.choice import Place
+from brim.planning.strategy.ladder import Orders
 from brim.run.train.report import EvaluationReport
-from brim.run.train.strategy.choice import Place
-from brim.run.train.strategy.ladder import Orders
 from brim.techniques.optimizers import OPTIMIZERS
 from brim.techniques.precision import PRECISIONS
 

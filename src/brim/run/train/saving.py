@@ -15,6 +15,8 @@ import torch
 from brim.core import Plan
 from brim.errors import ModelError, UsageError
 from brim.memory.checkpoint_files import read_checkpoint
+from brim.planning.strategy.choice import Choice
+from brim.planning.strategy.state import optimizer_numbers, restore_rng, rng_state
 from brim.run.checkpoint import reading as checkpoint_reading
 from brim.run.checkpoint.contents import adapter_files, adapter_tensors, model_files, model_tensors
 from brim.run.checkpoint.reading import Checkpoint
@@ -23,8 +25,6 @@ from brim.run.data.dataset import Batches
 from brim.run.train.finite import finite
 from brim.run.train.session import Session, Terms
 from brim.run.train.setup import Setup
-from brim.run.train.state import optimizer_numbers, restore_rng, rng_state
-from brim.run.train.strategy.choice import Choice
 
 _OPTIMIZER, _PRECISION = "optimizer", "precision"
 _FIXED = ("MODEL", "--method", "--optimizer", "--precision")  # of which a checkpoint's tensors are made

@@ -16,22 +16,22 @@ from brim.core.hardware import DISK, RAM
 from brim.errors import BudgetError
 from brim.memory import heap
 from brim.memory.heap import HeapLimits, HeapRetention, retention_limits, watched_limits
-from brim.run.fit.machine import Device, make_memory
-from brim.run.fit.step import Fitted, apply_choice
-from brim.run.generate.load import warm_up
-from brim.run.model.training_model import Method, TrainingModel, make_optimizer, open_training_model
-from brim.run.plan.file import PlanFile
-from brim.run.plan.proof import check_promise
-from brim.run.plan.training import program_bytes, training_limits
-from brim.run.timing.spans import ComputeSpans
+from brim.models.training_model import Method, TrainingModel, make_optimizer, open_training_model
+from brim.planning.file import PlanFile
+from brim.planning.inference.machine import Device, make_memory
+from brim.planning.inference.proof import check_promise
+from brim.planning.inference.warm_up import warm_up
+from brim.planning.seconds.spans import ComputeSpans
+from brim.planning.strategy.case import Case, TrainingStrategy
+from brim.planning.strategy.choice import Choice
+from brim.planning.strategy.choose import follow, search_training, within
+from brim.planning.strategy.ladder import Orders
+from brim.planning.strategy.predicted_timeline import placed
+from brim.planning.strategy.prediction import Prediction, Rehearsal, works_in_place
+from brim.planning.strategy.search import Planner
+from brim.planning.strategy.step import Fitted, apply_choice
+from brim.planning.training import program_bytes, training_limits
 from brim.run.train.plan import partition_of
-from brim.run.train.predicted_timeline import placed
-from brim.run.train.strategy.case import Case, TrainingStrategy
-from brim.run.train.strategy.choice import Choice
-from brim.run.train.strategy.choose import follow, search_training, within
-from brim.run.train.strategy.ladder import Orders
-from brim.run.train.strategy.prediction import Prediction, Rehearsal, works_in_place
-from brim.run.train.strategy.search import Planner
 from brim.techniques import optimizers
 from brim.techniques.blocks import Partition, find_blocks
 from brim.techniques.checkpointing import technique as checkpointing

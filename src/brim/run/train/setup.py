@@ -13,12 +13,12 @@ from brim.core.hardware import DISK, RAM
 from brim.estimation.workload import training_precision
 from brim.measure.capacity import amount_bytes, resident_bytes
 from brim.memory.scratch import scratch_folder
+from brim.models.architecture import read_config
+from brim.models.opening import prepare, read_tokenizer
+from brim.planning import file as plan_file
+from brim.planning.file import PlanFile
+from brim.planning.inference.machine import budgets, machine, refuse_batch
 from brim.run.data.dataset import Batches, open_data
-from brim.run.fit.machine import budgets, machine, refuse_batch
-from brim.run.model.architecture import read_config
-from brim.run.model.opening import prepare, read_tokenizer
-from brim.run.plan import file as plan_file
-from brim.run.plan.file import PlanFile
 from brim.run.train.output_folder import OutputFolder
 from brim.run.train.plan import with_plan
 from brim.run.train.report import check_reporters, has_tensorboard

@@ -26,15 +26,7 @@ from torch.utils._pytree import tree_map
 
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques.blocks import is_transposed
-from brim.techniques.parallel.tensor_parts import (
-    FUSED,
-    READS,
-    WRITES,
-    TensorParts,
-    check_parts,
-    is_norm,
-    parts_of,
-)
+from brim.techniques.parallel.tensor_parts import FUSED, READS, WRITES, TensorParts, check_parts, is_norm, parts_of
 
 _HEADS = ("lm_head", "embed_out", "output", "output_projection", "proj_out")
 _OF_HEADS = ("q_proj", "c_attn")

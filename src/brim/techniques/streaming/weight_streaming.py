@@ -23,14 +23,7 @@ from brim.techniques.blocks import Block, Partition
 from brim.techniques.streaming.backward_streaming import BackwardStreaming
 from brim.techniques.streaming.block_state import StreamedBlock
 from brim.techniques.streaming.guards import Guards
-from brim.techniques.streaming.hooks import (
-    BlockHooks,
-    Turns,
-    check_rows,
-    note_steps,
-    settle_first,
-    without_casts,
-)
+from brim.techniques.streaming.hooks import BlockHooks, Turns, check_rows, note_steps, settle_first, without_casts
 from brim.techniques.streaming.offloaded_parameter import reveal
 from brim.techniques.streaming.placement import (
     COMPUTE_RAM,

@@ -16,8 +16,8 @@ from brim import device
 from brim.errors import ModelError, UnsupportedError
 from brim.memory.checksums import checksum, write_manifest
 from brim.memory.layout import WEIGHT_ALIGNMENT_BYTES
-from brim.run.fit.machine import machine
-from brim.run.generate.load import warm_up
+from brim.planning.inference.machine import machine
+from brim.planning.inference.warm_up import warm_up
 from support.generating import save_tokenizer
 
 pytestmark = [

@@ -13,11 +13,11 @@ import transformers
 
 import brim
 from brim.errors import BudgetError, UsageError
-from brim.run.fit.step_memory import Inputs
+from brim.estimation.step_memory import Inputs
+from brim.planning import file as plan_file
+from brim.planning.request import Request as Planning
 from brim.run.generate.request import Request, generate, generate_many
 from brim.run.generate.sampling import Sampling
-from brim.run.plan import file as plan_file
-from brim.run.plan.request import Request as Planning
 from brim.run.plan.search import plan
 from support.generating import save_words_llama
 from support.tiny_model import save_tokenizer

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import brim
-from brim.run.fit.step_memory import Inputs
+from brim.estimation.step_memory import Inputs
 from brim.techniques.quantization.technique import SCHEMES, apply
 from brim.techniques.streaming.weight_streaming import RESIDENT
 from support.tiny_model import save_llama

@@ -9,9 +9,9 @@ from transformers import LlamaConfig
 from brim.cli import main
 from brim.errors import BudgetError
 from brim.estimation.ranks import estimate as ranks
-from brim.planner.meshes import offload
-from brim.run.plan import meshes_nearest
-from brim.run.plan.meshes import fastest
+from brim.planning import ranks_nearest as meshes_nearest
+from brim.planning.meshes import offload
+from brim.planning.ranks import fastest
 
 COMMAND = ["plan", "llama-3-8b", "--task", "train", "--gpus", "16", "--gpu", "A100 80GB", "--seq", "2048"]
 MEGATRON = ["--engine", "megatron"]  # by closed forms: no stage is traced

@@ -20,8 +20,8 @@ import pytest
 from brim.catalog.gpus import gpu
 from brim.cli import main
 from brim.measure.capacity import ram_capacity_bytes
-from brim.run.plan import file as plan_file
-from brim.run.plan import nearest
+from brim.planning import file as plan_file
+from brim.planning import nearest
 from support.report_page import data_of
 from support.tiny_model import save_llama
 
@@ -291,7 +291,7 @@ def test_every_command_that_is_printed_runs_as_it_is(llama: str, asked: tuple[st
 def test_a_command_with_a_plan_that_is_not_written_writes_it_first(
     llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("brim.run.plan.training._flags", lambda choice, blocks: None)  # no options say all of it
+    monkeypatch.setattr("brim.planning.training._flags", lambda choice, blocks: None)  # no options say all of it
     (first, *_) = told(llama, *TRAIN)["plans"]
     plans, trains = first["command"].split(" && ")
     assert trains.endswith(" --plan plan.json") and plans.endswith(" --output plan.json")

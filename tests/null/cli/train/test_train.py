@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from brim.cli import main
 from brim.core import Plan
 from brim.errors import BudgetError, ModelError, UsageError
-from brim.run.fit.step import Fitted
+from brim.planning.strategy.step import Fitted
 from brim.run.train.loop import train
 from support.tiny_model import save_llama
 from support.trainings import plain, quick_trainings, request, weights, write_text

@@ -8,13 +8,7 @@ import pytest
 
 from brim.errors import UsageError
 from brim.estimation.ranks.balance import balanced, stages_of
-from brim.estimation.ranks.split import (
-    Sizes,
-    Split,
-    check_sizes,
-    in_flight,
-    stage_layers,
-)
+from brim.estimation.ranks.split import Sizes, Split, check_sizes, in_flight, stage_layers
 
 
 def splits(layers, stages):

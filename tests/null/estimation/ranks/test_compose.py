@@ -6,14 +6,7 @@ import torch
 from torch import nn
 
 from brim.core import Category
-from brim.estimation.ranks.compose import (
-    BACKWARD,
-    FORWARD,
-    OPTIMIZER,
-    Composer,
-    mark_of,
-    traced_order,
-)
+from brim.estimation.ranks.compose import BACKWARD, FORWARD, OPTIMIZER, Composer, mark_of, traced_order
 from brim.estimation.ranks.schedule import Turn, turns
 from brim.estimation.ranks.split import Split
 from brim.estimation.simulation import simulate

@@ -8,14 +8,7 @@ from torch.distributed.pipelining import ScheduleInterleavedZeroBubble
 
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.ranks.schedule import brief, turns
-from brim.estimation.ranks.split import (
-    Sizes,
-    Split,
-    check_sizes,
-    in_flight,
-    nearest,
-    stage_layers,
-)
+from brim.estimation.ranks.split import Sizes, Split, check_sizes, in_flight, nearest, stage_layers
 
 LLAMA = {"layers": 80, "heads": 64, "kv_heads": 8, "hidden": 8192, "ffn": 28672, "sequence": 4096}
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from brim.models.opening import prepare
 from brim.run.data import packed as data_packed
 from brim.run.data.dataset import IGNORED, open_data
-from brim.run.model.opening import prepare
 
 pytestmark = pytest.mark.thorough
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import brim
 from brim.errors import BrimError
-from brim.run.fit.step import Fitted
+from brim.planning.strategy.step import Fitted
 
 KIB, WIDTH, STEPS = 1 << 10, 256, 4
 Loop = Callable[[nn.Module, torch.optim.Optimizer], list[float]]

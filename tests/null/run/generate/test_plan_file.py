@@ -11,12 +11,12 @@ import pytest
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import UsageError
-from brim.run.generate.choose import GenerationCase, follow, search_generation
+from brim.planning import file as plan_file
+from brim.planning.inference.choose import GenerationCase, follow, search_generation
+from brim.planning.opening import open_subject
+from brim.planning.request import Machine, Request
 from brim.run.generate.request import Request as Generating
 from brim.run.generate.request import generate
-from brim.run.plan import file as plan_file
-from brim.run.plan.opening import open_subject
-from brim.run.plan.request import Machine, Request
 from brim.run.plan.search import plan
 from brim.techniques.streaming.weight_streaming import FROM_RAM, RING_SLOTS
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING

@@ -11,16 +11,9 @@ import torch
 
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, ModelError, UnsupportedError, UsageError
-from brim.run.generate.memory import Sizes
-from brim.run.generate.request import (
-    Answer,
-    Generation,
-    Request,
-    Throughput,
-    generate,
-    generate_many,
-)
-from brim.run.generate.token_clock import Clock
+from brim.measure.token_clock import Clock
+from brim.planning.inference.memory import Sizes
+from brim.run.generate.request import Answer, Generation, Request, Throughput, generate, generate_many
 from brim.techniques.kv_offload import cache as kv_cache
 from support.generating import FAMILIES, alone, save
 

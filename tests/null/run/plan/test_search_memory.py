@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from brim.run.plan.generation import search
-from brim.run.plan.opening import open_subject
-from brim.run.plan.request import Request, machine_of
+from brim.planning.generation import search
+from brim.planning.opening import open_subject
+from brim.planning.request import Request, machine_of
 from brim.techniques.streaming.placement import RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME
 from support.planned import LLAMA

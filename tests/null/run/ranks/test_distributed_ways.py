@@ -10,7 +10,7 @@ import pytest
 
 from brim import catalog
 from brim.estimation.models import find_model
-from brim.planner.meshes.torch_engine import run_meshes
+from brim.planning.meshes.torch_engine import run_meshes
 from brim.run.ranks import plan as distributed_plan
 from support.rank_checks import (
     MIXED,

@@ -24,8 +24,8 @@ from support.launching import in_child, plainly, program
 
 HEAVY = (
     "brim.run.script.decide",
-    "brim.run.fit.machine",
-    "brim.planner",
+    "brim.planning.inference.machine",
+    "brim.planning.solver",
     "brim.predict",
     "brim.techniques",
     "brim.estimation",

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from brim.cli import main
 from brim.core import Hardware
 from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.planning.inference.machine import emulated_hardware
+from brim.planning.strategy.choice import Choice
+from brim.planning.strategy.prediction import Rehearsal
+from brim.planning.strategy.step import Fitted
 from brim.run.data.dataset import open_data
-from brim.run.fit.machine import emulated_hardware
-from brim.run.fit.step import Fitted
 from brim.run.train import loop as training
 from brim.run.train.loop import train
-from brim.run.train.strategy.choice import Choice
-from brim.run.train.strategy.prediction import Rehearsal
 from brim.techniques.blocks import find_blocks
 from brim.techniques.checkpointing.technique import blocks
 from brim.techniques.streaming.weight_streaming import Weights

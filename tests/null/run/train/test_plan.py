@@ -11,12 +11,12 @@ import pytest
 
 from brim.core.hardware import DISK, RAM
 from brim.errors import BudgetError, UsageError
-from brim.run.plan import file as plan_file
-from brim.run.plan.request import Answer, machine_of
-from brim.run.plan.request import Request as Question
-from brim.run.plan.training import plan_training
+from brim.planning import file as plan_file
+from brim.planning.request import Answer, machine_of
+from brim.planning.request import Request as Question
+from brim.planning.strategy.choice import Choice
+from brim.planning.training import plan_training
 from brim.run.train.loop import Request, Training, train
-from brim.run.train.strategy.choice import Choice
 from support.tiny_model import save_llama
 
 SEQ, BATCH, STEPS, MIB = 64, 4, 2, 1 << 20

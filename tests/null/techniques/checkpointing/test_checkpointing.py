@@ -19,13 +19,7 @@ from brim.core import Category
 from brim.errors import UnsupportedError, UsageError
 from brim.model_cache import cache_input
 from brim.techniques.checkpointing import technique as checkpointing
-from brim.techniques.checkpointing.technique import (
-    ALTERNATE,
-    FULL,
-    NONE,
-    SELECTIVE,
-    selective_contexts,
-)
+from brim.techniques.checkpointing.technique import ALTERNATE, FULL, NONE, SELECTIVE, selective_contexts
 from support import trained
 
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from brim.core import Promise
 from brim.errors import TransferError
-from brim.run.fit.step import apply_choice
-from brim.run.train.strategy.choice import Choice
+from brim.planning.strategy.choice import Choice
+from brim.planning.strategy.step import apply_choice
 from brim.techniques.blocks import find_blocks
 from brim.techniques.streaming.weight_streaming import Weights
 from support.offloaded import Words, assert_same, batch, machine, make, offloaded, train

@@ -1,0 +1,276 @@
+"""Turn a GGUF file, once, into a folder that everything else reads: safetensors, config, tokenizer, manifest.
+
+Names and arrangement of the weights are transformers' own (``modeling_gguf_pytorch_utils``), and so is the result,
+bit for bit; but one tensor at a time is held, not the model. It happens in a process of its own: parsing a GGUF
+vocabulary alone takes more memory than some budgets have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from brim.errors import BrimError, ModelError, TransferError, UnsupportedError
+from brim.estimation.models import wrong_size
+from brim.measure.user_cache import build_once, cache_folder, fingerprint
+from brim.memory.checkpoint_writing import Layout, write_safetensors
+from brim.memory.checksums import write_manifest
+from brim.models.architecture import limited_modules
+from brim.models.gguf_header import check_header
+from brim.processes import end_with_parent, python_command
+from brim.version import __version__
+
+_REFUSED = 3  # the child's exit code for an error that it explains on its standard output
+_ERRORS = {kind.__name__: kind for kind in (ModelError, TransferError, UnsupportedError)}
+_ROWS_BYTES = 16 << 20  # dequantization makes several copies of what it works on
+
+
+def convert_gguf(path: Path) -> Path:
+    """The folder in the user's cache with the dequantized weights of ``path``, made now unless it is there.
+
+    Raises ModelError when the file is no GGUF, damaged or cut short, UnsupportedError when transformers does not
+    know its architecture, TransferError when the disk refuses.
+    """
+    check_header(path)
+    from importlib.metadata import version
+
+    facts = __version__, version("transformers"), version("gguf")
+    key = fingerprint([path], *facts)
+
+    def fill(folder: Path) -> None:
+        _run_child(path, folder)
+        if fingerprint([path], *facts) != key:
+            raise TransferError(
+                f"Cannot convert {path}.",
+                "It was written to while it was converted: what came of it may be of neither model.",
+                "Start again, and let nothing change the file while it is in use.",
+            )
+
+    return build_once(cache_folder() / "gguf" / f"{path.stem}-{key}", fill)
+
+
+def _run_child(path: Path, folder: Path) -> None:
+    command = python_command("-m", "brim.models.gguf", path.resolve(), folder, str(os.getpid()))
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    if child.returncode == _REFUSED:
+        error = json.loads(child.stdout.splitlines()[-1])
+        raise _ERRORS[error["kind"]](error["asked"], error["found"], error["todo"])
+    if child.returncode:
+        last = next(iter(reversed(child.stderr.strip().splitlines())), f"exit code {child.returncode}")
+        raise _damaged(path, f"The conversion ended with: {last:.300}")
+
+
+def _main(path: Path, folder: Path) -> int:
+    _parse_once()
+    try:
+        _convert(path, folder)
+    except BrimError as error:
+        return _refuse(error)
+    except OSError as error:
+        return _refuse(TransferError(f"Cannot convert {path} into {folder}.", f"{error}.", "Check both disks."))
+    return 0
+
+
+def _refuse(error: BrimError) -> int:
+    facts = {"kind": type(error).__name__, "asked": error.asked, "found": error.found, "todo": error.todo}
+    print(json.dumps(facts))
+    return _REFUSED
+
+
+def _parse_once() -> None:
+    """config, tokenizer and weights each parse the whole vocabulary anew, for seconds: share it, in this process."""
+    import gguf
+
+    module: Any = gguf
+    module.GGUFReader = cache(gguf.GGUFReader)
+    module.get_tensor_name_map = cache(gguf.get_tensor_name_map)
+
+
+def _convert(path: Path, folder: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    reader = _open(path)
+    with _read_by_transformers(path, "metadata"):
+        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    if (wrong := wrong_size(config.to_dict())) is not None:
+        raise _damaged(path, f"By its metadata, its {wrong[0]} is {wrong[1]!s:.40}.")
+    model_class = _model_class(path, config)
+    with _read_by_transformers(path, "sizes"), torch.device("meta"), limited_modules(path, len(reader.tensors)):
+        module = model_class(config)
+    layout, tensors = _weights(path, reader, module)
+    config.architectures, config.dtype = [model_class.__name__], layout[0][1]
+    config.save_pretrained(folder)
+    if module.can_generate():
+        module.generation_config.save_pretrained(folder)
+    with _read_by_transformers(path, "tokenizer"):
+        AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name).save_pretrained(folder)
+    write_manifest(folder, write_safetensors(folder / "model.safetensors", layout, tensors, {"format": "pt"}))
+
+
+@contextmanager
+def _read_by_transformers(path: Path, what: str) -> Iterator[None]:
+    """Refuse the file where transformers does not accept ``what`` of it, by any exception that it has for that."""
+    try:
+        yield
+    except (BrimError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the disk's, not transformers' own
+            raise
+        raise UnsupportedError(
+            f"Cannot convert {path}.",
+            f"transformers does not accept its {what}: {' '.join(str(error).split()) or type(error).__name__:.300}",
+            "Give the model's safetensors folder instead.",
+        ) from error
+
+
+def _open(path: Path) -> Any:
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(str(path))
+    except Exception as error:  # the reader trusts the file, so damage shows as any error at all
+        raise _damaged(path, f"It is damaged or cut short: {error}.") from error
+    size = path.stat().st_size
+    missing_bytes = max((tensor.data_offset + tensor.n_bytes - size for tensor in reader.tensors), default=0)
+    if missing_bytes > 0:
+        raise _damaged(path, f"It is truncated: {missing_bytes} bytes are missing.")
+    _check_ranges(path, reader)
+    return reader
+
+
+def _check_ranges(path: Path, reader: Any) -> None:
+    """Raise ModelError unless each tensor begins where the one before it ends, but for padding up to the alignment.
+
+    So the format has it, and llama.cpp refuses what is otherwise: two tensors in one place are no model.
+    """
+    end, before = reader.data_offset, "the header"
+    for tensor in sorted(reader.tensors, key=lambda tensor: (tensor.data_offset, tensor.n_bytes)):
+        begin = -(-int(end) // reader.alignment) * reader.alignment
+        if tensor.data_offset != begin:
+            wrong = "overlaps" if tensor.data_offset < end else "does not begin where it should after"
+            raise _damaged(
+                path, f"{tensor.name}, at byte {tensor.data_offset}, {wrong} {before}, which ends at byte {end}."
+            )
+        end, before = tensor.data_offset + tensor.n_bytes, tensor.name
+
+
+def _model_class(path: Path, config: Any) -> Any:
+    import transformers
+
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise UnsupportedError(
+        f"Cannot convert {path}.",
+        f"transformers {transformers.__version__} has no model class for {config.model_type}.",
+        "Install a newer version of transformers.",
+    )
+
+
+def _weights(path: Path, reader: Any, module: Any) -> tuple[list[Layout], Iterator[tuple[str, torch.Tensor]]]:
+    """What will be written, and the tensors one at a time: dequantized, and arranged as transformers does."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    legacy: Any = modeling_gguf_pytorch_utils
+    architecture = reader.fields["general.architecture"].contents()
+    if _has_new_loader(architecture):
+        return _whole_model(path, type(module))
+    parsed: dict[str, Any] = legacy.load_gguf_checkpoint(str(path), return_tensors=False)
+    processor = legacy.TENSOR_PROCESSORS.get(architecture, legacy.TensorProcessor)(config=parsed["config"])
+    names = legacy.get_gguf_hf_weights_map(module, processor)
+    # Experts' gate and up are one tensor of the module: it is complete when the last of its parts has come.
+    parts = Counter(target for tensor in reader.tensors if (target := _target(names, tensor.name)))
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    layout = [(name, torch.float32, shapes[name]) for name in parts]
+    parsed["tensors"] = {}
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for tensor in reader.tensors:
+            target = _target(names, tensor.name)
+            if target is None:
+                continue
+            done = processor.process(
+                weights=_dequantize(path, tensor),
+                name=tensor.name,
+                tensor_key_mapping=names,
+                parsed_parameters=parsed,
+            )
+            parts[target] -= 1
+            if done.name in names:
+                yield _checked(path, target, torch.from_numpy(np.ascontiguousarray(done.weights)), shapes)
+            elif parts[target] == 0 and target in parsed["tensors"]:
+                yield _checked(path, target, parsed["tensors"].pop(target), shapes)
+
+    return layout, tensors()
+
+
+def _target(names: dict[str, str], gguf_name: str) -> str | None:
+    return names.get(gguf_name) or names.get(gguf_name.removesuffix(".weight"))
+
+
+def _checked(
+    path: Path, name: str, tensor: torch.Tensor, shapes: dict[str, tuple[int, ...]]
+) -> tuple[str, torch.Tensor]:
+    if tuple(tensor.shape) != shapes[name]:
+        raise ModelError(
+            f"{path}: by its metadata, {name} has the shape {list(shapes[name])}.",
+            f"In the file its shape is {list(tensor.shape)}.",
+            "Fetch the file again.",
+        )
+    return name, tensor.to(torch.float32)
+
+
+def _dequantize(path: Path, tensor: Any) -> Any:
+    """float32 of the tensor's shape, dequantized some rows at a time."""
+    from gguf import dequantize
+
+    stored = np.memmap(path, mode="r", dtype=np.uint8, offset=tensor.data_offset, shape=(tensor.n_bytes,))
+    rows = stored.view(tensor.data.dtype).reshape(-1, tensor.data.shape[-1])
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    out = np.empty((len(rows), shape[-1]), dtype=np.float32)
+    step = max(1, _ROWS_BYTES // (4 * shape[-1]))
+    for start in range(0, len(rows), step):
+        out[start : start + step] = dequantize(rows[start : start + step], tensor.tensor_type)
+    return out.reshape(shape)
+
+
+def _has_new_loader(architecture: str) -> bool:
+    """transformers loads a few architectures in another way, whose steps cannot be taken one tensor at a time."""
+    from transformers.integrations import gguf as integration
+
+    return architecture in getattr(integration, "GGUF_ARCHS", ())
+
+
+def _whole_model(path: Path, model_class: Any) -> tuple[list[Layout], Iterator[tuple[str, torch.Tensor]]]:
+    from transformers import GgufConfig
+
+    module = model_class.from_pretrained(
+        str(path.parent), gguf_file=path.name, quantization_config=GgufConfig(dequantize=True)
+    )
+    seen: dict[int, str] = {}
+    state = {name: t for name, t in module.state_dict(keep_vars=True).items() if seen.setdefault(id(t), name) == name}
+    return [(name, t.dtype, tuple(t.shape)) for name, t in state.items()], iter(state.items())
+
+
+def _damaged(path: Path, problem: str) -> ModelError:
+    return ModelError(f"Cannot read {path} as GGUF.", problem, "Fetch the file again.")
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[3]))
+    sys.exit(_main(Path(sys.argv[1]), Path(sys.argv[2])))

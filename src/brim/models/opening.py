@@ -1,0 +1,172 @@
+"""Open a model without reading its weights: the module on meta, and where each of its tensors is on disk."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from brim.core.files import regular
+from brim.errors import ModelError, UnsupportedError
+from brim.estimation.models import Source, weight_type
+from brim.estimation.workload import ASKED
+from brim.memory.checkpoint_files import TensorSource, read_checkpoint
+from brim.memory.checksums import read_manifest, verify_hub_blob
+from brim.models.architecture import BuiltModule, build_module, model_class, read_config
+from brim.models.converted import convert_tensors
+from brim.models.dtypes import check_dtypes
+from brim.models.file_tensor import FileTensor
+from brim.models.gguf import convert_gguf
+from brim.models.location import locate
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """A module whose parameters and persistent buffers are on meta, and the files that hold them.
+
+    ``sources`` has one entry per distinct tensor, by its first name in ``module.state_dict()``; the other names of
+    tied tensors are in ``tied`` (alias -> name in ``sources``). Non-persistent buffers are real and on the CPU, and
+    so is the rare tensor that a checkpoint may lack and transformers computes; neither has a source.
+    ``checksums`` has the known checksums by the names in ``sources``; ``unexpected`` lists the checkpoint's
+    tensors that the module has no place for.
+    """
+
+    module: torch.nn.Module
+    sources: dict[str, TensorSource]
+    tied: dict[str, str]
+    path: Path
+    name: str
+    checksums: dict[str, int] = field(default_factory=dict)
+    unexpected: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all weights, tied ones counted once."""
+        return sum(source.bytes for source in self.sources.values())
+
+
+def open_model(
+    model: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False, convert: bool = False
+) -> OpenedModel:
+    """Open a Hugging Face directory, a ``.gguf`` file or a hub id; no weight is read.
+
+    The module is the class that the config names, built by transformers' own loading code, in ``eval()`` mode and
+    with its generation config; only the weights are missing. ``dtype`` None means as the config says. Tensors that
+    the files hold in another layout than the module wants are converted once into the user's cache folder; with
+    ``convert``, so are weights that are stored in another dtype.
+
+    Raises ModelError when files are missing, damaged or do not fit the config, UnsupportedError for a quantized
+    checkpoint or one that needs remote code.
+    """
+    directory, name, built = build(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    if not convert:
+        check_dtypes(directory, built.tensors, built.dtype)
+    sources, checksums = sources_of(directory, built.tensors)
+    return OpenedModel(
+        module=built.module,
+        sources=sources,
+        tied=built.tied,
+        path=directory,
+        name=name,
+        checksums=checksums,
+        unexpected=built.unexpected,
+    )
+
+
+def build(model: str | Path, *, dtype: torch.dtype | None, trust_remote_code: bool) -> tuple[Path, str, BuiltModule]:
+    """The folder that MODEL means, its name, and the module without weights. Raises as ``open_model``."""
+    path = locate(model, trust_remote_code=trust_remote_code)
+    name = path.stem if path.is_file() else path.resolve().name if Path(model).exists() else str(model)
+    directory = path if path.is_dir() else convert_gguf(path)
+    config = read_config(directory, trust_remote_code=trust_remote_code)
+    stored = read_checkpoint(directory)
+    return directory, name, build_module(directory, config, stored, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def prepare(model: str | Path, *, trust_remote_code: bool = False) -> Path:
+    """The local folder of MODEL, fetched or converted where that is needed, and its code imported.
+
+    What remains for ``open_model`` is loading proper, whose memory can be told from that of all this.
+    """
+    path = locate(model, trust_remote_code=trust_remote_code)
+    directory = path if path.is_dir() else convert_gguf(path)
+    model_class(directory, read_config(directory, trust_remote_code=trust_remote_code), trust_remote_code)
+    return directory
+
+
+def verify_files(directory: Path) -> None:
+    """Compare every weight file with the checksum that it came with; reads them whole.
+
+    Raises ModelError for one that is damaged, UnsupportedError where nothing says what the bytes should be: only hub
+    downloads (named by their SHA-256) and what brim wrote (which is checked whenever it is read) have checksums.
+    """
+    if read_manifest(directory) is not None:
+        return
+    for path in sorted(directory.glob("*.safetensors")):
+        if not verify_hub_blob(path):
+            raise UnsupportedError(
+                f"Cannot verify {path}.",
+                "It is not in a hub's cache folder, and there are no checksums beside it.",
+                "Leave out the verification, or compare it with its source by other means.",
+            )
+
+
+def precision_of(opened: OpenedModel, asked: str | None) -> tuple[str, str]:
+    """The precision of an opened model, and where it is from."""
+    if asked is not None:
+        return asked, ASKED
+    config = json.loads(regular(opened.path / "config.json").read_bytes())
+    source = Source(name=opened.name, library="transformers", config=config, folder=opened.path)
+    return dtype_name(opened.module), weight_type(source).told
+
+
+def dtype_name(module: torch.nn.Module) -> str:
+    """``fp32``, ``bf16`` or ``fp16``: that of most weights."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in module.parameters():
+        counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return names.get(max(counts, key=lambda dtype: counts[dtype]), "fp32") if counts else "fp32"
+
+
+def open_tokenizer(opened: OpenedModel) -> Any:
+    """The tokenizer beside the model, chat template included. Raises ModelError when there is none."""
+    return read_tokenizer(opened.path, opened.name)
+
+
+def read_tokenizer(folder: Path, name: str) -> Any:
+    """The tokenizer in ``folder``, of the model ``name``. Raises ModelError when there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever its parsers do
+        raise ModelError(
+            f"Cannot read the tokenizer of {name} from {folder}.",
+            f"{' '.join(str(error).split()) or type(error).__name__:.300}",
+            "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into that folder.",
+        ) from error
+
+
+def sources_of(directory: Path, tensors: dict[str, FileTensor]) -> tuple[dict[str, TensorSource], dict[str, int]]:
+    """Where each of the tensors is on disk as the module wants it, converted now where it is not; known checksums."""
+    manifest = read_manifest(directory) or {}
+    sources, checksums, rest = {}, {}, {}
+    for name, tensor in tensors.items():
+        if tensor.extents is None:
+            rest[name] = tensor
+            continue
+        sources[name] = TensorSource(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), extents=tensor.extents)
+        whole = len(tensor.origins) == 1 and tensor.origins[0].bytes == sources[name].bytes
+        if whole and tensor.origins[0].name in manifest:
+            checksums[name] = manifest[tensor.origins[0].name]
+    if rest:
+        converted, converted_checksums = convert_tensors(directory, rest)
+        sources.update(converted)
+        checksums.update(converted_checksums)
+    return {name: sources[name] for name in tensors}, checksums

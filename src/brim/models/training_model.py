@@ -1,0 +1,109 @@
+"""A model opened for training: its weights still in their files, its adapters made, its optimizer known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from brim.errors import ModelError
+from brim.models.opening import OpenedModel, open_model
+from brim.models.weights import by_parameter, materialize, verifier
+from brim.techniques import optimizers
+from brim.techniques.lora import add_lora
+from brim.techniques.streaming.weight_streaming import Weights
+
+Method = Literal["full", "lora"]
+_RANK = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingModel:
+    """``module`` in train mode; parameters with a source in ``weights`` hold nothing until they are placed."""
+
+    module: nn.Module
+    weights: Weights
+    opened: OpenedModel
+    method: Method
+
+    @property
+    def base(self) -> str:
+        """What an adapter says that it belongs to."""
+        return str(self.opened.path)
+
+    @property
+    def trained(self) -> list[str]:
+        return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+
+    @property
+    def stay(self) -> frozenset[str]:
+        """Parameters that no file has: made here, and not streamed from one."""
+        return frozenset(n for n, _ in self.module.named_parameters() if n not in self.weights.sources)
+
+
+def open_training_model(
+    folder: Path, *, method: Method, precision: str, seed: int, trust_remote_code: bool = False
+) -> TrainingModel:
+    """Open the model in ``folder`` for training by ``method``; adapters are initialised from ``seed``.
+
+    What is trained is held in float32, except in pure ``bf16``; a base that is only read stays as it is stored.
+    Raises ModelError for what ``open_model`` refuses or a model without a loss of its own, UnsupportedError where
+    peft cannot add adapters.
+    """
+    dtype = (
+        None
+        if method == "lora"
+        else torch.bfloat16
+        if precision.startswith("bf16") and _pure(precision)
+        else torch.float32
+    )
+    opened = open_model(folder, dtype=dtype, trust_remote_code=trust_remote_code, convert=method == "full")
+    if not opened.module.can_generate():  # type: ignore[operator]  # a transformers model
+        raise ModelError(
+            f"Cannot train {opened.name} on text.",
+            f"{type(opened.module).__name__} is not a language model that computes its own loss.",
+            "Give a causal language model, or use brim.fit in your own loop.",
+        )
+    sources = by_parameter(opened)
+    verify = verifier(opened)
+    materialize(opened.module, opened)
+    config: Any = opened.module.config
+    config.use_cache = False
+    if method == "full":
+        weights = Weights(sources=sources, verify=verify)
+        return TrainingModel(module=opened.module.train(), weights=weights, opened=opened, method=method)
+    first = {id(parameter): name for name, parameter in opened.module.named_parameters()}
+    module = with_adapters(opened.module, seed)
+    renamed = {name: first[id(p)] for name, p in module.named_parameters() if first.get(id(p)) in sources}
+    weights = Weights(
+        sources={name: replace(sources[old], name=name) for name, old in renamed.items()},
+        verify=None if verify is None else _renaming(verify, renamed),
+    )
+    return TrainingModel(module=module.train(), weights=weights, opened=opened, method=method)
+
+
+def _pure(precision: str) -> bool:
+    return "mixed" not in precision
+
+
+def _renaming(
+    verify: Callable[[str, torch.Tensor], None], names: dict[str, str]
+) -> Callable[[str, torch.Tensor], None]:
+    return lambda name, value: verify(names[name], value)
+
+
+def with_adapters(module: nn.Module, seed: int) -> Any:
+    """``module`` with LoRA adapters of rank 8, initialised from ``seed``."""
+    config: Any = module.config
+    torch.manual_seed(seed)
+    return add_lora(module, type(module).__name__, model_type=config.model_type, r=_RANK, task_type="CAUSAL_LM")
+
+
+def make_optimizer(name: str, module: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """The optimizer of what is trained in ``module``; by PyTorch's fused kernels, which take nothing."""
+    options = {"fused": True} if name in optimizers.FUSED else {}
+    return optimizers.make(name, [p for p in module.parameters() if p.requires_grad], lr, **options)

@@ -1,6 +1,0 @@
-"""Searches for the fastest way that fits, simulates its schedule, and says what it promises."""
-
-from brim.planner.passes import BlockCost, Job
-from brim.planner.streaming import plan_streaming, smallest_budget
-
-__all__ = ["BlockCost", "Job", "plan_streaming", "smallest_budget"]

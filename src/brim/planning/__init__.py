@@ -1,0 +1,1 @@
+"""Decides how a step is run: searches, proves and writes plans."""

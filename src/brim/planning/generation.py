@@ -1,0 +1,266 @@
+"""Ways to generate with a model that is known by its configuration: searched, timed by their schedules, and proved.
+
+The choice is made by the same code as in ``brim generate``, so the promise is the one that it will make. What is
+proposed is applied to the model on fake memory: what its pools hold then is what a run holds.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from brim.core import Decision, Plan
+from brim.core.hardware import DISK, RAM, VRAM
+from brim.errors import BudgetError, UnsupportedError
+from brim.models.opening import DTYPES
+from brim.planning.inference.choose import GenerationStrategy, older_tokens_s, search_generation
+from brim.planning.inference.choosing import best_plan
+from brim.planning.inference.pass_seconds import processor_of
+from brim.planning.inference.predicted_timeline import foreseen
+from brim.planning.nearest import in_the_least
+from brim.planning.opening import Subjects
+from brim.planning.request import LOSSY, Machine, Proposal, Request, exact_bytes
+from brim.planning.solver import Job
+from brim.planning.solver.passes import CPU, pass_s
+from brim.planning.solver.placing import least_s
+from brim.planning.solver.schedule import COMPUTE, Schedule, way
+from brim.planning.solver.streaming import CHOICES, plan_of
+from brim.planning.strategy.effects import Effect
+from brim.planning.subject import Subject
+from brim.techniques.kv_offload import cache as kv_cache
+from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
+from brim.techniques.streaming.weight_streaming import NAME as STREAMING
+from brim.techniques.streaming.weight_streaming import RING_SLOTS
+
+_HALF = ("bf16", "fp16")
+_SHOWN_PASSES = 8  # of a timeline: the prompt's and some tokens'
+_PRECISION, HOST_COMPUTE = "precision", "host_compute"
+# The simple ways that an answer is measured against, by the placements that each allows.
+BASELINES: Mapping[str, Collection[str]] = {
+    "all resident": (RESIDENT,),
+    "all streamed": (FROM_RAM, FROM_DISK),
+    "streamed": (RESIDENT, FROM_RAM, FROM_DISK),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A proved way to generate with ``subject``; its plan names the precision too."""
+
+    subject: Subject
+    strategy: GenerationStrategy
+
+    @property
+    def plan(self) -> Plan:
+        plan = self.strategy.plan
+        precision = Decision(technique=_PRECISION, block="", choice=self.subject.precision)
+        return replace(plan, decisions=(precision, *plan.decisions))
+
+    @property
+    def limited_by(self) -> str:
+        """``link``, ``disk``, ``RAM`` or ``compute``: what was busy for longest."""
+        strategy = self.strategy
+        choices, slots = strategy.plan.choices(STREAMING), strategy.plan.settings[RING_SLOTS]
+        _, schedule = pass_s(strategy.job, strategy.hardware, choices, slots)
+        return limit(schedule, strategy.job, self.subject.machine)
+
+
+def plan_generation(request: Request, machine: Machine, *, subjects: Subjects | None = None) -> list[Proposal]:
+    """Proved ways to generate, fastest first; none is slower than the simple ways that fit.
+
+    Without a precision in ``request`` the model keeps its own. Under ``prefer="memory"`` all others are proposed too,
+    and each of them in the least memory that does; under ``"quality"`` those of two bytes; where the model does not
+    fit in its own, the first that does, in the order of what they lose. ``lossless`` leaves out those that round
+    further. ``subjects`` has what was opened before. Raises BudgetError, with the smallest budget, when nothing fits.
+    """
+    subjects = Subjects(request.model) if subjects is None else subjects
+    candidates: list[Found] = []
+    refusals: list[BudgetError] = []
+    for precision, needed in _precisions(request):
+        if needed and candidates:
+            break
+        try:
+            subject = subjects.open(request, machine, precision)
+        except UnsupportedError:
+            if precision is None or precision == request.precision:
+                raise
+            continue  # a precision that nobody asked for
+        candidates += _of(subject, refusals)
+        if request.prefer == "memory":
+            least = in_the_least(machine, lambda tight, subject=subject: search(subject.on(tight)))  # type: ignore[misc]
+            candidates += [] if least is None else [least]
+    if not candidates:
+        raise min(refusals, key=lambda error: sum(error.smallest_bytes.values()))
+    candidates.sort(key=lambda one: (one.plan.promise.step_s, sum(one.plan.promise.peak_bytes.values())))
+    return [_proposal(request, machine, candidate) for candidate in candidates]
+
+
+def _precisions(request: Request) -> Iterator[tuple[str | None, bool]]:
+    """Precisions in the order of what they lose (None: the model's own), and whether only where none before fits."""
+    if request.precision is not None:
+        yield request.precision, False
+        return
+    yield None, False
+    for precision in (*_HALF, *(() if request.lossless else LOSSY)):
+        lossy = precision in LOSSY
+        yield precision, request.prefer != "memory" and (lossy or request.prefer != "quality")
+
+
+def _of(subject: Subject, refusals: list[BudgetError]) -> list[Found]:
+    """What a precision has to offer: on the machine, and on its processor alone."""
+    candidates = []
+    for variant in (subject, *_processor_alone(subject)):
+        try:
+            candidates.append(search(variant))
+        except BudgetError as error:
+            refusals.append(error)
+    return candidates
+
+
+def _processor_alone(subject: Subject) -> Iterator[Subject]:
+    machine = subject.machine
+    if machine.hardware.compute == VRAM:
+        budget = {tier: count for tier, count in machine.budget_bytes.items() if tier != VRAM}
+        yield subject.on(replace(machine, hardware=processor_of(machine.hardware), budget_bytes=budget))
+
+
+def search(subject: Subject) -> Found:
+    """The fastest proved plan on the subject's machine. Raises BudgetError where nothing fits."""
+    return Found(subject=subject, strategy=search_generation(subject.case))
+
+
+def gap(candidate: Found) -> float:
+    """How far a step is from the least that any placement has, as a share of it.
+
+    Over every partition, each a linear program that is solved to its end; seconds are those of the simulated pass.
+    """
+    strategy, case = candidate.strategy, candidate.subject.case
+    hardware, budget, plan = case.hardware, case.budget_bytes, strategy.plan
+    choices, slots = plan.choices(STREAMING), plan.settings[RING_SLOTS]
+    reached_s = plan_of(strategy.job, hardware, budget, choices, slots).promise.step_s
+    alike = [cut for cut in strategy.cuts if cut.way is strategy.cut.way]
+    bounds_s = [least_s(case.job(cut, strategy.need), hardware, budget, CHOICES) for cut in alike]
+    return max(0.0, 1 - min(bounds_s, default=reached_s) / reached_s) if reached_s else 0.0
+
+
+def baselines(candidate: Found) -> dict[str, float]:
+    """Seconds of the simple ways that fit, by name."""
+    strategy, case = candidate.strategy, candidate.subject.case
+    tokens = strategy.need.tokens
+    jobs = [(cut, case.job(cut, strategy.need)) for cut in strategy.cuts]
+    seconds = {}
+    for name, allowed in BASELINES.items():
+        try:
+            _, plan = best_plan(jobs, case.hardware, case.budget_bytes, tokens=tokens, allowed=allowed)
+        except BudgetError:
+            continue
+        seconds[name] = plan.promise.step_s
+    return seconds
+
+
+def limit(schedule: Schedule, job: Job, machine: Machine) -> str:
+    """What is busy for longest: ``link``, ``disk``, ``compute``, or ``RAM`` where the processor waits for it."""
+    hardware, busy = machine.hardware, schedule.busy_s()
+    chain = {lane: busy.pop(lane, 0.0) for lane in (COMPUTE, CPU)}
+    lane = max(busy, key=lambda name: busy[name], default="")
+    if lane and busy[lane] > sum(chain.values()):
+        return "disk" if lane == way(DISK, RAM) else "link"
+    on_processor = hardware.compute == RAM or chain[CPU] > chain[COMPUTE]
+    read_s = sum(b.bytes * b.likely for b in job.blocks if b.uses) / (hardware.tier(RAM).bytes_per_s or float("inf"))
+    if on_processor and (hardware.compute != RAM or 2 * read_s > sum(b.compute_s for b in job.blocks)):
+        return "RAM"
+    return "compute"
+
+
+# -- reports
+
+
+def _proposal(request: Request, machine: Machine, candidate: Found) -> Proposal:
+    plan, subject = candidate.plan, candidate.subject
+    return Proposal(
+        plan=plan,
+        step_s=plan.promise.step_s,
+        limited_by=candidate.limited_by,
+        techniques=list(effects(candidate)),
+        command=_command(request, machine, candidate),
+        gap=gap(candidate),
+        precision=None if subject.precision == subject.own_precision else subject.precision,
+        hardware=None if subject.machine.hardware == machine.hardware else subject.machine.hardware,
+        timeline=foreseen(candidate.strategy, _SHOWN_PASSES),
+    )
+
+
+def effects(candidate: Found) -> Iterator[Effect]:
+    """What each technique saves and costs, against the same model all in the compute tier."""
+    compute, choices = candidate.subject.machine.hardware.compute, candidate.plan.choices(STREAMING)
+    resident_s = candidate.strategy.job.fixed_compute_s + sum(b.compute_s for b in candidate.strategy.job.blocks)
+    more_s = max(0.0, candidate.plan.promise.step_s - resident_s)
+    used = [b for b in candidate.strategy.job.blocks if b.uses]
+    away = [b for b in used if choices[b.name] != RESIDENT]
+    for choice, technique, what in (
+        (FROM_RAM, STREAMING, "from RAM"),
+        (FROM_DISK, STREAMING, "from disk"),
+        (COMPUTE_RAM, HOST_COMPUTE, "computed by the processor, from RAM"),
+    ):
+        chosen = [b for b in away if choices[b.name] == choice]
+        if chosen:
+            count = sum(b.bytes for b in chosen)
+            saves = {compute: count} | ({RAM: -count} if choice in (FROM_RAM, COMPUTE_RAM) and compute != RAM else {})
+            share = count / sum(b.bytes for b in away)
+            yield Effect(
+                technique=technique,
+                what=f"{len(chosen)} of {len(used)} blocks {what}",
+                saves_bytes=saves,
+                costs_s=more_s * share,
+            )
+    yield from _cache_effects(candidate)
+    yield from _precision_effects(candidate)
+
+
+def _precision_effects(candidate: Found) -> Iterator[Effect]:
+    subject = candidate.subject
+    if subject.precision == subject.own_precision:
+        return
+    parameters = list(subject.module.parameters())
+    now_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    own = sum(p.numel() for p in parameters) * DTYPES[subject.own_precision].itemsize
+    yield Effect(
+        technique=_PRECISION,
+        what=f"weights in {subject.precision} instead of {subject.own_precision}",
+        saves_bytes={subject.machine.hardware.compute: own - now_bytes},
+    )
+
+
+def _cache_effects(candidate: Found) -> Iterator[Effect]:
+    placed, hardware = candidate.strategy.placement, candidate.strategy.hardware
+    if placed is None or not placed.resting:
+        return
+    compute = hardware.compute
+    whole, takes = replace(placed, resting=0).held_bytes(compute), placed.held_bytes(compute)
+    yield Effect(
+        technique=kv_cache.NAME,
+        what=f"{placed.resting} of {placed.tokens} tokens in RAM",
+        saves_bytes={compute: whole[compute] - takes[compute], RAM: -takes[RAM]},
+        costs_s=older_tokens_s(placed, hardware),
+    )
+
+
+def _command(request: Request, machine: Machine, candidate: Found) -> str:
+    words = ["brim", "generate", str(request.model)]
+    words += ["--prompt", "..."] if request.batch == 1 else ["--prompts", "FILE", "--batch", str(request.batch)]
+    words += ["--max-new-tokens", str(request.new_tokens)]
+    hardware, budget = candidate.subject.machine.hardware, candidate.subject.machine.budget_bytes
+    if hardware.compute != machine.hardware.compute:
+        words += ["--device", "cpu"]
+    elif hardware.compute == VRAM:
+        words += ["--vram", exact_bytes(budget[VRAM])]
+    words += ["--ram", exact_bytes(budget[RAM])]
+    if not request.host_compute and hardware.compute == VRAM:
+        words.append("--no-host-compute")
+    if candidate.subject.precision != candidate.subject.own_precision:
+        words += ["--precision", candidate.subject.precision]
+    return shlex.join(words)
+
+
+__all__ = ["BASELINES", "Found", "baselines", "effects", "gap", "limit", "plan_generation", "search"]

@@ -1,0 +1,1 @@
+"""Decides how a model is run forward, and proves it."""

@@ -1,0 +1,347 @@
+"""The fastest plan that fits, over the ways to cut a model into blocks, and the jobs that a planner is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from brim.core import Hardware, Plan
+from brim.core.hardware import RAM
+from brim.errors import BudgetError
+from brim.estimation.step_memory import Observation
+from brim.memory.checkpoint_files import TensorSource
+from brim.memory.direct_io import bounce_bytes
+from brim.memory.layout import BlockLayout, file_layout, packed_layout, staged_layout
+from brim.planning.inference.expert_plans import ExpertWay, expert_ways
+from brim.planning.seconds.block_seconds import OUTSIDE, BlockSeconds
+from brim.planning.seconds.expert_reading import reading
+from brim.planning.solver import BlockCost, Job
+from brim.planning.solver.schedule import Contention
+from brim.planning.solver.streaming import CHOICES, Contender, contender
+from brim.planning.solver.tie_break import as_fast_s, quietest
+from brim.techniques.blocks import Block, Partition, find_blocks, tensor_bytes
+from brim.techniques.experts.router_statistics import RouterStatistics
+from brim.techniques.streaming.placement import computable
+from brim.techniques.streaming.weight_streaming import NAME as STREAMING
+from brim.techniques.streaming.weight_streaming import RESIDENT, Weights
+from brim.units import format_bytes
+
+_IN_MODULE = Weights()
+T = TypeVar("T")
+_ATTEMPTS = 8  # budgets that are tried at most, each larger than the one before
+_HOOKS_S = 60e-6  # two hooks, a slot's hand-over and a request; an estimate, not a measurement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What a step takes beside the blocks, and how much it computes.
+
+    Blocks are cut as finely as modules were seen to call their parts; without an observation, only at containers.
+    Parameters in ``stay`` are not streamed. ``seconds`` knows those of a partition's blocks better than the machine's
+    rates tell (``block_timing``); ``cpu_seconds`` those of a processor beside the GPU, where it may compute blocks
+    that rest in RAM, holding ``cpu_bytes`` for each and ``cpu_step_bytes`` while it computes. ``cache_experts``:
+    for inference, whether experts of a mixture may come one by one; ``routers``: what their routers were seen to do.
+    ``beside``: what lanes of the machine were measured to leave each other.
+    """
+
+    step_bytes: int
+    observation: Observation | None = None
+    tokens: int = 1
+    stay: frozenset[str] = frozenset()
+    spent_bytes: Mapping[str, int] = field(default_factory=dict)
+    seconds: Callable[[Partition], Mapping[str, BlockSeconds]] | None = None
+    cpu_seconds: Callable[[Partition], Mapping[str, BlockSeconds]] | None = None
+    cpu_bytes: int = 0
+    cpu_step_bytes: int = 0
+    cache_experts: bool = True
+    routers: Mapping[str, RouterStatistics] = field(default_factory=dict)
+    beside: Contention | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A model in pieces. ``way``: how the experts of a mixture are cached; None: they are moved with their layer."""
+
+    partition: Partition
+    way: ExpertWay | None = None
+
+
+def cuts(model: nn.Module, hardware: Hardware, need: Need, weights: Weights, task: str) -> Iterator[Cut]:
+    """From the blocks that the module tree suggests down to single modules, as far as they can be moved alone."""
+    parameters = dict(model.named_parameters())
+    partitions_of: dict[frozenset[str], list[Partition]] = {}
+
+    def ways() -> Iterator[ExpertWay | None]:
+        yield None
+        if need.cache_experts and task != "train":
+            yield from expert_ways(
+                model, hardware, lambda name: source_of(name, parameters[name], weights), need.routers
+            )
+
+    for way in ways():
+        names = frozenset() if way is None else way.names
+        candidates: Iterable[Partition] = partitions_of.get(names) or partitions(
+            model, replace(need, stay=need.stay | names), weights
+        )
+        kept = partitions_of[names] = []  # ways differ in slots, mostly
+        for partition in candidates:  # the next is looked for when somebody asks
+            kept.append(partition)
+            yield Cut(partition=partition if way is None else way.partition(partition), way=way)
+
+
+def make_plan(
+    model: nn.Module,
+    hardware: Hardware,
+    budget: Mapping[str, int],
+    need: Need,
+    weights: Weights,
+    *,
+    task: str,
+    allowed: Collection[str] = CHOICES,
+) -> tuple[Partition, Plan]:
+    """The fastest plan over partitions from coarse to fine, and the partition it speaks of.
+
+    Finer blocks need smaller slots, so more of the model stays; each has its cost in hooks, which is counted. Experts
+    of a mixture are moved with their layer, or cached one by one. Only placements in ``allowed`` are made. Raises
+    BudgetError when nothing fits.
+    """
+    candidates = cuts(model, hardware, need, weights, task)
+    jobs = ((cut, job_of(model, cut, hardware, need, weights, task)) for cut in candidates)
+    cut, plan = best_plan(jobs, hardware, budget, tokens=need.tokens, allowed=allowed)
+    return cut.partition, plan
+
+
+def best_plan(
+    jobs: Iterable[tuple[Cut, Job]],
+    hardware: Hardware,
+    budget: Mapping[str, int],
+    *,
+    tokens: int,
+    allowed: Collection[str] = CHOICES,
+) -> tuple[Cut, Plan]:
+    """The fastest plan over cuts whose jobs are known; of those as fast, the one that moves least. Raises BudgetError
+    when none fits."""
+    contenders: list[tuple[Cut, Contender]] = []
+    refusal: BudgetError | None = None
+    for cut, job in jobs:
+        plain_s = (other.plan.promise.step_s for one, other in contenders if one.way is None and cut.way is None)
+        try:
+            planned = contender(job, hardware, budget, allowed=allowed, known_s=min(plain_s, default=float("inf")))
+        except BudgetError as error:
+            refusal = error if refusal is None or _need(error) < _need(refusal) else refusal
+            continue
+        if cut.way is not None:
+            plan = cut.way.plan(planned.plan, hardware, tokens)
+            over = {tier: n for tier, n in plan.promise.peak_bytes.items() if n > budget.get(tier, n)}
+            if over:  # slots for experts are settled after the rest
+                more = _over(plan, over)
+                refusal = more if refusal is None or _need(more) < _need(refusal) else refusal
+                continue
+            moved_bytes = planned.moved_bytes + cut.way.moved_bytes(hardware, tokens)
+            planned = replace(planned, plan=plan, moved_bytes=moved_bytes, most_s=plan.promise.step_s)
+        contenders.append((cut, planned))
+        if cut.way is None and set(planned.plan.choices(STREAMING).values()) <= {RESIDENT}:
+            break  # all of it stays: finer blocks and cached experts only cost more
+    if not contenders:
+        assert refusal is not None
+        raise refusal
+    # A tie of one cut is no tie beside the bound of another.
+    bound_s = min(planned.bound_s for _, planned in contenders)
+    most_s = min(*(planned.most_s for _, planned in contenders), as_fast_s(bound_s))
+    cut, best = quietest(contenders, lambda pair: pair[1].weighed(), most_s=most_s)
+    return cut, best.plan
+
+
+def _over(plan: Plan, over: Mapping[str, int]) -> BudgetError:
+    told = ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in over.items())
+    return BudgetError(
+        f"Cannot run {plan.model} with its experts cached.",
+        f"It takes {told}.",
+        "Give that much or more.",
+        smallest_bytes=dict(over),
+    )
+
+
+def found_with_more(search: Callable[[Mapping[str, int]], T], budget: Mapping[str, int], refusal: BudgetError) -> T:
+    """What ``search`` finds in the smallest sufficient budget: each refusal raises it to the bytes that it names.
+
+    The result may fit ``budget`` after all, as another search finds other plans. Raises the last refusal.
+    """
+    smallest = dict(refusal.smallest_bytes)
+    for _ in range(_ATTEMPTS if smallest else 0):
+        try:
+            return search({**budget, **smallest})
+        except BudgetError as error:
+            refusal = error
+            for tier, count in error.smallest_bytes.items():
+                smallest[tier] = max(smallest.get(tier, 0), count)
+    raise refusal
+
+
+def _need(error: BudgetError) -> int:
+    return sum(error.smallest_bytes.values())
+
+
+def partitions(model: nn.Module, need: Need, weights: Weights = _IN_MODULE) -> Iterator[Partition]:
+    """From the blocks that the module tree suggests down to single modules, as far as they can be moved alone."""
+    partition: Partition | None = find_blocks(model, stay=need.stay)
+    while partition is not None:
+        yield _without_unreadable_lookups(partition, weights)
+        partition = _finer(model, partition, need)
+
+
+def _without_unreadable_lookups(partition: Partition, weights: Weights) -> Partition:
+    """Rows can be picked from a file only where the file seen as memory is the table; else the block is loaded."""
+
+    def checked(block: Block) -> Block:
+        stored = [weights.sources[name] for name in block.tensors if name in weights.sources]
+        return block if all(source.is_mappable for source in stored) else replace(block, lookups=())
+
+    return replace(partition, blocks=tuple(checked(block) for block in partition.blocks))
+
+
+def _finer(model: nn.Module, partition: Partition, need: Need) -> Partition | None:
+    """The next finer partition: the largest blocks that can be cut at all, cut."""
+    for size in sorted({block.bytes for block in partition.blocks}, reverse=True):
+        finer = _cut_below(model, size, need)
+        # As many blocks, but smaller ones: parts of them were too few to be blocks. Cut further, they are not.
+        while len(finer.blocks) <= len(partition.blocks) and 0 < _largest_bytes(finer) < size:
+            size = _largest_bytes(finer)
+            finer = _cut_below(model, size, need)
+        if len(finer.blocks) > len(partition.blocks):
+            return finer if need.observation is None or need.observation.allows(finer) else None
+    return None
+
+
+def _cut_below(model: nn.Module, size: int, need: Need) -> Partition:
+    return find_blocks(model, largest_bytes=size - 1, cut_parts=need.observation is not None, stay=need.stay)
+
+
+def _largest_bytes(partition: Partition) -> int:
+    return max((block.bytes for block in partition.blocks), default=0)
+
+
+def job_of(model: nn.Module, cut: Cut, hardware: Hardware, need: Need, weights: Weights, task: str) -> Job:
+    """The job of a cut, cached experts counted as what is there whatever is chosen."""
+    job = make_job(model, cut.partition, hardware, need, weights, task)
+    if cut.way is None:
+        return job
+    job_of_way = cut.way.job(job, hardware, need.tokens, rate_of(model, hardware))
+    # Measured seconds are those of whole layers, their experts included.
+    return job_of_way if need.seconds is None else replace(job_of_way, fixed_compute_s=job.fixed_compute_s)
+
+
+def make_job(
+    model: nn.Module, partition: Partition, hardware: Hardware, need: Need, weights: Weights, task: str
+) -> Job:
+    """What the planner places: the blocks of ``partition`` with their seconds, and what they leave to other uses."""
+    in_ram = hardware.compute == RAM
+    parameters = dict(model.named_parameters())
+    measured = {} if need.seconds is None else need.seconds(partition)
+    lay_out = file_layout if in_ram and weights.sources else packed_layout
+    layouts = [lay_out([source_of(n, parameters[n], weights) for n in block.tensors]) for block in partition.blocks]
+    fixed = _fixed_layouts([source_of(name, parameters[name], weights) for name in partition.loose], in_ram)
+    buffers = sum(tensor_bytes(buffer) for buffer in model.buffers())
+    passes = weights.sources and not in_ram  # residents go through RAM, one at a time
+    return Job(
+        model=type(model).__name__,
+        task=task,
+        blocks=_block_costs(_Work(model, hardware, need), partition, need, layouts, measured, staged=not in_ram),
+        fixed_bytes=sum(layout.bytes for layout in fixed) + buffers,
+        step_bytes=need.step_bytes,
+        fixed_compute_s=measured[OUTSIDE].forward_s if measured else 0.0,
+        spent_bytes=need.spent_bytes,
+        bounce_bytes=max((bounce_bytes(layout.runs) for layout in (*layouts, *fixed)), default=0),
+        passage_bytes=max(staged_layout(layout).bytes for layout in (*layouts, *fixed)) if passes else 0,
+        cpu_step_bytes=need.cpu_step_bytes,
+        beside=need.beside,
+    )
+
+
+def _block_costs(
+    works: _Work,
+    partition: Partition,
+    need: Need,
+    layouts: Sequence[BlockLayout],
+    measured: Mapping[str, BlockSeconds],
+    *,
+    staged: bool,
+) -> list[BlockCost]:
+    """``measured``: seconds of blocks by their names; empty: by the machine's rates. ``staged``: on their way from
+    disk to the compute tier they pass through RAM."""
+    on_cpu = {} if need.cpu_seconds is None else need.cpu_seconds(partition)
+    able, costs = computable(partition), []
+    for block, layout in zip(partition.blocks, layouts, strict=True):
+        uses = len([trigger for trigger in block.triggers if trigger not in block.lookups])
+        costs.append(
+            BlockCost(
+                name=block.name,
+                bytes=layout.bytes,
+                uses=uses,
+                compute_s=measured[block.name].forward_s if measured else works.seconds(block) * bool(uses),
+                overhead_s=_HOOKS_S * uses,
+                cpu_s=on_cpu[block.name].forward_s if on_cpu and block.name in able else 0.0,
+                cpu_bytes=need.cpu_bytes,
+                likely=works.likely(block),
+                staged_bytes=staged_layout(layout).bytes if staged else 0,
+            )
+        )
+    return costs
+
+
+class _Work:
+    """Seconds of blocks by the machine's rates: the longer of their arithmetic and of reading their weights."""
+
+    def __init__(self, model: nn.Module, hardware: Hardware, need: Need) -> None:
+        self._parameters, self._tokens = dict(model.named_parameters()), need.tokens
+        self._read = reading(model, need.tokens)
+        self._bytes_per_s = hardware.tier(hardware.compute).bytes_per_s
+        self._flops_per_s = rate_of(model, hardware)
+
+    def seconds(self, block: Block) -> float:
+        flops = read_bytes = 0.0
+        for name in block.tensors:
+            parameter, reading = self._parameters[name], self._read.get(name)
+            flops += 2 * self._tokens * parameter.numel() * (reading.per_token if reading else 1.0)
+            read_bytes += tensor_bytes(parameter) * (reading.share if reading else 1.0)
+        return max(flops / self._flops_per_s, read_bytes / self._bytes_per_s)
+
+    def likely(self, block: Block) -> float:
+        """The probability that a block is called in a step; below 1 for an expert that is a module of its own."""
+        readings = [self._read.get(name) for name in block.tensors]
+        alone = {reading.expert for reading in readings if reading is not None}
+        if len(alone) != 1 or None in readings or None in alone:
+            return 1.0
+        return max(reading.share for reading in readings if reading is not None)
+
+
+def rate_of(model: nn.Module, hardware: Hardware) -> float:
+    """Flops per second in the dtype of the model."""
+    name = str(_dtype(model)).removeprefix("torch.")
+    return hardware.flops_per_s.get(name, 0.0) or min(hardware.flops_per_s.values())
+
+
+def _fixed_layouts(loose: Sequence[TensorSource], in_ram: bool) -> list[BlockLayout]:
+    """The form that loose parameters take in the compute tier: those in files, and those in the module already."""
+    stored = [source for source in loose if source.extents]
+    present = [source for source in loose if not source.extents]
+    layouts = [(file_layout if in_ram else packed_layout)(stored)] if stored else []
+    return layouts + ([packed_layout(present)] if present else [])
+
+
+def source_of(name: str, parameter: nn.Parameter, weights: Weights) -> TensorSource:
+    """Where a parameter's values are: in files, or in the module."""
+    if name in weights.sources:
+        return weights.sources[name]
+    return TensorSource(name=name, dtype=parameter.dtype, shape=tuple(parameter.shape), extents=())
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    # What is stored in a byte or less is made wide to be multiplied.
+    wide = [p for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1]
+    largest = max(wide, key=lambda p: p.numel(), default=None)
+    return torch.float32 if largest is None else largest.dtype

@@ -1,0 +1,173 @@
+"""What PyTorch's allocator will reserve of a GPU when a fitted model is called, and the plan that stays within."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from brim.core import EventKind, Hardware, Plan, Timeline, Trace
+from brim.core.hardware import VRAM
+from brim.errors import BudgetError, UnsupportedError, first_line
+from brim.estimation.simulation import simulate
+from brim.memory.pool import round_up
+from brim.memory.tiers import fake_memory
+from brim.model_inputs import map_tensors
+from brim.planning.inference.choosing import Need, found_with_more, make_plan
+from brim.planning.inference.example_shapes import on_host, without_values
+from brim.planning.inference.machine import capability
+from brim.predict.tracer import trace
+from brim.techniques.blocks import Partition, tensor_bytes
+from brim.techniques.dry_run import call_with
+from brim.techniques.meta_copy import meta_copy
+from brim.techniques.streaming.weight_streaming import Weights
+from brim.techniques.weights import place_weights
+from brim.units import format_bytes
+
+_PROOFS = 8  # plans that are tried, each with less to give to weights and slots than the one before
+_SEGMENT_BYTES = 2 << 20  # what the allocator asks the driver for is a multiple of it
+_ENDLESS_BYTES = 1 << 60
+_CUDA = torch.device("cuda")
+
+
+def plan_forward(
+    model: nn.Module, hardware: Hardware, budget: Mapping[str, int], need: Need, inputs: Any, device: str
+) -> tuple[Partition, Plan]:
+    """The fastest plan whose call stays within ``budget``, and the partition it speaks of.
+
+    On a GPU a budget is for all that PyTorch reserves there: cuBLAS's workspace and what lies unused in segments too.
+    So the plan is applied to a copy without values, which is called with ``inputs`` (None: a step takes what
+    ``need`` says), and where that takes more, the next plan has less. Raises BudgetError with the smallest budget.
+    """
+    if not _is_reserved(hardware, device):
+        return make_plan(model, hardware, budget, need, Weights(), task="forward")
+    try:
+        return _plan(model, hardware, budget, need, inputs)
+    except BudgetError as error:
+        partition, plan = found_with_more(lambda more: _plan(model, hardware, more, need, inputs), budget, error)
+        peaks = plan.promise.peak_bytes
+        smallest = {tier: count for tier, count in peaks.items() if count > budget.get(tier, count)}
+        if not smallest:
+            return partition, replace(plan, budget_bytes=dict(budget))
+        raise BudgetError(
+            f"Cannot run {type(model).__name__} in {_told(budget)}.",
+            f"The smallest plan takes {_told(smallest)}, including what PyTorch and cuBLAS hold.",
+            f"Give {_told(smallest)} or more.",
+            smallest_bytes=smallest,
+        ) from error
+
+
+def _is_reserved(hardware: Hardware, device: str) -> bool:
+    """Whether PyTorch's CUDA allocator holds what the compute tier does."""
+    return hardware.compute == VRAM and device != "emulated"
+
+
+def _plan(
+    model: nn.Module, hardware: Hardware, budget: Mapping[str, int], need: Need, inputs: Any
+) -> tuple[Partition, Plan]:
+    spent = 0
+    for _ in range(_PROOFS):
+        less = replace(need, spent_bytes={**need.spent_bytes, VRAM: need.spent_bytes.get(VRAM, 0) + spent})
+        partition, plan = make_plan(model, hardware, budget, less, Weights(), task="forward")
+        reserved = reserved_bytes(model, partition, plan, hardware, need.step_bytes, inputs)
+        if reserved <= budget[VRAM]:
+            promise = replace(plan.promise, peak_bytes={**plan.promise.peak_bytes, VRAM: reserved})
+            return partition, replace(plan, promise=promise)
+        spent += round_up(reserved - budget[VRAM], _SEGMENT_BYTES)
+    raise BudgetError(
+        f"Cannot run {type(model).__name__} in {_told(budget)}.",
+        f"{_PROOFS} plans were tried; the last takes {format_bytes(reserved)} of VRAM.",
+        smallest_bytes={VRAM: reserved},
+    )
+
+
+def _told(amounts: Mapping[str, int]) -> str:
+    return ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in amounts.items())
+
+
+def reserved_bytes(
+    model: nn.Module, partition: Partition, plan: Plan, hardware: Hardware, step_bytes: int, inputs: Any
+) -> int:
+    """What PyTorch's allocator holds of the GPU at most once ``plan`` is in force and the model is called.
+
+    What ``model`` itself has there before is let go of first, and not counted. Raises UnsupportedError for a model
+    that cannot be copied.
+    """
+
+    def put_in_force(copy: nn.Module) -> nn.Module:
+        memory = fake_memory(
+            Timeline(plan.model, measured=False), compute_tier=VRAM, compute_bytes=_ENDLESS_BYTES,
+            ram_bytes=_ENDLESS_BYTES, device=_CUDA,
+        )  # fmt: skip
+        return place_weights(copy, partition, plan, memory, Weights()).model
+
+    return _reserved_bytes(model, put_in_force, hardware, step_bytes, inputs)
+
+
+def untouched_bytes(model: nn.Module, hardware: Hardware, step_bytes: int, inputs: Any, device: str) -> int:
+    """What the compute tier holds where all of the model is there, as PyTorch has it."""
+    if not _is_reserved(hardware, device):
+        return step_bytes + sum(tensor_bytes(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    return _reserved_bytes(model, lambda copy: copy.to(_CUDA), hardware, step_bytes, inputs)
+
+
+def _reserved_bytes(
+    model: nn.Module, prepare: Callable[[nn.Module], nn.Module], hardware: Hardware, step_bytes: int, inputs: Any
+) -> int:
+    told = on_host(inputs)
+
+    def build() -> Callable[[], None]:
+        prepared = prepare(_copy_of(model))
+        hollow = None if told is None else without_values(told)
+        on_gpu = map_tensors(hollow, lambda tensor: tensor.to(_CUDA))
+        last: list[Any] = []
+
+        def step() -> None:  # ``out = model(x)`` in a loop: the last output is there while the next one is made
+            again = map_tensors(on_gpu, lambda tensor: tensor)  # a cache in it is what a call writes to
+            last[:] = [_step(prepared, again, step_bytes)]
+
+        return step
+
+    two_steps = trace(build, steps=2, capability=capability(hardware))
+    return _peak_bytes(two_steps, simulate(two_steps))
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    absent = {name for name, parameter in model.named_parameters() if parameter.device.type == "cpu"}
+    try:
+        return meta_copy(model, absent=absent, device=_CUDA)
+    except (TypeError, RuntimeError) as error:  # as deepcopy says for locks, handles and tensors with a history
+        raise UnsupportedError(
+            f"Cannot predict the GPU memory of {type(model).__name__}.",
+            f"It cannot be copied: {first_line(error)}",
+            "Remove from the module what copy.deepcopy cannot copy.",
+        ) from error
+
+
+@torch.no_grad()
+def _step(model: nn.Module, inputs: Any, step_bytes: int) -> Any:
+    if inputs is not None:
+        return call_with(model, inputs)
+    activations = torch.empty(step_bytes, dtype=torch.uint8, device=_CUDA)
+    matrix = torch.ones(1, 1, device=_CUDA)
+    matrix @ matrix  # cuBLAS makes its workspace at the first product
+    del activations
+    return None
+
+
+def _peak_bytes(trace: Trace, timeline: Timeline) -> int:
+    """The peak of reserved bytes from the first step of ``trace`` on."""
+    begins = {storage.id for storage in trace.storages if storage.born >= trace.step_starts[0]}
+    reserved = peak = 0
+    stepping = False
+    for event in timeline:
+        if event.kind is EventKind.SEGMENT_ALLOC:
+            reserved += event.bytes
+        elif event.kind is EventKind.SEGMENT_FREE:
+            reserved -= event.bytes
+        stepping |= event.kind is EventKind.ALLOC and event.storage in begins
+        peak = max(peak, reserved) if stepping else reserved
+    return peak

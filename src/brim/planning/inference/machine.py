@@ -1,0 +1,340 @@
+"""From a module and a budget to a plan in force: machine, budgets, pools."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from brim import accelerator
+from brim.core import Hardware, Link, Plan, Tier, Timeline
+from brim.core.hardware import RAM, VRAM
+from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.estimation.step_memory import watch_example
+from brim.measure.capacity import check_room, device_free_bytes, free_bytes, ram_room_bytes
+from brim.measure.probe import probe
+from brim.memory.tiers import Memory, cpu_memory, device_memory, emulated_memory, fake_memory
+from brim.planning.inference.choosing import Need, make_job, make_plan, partitions
+from brim.techniques.blocks import Partition
+from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
+from brim.techniques.weights import place_weights
+from brim.units import format_bytes, parse_bytes
+
+__all__ = [
+    "Device",
+    "Need",
+    "budgets",
+    "capability",
+    "emulated_hardware",
+    "forward_need",
+    "machine",
+    "make_job",
+    "make_memory",
+]
+__all__ += ["make_plan", "partitions", "predict", "put_in_force"]
+
+Device = Literal["auto", "cuda", "xpu", "npu", "cpu", "emulated"]  # or one of several: "cuda:1"
+_FREE_SHARE = 0.9  # one block too many turns a run into swapping; a tenth stays free
+
+
+def forward_need(
+    model: nn.Module,
+    budget: Mapping[str, int],
+    hardware: Hardware,
+    example: Mapping[str, Any] | Sequence[Any] | None,
+    activations: str | int | None,
+) -> Need:
+    """What a forward pass on ``example`` takes; else ``activations``, or an eighth of the budget."""
+    seen = None if example is None else watch_example(model, example)
+    if activations is not None:
+        step_bytes = parse_bytes(activations)
+    else:
+        step_bytes = budget[hardware.compute] // 8 if seen is None else seen.step_bytes
+    return Need(step_bytes=step_bytes, observation=seen, tokens=1 if example is None else _tokens(example))
+
+
+@contextlib.contextmanager
+def on(device: str, model: nn.Module | None = None) -> Iterator[Device]:
+    """Within, the current device is the accelerator that ``device`` names (``"cuda:1"``), or else the one that
+    ``model`` is on, so that measuring, planning and allocating use it. Gives the device without its number.
+
+    Raises UsageError for a name that means no device, and for a model on several of them; UnsupportedError for an
+    accelerator that is not here, or has no streams to move weights by.
+    """
+    kind, colon, number = device.partition(":")
+    kinds = accelerator.kinds()
+    if kind not in (*kinds, *get_args(Device)) or (colon and (kind not in kinds or not number.isdecimal())):
+        names = ", ".join(dict.fromkeys((*get_args(Device), *kinds)))
+        raise UsageError(
+            f"There is no device {device!r}.", f"Devices are {names}, and cuda:NUMBER for one of several."
+        )
+    index = int(number) if colon else None
+    if index is None and kind in ("auto", *kinds) and model is not None:
+        devices = {p.device for p in model.parameters() if p.device.type in ((kind,) if kind != "auto" else kinds)}
+        if len(devices) > 1:
+            raise UsageError(
+                f"Cannot fit {type(model).__name__}.",
+                f"It is on several devices: {', '.join(sorted(map(str, devices)))}.",
+                "Move it to one of them, or to the CPU, first.",
+            )
+        for where in devices:
+            kind, index = where.type, where.index
+    here = computing(kind)
+    if here is None or index is None:
+        yield cast(Device, kind)
+        return
+    if index >= here.count():
+        count, name = here.count(), accelerator.NAMES.get(kind, kind)
+        raise UsageError(f"Cannot use device {device!r}.", f"PyTorch sees {count} {name} devices.")
+    with accelerator.of(torch.device(kind, index)).current():
+        yield cast(Device, kind)
+
+
+def computing(device: str) -> accelerator.Accelerator | None:
+    """The accelerator that computes where ``device`` (without a number) is asked for; None: the processor does.
+
+    Raises UnsupportedError for one that is not here, or that has one queue for all its work (MPS): brim moves weights
+    beside what is computed. "cuda" without CUDA is left to the probe, which says what is missing.
+    """
+    if device in ("cpu", "emulated"):
+        return None
+    kind = accelerator.CUDA if device == "auto" else device
+    here = accelerator.available(kind)
+    if kind == accelerator.CUDA:
+        return here
+    name = accelerator.NAMES.get(kind, kind)
+    if here is None:
+        raise UnsupportedError(
+            f"Cannot use device {device!r}.",
+            f"PyTorch {torch.__version__} sees no {name} on this machine.",
+            f"Use device auto or cpu, or install a build of PyTorch for {name}.",
+        )
+    if not here.has_streams:
+        raise UnsupportedError(
+            f"Cannot use device {device!r}.",
+            f"brim moves weights, caches and activations in streams of their own, and PyTorch's module for {name} "
+            f"has one queue for all work; brim knows memory and rates of it (brim.probe(device={kind!r})).",
+            "Use device cpu.",
+        )
+    probed = torch.empty(0, device=here.device)
+    if not torch._has_compatible_shallow_copy_type(torch.empty(0), probed):
+        raise UnsupportedError(
+            f"Cannot use device {device!r}.",
+            f"brim points a model's parameters at memory of the device while they are used, and PyTorch's backend "
+            f"for {name} does not allow that of parameters that were made on the CPU.",
+            "Use device cpu.",
+        )
+    return here
+
+
+def machine(device: Device) -> Hardware:
+    """What ``device`` names, measured or remembered."""
+    if device != "emulated":
+        return probe(device=device)
+    return emulated_hardware(probe(device="cpu"))
+
+
+def capability(hardware: Hardware) -> tuple[int, int]:
+    """Of the GPU: as its driver says if it is the one here, else the catalog's."""
+    # Of what predicts steps only this is needed here, and only for GPUs that are not there: a command that generates
+    # starts sooner without all that it imports.
+    from brim.estimation.estimate import capability_of
+    from brim.estimation.simulation import place_of
+
+    if torch.cuda.is_available() and torch.cuda.get_device_name() == hardware.name:
+        return torch.cuda.get_device_capability()
+    return capability_of(place_of(hardware))
+
+
+def emulated_hardware(measured: Hardware) -> Hardware:
+    """This machine with a part of its RAM as VRAM."""
+    ram = measured.tier(RAM)
+    copy = measured.link(RAM, RAM)
+    return replace(
+        measured,
+        name=f"{measured.name}, VRAM emulated",
+        compute=VRAM,
+        tiers=(Tier(name=VRAM, capacity_bytes=ram.capacity_bytes, bytes_per_s=ram.bytes_per_s), *measured.tiers),
+        links=(
+            *measured.links,
+            Link(source=RAM, target=VRAM, bytes_per_s=copy.bytes_per_s),
+            Link(source=VRAM, target=RAM, bytes_per_s=copy.bytes_per_s),
+        ),
+    )
+
+
+_LEAST_STATE_BYTES = 128  # of a token: a layer of 64 numbers in two bytes each
+
+
+def refuse_batch(batch: int, seq: int, ram_bytes: int, *, labels: bool = True) -> None:
+    """Raise BudgetError where the tokens of one step (and their ``labels``) alone are more than there is RAM, or what
+    any model makes of one sequence: to open or to predict such a step would end without memory, or never."""
+    bytes = max((1 + labels) * torch.int64.itemsize * batch, _LEAST_STATE_BYTES) * seq
+    if bytes > ram_bytes:
+        raise BudgetError(
+            f"--batch {batch} --seq {seq} were given, with {format_bytes(ram_bytes)} of RAM.",
+            f"The tokens of one step{' and their labels' * labels}, or one layer's states of a sequence, alone take "
+            f"{format_bytes(bytes)}.",
+            "Give a smaller --batch or --seq.",
+            smallest_bytes={RAM: bytes},
+        )
+
+
+def budgets(
+    hardware: Hardware,
+    vram: str | int | None,
+    ram: str | int | None,
+    device: str = "auto",
+    *,
+    held_vram_bytes: int = 0,
+    held_ram_bytes: int = 0,
+) -> dict[str, int]:
+    """The budget of every tier that compute or weights use: as given, else what is free less a tenth.
+
+    ``held_vram_bytes`` and ``held_ram_bytes`` are the model's already, so a budget, which is for all of it, has them
+    too.
+    ``"80%"`` is of all that the tier has, whoever holds some of it: the same budget at every start.
+    Where RAM is the compute tier, ``vram`` is its budget too: the smaller of the two holds.
+    """
+    given = {RAM: ram, VRAM: vram}
+    if hardware.compute == RAM:
+        whole = hardware.tier(RAM).capacity_bytes
+        amounts = [parse_bytes(value, whole) for value in (vram, ram) if value is not None]
+        budget = {RAM: min(amounts) if amounts else int(free_bytes(RAM) * _FREE_SHARE)}
+    else:
+        on = computing(device)
+        free = {RAM: free_bytes(RAM), VRAM: held_vram_bytes}
+        free[VRAM] += free[RAM] if on is None else device_free_bytes(on)
+        budget = {
+            tier: int(free[tier] * _FREE_SHARE)
+            if value is None
+            else parse_bytes(value, hardware.tier(tier).capacity_bytes)
+            for tier, value in given.items()
+        }
+    for tier, amount in budget.items():
+        if amount > hardware.tier(tier).capacity_bytes:
+            raise UsageError(
+                f"A budget of {format_bytes(amount)} of {tier.upper()} was given.",
+                f"This machine has only {format_bytes(hardware.tier(tier).capacity_bytes)}.",
+                "Give that or less.",
+            )
+    check_room(budget[RAM], held_ram_bytes)
+    return budget
+
+
+def within_room(budget_bytes: Mapping[str, int], *, given: bool) -> dict[str, int]:
+    """The budget where a run begins, after libraries were loaded: checked if it was ``given``, else no more than
+    there is room for. Raises UsageError as ``check_room``."""
+    if given:
+        check_room(budget_bytes.get(RAM, 0))
+        return dict(budget_bytes)
+    most_bytes = int(ram_room_bytes() * _FREE_SHARE)
+    return {tier: min(count, most_bytes) if tier == RAM else count for tier, count in budget_bytes.items()}
+
+
+def held_to(budget_bytes: Mapping[str, int], device: str) -> Callable[[], AbstractContextManager[None]]:
+    """A limit for what PyTorch's allocator adds on ``device`` from now on: the budget of VRAM.
+
+    Within what this gives, tensors, workspaces and blocks that the allocator keeps are held to it. For runs that have
+    the process to themselves: what else a program made meanwhile would be held to it as well.
+    """
+    here = computing(device)
+    if here is None or VRAM not in budget_bytes:
+        return contextlib.nullcontext
+    return functools.partial(here.limited, here.allocated_bytes() + budget_bytes[VRAM])
+
+
+def held_vram_bytes(
+    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer] = (), device: str = "auto"
+) -> int:
+    """What models, their gradients and their optimizers' states hold now of the memory of ``device``."""
+    on = computing(device)
+    return 0 if on is None else _held_bytes(models, optimizers, torch.device(on.type, on.index))
+
+
+def held_ram_bytes(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()) -> int:
+    """The same of RAM."""
+    return _held_bytes(models, optimizers, torch.device("cpu"))
+
+
+def _held_bytes(
+    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], device: torch.device
+) -> int:
+    tensors: list[torch.Tensor] = []
+    for model in models:
+        tensors += [*model.parameters(), *model.buffers()]
+        tensors += [p.grad for p in model.parameters() if p.grad is not None]
+    for optimizer in optimizers:
+        tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    on_device = [t.untyped_storage() for t in tensors if t.device == device and _has_storage(t)]
+    return sum({storage._cdata: storage.nbytes() for storage in on_device}.values())
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Not of a parameter whose shape is not known yet, nor of one that only wraps others (a sharded one)."""
+    return not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor)
+
+
+def put_in_force(
+    model: nn.Module,
+    partition: Partition,
+    plan: Plan,
+    hardware: Hardware,
+    weights: Weights,
+    device: str,
+    *,
+    training: bool = False,
+) -> WeightStreaming:
+    """Apply ``plan`` with real memory."""
+    timeline = Timeline(f"{plan.model} {plan.task}", measured=True)
+    memory = make_memory(plan, hardware, device, timeline)
+    return place_weights(model, partition, plan, memory, weights, training=training)
+
+
+def make_memory(plan: Plan, hardware: Hardware, device: str, timeline: Timeline) -> Memory:
+    """The pools that ``plan`` was made for, empty."""
+    budget = plan.budget_bytes
+    if hardware.compute == RAM:
+        return cpu_memory(timeline, ram_bytes=budget[RAM])
+    if device == "emulated":
+        return emulated_memory(timeline, vram_bytes=budget[VRAM], ram_bytes=budget[RAM])
+    on = computing(device)
+    assert on is not None, "its plan computes in VRAM"
+    current = torch.device(on.type, on.index)
+    return device_memory(timeline, vram_bytes=budget[VRAM], ram_bytes=budget[RAM], device=current)
+
+
+def predict(
+    model: nn.Module,
+    partition: Partition,
+    plan: Plan,
+    hardware: Hardware,
+    weights: Weights,
+    *,
+    training: bool = False,
+) -> WeightStreaming:
+    """The same ``apply`` on fake memory: the handle's timeline is what a run will do. Call the model to go on."""
+    timeline = Timeline(f"{plan.model} {plan.task}", measured=False)
+    memory = fake_memory(
+        timeline,
+        compute_tier=hardware.compute,
+        compute_bytes=plan.budget_bytes[hardware.compute],
+        ram_bytes=plan.budget_bytes[RAM],
+    )
+    return place_weights(model, partition, plan, memory, weights, training=training)
+
+
+def _tokens(example: Mapping[str, Any] | Sequence[Any]) -> int:
+    """How many rows a step multiplies weights by: positions of the largest integer input, else its batch."""
+    values = example.values() if isinstance(example, Mapping) else example
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    integers = [t.numel() for t in tensors if not t.is_floating_point()]
+    return max(integers or [t.shape[0] for t in tensors if t.dim()] or [1])

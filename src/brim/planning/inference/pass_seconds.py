@@ -1,0 +1,191 @@
+"""How long a generation's passes take, block by block: as measured on this machine, or by the rates of one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from brim.core import Hardware
+from brim.core.hardware import RAM, VRAM
+from brim.estimation.step_memory import PROMPT, TOKEN, Inputs, PassWork
+from brim.measure.probe import probe
+from brim.planning.inference.choosing import Cut, Need
+from brim.planning.inference.memory import Sizes
+from brim.planning.inference.remembered_passes import fingerprint_of
+from brim.planning.seconds.block_seconds import OUTSIDE, BlockSeconds
+from brim.planning.seconds.measurement_cache import Remembered
+from brim.planning.seconds.rated_seconds import rated_seconds, triggers
+from brim.planning.solver.passes import contention
+from brim.planning.solver.schedule import Contention
+from brim.techniques.blocks import Partition
+
+# A processor that nobody measured: 8 cores that do two products of 8 floats a cycle at 3.5 GHz reach 0.9 Tflop/s, and
+# large products come to about two thirds of that. Only prompts and batches depend on it.
+_HOST_FLOPS_PER_S = 0.6e12
+_METHOD = 1  # raised when what is kept, or how, changes
+_HOP_S = 40e-6  # a token's activations to the host and back: two copies that are waited for
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSeconds:
+    """Seconds of blocks on ``hardware``, for every partition of ``module``.
+
+    Where ``hardware`` is this machine, they are those that were measured, if these passes ever were; ``measures``: if
+    not, they are now, which takes seconds and the RAM of a few blocks. Else they are by rates. ``host_compute``:
+    whether the processor beside a GPU may compute blocks.
+    """
+
+    module: nn.Module
+    hardware: Hardware
+    measures: bool = False
+    host_compute: bool = True
+
+    @cached_property
+    def host(self) -> Hardware | None:
+        """The processor beside a GPU, which may compute blocks; None where there is none beside, or it may not."""
+        return processor_of(self.hardware) if self.host_compute and self.hardware.compute == VRAM else None
+
+    @cached_property
+    def is_here(self) -> bool:
+        """Whether ``hardware`` is this machine, so that blocks can be timed on it."""
+        here = probe()
+        return (here.name, here.compute) == (self.hardware.name, self.hardware.compute)
+
+    def paced(
+        self,
+        plain: Need,
+        sizes: Sizes,
+        cuts: Iterable[Cut],
+        *,
+        cache_bytes: int = 0,
+        joined_bytes: int = 0,
+        prompt: bool = False,
+    ) -> Need:
+        """``plain`` with the seconds of a token's pass, or of the prompt's.
+
+        ``cuts`` are all that will be asked about. ``cache_bytes``: the largest part of the KV cache that a block
+        computed by the processor may bring to RAM, and ``joined_bytes`` what it takes beside while a token is added.
+        """
+        seen = plain.observation
+        assert seen is not None, "a pass was watched"
+        first = prompt or TOKEN not in seen.passes  # a single token comes out of the prompt's pass
+        tokens, work = sizes.batch * (sizes.chunk if first else 1), seen.passes[PROMPT if first else TOKEN]
+        measured = self._measured(sizes, cuts)
+
+        def seconds(partition: Partition) -> Mapping[str, BlockSeconds]:
+            known = None if first else measured(partition)
+            if known is not None:
+                return known
+            return rated_seconds(self.module, partition, work, self.hardware, tokens=tokens)
+
+        paced = replace(plain, tokens=tokens, seconds=seconds, beside=self._beside(tokens))
+        if self.host is None:
+            return paced
+        with_host = self._with_host(paced, work, self.host, cache_bytes)
+        return replace(with_host, cpu_step_bytes=with_host.cpu_step_bytes + joined_bytes)
+
+    def _with_host(self, need: Need, work: PassWork, host: Hardware, cache_bytes: int) -> Need:
+        def cpu_seconds(partition: Partition) -> Mapping[str, BlockSeconds]:
+            made = rated_seconds(self.module, partition, work, host, tokens=need.tokens)
+            return {name: replace(found, forward_s=found.forward_s + _HOP_S) for name, found in made.items()}
+
+        assert need.observation is not None
+        # Temporaries are as large there as in the compute tier, and so at most is what hops over. A cache that counts
+        # as activations is in them; ``cache_bytes`` is of one that is planned.
+        step_bytes = 2 * need.observation.step_bytes
+        return replace(need, cpu_seconds=cpu_seconds, cpu_bytes=cache_bytes, cpu_step_bytes=step_bytes)
+
+    def _beside(self, tokens: int) -> Contention | None:
+        from brim.planning.seconds.drive_contention import (
+            SharesWhenAsked,  # most machines are others, or not measured here
+        )
+
+        if not self.is_here:
+            return None
+        rates = contention(self.hardware)
+        return SharesWhenAsked(self.hardware, tokens, rates, writes=False, measures=self.measures)
+
+    # -- what was measured here
+
+    def _measured(
+        self, sizes: Sizes, cuts: Iterable[Cut]
+    ) -> Callable[[Partition], Mapping[str, BlockSeconds] | None]:
+        """Seconds of a token's pass by partition: those of all ``cuts``, or None for each."""
+        if not self.is_here:
+            return lambda partition: None
+        name = f"{sizes.batch} {sizes.prompt} {sizes.total}"
+
+        def known(partition: Partition) -> Mapping[str, BlockSeconds] | None:
+            names = [*(block.name for block in partition.blocks), OUTSIDE]
+            numbers = self._memory.get(f"{name} {_digest(partition)}", count=len(names))
+            return None if numbers is None else _seconds(dict(zip(names, numbers, strict=True)))
+
+        if self.measures:
+            partitions = {_digest(cut.partition): cut.partition for cut in cuts}
+            if any(known(partition) is None for partition in partitions.values()):
+                found = self._measure(sizes, [*partitions.values()])
+                self._memory.keep(
+                    {f"{name} {digest}": numbers for digest, numbers in zip(partitions, found, strict=True)}
+                )
+        # They are kept all at once.
+        return known if known(next(iter(cuts)).partition) is not None else lambda partition: None
+
+    @cached_property
+    def _memory(self) -> Remembered:
+        facts = (_METHOD, self.hardware.name, torch.__version__, torch.get_num_threads(), fingerprint_of(self.module))
+        return Remembered("pass-seconds", facts)
+
+    def _measure(self, sizes: Sizes, partitions: Sequence[Partition]) -> list[list[float]]:
+        """Seconds of each partition's blocks, in order, and of what is beside them, the loop around passes included.
+
+        A pass takes as long however it is cut. What is seen of small parts by themselves (their threads are awake,
+        their code is in the cache) is brought to what the large ones take together.
+        """
+        from brim.planning.seconds.block_calls import calls_of  # of those who generate, few measure
+        from brim.planning.seconds.block_timing import block_seconds
+        from brim.planning.seconds.loop_seconds import loop_seconds
+
+        example = Inputs(batch=sizes.batch, prompt=sizes.prompt, total=sizes.total)
+        paths = {trigger for partition in partitions for trigger in triggers(partition)}
+        calls = calls_of(self.module, paths, example)
+        config: Any = self.module.config
+        words = int(getattr(config.get_text_config(decoder=True), "vocab_size", 0) or 0)
+        loop_s = loop_seconds(words, sizes.batch) if words else 0.0
+        found: list[list[float]] = []
+        for partition in partitions:
+            timed = block_seconds(self.module, partition, example, training=False, calls=calls)
+            numbers = [timed[name].forward_s for name in [*(block.name for block in partition.blocks), OUTSIDE]]
+            whole_s = sum(found[0]) - loop_s if found else sum(numbers)
+            pace = whole_s / sum(numbers) if sum(numbers) else 1.0
+            numbers = [pace * number for number in numbers]
+            numbers[-1] += loop_s
+            found.append(numbers)
+        return found
+
+
+def _digest(partition: Partition) -> str:
+    facts = [(block.name, block.tensors, block.triggers) for block in partition.blocks]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _seconds(numbers: Mapping[str, float]) -> dict[str, BlockSeconds]:
+    return {name: BlockSeconds(forward_s=number) for name, number in numbers.items()}
+
+
+def processor_of(hardware: Hardware) -> Hardware:
+    """The processor beside the GPU of ``hardware``, as a machine of its own."""
+    if hardware.compute == RAM:
+        return hardware
+    here = probe()
+    if (here.name, here.compute) == (hardware.name, hardware.compute):
+        return probe(device="cpu")
+    tiers = tuple(tier for tier in hardware.tiers if tier.name != VRAM)
+    links = tuple(link for link in hardware.links if VRAM not in (link.source, link.target))
+    rates = {"float32": _HOST_FLOPS_PER_S, "bfloat16": _HOST_FLOPS_PER_S}
+    return replace(hardware, compute=RAM, tiers=tiers, links=links, flops_per_s=rates, name=f"{hardware.name}'s host")

@@ -1,0 +1,277 @@
+"""Meshes whose shards lie in RAM: ZeRO-3 with FSDP2's CPU offload, tensors split beside it.
+
+For what does not fit on so many GPUs otherwise. Seconds by closed forms order the ways: of a layer the longer of its
+kernels, and of bringing its weights and taking its gradients away; the CPU's step over what a node's ranks have.
+Bytes are estimates, which say what to prove next; only the proof tells what fits (``estimation.ranks``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from brim import catalog
+from brim.core import Op, Phase
+from brim.errors import BudgetError, ModelError, UnsupportedError, UsageError
+from brim.estimation.ranks.script import Sent
+from brim.estimation.ranks.sizes import Shape
+from brim.estimation.ranks.split import Split, check_sizes
+from brim.estimation.ranks.time import StepTime, crossed_s, host_s, node_rate, sent_s
+from brim.planning.meshes.search import RECOMPUTE, Mesh, Pieces, nccl_bytes
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_MOST_PROOFS = 8  # while nothing fits; then only the smallest of each family
+_FURTHER_PROOFS = 4  # once something fits: each takes 10 to 20 s
+_DOUBT = 1.1  # times the room: may fit after all, in a family without a proof
+_STATES = 16  # bytes of a parameter in RAM: weight, gradient and two moments in float32
+_STEPPED = 32  # bytes that AdamW goes through: all of them, there and back
+_ADDED = 12  # and a further micro-batch's gradient: two read, one written
+_WIDTH = 2  # bytes of a weight that computes
+_LOGIT = 12  # and of a logit: in bfloat16, in float32, and both gradients of that
+
+
+def offloaded(
+    shape: Shape, *, gpus: int, gpus_per_node: int, gpu: catalog.Gpu, sequence: int, global_batch: int,
+    ram_bytes: int, ram_bytes_per_s: float | None = None,
+) -> list[Mesh]:  # fmt: skip
+    """The meshes that divide, the fastest first, with an estimate of their bytes. ``ram_bytes``, and its rate: of a
+    node.
+
+    Raises BudgetError where a node's RAM does not hold the states of its ranks, UsageError where nothing divides.
+    """
+    pieces = Pieces(shape, gpu, sequence)
+    states = _STATES * pieces.parameters() * min(gpus_per_node, gpus) // gpus
+    if states > ram_bytes:
+        raise BudgetError(
+            f"Cannot train {shape.name} on {gpus} {gpu.name} with its shards in RAM.",
+            f"The states of the ranks of one node need {states:,} B of RAM, and the node has {ram_bytes:,} B.",
+            "Give a larger --ram, or more nodes.", smallest_bytes={"ram": states},
+        )  # fmt: skip
+    meshes = [
+        Mesh(
+            split=split, checkpointing=recompute,
+            time=_step(pieces, split, recompute, node_rate(split, gpu, ram_bytes_per_s)),
+            peak_bytes=_bytes(pieces, split, recompute),
+        )
+        for split in _splits(shape, gpus, gpus_per_node, sequence, global_batch)
+        for recompute in RECOMPUTE
+    ]  # fmt: skip
+    return sorted(meshes, key=lambda mesh: mesh.step_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What was found of a mesh: bytes of the worst rank, seconds of a step, and whether all of it fits."""
+
+    bytes: int
+    step_s: float
+    fits: bool
+
+
+def best(
+    found: Sequence[Mesh], proof: Callable[[Mesh], Proof], top: int, room: int, doubt: float = 0.0
+) -> list[Mesh]:
+    """The ``top`` fastest that fit, one of each split, with few proofs: each tells how far estimates are off.
+
+    ``room`` is what a GPU has. What may fit is proved in the order in which it is expected to be fast, until none is
+    left that might be faster than what was found, by the share of ``doubt`` of what is expected. While nothing fits
+    the smallest is proved before the search ends; once something does, it ends ``_FURTHER_PROOFS`` later. Of what
+    raises ModelError or UnsupportedError, and of what splits all that and more, nothing is proved; the first such
+    error is raised where nothing else was left.
+    """
+    search = _Search(found=found, room=room)
+    while (mesh := search.following(top, doubt)) is not None:
+        try:
+            search.proved[mesh] = proof(mesh)
+        except (ModelError, UnsupportedError) as error:  # what this model's layers do not split into
+            search.refused[mesh] = error
+    if search.refused and not search.proved:
+        raise next(iter(search.refused.values()))
+    return search.fitting()[:top]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """What was proved so far, in that order, and what could not be."""
+
+    found: Sequence[Mesh]
+    room: int
+    proved: dict[Mesh, Proof] = field(default_factory=dict)
+    refused: dict[Mesh, ModelError | UnsupportedError] = field(default_factory=dict)
+
+    def fitting(self) -> list[Mesh]:
+        fits = (mesh for mesh, told in self.proved.items() if told.fits)
+        return sorted(fits, key=lambda mesh: self.proved[mesh].step_s)
+
+    def following(self, top: int, doubt: float) -> Mesh | None:
+        """What to prove next, None where that would tell nothing more, or was enough."""
+        fitting, left = self.fitting(), self._left()
+        likely = [mesh for mesh in left if self._may_fit(mesh)]
+        if not fitting:
+            if likely and len(self.proved) < _MOST_PROOFS:
+                return min(likely, key=self._seconds)
+            return self._smallest(left)
+        since = len(self.proved) - 1 - [told.fits for told in self.proved.values()].index(True)
+        if not likely or since >= _FURTHER_PROOFS:
+            return None
+        mesh = min(likely, key=self._seconds)
+        if len(fitting) >= top and self.proved[fitting[top - 1]].step_s <= (1 - doubt) * self._seconds(mesh):
+            return None
+        return mesh
+
+    def _left(self) -> list[Mesh]:
+        fitting = self.fitting()
+        failed = [mesh for mesh, told in self.proved.items() if not told.fits]
+        return [
+            mesh for mesh in self.found
+            if mesh not in self.proved and not any(_uses(other) <= _uses(mesh) for other in self.refused)
+            and not any(_same_split(mesh, other) for other in fitting)
+            and not any(_takes_more(mesh, other) for other in failed)
+        ]  # fmt: skip
+
+    def _smallest(self, left: Sequence[Mesh]) -> Mesh | None:
+        """The smallest of the families whose smallest was not proved, where it may fit or is the smallest of all."""
+        least: dict[tuple[int, bool, bool], Mesh] = {}
+        for mesh in self.found:
+            if not any(_uses(refused) <= _uses(mesh) for refused in self.refused):
+                first = least.setdefault(_family(mesh), mesh)
+                least[_family(mesh)] = min(first, mesh, key=lambda candidate: candidate.peak_bytes)
+        still = set(left)
+        smallest = min((mesh for mesh in least.values() if mesh in still), key=self._bytes, default=None)
+        told = [proof.bytes for proof in self.proved.values()]
+        if smallest is None or self._may_fit(smallest) or not told or self._bytes(smallest) < min(told):
+            return smallest
+        return None
+
+    def _may_fit(self, mesh: Mesh) -> bool:
+        is_family_proved = any(_family(other) == _family(mesh) for other in self.proved)
+        return self._bytes(mesh) <= (1.0 if is_family_proved else _DOUBT) * self.room
+
+    def _bytes(self, mesh: Mesh) -> float:
+        return _expected(mesh, self.proved)[0]
+
+    def _seconds(self, mesh: Mesh) -> float:
+        return _expected(mesh, self.proved)[1]
+
+
+def _uses(mesh: Mesh) -> frozenset[str]:
+    """What a model's layers have to allow for. ZeRO's first stage they all do."""
+    split = mesh.split
+    axes = {name for name in ("tp", "pp", "cp", "ep", "interleave") if getattr(split, name) > 1}
+    kinds = {name for name in ("sequence_parallel", "zero_bubble") if getattr(split, name)}
+    zero = {f"zero {split.zero}"} if split.zero > 1 else set()
+    recompute = {mesh.checkpointing} if mesh.checkpointing != RECOMPUTE[0] else set()
+    return frozenset(axes | kinds | zero | recompute)
+
+
+def _same_split(one: Mesh, other: Mesh) -> bool:
+    """Whatever is computed again, and however layers are dealt out for that, in how many chunks."""
+    first, second = (replace(mesh.split, stage_layers=(), interleave=1) for mesh in (one, other))
+    return first == second
+
+
+def _expected(mesh: Mesh, proved: Mapping[Mesh, Proof]) -> tuple[float, float]:
+    """Bytes and seconds as estimated, and as far off as those of what was proved and is most like it."""
+    alike = [other for other in proved if _family(other) == _family(mesh)]
+    if not alike:
+        return mesh.peak_bytes, mesh.step_s
+    nearest = min(alike, key=lambda other: (*_unlike(other, mesh), abs(other.peak_bytes - mesh.peak_bytes)))
+    told = proved[nearest]
+    return told.bytes + mesh.peak_bytes - nearest.peak_bytes, mesh.step_s * told.step_s / nearest.step_s
+
+
+def _family(mesh: Mesh) -> tuple[int, bool, bool]:
+    """Of another one no proof tells anything."""
+    return mesh.split.tp, mesh.split.pp > 1, mesh.split.zero_bubble
+
+
+def _unlike(one: Mesh, other: Mesh) -> tuple[bool, ...]:
+    """What tells two meshes apart, what most makes estimates differ first."""
+    pairs = [(getattr(one.split, name), getattr(other.split, name)) for name in ("ep", "cp", "zero")]
+    return (one.checkpointing != other.checkpointing, *(first != second for first, second in pairs))
+
+
+def _takes_more(mesh: Mesh, other: Mesh) -> bool:
+    """At least as much as ``other`` on every GPU. Of pipelines with fewer micro-batches fewer are in flight, and one
+    alone has no gradients to add up."""
+    split, other_split = mesh.split, other.split
+    fewer_rows = split.micro_batch < other_split.micro_batch
+    if fewer_rows or RECOMPUTE.index(mesh.checkpointing) > RECOMPUTE.index(other.checkpointing):
+        return False
+    if split == other_split:
+        return True
+    alike = replace(split, micro_batch=other_split.micro_batch) == other_split
+    return alike and split.pp == 1 and (split.micro_batches > 1 or other_split.offload_shards)
+
+
+def _splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
+    whole = shape.experts is not None or shape.latent is not None or shape.whole_tensors  # not split by tensors
+    tensors = [n for n in range(1, 1 + (1 if whole else min(gpus_per_node, gpus))) if gpus % n == 0]
+    divides = False
+    for tp, micro in itertools.product(tensors, _MICRO_BATCHES):
+        try:
+            split = Split(
+                gpus=gpus, gpus_per_node=gpus_per_node, tp=tp, micro_batch=micro, global_batch=batch,
+                sequence_parallel=tp > 1, zero=3, offload_shards=True,
+            )  # fmt: skip
+            check_sizes(split, shape.sizes(sequence))
+        except UsageError:
+            continue  # it does not divide
+        divides = True
+        yield split
+    if not divides:
+        raise UsageError(
+            f"Cannot split {shape.name} over {gpus} GPUs with {batch} sequences a step.",
+            "No mesh divides its heads and the batch.", f"Try --global-batch {8 * gpus}.",
+        )  # fmt: skip
+
+
+def _bytes(pieces: Pieces, split: Split, recompute: str) -> int:
+    """What is kept for backward, two layers whole, logits with their gradients, and what is outside of layers: whole
+    from a micro-batch's first product to its last, with gradients that are reduced in float32."""
+    ends, shape = pieces.ends(split, recompute), pieces.shape
+    whole = (
+        _WIDTH * 2 * (ends.layer_parameters + ends.layer_experts) + (2 * _WIDTH + 4) * ends.beside_parameters[1, 0]
+    )
+    logits = _LOGIT * split.micro_batch * pieces.sequence * shape.vocabulary // split.tp
+    return shape.layers * ends.layer_bytes + whole + logits + nccl_bytes(split) + pieces.gpu.context().bytes
+
+
+def _step(pieces: Pieces, split: Split, recompute: str, ram_bytes_per_s: float) -> StepTime:
+    layer, embedding, head = pieces.costs(split, recompute)
+    ends, layers = pieces.ends(split, recompute), pieces.shape.layers
+    outside = embedding.plus(head)
+    compute = waits = adds = 0.0
+    each = ends.layer_parameters + ends.layer_experts
+    for cost, count, times in ((layer, each, layers), (outside, ends.beside_parameters[1, 0], 1)):
+        incoming_s, outgoing_s = _brought_s(pieces, split, count), _taken_s(pieces, split, count)
+        forward, backward = max(incoming_s - cost.forward_s, 0.0), max(incoming_s + outgoing_s - cost.backward_s, 0.0)
+        compute += times * (cost.forward_s + cost.backward_s)
+        waits += times * (forward + backward)
+        adds += times * _host_s(_ADDED * count / split.shards, split, ram_bytes_per_s)
+    return StepTime(
+        compute_s=compute * split.micro_batches,
+        communication_s=waits * split.micro_batches + adds * (split.micro_batches - 1),
+        bubble_s=0.0,
+        once_s=_host_s(_STEPPED * pieces.parameters() / split.gpus, split, ram_bytes_per_s),
+    )
+
+
+def _brought_s(pieces: Pieces, split: Split, count: int) -> float:
+    """A unit's weights: this rank's shard from RAM, then all of them from the others."""
+    shard = Sent(kind="to_device", axis="shard", bytes=4 * count // split.shards, phase=Phase.FORWARD)
+    whole = Sent(kind="all_gather", axis="shard", bytes=_WIDTH * count, phase=Phase.FORWARD)
+    return crossed_s(shard, pieces.gpu) + sent_s(whole, split, pieces.network)
+
+
+def _taken_s(pieces: Pieces, split: Split, count: int) -> float:
+    """A unit's gradients, reduced in float32, and this rank's shard to RAM."""
+    whole = Sent(kind="reduce_scatter", axis="shard", bytes=4 * count, phase=Phase.BACKWARD)
+    shard = Sent(kind="to_ram", axis="shard", bytes=4 * count // split.shards, phase=Phase.BACKWARD)
+    return crossed_s(shard, pieces.gpu) + sent_s(whole, split, pieces.network)
+
+
+def _host_s(moved_bytes: float, split: Split, ram_bytes_per_s: float) -> float:
+    op = Op(name="", module="", phase=Phase.OPTIMIZER, step=0, at=0, read_bytes=int(moved_bytes))
+    return host_s([op], split, ram_bytes_per_s)

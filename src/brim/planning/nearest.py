@@ -1,0 +1,259 @@
+"""What would make a request fit: small changes to it, each one proved by planning it."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from brim import catalog
+from brim.catalog import Gpu
+from brim.core.hardware import RAM, VRAM
+from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.planning.factory import is_factory
+from brim.planning.file import described_source, parameter_count
+from brim.planning.request import LOSSY, Machine, Nearest, Proposal, Request, exact_bytes, machine_of, ram_option
+from brim.planning.training import states_of
+from brim.units import format_bytes
+
+Planner = Callable[[Request, Machine], list[Proposal]]
+
+# As many plans are made at most, for more memory and for other changes: with a limit in seconds, a slower or busier
+# computer would give other answers.
+_MEMORY_PLANS, _OTHER_PLANS = 4, 8
+_RAISES = 4  # until what was called the smallest budget is one
+_SHORTEST, _FEWEST = 64, 1  # tokens, sequences
+_OPTIMIZERS = ("adamw8bit", "lion", "sgd")  # each keeps less than the one before
+_MODELS = 3
+_ROUNDED_BYTES = 1 << 20  # amounts that people can type
+_TIGHTENINGS = 4  # until a budget that was called the smallest is one under which a plan is proved
+_LEAST_BYTES = 1  # a budget that nothing fits
+_T = TypeVar("_T")
+
+
+class _Enough(Exception):
+    """As many plans were made as may be."""
+
+
+class _Prover:
+    """Plans, as often as it is let."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner, self.left = planner, 0
+
+    def refusal(self, request: Request, machine: Machine) -> BudgetError | None:
+        """Why ``request`` does not fit ``machine``; None where it does. Raises UnsupportedError as the planner."""
+        if self.left == 0:
+            raise _Enough
+        self.left -= 1
+        try:
+            self._planner(replace(request, top=1), machine)
+        except BudgetError as error:
+            return error
+        return None
+
+    def fits(self, request: Request, machine: Machine) -> bool:
+        """Whether it does. A change that brim cannot make (an optimizer of a missing library) is none."""
+        try:
+            return self.refusal(request, machine) is None
+        except UnsupportedError:
+            return False
+
+
+def nearest(
+    request: Request, machine: Machine, error: BudgetError, planner: Planner
+) -> tuple[dict[str, int], list[Nearest]]:
+    """The bytes per tier with which ``request`` fits, and changes under which it does.
+
+    ``error`` is what ``planner`` raised for it. The bytes are those that were proved, or those that ``error`` names.
+    """
+    prover = _Prover(planner)
+    changes: list[Nearest] = []
+    needs = {tier: count for tier, count in error.smallest_bytes.items() if count > machine.budget_bytes.get(tier, 0)}
+    prover.left = _MEMORY_PLANS
+    with suppress(_Enough):  # the changes until then are the answer
+        enough = _enough(prover, request, machine, needs)
+        if enough is not None:
+            needs = enough
+            for change in _more_memory(prover, request, machine, needs):
+                changes.append(change)
+    prover.left = _OTHER_PLANS  # not everybody can have more memory
+    with suppress(_Enough):
+        for search in (_other_ways, _shorter, _fewer, _smaller_models):
+            for change in search(prover, request, machine, needs):
+                changes.append(change)  # one by one: those before the last plan count
+    return needs, changes
+
+
+def _enough(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> dict[str, int] | None:
+    """Bytes of the tiers that were short with which a plan was proved, all other tiers as they are."""
+    budget_bytes = {tier: _rounded(count) for tier, count in needs.items()}
+    for _ in range(_RAISES if budget_bytes else 0):
+        refused = prover.refusal(request, _with(machine, budget_bytes))
+        if refused is None:
+            return budget_bytes
+        # What is called the smallest falls short again, by a little less each time: that much is added at once.
+        more = {
+            tier: _rounded(2 * count - budget_bytes.get(tier, count))
+            for tier, count in refused.smallest_bytes.items()
+            if count > max(budget_bytes.get(tier, 0), machine.budget_bytes.get(tier, 0))
+        }
+        if not more:
+            return None
+        budget_bytes |= more
+    return None
+
+
+def _with(machine: Machine, bytes: dict[str, int]) -> Machine:
+    """``machine`` with that much in these tiers, whatever it has."""
+    tiers = tuple(
+        replace(tier, capacity_bytes=max(tier.capacity_bytes, bytes.get(tier.name, 0)))
+        for tier in machine.hardware.tiers
+    )
+    hardware = replace(machine.hardware, tiers=tiers)
+    return replace(machine, hardware=hardware, budget_bytes={**machine.budget_bytes, **bytes})
+
+
+def _rounded(count: int) -> int:
+    return -(-count // _ROUNDED_BYTES) * _ROUNDED_BYTES
+
+
+def _more_memory(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
+    """``needs`` in words; where VRAM is among them and a card was named, the smallest card that has it."""
+    parts = []
+    for tier, count in needs.items():
+        more = count - machine.budget_bytes.get(tier, 0)
+        parts.append(f"{format_bytes(more)} more of {tier.upper()} ({format_bytes(count)} in all)")
+    options = {tier: ram_option(machine, count) if tier == RAM else count for tier, count in needs.items()}
+    amounts: dict[str, Any] = {tier: exact_bytes(_rounded(count)) for tier, count in options.items()}
+    capacity = machine.hardware.tier(machine.hardware.compute).capacity_bytes
+    if request.gpu is None or needs.get(VRAM, 0) <= capacity:
+        changed = replace(request, **amounts)
+        try:
+            there = machine_of(changed)
+        except UsageError:  # there is no such card, or this machine has not as much
+            return
+        # With other amounts an assumed machine may be another one. This one was proved already.
+        if not machine.assumed or prover.fits(changed, there):
+            yield Nearest(change=" and ".join(parts), command=changed.command())
+        return
+    amounts.pop(VRAM)
+    for card in cards_with(needs[VRAM], catalog.gpu(request.gpu).vendor):
+        changed = replace(request, gpu=card.name, vram=None, **amounts)
+        if prover.fits(changed, machine_of(changed)):
+            name = f"{card.name} ({format_bytes(card.capacity_bytes)})"
+            yield Nearest(change=f"{' and '.join(parts)}, as {name} has", command=changed.command())
+            return
+
+
+def cards_with(vram_bytes: int, vendor: str) -> Sequence[Gpu]:
+    """The two smallest cards of that vendor that have so much beside their context, links known."""
+    cards = [
+        card for card in map(catalog.gpu, catalog.gpu_names()) if card.vendor == vendor and card.pcie_bytes_per_s
+    ]
+    large = [card for card in cards if card.capacity_bytes - card.context().bytes >= vram_bytes]
+    return sorted(large, key=lambda card: (card.capacity_bytes, card.name))[:2]
+
+
+def _other_ways(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
+    """Another optimizer, adapters, or fewer bits: what changes the result, and not the amount of work."""
+    if request.task == "train" and request.method == "full":
+        yield from _first(
+            prover, machine, [replace(request, method="lora")], lambda candidate: "LoRA in place of full training"
+        )
+        next_index = _OPTIMIZERS.index(request.optimizer) + 1 if request.optimizer in _OPTIMIZERS else 0
+        smaller = [replace(request, optimizer=name) for name in _OPTIMIZERS[next_index:]]
+        smaller = [candidate for candidate in smaller if states_of(candidate) <= sum(machine.budget_bytes.values())]
+        yield from _first(prover, machine, smaller, lambda candidate: f"the optimizer {candidate.optimizer}")
+    if not request.lossless:
+        lower = [replace(request, precision=name) for name in _lower(request)]
+        yield from _first(prover, machine, lower, lambda candidate: f"the precision {candidate.precision}")
+
+
+def _lower(request: Request) -> Sequence[str]:
+    """Precisions that take less, the best one first."""
+    if request.task == "train":
+        return () if (request.precision or "").startswith("bf16-") or request.precision == "bf16" else ("bf16",)
+    if request.precision in LOSSY:
+        return ("int4",) if request.precision != "int4" else ()
+    return ("bf16", "int8", "int4") if request.precision == "fp32" else ("int8", "int4")
+
+
+def _first(
+    prover: _Prover, machine: Machine, requests: Sequence[Request], told: Callable[[Request], str]
+) -> Iterator[Nearest]:
+    for candidate in requests:
+        if prover.fits(candidate, machine):
+            yield Nearest(change=told(candidate), command=candidate.command())
+            return
+
+
+def _shorter(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
+    length = largest(request.seq, _SHORTEST, lambda count: prover.fits(replace(request, seq=count), machine))
+    if length is not None:
+        changed = replace(request, seq=length)
+        yield Nearest(change=f"sequences of {length:,} tokens", command=changed.command())
+
+
+def _fewer(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
+    count = largest(request.batch, _FEWEST, lambda count: prover.fits(replace(request, batch=count), machine))
+    if count is not None:
+        changed = replace(request, batch=count)
+        yield Nearest(change=f"a batch of {count:,}", command=changed.command())
+
+
+def largest(above: int, least: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest of above/2, above/4, ... that fits, found by halving the list; ``least`` is tried first."""
+    sizes = [least]
+    while sizes[-1] * 2 < above:
+        sizes.append(sizes[-1] * 2)
+    if least >= above or not fits(least):
+        return None
+    return sizes[bisect_left(sizes, True, lo=1, key=lambda size: not fits(size)) - 1]
+
+
+def _smaller_models(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
+    """The largest model of the same family that fits. Bytes go with parameters, so that says where to begin."""
+    if is_factory(request.model):
+        return  # what else its author could build nobody knows
+    count, family = parameter_count(request.model), _family(request.model)
+    have = machine.budget_bytes
+    share = min((have.get(tier, 0) / bytes for tier, bytes in needs.items() if bytes), default=1.0)
+    sizes = {name: catalog.model(name).parameters or 0 for name in catalog.model_names() if _family(name) == family}
+    smaller = sorted((name for name in sizes if 0 < sizes[name] < count), key=lambda name: -sizes[name])
+    likely = [name for name in smaller if sizes[name] <= share * count] or smaller[-1:]
+    candidates = [replace(request, model=name) for name in likely[:_MODELS]]
+    yield from _first(
+        prover, machine, candidates, lambda one: f"{one.model} ({sizes[str(one.model)] / 1e9:.2g} B parameters)"
+    )
+
+
+def _family(model: str | Path) -> tuple[str, str]:
+    """The class, and how the name begins: ``qwen3-8b`` -> qwen. A folder may be called anything."""
+    source = described_source(model)
+    begins = re.match("[a-z]*", source.name.lower())
+    named = not Path(model).exists()
+    return source.architecture, begins[0] if begins and named else ""
+
+
+def in_the_least(machine: Machine, attempt: Callable[[Machine], _T]) -> _T | None:
+    """Return the result of ``attempt`` in the smallest budget of the compute tier under which it succeeds.
+
+    ``attempt`` plans for a machine and raises BudgetError with the smallest bytes where nothing fits; the budget
+    grows to these until a plan is proved. None: the refusals name no smaller budget than the machine's.
+    """
+    compute, budget = machine.hardware.compute, _LEAST_BYTES
+    for _ in range(_TIGHTENINGS):
+        tight = replace(machine, budget_bytes={**machine.budget_bytes, compute: budget})
+        try:
+            return attempt(tight)
+        except BudgetError as error:
+            least = error.smallest_bytes.get(compute, 0)
+            if least <= budget or least >= machine.budget_bytes[compute]:
+                return None
+            budget = least
+    return None

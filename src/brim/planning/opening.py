@@ -1,0 +1,236 @@
+"""Opening the model that generation is planned for: from its files, or from its configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from brim.core.hardware import RAM, VRAM
+from brim.errors import ModelError, UnsupportedError, UsageError
+from brim.estimation.depth import depth_of
+from brim.estimation.models import Source, weight_type
+from brim.estimation.silence import quiet
+from brim.estimation.step_memory import Inputs
+from brim.estimation.steps import Job as Workshop
+from brim.estimation.workload import Workload
+from brim.memory.checkpoint_files import Extent, TensorSource
+from brim.memory.pool import PAGE_BYTES, round_up
+from brim.models.opening import DTYPES, dtype_name, open_model, open_tokenizer, prepare
+from brim.models.weights import by_parameter, materialize
+from brim.planning.file import described_source
+from brim.planning.inference.depth import REGULAR, Shallow
+from brim.planning.inference.warm_up import SLACK_BYTES, most_grown, spent, warm_up
+from brim.planning.request import Machine, Request
+from brim.planning.router_file import Routers, check_routers
+from brim.planning.subject import Subject
+from brim.techniques.blocks import tensor_bytes
+from brim.techniques.experts.technique import find_experts
+from brim.techniques.quantization.technique import quantize_meta
+from brim.techniques.streaming.weight_streaming import Weights
+
+# What a process grows by beside weights and activations on a machine that nobody is at: the module itself, tokenizer
+# and libraries' scratch memory take 90 to 150 MB for models of 0.1 to 8 B on a processor; with a GPU its driver keeps
+# as much again in host memory.
+_IMAGINED_SPENT = {RAM: 256 << 20, VRAM: SLACK_BYTES[VRAM]}
+# The plan's process is not its run: what the two grow by beside tensors has differed by up to 2 MiB.
+_BETWEEN_RUNS_BYTES = 4 << 20
+_PRETENDED = "model.safetensors"
+
+
+class Subjects:
+    """What was opened for one question and its nearest ones: each model in each precision once.
+
+    ``routers`` are those of ``model``.
+    """
+
+    def __init__(self, model: str | Path, routers: Routers | None = None) -> None:
+        self._model, self._routers = str(model), dict(routers or {})
+        self._known: dict[tuple[object, ...], Subject] = {}
+
+    def open(self, request: Request, machine: Machine, precision: str | None = None) -> Subject:
+        """As ``open_subject``."""
+        key = (*_asked(request), precision)
+        if key not in self._known:
+            subject = open_subject(request, machine, precision)
+            if self._routers and str(request.model) == self._model:
+                layers = {layer.path: layer.count for layer in find_experts(subject.module) if not layer.modules}
+                check_routers(self._routers, layers, subject.name)
+                subject = replace(subject, routers=self._routers)
+            self._known[key] = subject
+        subject = self._known[key]
+        return subject if subject.machine == machine else subject.on(machine)
+
+    def of(self, request: Request) -> list[Subject]:
+        """Those that were opened for ``request``."""
+        return [subject for key, subject in self._known.items() if key[:-1] == _asked(request)]
+
+
+def _asked(request: Request) -> tuple[object, ...]:
+    """All that a subject depends on but its precision."""
+    return (str(request.model), request.batch, request.seq, request.new_tokens)
+
+
+def open_subject(request: Request, machine: Machine, precision: str | None = None) -> Subject:
+    """The model of ``request`` in ``precision`` (None: its own).
+
+    A folder or .gguf file in its own precision, asked for or not, is opened as ``brim generate`` does it. Anything
+    else is made from its configuration, its weights taken to lie in one file. Raises UnsupportedError for
+    what does not generate.
+    """
+    inputs = Inputs(batch=request.batch, prompt=request.seq, total=request.seq + request.new_tokens)
+    path = Path(request.model)
+    stored = path.suffix.lower() == ".gguf" or (path.is_dir() and any(path.glob("*.safetensors")))
+    if stored and precision in (None, _stated_precision(described_source(path)) if path.is_dir() else None):
+        opened = _opened(request, machine, inputs)
+        if precision in (None, opened.precision):  # what a configuration says of its weights may be wrong
+            return opened
+    return _made(request, machine, inputs, precision)
+
+
+def _opened(request: Request, machine: Machine, inputs: Inputs) -> Subject:
+    directory = prepare(request.model)
+    start_bytes = machine.start_bytes()
+    with torch.inference_mode(False):
+        opened = open_model(directory)
+        _check_generates(opened.module, opened.name, inputs)
+        materialize(opened.module, opened)
+    weights = Weights(sources=by_parameter(opened))
+    subject = Subject(
+        name=opened.name,
+        module=opened.module,
+        precision=dtype_name(opened.module),
+        own_precision=dtype_name(opened.module),
+        weights=weights,
+        inputs=inputs,
+        machine=machine,
+        host_compute=request.host_compute,
+    )
+    return replace(subject, spent_bytes=_spent(subject, opened, start_bytes))
+
+
+def _spent(subject: Subject, opened: Any, start_bytes: int) -> Mapping[str, int]:
+    """What a run on this machine will have grown by before its first step: the same things are done here."""
+    if not subject.is_here:
+        return _IMAGINED_SPENT
+    try:
+        tokenizer = open_tokenizer(opened)
+    except ModelError:  # ``brim generate`` will say so; ``brim.load`` needs none
+        tokenizer = None
+    warm_up(subject.module, subject.machine.hardware, subject.inputs.prompt * subject.inputs.batch)
+    assert subject.shape is None or subject.shape.layers  # what looking leaves behind is measured too
+    spent_bytes = spent(start_bytes)
+    del tokenizer
+    tokens = subject.inputs.prompt * subject.inputs.batch
+    grown = spent_bytes[RAM]
+    if not subject.machine.left_bytes:  # what measuring left makes it more than a run's
+        grown = most_grown("generate", subject.module, tokens, grown)
+    return {**spent_bytes, RAM: grown + _BETWEEN_RUNS_BYTES}
+
+
+def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | None) -> Subject:
+    source = described_source(request.model)
+    own = _stated_precision(source)
+    meant = precision or own
+    kept = meant if meant in DTYPES else own
+    workload = Workload(
+        task="generate",
+        batch=inputs.batch,
+        seq=inputs.prompt,
+        new_tokens=inputs.total - inputs.prompt,
+        precision="bf16" if kept == "fp16" else kept,
+    )
+    module = _shaped(source, workload, meant, kept)
+    _check_generates(module, source.name, inputs)
+    return Subject(
+        name=source.name,
+        module=module,
+        precision=meant,
+        own_precision=own,
+        weights=Weights(sources=pretended_sources(module)),
+        inputs=inputs,
+        machine=machine,
+        host_compute=request.host_compute,
+        spent_bytes=_IMAGINED_SPENT,
+        shallow=_shallow(source, workload, meant, kept, module),
+    )
+
+
+def _stated_precision(source: Source) -> str:
+    stated = weight_type(source).dtype
+    return next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{stated}"), "fp32")
+
+
+def _shaped(source: Source, workload: Workload, meant: str, kept: str) -> nn.Module:
+    """The module in the precision that is ``meant``, what stays wide in ``kept``; its parameters hold nothing."""
+    with quiet(), torch.device("meta"):
+        module = Workshop(source, workload).module().to(DTYPES[kept]).eval().requires_grad_(False)
+    if meant not in DTYPES:
+        quantize_meta(module, meant)
+        module.requires_grad_(False)
+    _give_shapes(module)
+    return module
+
+
+def _shallow(source: Source, workload: Workload, meant: str, kept: str, module: nn.Module) -> Shallow | None:
+    depth = depth_of(source, module)
+    if depth is None:
+        return None
+    few, more = (
+        _shaped(
+            replace(source, config={**source.config, depth.field: depth.stack.special + REGULAR + add}),
+            workload,
+            meant,
+            kept,
+        )
+        for add in (0, 1)
+    )
+    return Shallow(stack=depth.stack, few=few, more=more)
+
+
+def _give_shapes(module: nn.Module) -> None:
+    """Parameters on meta become parameters on the CPU that hold nothing, as in a model that is about to be loaded."""
+    parameters: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                empty = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                hollow = parameters.setdefault(id(parameter), nn.Parameter(empty, requires_grad=False))
+                owner._parameters[name] = hollow
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                owner._buffers[name] = torch.zeros_like(buffer, device="cpu")
+
+
+def pretended_sources(module: nn.Module) -> dict[str, TensorSource]:
+    """Where weights would lie in one safetensors file, so that moving them is planned as it will be done."""
+    sources, offset = {}, PAGE_BYTES
+    for name, parameter in module.named_parameters():
+        extent = Extent(path=_PRETENDED, offset=offset, bytes=tensor_bytes(parameter))
+        shape = tuple(parameter.shape)
+        sources[name] = TensorSource(name=name, dtype=parameter.dtype, shape=shape, extents=(extent,))
+        offset = round_up(offset + extent.bytes, 64)
+    return sources
+
+
+def _check_generates(module: Any, name: str, inputs: Inputs) -> None:
+    if not (hasattr(module, "can_generate") and module.can_generate()):
+        raise UnsupportedError(
+            f"Cannot plan generation with {name}.",
+            f"{type(module).__name__} does not generate.",
+            "Give a model that does (a causal or an encoder-decoder one).",
+        )
+    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and inputs.total > limit:
+        raise UsageError(
+            f"Cannot plan {inputs.prompt} prompt tokens and {inputs.total - inputs.prompt} new ones with {name}.",
+            f"It takes at most {limit} tokens.",
+            "Give a smaller --seq or --new-tokens.",
+        )
+
+
+__all__ = ["Subjects", "open_subject", "pretended_sources"]

@@ -1,0 +1,131 @@
+"""``brim plan --gpus`` where nothing fits: small changes under which something does, each proved by planning it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from brim import catalog
+from brim.core.hardware import RAM, VRAM
+from brim.errors import BrimError, BudgetError
+from brim.planning.nearest import cards_with, largest
+from brim.units import format_bytes
+
+# A limit in seconds would give other answers on a slower or busier computer.
+_MOST_SEARCHES = 4
+_DOUBLED = 10  # times
+_SHORTEST = 64  # tokens
+_CARDS, _LARGER = 3, 1.25  # so many sizes of cards are tried, each so much larger than the one before
+_SHARE = 0.9  # of a node's RAM that plans take (``request``)
+_FLAGS = ("task", "gpus", "gpu", "gpus_per_node", "seq", "global_batch", "engine", "ram", "ram_gb_per_s", "top")
+
+Options = Mapping[str, Any]
+Search = Callable[[Options], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What to change, and the command that asks for it."""
+
+    change: str
+    command: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Infeasible:
+    """Why nothing fits, the least bytes of each memory that were found, and changes that do."""
+
+    why: str
+    needs_bytes: Mapping[str, int]
+    nearest: tuple[Change, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        changes = [{"change": change.change, "command": change.command} for change in self.nearest]
+        return {"why": self.why, "needs_bytes": dict(self.needs_bytes), "nearest": changes}
+
+
+def infeasible(model: str, options: Options, refusal: BudgetError, plans: Callable[[Options], bool]) -> Infeasible:
+    """The answer where ``options`` were refused. ``plans``: whether a search with other options finds a way; a
+    BrimError means no."""
+    prover = _Prover(plans)
+    changes: list[Change] = []
+    for search in (_more_gpus, _larger_gpus, _shorter, _more_ram):
+        for changed, description in search(options, refusal.smallest_bytes, prover.fits):
+            changes.append(Change(change=description, command=command(model, changed)))
+    why = " ".join(part for part in (refusal.asked, refusal.found) if part)
+    return Infeasible(why=why, needs_bytes=refusal.smallest_bytes, nearest=tuple(changes))
+
+
+def command(model: str, options: Options) -> str:
+    """The command line that asks for ``options``."""
+    words = ["brim", "plan", model]
+    for name in _FLAGS:
+        if options.get(name) is not None:
+            words += [f"--{name.replace('_', '-')}", str(options[name])]
+    return shlex.join(words)
+
+
+class _Prover:
+    """Searches at most ``_MOST_SEARCHES`` times; later options count as not fitting."""
+
+    def __init__(self, plans: Callable[[Options], bool]) -> None:
+        self._plans, self._left = plans, _MOST_SEARCHES
+
+    def fits(self, options: Options) -> bool:
+        if self._left == 0:
+            return False
+        self._left -= 1
+        try:
+            return self._plans({**options, "top": 1})
+        except BrimError:
+            return False
+
+
+_Changes = Iterator[tuple[dict[str, Any], str]]
+
+
+def _more_gpus(options: Options, needs: Mapping[str, int], fits: Search) -> _Changes:
+    """Twice as many, or four times, ...: what is ruled out by its states alone costs no search."""
+    for doubled in range(1, _DOUBLED):
+        changed = {**options, "gpus": options["gpus"] << doubled}
+        if _has_room(changed, needs, options["gpus"]) and fits(changed):
+            yield changed, f"{changed['gpus']:,} GPUs"
+            return
+
+
+def _has_room(changed: Options, needs: Mapping[str, int], gpus: int) -> bool:
+    """Whether what ``gpus`` would have needed each, dealt out evenly, may be on so many."""
+    room = catalog.gpu(changed["gpu"]).capacity_bytes * int(changed["gpus"])
+    return needs.get(VRAM, 0) * gpus <= room
+
+
+def _larger_gpus(options: Options, needs: Mapping[str, int], fits: Search) -> _Changes:
+    mine = catalog.gpu(options["gpu"])
+    least_bytes = max(needs.get(VRAM, 0), mine.capacity_bytes + 1)
+    for _ in range(_CARDS):
+        card = next(iter(cards_with(least_bytes, mine.vendor)), None)
+        if card is None:
+            return
+        changed, least_bytes = {**options, "gpu": card.name}, int(_LARGER * card.capacity_bytes)
+        if fits(changed):
+            more = format_bytes(card.capacity_bytes - mine.capacity_bytes)
+            yield changed, f"{more} more on each GPU, as {card.name} ({format_bytes(card.capacity_bytes)}) has"
+            return
+
+
+def _shorter(options: Options, needs: Mapping[str, int], fits: Search) -> _Changes:
+    tokens = largest(options["seq"], _SHORTEST, lambda count: fits({**options, "seq": count}))
+    if tokens is not None:
+        yield {**options, "seq": tokens}, f"sequences of {tokens:,} tokens"
+
+
+def _more_ram(options: Options, needs: Mapping[str, int], fits: Search) -> _Changes:
+    """Of a node, for shards: what was found to be needed of it."""
+    if RAM not in needs:
+        return
+    gib = -(-int(needs[RAM] / _SHARE) // (1 << 30)) + 1
+    changed = {**options, "ram": f"{gib}GiB"}
+    if fits(changed):
+        yield changed, f"{gib} GiB of RAM in each node"

@@ -1,0 +1,333 @@
+"""The request and the answer of ``brim plan``."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from brim import catalog
+from brim.core import Hardware, Link, Plan, Tier, Timeline
+from brim.core.hardware import DISK, RAM, VRAM
+from brim.errors import UsageError
+from brim.estimation.workload import LARGEST
+from brim.measure.capacity import amount_bytes, free_bytes, resident_bytes
+from brim.measure.probe import probe
+from brim.memory import heap
+from brim.memory.scratch import scratch_folder
+from brim.models.training_model import Method
+from brim.planning.inference.machine import budgets
+from brim.planning.precision_rows import Row
+from brim.planning.seconds.drives import reading_from
+from brim.planning.strategy.effects import Effect
+from brim.techniques.optimizers import OPTIMIZERS
+from brim.techniques.precision import PRECISIONS
+from brim.units import format_bytes, is_share, parse_bytes
+
+TASKS = ("generate", "train")
+PLAN_FILE = "plan.json"  # in commands, until files are named
+PREFERENCES = ("speed", "memory", "quality")
+LOSSY = ("fp8", "int8", "int4")  # of weights that were trained in 16 bits or more
+PRECISIONS_OF = {"generate": ("fp32", "bf16", "fp16", *LOSSY), "train": PRECISIONS}
+
+# A drive on four lanes of PCIe 3 has 3.9 GB/s at most (PCI-SIG).
+_DRIVE_BYTES_PER_S = 3.2e9
+_DISK_BYTES = 1 << 40
+_FREE_SHARE = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request to ``brim.plan``; each field is its argument of that name."""
+
+    model: str | Path
+    task: str = "generate"
+    gpu: str | None = None
+    vram: str | int | None = None
+    ram: str | int | None = None
+    ram_gb_per_s: float | None = None
+    disk: str | int | None = None
+    batch: int = 1
+    seq: int = 1024
+    new_tokens: int = 128
+    precision: str | None = None
+    optimizer: str = "adamw"
+    method: Method = "full"
+    prefer: str = "speed"
+    lossless: bool = False
+    host_compute: bool = True
+    top: int = 5
+
+    def check(self) -> None:
+        """Raise UsageError for values that are not allowed."""
+        for option, value, allowed in (
+            ("--task", self.task, TASKS),
+            ("--optimizer", self.optimizer, OPTIMIZERS),
+            ("--method", self.method, ("full", "lora")),
+            ("--precision", self.precision or "fp32", PRECISIONS_OF.get(self.task, ())),
+            ("--prefer", self.prefer, PREFERENCES),
+        ):
+            if value not in allowed:
+                raise UsageError(f"{option} {value} was given.", f"Allowed are {', '.join(allowed)}.")
+        for option, number in (
+            ("--batch", self.batch),
+            ("--seq", self.seq),
+            ("--new-tokens", self.new_tokens),
+            ("--top", self.top),
+        ):
+            if not 1 <= number <= LARGEST:
+                raise UsageError(f"{option} {number} was given.", f"It must be a whole number, 1 to {LARGEST:,}.")
+        if self.lossless and self.precision in LOSSY:
+            raise UsageError(f"Cannot use --precision {self.precision} with --lossless.", "It rounds weights.")
+
+    def command(self) -> str:
+        """The command line that asks this."""
+        words = ["brim", "plan", str(self.model), "--task", self.task]
+        for option_field in fields(self):
+            value = getattr(self, option_field.name)
+            if option_field.name in ("model", "task") or value == option_field.default:
+                continue
+            option = f"--{option_field.name.replace('_', '-')}"
+            if option_field.name in (VRAM, RAM, DISK):
+                value = exact_bytes(value)
+            if isinstance(value, bool):
+                words.append(option if value else f"--no-{option.removeprefix('--')}")
+            else:
+                words += [option, str(value)]
+        return shlex.join(words)
+
+
+def exact_bytes(amount: str | int) -> str:
+    """Bytes in the largest unit that says them exactly: ``"12GiB"``. A share stays as it was written."""
+    if is_share(amount):
+        return str(amount)
+    count = parse_bytes(amount)
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if count and count % size == 0:
+            return f"{count // size}{unit}"
+    return str(count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The machine that is planned for.
+
+    Attributes:
+        hardware: Its tiers, links and rates.
+        budget_bytes: What may be used of each tier (``"vram"``, ``"ram"``, ``"disk"``).
+        assumed: Which figures nobody measured, a sentence each.
+        left_bytes: What measuring it has left in this process, where that was done just now.
+    """
+
+    hardware: Hardware
+    budget_bytes: Mapping[str, int]
+    assumed: tuple[str, ...] = ()
+    left_bytes: int = field(default=0, compare=False)
+
+    def start_bytes(self) -> int:
+        """The resident set that this process would have if it had found the machine known.
+
+        A run does, so what it grows by is counted from there: what measuring warmed up and left would hide some.
+        """
+        return resident_bytes() - self.left_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """One way that fits.
+
+    Attributes:
+        plan: Decisions and promise; ``brim generate --plan`` and ``brim train --plan`` run exactly this.
+        step_s: Seconds of a step; when generating, of a token of each sequence.
+        limited_by: What sets the pace: ``"compute"``, ``"link"``, ``"disk"`` or ``"RAM"``.
+        techniques: What each technique saves and costs.
+        command: A command line that runs it.
+        gap: How far the plan may be from the best, as a share of its seconds.
+        proved: Whether the step was traced with the plan in force.
+        hardware: The part of the machine that it uses, where that is not all of it: its processor alone.
+        precision: The precision, where the planner chose another than the model's own.
+        frees: What else would make room in some tier, and what it would cost.
+        timeline: What its schedule says that the machine does, for reports.
+    """
+
+    plan: Plan
+    step_s: float
+    limited_by: str
+    techniques: Sequence[Effect]
+    command: str
+    gap: float = 0.0
+    proved: bool = True
+    hardware: Hardware | None = None
+    precision: str | None = None
+    frees: Sequence[Effect] = ()
+    timeline: Timeline | None = field(default=None, compare=False, repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "peak_bytes": dict(self.plan.promise.peak_bytes),
+            "step_s": self.step_s,
+            "limited_by": self.limited_by,
+            "techniques": [effect.to_json() for effect in self.techniques],
+            "frees": [effect.to_json() for effect in self.frees],
+            "command": self.command,
+            "gap": self.gap,
+            "proved": self.proved,
+            "plan": self.plan.to_json(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nearest:
+    """A change under which it fits.
+
+    Attributes:
+        change: What to change, in words.
+        command: The command line that asks for it.
+    """
+
+    change: str
+    command: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What ``brim.plan`` found.
+
+    Attributes:
+        request: What was asked.
+        machine: What was planned for.
+        precision: The precision of plans that name no other, and where it is from.
+        proposals: The ways that fit, the best first; empty where none does.
+        needs_bytes: Where nothing fits: the least that was found of each tier.
+        nearest: Where nothing fits: changes under which something would.
+        refusal: Where nothing fits: why, in words.
+        took_s: Seconds that the answer took.
+        precisions: What each kind of block takes in several precisions, where fewer bits were considered or asked
+            about.
+    """
+
+    request: Request
+    machine: Machine
+    proposals: Sequence[Proposal]
+    needs_bytes: Mapping[str, int] = field(default_factory=dict)
+    nearest: Sequence[Nearest] = ()
+    refusal: str = ""
+    took_s: float = 0.0
+    precisions: Sequence[Row] = ()
+    precision: tuple[str, str] = ("", "")
+
+    def tokens_per_s(self, proposal: Proposal) -> float:
+        """Tokens that a step of ``proposal`` works on (one per sequence when generating), by its seconds."""
+        request = self.request
+        tokens = request.batch * (request.seq if request.task == "train" else 1)
+        return tokens / proposal.step_s if proposal.step_s else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As ``brim plan --json`` prints it."""
+        infeasible = None
+        if not self.proposals:
+            nearest = [{"change": n.change, "command": n.command} for n in self.nearest]
+            infeasible = {"why": self.refusal, "needs_bytes": dict(self.needs_bytes), "nearest": nearest}
+        return {
+            "model": str(self.request.model),
+            "task": self.request.task,
+            "hardware": self.machine.hardware.name,
+            "budget_bytes": dict(self.machine.budget_bytes),
+            "precision": self.precision[0],
+            "precision_origin": self.precision[1],
+            "assumed": list(self.machine.assumed),
+            "plans": [p.to_json() | {"tokens_per_s": self.tokens_per_s(p)} for p in self.proposals],
+            "infeasible": infeasible,
+            "precisions": [row.to_json() for row in self.precisions],
+            "took_s": self.took_s,
+        }
+
+
+def machine_of(request: Request) -> Machine:
+    """The machine to plan for, with a budget for every tier.
+
+    Without a GPU's name it is this one. Where this one has no CUDA and VRAM was given, the smallest GPU of the
+    catalog that has as much stands for the one that is meant.
+    """
+    if request.gpu is None and request.vram is None:
+        return _this(request)
+    if request.gpu is None:
+        here = probe()
+        if here.compute == VRAM:
+            return _this(request)
+    return _imagined(request, _card(request))
+
+
+def ram_option(machine: Machine, budget_bytes: int) -> int:
+    """What ``--ram`` is for a budget: of this machine the budget itself, of another one all that it has."""
+    return math.ceil(budget_bytes / _FREE_SHARE) if machine.assumed else budget_bytes
+
+
+def _this(request: Request) -> Machine:
+    heap.trim()  # or holes in the heap would hide what measuring leaves
+    before_bytes = resident_bytes()
+    hardware = probe()
+    if request.task == "generate":  # what a training streams it writes anew
+        hardware = reading_from(hardware, Path(request.model))
+    heap.trim()
+    left_bytes = max(0, resident_bytes() - before_bytes)
+    budget = budgets(hardware, request.vram, request.ram)
+    if request.disk is not None:
+        budget[DISK] = amount_bytes(request.disk, DISK, directory=scratch_folder())
+    elif request.task == "train":  # where states would go, if they did
+        budget[DISK] = int(free_bytes(DISK, directory=scratch_folder()) * _FREE_SHARE)
+    return Machine(hardware=hardware, budget_bytes=budget, left_bytes=left_bytes)
+
+
+def _card(request: Request) -> catalog.Gpu:
+    if request.gpu is not None:
+        return catalog.gpu(request.gpu)
+    assert request.vram is not None
+    vram_bytes = parse_bytes(request.vram)
+    cards = [catalog.gpu(name) for name in catalog.gpu_names()]
+    fitting = [card for card in cards if card.capacity_bytes >= vram_bytes * 0.97 and card.pcie_bytes_per_s]
+    if not fitting:
+        raise UsageError(f"{format_bytes(vram_bytes)} of VRAM were given.", "No GPU of the catalog has that much.")
+    return min(fitting, key=lambda card: (card.capacity_bytes, "Laptop" in card.name, card.name))
+
+
+def host_assumed(host: catalog.Host, gpus: int, *, ram: str | int | None, ram_gb_per_s: float | None) -> list[str]:
+    """Which figures of RAM beside ``gpus`` GPUs nobody gave, and where they are from, in a sentence."""
+    parts = [] if ram is not None else [f"{format_bytes(host.ram_of(gpus))} of RAM"]
+    parts += [] if ram_gb_per_s is not None else [f"RAM that moves {host.rate_of(gpus) / 1e9:.0f} GB/s"]
+    if not parts:
+        return []
+    machine = (
+        "a desktop that nobody measured" if host.gpus is None else f"{gpus} of the {host.gpus} GPUs of {host.name}"
+    )
+    if host.gpus == 1:
+        machine = host.name
+    options = " and ".join(
+        name for name, given in (("--ram", ram), ("--ram-gb-per-s", ram_gb_per_s)) if given is None
+    )
+    return [f"{' and '.join(parts)}, as beside {machine} (else give {options})"]
+
+
+def _imagined(request: Request, card: catalog.Gpu) -> Machine:
+    host = catalog.host_of(card)
+    ram = host.ram_of(1) if request.ram is None else parse_bytes(request.ram)
+    rate = host.rate_of(1) if request.ram_gb_per_s is None else request.ram_gb_per_s * 1e9
+    disk = _DISK_BYTES if request.disk is None else parse_bytes(request.disk)
+    if not card.pcie_bytes_per_s:
+        raise UsageError(f"Cannot plan for {card.name}.", "The rate of its link to the host is not known.")
+    base = card.hardware(ram_bytes=ram, ram_bytes_per_s=rate, link_bytes_per_s=host.link_bytes_per_s)
+    links = tuple(Link(source=a, target=b, bytes_per_s=_DRIVE_BYTES_PER_S) for a, b in ((DISK, RAM), (RAM, DISK)))
+    hardware = replace(base, tiers=(*base.tiers, Tier(name=DISK, capacity_bytes=disk)), links=(*base.links, *links))
+    free = card.capacity_bytes - card.context().bytes
+    vram = free if request.vram is None else min(free, parse_bytes(request.vram, card.capacity_bytes))
+    assumed = [
+        *([] if request.gpu is not None else [f"the GPU is as fast as {card.name}"]),
+        *host_assumed(host, 1, ram=request.ram, ram_gb_per_s=request.ram_gb_per_s),
+        f"the drive moves {_DRIVE_BYTES_PER_S / 1e9:.1f} GB/s",
+        *([] if request.disk is not None else [f"{format_bytes(_DISK_BYTES)} of disk"]),
+    ]
+    budget = {VRAM: vram, RAM: int(ram * _FREE_SHARE), DISK: disk}
+    return Machine(hardware=hardware, budget_bytes=budget, assumed=tuple(assumed))

@@ -1,0 +1,322 @@
+"""What each choice for a training step holds per tier and moment, and what it takes per lane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, pairwise, product
+
+from brim.core import Hardware, Link
+from brim.core.hardware import DISK, RAM
+from brim.planning.solver.problem import SERIAL, BlockClass, Column, Pool, Problem
+from brim.planning.solver.schedule import COMPUTE, way
+from brim.planning.solver.step_profile import (
+    BACKWARD,
+    FULL,
+    KEEP,
+    MOMENTS,
+    OFFLOAD,
+    SELECTIVE,
+    UPDATE,
+    BlockProfile,
+    Frame,
+    Limits,
+    Shape,
+    StepProfile,
+    Way,
+)
+from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM, RESIDENT
+
+CPU = "cpu"  # the lane of updates by the processor beside a GPU
+WHOLE = ""  # the class of what is chosen once for the whole model
+_RING, _AGAIN, _WINDOW = "ring", "recompute", "window"
+_WINDOW_SLOTS = 2
+
+Held = dict[tuple[str, str], int]  # (tier, moment) -> bytes
+
+
+def problem(
+    profile: StepProfile, hardware: Hardware, limits: Limits, shape: Shape, frames: Mapping[str, Frame]
+) -> Problem:
+    """The program of one shape: a class for every kind of block, and one for the model as a whole."""
+    whole = BlockClass(
+        name=WHOLE,
+        count=1,
+        columns=[_whole_column(name, profile, hardware, frame) for name, frame in frames.items()],
+    )
+    micro, passes = profile.at(shape.micro_batch), profile.passes(shape.micro_batch)
+    classes = [
+        BlockClass(
+            name=members[0].name,
+            count=len(members),
+            columns=[
+                _column(members[0], weights, kept, hardware, passes)
+                for weights, kept in choices(members[0], hardware.compute, limits)
+            ],
+        )
+        for members in kinds(micro.blocks)
+    ]
+    fixed = dict(profile.spent_bytes)
+    for tier, more in limits.corrections.items():
+        fixed[tier] = fixed.get(tier, 0) + more
+    return Problem(
+        classes=[whole, *classes],
+        budget_bytes={_at(tier, moment): n for tier, n in limits.budget_bytes.items() for moment in MOMENTS},
+        fixed_bytes={_at(tier, moment): n for tier, n in fixed.items() for moment in MOMENTS},
+        fixed_s={COMPUTE: sum(micro.outside_s) * passes},
+        pools=_pools(hardware.compute, shape.slots),
+    )
+
+
+def _pools(compute: str, slots: int) -> tuple[Pool, ...]:
+    return (
+        Pool(name=_RING, tiers=[_at(compute, moment) for moment in MOMENTS], slots=slots),
+        Pool(name=_AGAIN, tiers=[_at(compute, BACKWARD)], slots=1),
+        Pool(name=_WINDOW, tiers=[_at(compute, BACKWARD)], slots=_WINDOW_SLOTS),
+    )
+
+
+def frames(hardware: Hardware, limits: Limits, profile: StepProfile, shape: Shape) -> dict[str, Frame]:
+    """What could be chosen for the whole model within a shape, by name."""
+    away = (DISK,) if hardware.compute == RAM else (RAM, DISK)
+    frames_by_name = {}
+    for chunked, in_backward, gradients in product(
+        (False, True) if profile.head_bytes else (False,), (False, True), (KEEP, *away)
+    ):
+        never_whole = in_backward and shape.micro_batch == profile.batch  # gradients are used up as they come
+        if gradients != KEEP and (shape.states == KEEP or never_whole):
+            continue
+        if shape.in_backward not in (None, in_backward):
+            continue
+        frame = Frame(
+            micro_batch=shape.micro_batch,
+            slots=shape.slots,
+            states=shape.states,
+            chunked=chunked,
+            in_backward=in_backward,
+            gradients=gradients,
+        )
+        if limits.allow(frame):
+            frames_by_name[f"{chunked} {in_backward} {gradients}"] = frame
+    return frames_by_name
+
+
+def choices(block: BlockProfile, compute: str, limits: Limits) -> Iterator[tuple[str, str]]:
+    """What may be done with a block's weights and activations."""
+    homes: tuple[str, ...] = (FROM_DISK,) if compute == RAM else (FROM_RAM, FROM_DISK)
+    for weights in (RESIDENT, *(homes if limits.streams else ())):
+        for kept in limits.activations:
+            if kept == OFFLOAD and not block.offload_bytes:
+                continue
+            if kept in (SELECTIVE, FULL) and kept not in block.kept_bytes:
+                if KEEP not in limits.activations:  # the user chose it, but this block does not have it
+                    yield weights, KEEP
+                continue
+            yield weights, kept
+
+
+def kinds(blocks: Sequence[BlockProfile]) -> list[list[BlockProfile]]:
+    """Blocks that are alike, together; those of one kind in forward order."""
+    ordered = sorted(blocks, key=lambda block: repr(block.kind()))
+    return [list(members) for _, members in groupby(ordered, key=BlockProfile.kind)]
+
+
+def held_bytes(profile: StepProfile, hardware: Hardware, made: Way) -> Held:
+    """What ``made`` holds in each tier at each moment, as far as the profile knows; the program's own included."""
+    micro, compute = profile.at(made.frame.micro_batch), hardware.compute
+    sizes: Held = {}
+    pools: dict[str, int] = {}
+    for (tier, moment), count in whole_bytes(profile, compute, made.frame).items():
+        sizes[tier, moment] = sizes.get((tier, moment), 0) + count
+    for block in micro.blocks:
+        slots = block_bytes(block, made.weights[block.name], made.activations[block.name], compute, sizes)
+        for name, count in slots.items():
+            pools[name] = max(pools.get(name, 0), count)
+    for pool in _pools(compute, made.frame.slots):
+        for place in pool.tiers:
+            tier, _, moment = place.partition("@")
+            sizes[tier, moment] = sizes.get((tier, moment), 0) + pool.slots * pools.get(pool.name, 0)
+    for tier, count in profile.spent_bytes.items():
+        for moment in MOMENTS:
+            sizes[tier, moment] = sizes.get((tier, moment), 0) + count
+    return sizes
+
+
+def peak_bytes(held: Held) -> dict[str, int]:
+    """The larger of the moments, per tier."""
+    peaks: dict[str, int] = {}
+    for (tier, _), count in held.items():
+        peaks[tier] = max(peaks.get(tier, 0), count)
+    return peaks
+
+
+def _at(tier: str, moment: str) -> str:
+    return f"{tier}@{moment}"
+
+
+# -- the model as a whole
+
+
+def _whole_column(name: str, profile: StepProfile, hardware: Hardware, frame: Frame) -> Column:
+    """What lies beside blocks, and the optimizer: beside backward where each block is updated in it, else after."""
+    sizes = whole_bytes(profile, hardware.compute, frame)
+    lanes = update_lanes(profile, hardware, frame)
+    if not frame.in_backward:
+        lanes = {SERIAL: max(lanes.values(), default=0.0)}
+    if frame.chunked:
+        more = profile.at(frame.micro_batch).head_s * profile.passes(frame.micro_batch)
+        lanes[COMPUTE] = lanes.get(COMPUTE, 0.0) + more
+    return Column(name=name, bytes={_at(*place): n for place, n in sizes.items()}, seconds=lanes)
+
+
+def whole_bytes(profile: StepProfile, compute: str, frame: Frame) -> Held:
+    """What lies in each tier at each moment beside blocks' weights and activations."""
+    sizes = _fixed_bytes(profile, compute, frame)
+    micro = profile.at(frame.micro_batch)
+    blocks = sum(b.kept_bytes[KEEP] for b in micro.blocks) + (micro.head_bytes if frame.chunked else 0)
+    key = (compute, BACKWARD)
+    sizes[key] = sizes.get(key, 0) + max(0, micro.activation_bytes - blocks)
+    return sizes
+
+
+def _fixed_bytes(profile: StepProfile, compute: str, frame: Frame) -> Held:
+    loose = profile.weight_bytes - sum(block.bytes for block in profile.blocks)
+    fixed: Held = {}
+
+    def add(tier: str, moment: str, count: int) -> None:
+        fixed[tier, moment] = fixed.get((tier, moment), 0) + count
+
+    states, gradients = frame.homes(compute)
+    largest = max((block.trained_bytes for block in profile.blocks), default=0)
+    for moment in MOMENTS:
+        add(compute, moment, loose)
+        add(states, moment, profile.state_bytes)
+    accumulates = frame.micro_batch < profile.batch
+    if accumulates:
+        add(gradients, BACKWARD, profile.gradient_bytes)
+    if not accumulates or gradients != compute:  # what is there before the first block's backward
+        add(compute, BACKWARD, min(profile.early_gradient_bytes, profile.gradient_bytes))
+    whole = not frame.in_backward or accumulates
+    add(gradients if whole else compute, UPDATE, profile.gradient_bytes if whole else largest)
+    if frame.gradients != KEEP:
+        add(compute, UPDATE, largest)
+    add(compute, UPDATE, profile.update_bytes if frame.states == KEEP else 0)
+    return fixed
+
+
+def update_lanes(profile: StepProfile, hardware: Hardware, frame: Frame) -> dict[str, float]:
+    """Seconds of the optimizer by lane, the bytes that it moves included."""
+    compute, lanes = hardware.compute, dict[str, float]()
+    if compute == RAM or frame.states == KEEP:
+        lanes[COMPUTE] = profile.update_s
+    else:  # read weights, gradients and two states, write all but gradients (torch's fused Adam), beside RAM's rate
+        touched = 2 * (profile.gradient_bytes + profile.state_bytes) + profile.gradient_bytes
+        lanes[CPU] = touched / (hardware.tier(RAM).bytes_per_s or 1.0)
+    for pair, count in update_moves(profile, compute, frame).items():
+        lanes[way(*pair)] = count / rate(hardware, *pair)
+    return lanes
+
+
+def update_moves(profile: StepProfile, compute: str, frame: Frame) -> dict[tuple[str, str], int]:
+    """Bytes that the optimizer, and gradients on their way to it, move over each link in a step."""
+    moves: dict[tuple[str, str], int] = {}
+
+    def move(source: str, target: str, count: int) -> None:
+        moves[source, target] = moves.get((source, target), 0) + count
+
+    if compute != RAM and frame.states != KEEP:
+        move(compute, RAM, profile.gradient_bytes)
+        move(RAM, compute, profile.gradient_bytes)
+    if frame.states == DISK:
+        move(DISK, RAM, profile.state_bytes)
+        move(RAM, DISK, profile.state_bytes)
+    if frame.gradients == DISK:
+        passes = profile.passes(frame.micro_batch)  # what one pass wrote, the next one reads to add to it
+        move(RAM, DISK, passes * profile.gradient_bytes)
+        move(DISK, RAM, passes * profile.gradient_bytes)
+    return moves
+
+
+def moved_bytes(profile: StepProfile, hardware: Hardware, made: Way) -> int:
+    """What a step under ``made`` moves over links, all of them together."""
+    micro, passes, compute = (
+        profile.at(made.frame.micro_batch),
+        profile.passes(made.frame.micro_batch),
+        hardware.compute,
+    )
+    count = sum(update_moves(profile, compute, made.frame).values())
+    for block in micro.blocks:
+        count += sum(weight_moves(block, made.weights[block.name], compute, passes).values())
+        if made.activations[block.name] == OFFLOAD:
+            count += 2 * passes * block.offload_bytes
+    return count
+
+
+def rate(hardware: Hardware, source: str, target: str) -> float:
+    """Bytes per second of a link; a way that was not measured is taken to be as fast as the other."""
+    return _link(hardware, source, target).bytes_per_s
+
+
+def copy_s(hardware: Hardware, source: str, target: str, count: int) -> float:
+    """Seconds of one copy of ``count`` bytes."""
+    return _link(hardware, source, target).seconds(count)
+
+
+def _link(hardware: Hardware, source: str, target: str) -> Link:
+    existing = {(link.source, link.target) for link in hardware.links}
+    return hardware.link(*((source, target) if (source, target) in existing else (target, source)))
+
+
+# -- single blocks
+
+
+def weight_moves(block: BlockProfile, choice: str, compute: str, passes: int) -> dict[tuple[str, str], int]:
+    """Bytes of a block's weights over each link in a step: to forward and backward of each pass, and back."""
+    if choice == RESIDENT:
+        return {}
+    path = [RAM, compute] if choice == FROM_RAM else [DISK, compute] if compute == RAM else [DISK, RAM, compute]
+    moves = dict.fromkeys(pairwise(path), 2 * passes * block.bytes)
+    if block.trained_bytes:
+        moves |= {(b, a): block.trained_bytes for a, b in pairwise(path)}
+    return moves
+
+
+def _column(block: BlockProfile, weights: str, kept: str, hardware: Hardware, passes: int) -> Column:
+    """``block`` is as in one of the ``passes``."""
+    compute = hardware.compute
+    sizes: Held = {}
+    slots = block_bytes(block, weights, kept, compute, sizes)
+    lanes = {COMPUTE: (block.forward_s + block.backward_s + block.again_s.get(kept, 0.0)) * passes}
+    if kept == OFFLOAD:
+        away = DISK if compute == RAM else RAM
+        for pair in ((compute, away), (away, compute)):
+            lanes[way(*pair)] = passes * copy_s(hardware, *pair, block.offload_bytes)
+    for pair, count in weight_moves(block, weights, compute, passes).items():
+        each = min(count, block.bytes)
+        copies_s = count / each * copy_s(hardware, *pair, each) if each else 0.0
+        lanes[way(*pair)] = lanes.get(way(*pair), 0.0) + copies_s
+    places = {_at(*place): count for place, count in sizes.items()}
+    return Column(name=f"{weights} {kept}", bytes=places, seconds=lanes, slot_bytes=slots)
+
+
+def block_bytes(block: BlockProfile, weights: str, kept: str, compute: str, held: Held) -> dict[str, int]:
+    """Add to ``held`` what the block holds; returned is what it needs of each pool."""
+    slots: dict[str, int] = {}
+
+    def add(tier: str, moment: str, count: int) -> None:
+        held[tier, moment] = held.get((tier, moment), 0) + count
+
+    add(compute, BACKWARD, block.saved_bytes(kept))
+    if kept in (SELECTIVE, FULL):
+        slots[_AGAIN] = max(0, block.kept_bytes[KEEP] - block.saved_bytes(kept))
+    if weights != RESIDENT:
+        slots[_RING] = block.bytes
+    if kept == OFFLOAD:
+        slots[_WINDOW] = block.offload_bytes
+    for moment in MOMENTS:
+        if weights in (RESIDENT, FROM_RAM):
+            add(compute if weights == RESIDENT else RAM, moment, block.bytes)
+        elif block.trained_bytes:  # what is never changed stays in the checkpoint
+            add(DISK, moment, block.bytes)
+        if kept == OFFLOAD:
+            add(DISK if compute == RAM else RAM, moment, block.offload_bytes)
+    return slots

@@ -1,0 +1,267 @@
+"""Where blocks are to lie, as a linear program over their kinds: exact, and with a bound on what is possible.
+
+A pass lasts at least as long as its chain of computation, as each link is busy, and as RAM is read, by the processor
+or by a link, which slow each other. So with blocks that the processor may compute, what is decided is how much each
+of them gets: both end together where that is the fastest. Which blocks of a kind they are is another question: a
+link that has filled its ring waits. So blocks change places for as long as the simulated pass comes nearer to the
+bound.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from brim.core import Hardware
+from brim.core.hardware import DISK, RAM
+from brim.planning.solver.passes import (
+    CPU,
+    STAGING,
+    BlockCost,
+    Job,
+    bus_bytes_per_s,
+    chain_s,
+    contention,
+    move_s,
+    pass_s,
+    ways_of,
+)
+from brim.planning.solver.problem import Beside, BlockClass, Column, Counts, Pool, Problem
+from brim.planning.solver.schedule import COMPUTE, way
+from brim.planning.solver.search import solve
+from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
+
+_RING, _STAGING, _ACTIVATIONS = "ring", "staging", "activations in RAM"
+_LOADING = f"{RAM}@loading"  # RAM while residents pass through it
+_READ = "ram is read"
+_SLOTS = (2, 3, 4)
+_TRIED_BLOCKS = 40_000  # in simulated passes, of blocks that change places: about a second
+_MENDED = 1e-2  # of a pass, is what such changes save at most, mostly
+_PLACES = 4  # with one of the nearest so many: far ones change more than they mend
+_ALIKE = 1e-3  # of a pass: for less, each kind is spread by itself
+_NEAR = 4e-3  # of the bound: nearer than that nothing is looked for
+_LOOKUP_S = 1e-4  # a page of a drive: what rests there for nothing would be dearer than in RAM that is free
+
+Kinds = dict[tuple[object, ...], list[BlockCost]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """Block -> choice, and the depth of the ring. Nothing that fits has a pass below ``bound_s``."""
+
+    choices: Mapping[str, str]
+    slots: int
+    bound_s: float
+    gap: float
+
+
+def least_s(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], allowed: Collection[str]) -> float:
+    """No placement that fits has a shorter pass; infinite where none fits."""
+    kinds, bounds = _kinds(job), [float("inf")]
+    for slots in (0, *_SLOTS):
+        solution = solve(_problem(job, kinds, hardware, budget_bytes, allowed, slots), traffic=0.0)
+        bounds += [] if solution is None else [solution.bound_s]
+    return min(bounds)
+
+
+def placements(
+    job: Job,
+    hardware: Hardware,
+    budget_bytes: Mapping[str, int],
+    allowed: Collection[str],
+    *,
+    known_s: float = float("inf"),
+) -> Iterator[Placed]:
+    """The best placement for each depth of the ring, and without one. Only ``allowed`` choices are made.
+
+    ``known_s``: what others reach already, so that no time goes to what is far from it.
+    """
+    kinds, solutions = _kinds(job), []
+    for slots in (0, *_SLOTS):
+        solution = solve(_problem(job, kinds, hardware, budget_bytes, allowed, slots))
+        if solution is not None:
+            solutions.append((slots, solution, _spread(job, hardware, kinds, solution.counts, slots)))
+    for slots, solution, placed in sorted(solutions, key=lambda entry: entry[2][1]):
+        if solution.bound_s < known_s and placed[1] <= (1 + _MENDED) * known_s:
+            placed = _changed(job, hardware, kinds, placed, slots, solution.bound_s * (1 + _NEAR))
+        choices, seconds = placed
+        streams = any(b.uses and ways_of(choices[b.name], hardware.compute) for b in job.blocks)
+        if bool(slots) == streams:
+            known_s = min(known_s, seconds)
+            yield Placed(choices=choices, slots=slots, bound_s=solution.bound_s, gap=solution.gap)
+
+
+def _changed(
+    job: Job, hardware: Hardware, kinds: Kinds, placed: tuple[dict[str, str], float], slots: int, enough_s: float
+) -> tuple[dict[str, str], float]:
+    """``placed`` (choices, and seconds of the pass) after some blocks of a kind have changed places.
+
+    A few are tried at random, always the same: each try is a simulated pass. What takes longer is taken back.
+    """
+    choices, seconds = placed
+    drawn = random.Random(0)
+    alike = [[b.name for b in blocks] for blocks in kinds.values() if blocks[0].uses]
+    mixed = [names for names in alike if len({choices[name] for name in names}) > 1]
+    for _ in range(_TRIED_BLOCKS // len(job.blocks) if mixed else 0):
+        if seconds <= enough_s:
+            break
+        first, second = _neighbours(drawn, drawn.choice(mixed), choices)
+        tried = {**choices, first: choices[second], second: choices[first]}
+        took_s, _ = pass_s(job, hardware, tried, slots)
+        if took_s <= seconds:
+            choices, seconds = tried, took_s
+    return choices, seconds
+
+
+def _neighbours(drawn: random.Random, names: Sequence[str], choices: Mapping[str, str]) -> tuple[str, str]:
+    """Two of ``names``, treated differently and not far from each other."""
+    at = drawn.randrange(len(names))
+    others = [index for index, name in enumerate(names) if choices[name] != choices[names[at]]]
+    nearest = sorted(others, key=lambda index: abs(index - at))[:_PLACES]
+    return names[at], names[drawn.choice(nearest)]
+
+
+def _kinds(job: Job) -> Kinds:
+    """Blocks that are alike."""
+    kinds: Kinds = {}
+    for block in job.blocks:
+        times = (f"{block.compute_s:.6g}", f"{block.cpu_s:.6g}", f"{block.overhead_s:.6g}", f"{block.likely:.6g}")
+        kinds.setdefault((block.bytes, block.uses, block.cpu_bytes, *times), []).append(block)
+    return kinds
+
+
+def _problem(
+    job: Job,
+    kinds: Kinds,
+    hardware: Hardware,
+    budget_bytes: Mapping[str, int],
+    allowed: Collection[str],
+    slots: int,
+) -> Problem:
+    compute = hardware.compute
+    choices = [choice for choice in allowed if slots or choice in (RESIDENT, COMPUTE_RAM)]
+    classes = []
+    for name, blocks in kinds.items():
+        # A table that is only looked up in may rest wherever it likes.
+        possible = choices if blocks[0].uses else [RESIDENT, FROM_DISK, *([FROM_RAM] if compute != RAM else [])]
+        columns = [column for choice in possible for column in _columns(job, blocks[0], choice, hardware)]
+        classes.append(BlockClass(name=repr(name), count=len(blocks), columns=columns))
+    fixed = {compute: job.overhead_bytes(compute) + job.fixed_bytes + job.step_bytes}
+    budget = {tier: budget_bytes[tier] for tier in {compute, RAM}}
+    pools = [Pool(name=_RING, tiers=(compute,), slots=slots)]
+    if compute != RAM:
+        fixed |= {RAM: job.overhead_bytes(RAM), _LOADING: job.overhead_bytes(RAM) + job.passage_bytes}
+        budget[_LOADING] = budget[RAM]
+        pools.append(Pool(name=_STAGING, tiers=(RAM, _LOADING), slots=STAGING))
+        pools.append(Pool(name=_ACTIVATIONS, tiers=(RAM,), slots=1))
+    return Problem(
+        classes=classes,
+        budget_bytes=budget,
+        fixed_bytes=fixed,
+        fixed_s={COMPUTE: job.fixed_compute_s},
+        pools=pools,
+        beside=_beside(job, hardware) if compute != RAM and COMPUTE_RAM in choices else None,
+    )
+
+
+def _beside(job: Job, hardware: Hardware) -> Beside:
+    """The processor's blocks and the link read one RAM. While the processor has a block, no slot is released."""
+    shares = contention(hardware) if job.beside is None else job.beside
+    link = hardware.link(RAM, hardware.compute)
+    lane = way(RAM, hardware.compute)
+    uses = max((block.uses for block in job.blocks), default=1)
+    return Beside(
+        chain=COMPUTE,
+        columns={COMPUTE_RAM},
+        other=lane,
+        part_share=shares.get((CPU, lane), 1.0),
+        other_share=shares.get((lane, CPU), 1.0),
+        pool=_RING,
+        s_per_byte=uses / link.bytes_per_s,
+        slot_s=uses * link.latency_s,
+    )
+
+
+def _columns(job: Job, block: BlockCost, choice: str, hardware: Hardware) -> Iterator[Column]:
+    compute = hardware.compute
+    if choice == COMPUTE_RAM and (not block.cpu_s or compute == RAM):
+        return
+    if choice == FROM_RAM and compute == RAM:
+        return
+    bytes_by_choice = {RESIDENT: {compute: block.bytes}, FROM_RAM: {RAM: block.bytes}, FROM_DISK: {}}
+    bytes_by_choice[COMPUTE_RAM] = {RAM: block.bytes + block.cpu_bytes}
+    if not block.uses:
+        seconds = {way(DISK, RAM): _LOOKUP_S} if choice == FROM_DISK else {}
+        yield Column(name=choice, bytes=bytes_by_choice[choice], seconds=seconds)
+        return
+    seconds = {COMPUTE: chain_s(block, choice)}
+    ways = ways_of(choice, compute)
+    for source, target in ways:
+        seconds[way(source, target)] = move_s(block, hardware, source, target)
+    rate = bus_bytes_per_s(hardware) if compute != RAM else 0.0
+    if rate and choice != RESIDENT:
+        seconds[_READ] = block.moved_bytes / rate
+    slot_bytes = {_RING: block.bytes} if ways else {}
+    if choice == COMPUTE_RAM and job.cpu_step_bytes:
+        slot_bytes[_ACTIVATIONS] = job.cpu_step_bytes
+    if (DISK, RAM) in ways and compute != RAM:
+        slot_bytes[_STAGING] = block.passing_bytes
+    yield Column(name=choice, bytes=bytes_by_choice[choice], seconds=seconds, slot_bytes=slot_bytes)
+
+
+def _spread(job: Job, hardware: Hardware, kinds: Kinds, solved: Counts, slots: int) -> tuple[dict[str, str], float]:
+    """Counts -> blocks, and the seconds of the pass: evenly spread, so that every stretch of compute hides a load.
+
+    Each kind by itself; all of them together where that takes clearly less.
+    """
+    each, whole = _each_in_turn(job, kinds, solved), _all_in_turn(job, hardware, kinds, solved)
+    each_s, whole_s = (pass_s(job, hardware, choices, slots)[0] for choices in (each, whole))
+    return (each, each_s) if each_s <= (1 + _ALIKE) * whole_s else (whole, whole_s)
+
+
+def _each_in_turn(job: Job, kinds: Kinds, solved: Counts) -> dict[str, str]:
+    """Of each kind evenly."""
+    chosen: dict[str, str] = {}
+    for name, blocks in kinds.items():
+        counts = solved[repr(name)]
+        due = dict.fromkeys(counts, 0.0)
+        left = dict(counts)
+        for block in blocks:
+            for choice, count in counts.items():
+                due[choice] += count / len(blocks)
+            choice = max((c for c in left if left[c]), key=lambda c: due[c])
+            due[choice] -= 1.0
+            left[choice] -= 1
+            chosen[block.name] = choice
+    return {block.name: chosen[block.name] for block in job.blocks}
+
+
+def _all_in_turn(job: Job, hardware: Hardware, kinds: Kinds, solved: Counts) -> dict[str, str]:
+    """At each block as much of the link's seconds has gone by as of the chain's."""
+    left = {name: dict(solved[repr(name)]) for name in kinds}
+    kind_of = {block.name: name for name, blocks in kinds.items() for block in blocks}
+    whole = [
+        (_both_s(kinds[name][0], choice, hardware), count)
+        for name, counts in left.items()
+        for choice, count in counts.items()
+    ]
+    load_s, done_s = (sum(took_s[lane] * count for took_s, count in whole) or 1.0 for lane in (0, 1))
+    ahead, chosen = 0.0, dict[str, str]()  # by how much of its all the link is, of the chain
+    for block in job.blocks:
+        mine, then = left[kind_of[block.name]], dict[str, float]()
+        for choice in (choice for choice, count in mine.items() if count):
+            loads, does = _both_s(block, choice, hardware)
+            then[choice] = ahead + loads / load_s - does / done_s
+        chosen[block.name] = choice = min(then, key=lambda one: (abs(then[one]), -mine[one]))
+        ahead = then[choice]
+        mine[choice] -= 1
+    return chosen
+
+
+def _both_s(block: BlockCost, choice: str, hardware: Hardware) -> tuple[float, float]:
+    """Seconds of a block on its slowest link, and in the chain."""
+    if not block.uses:
+        return 0.0, 0.0
+    loads_s = (move_s(block, hardware, *way) for way in ways_of(choice, hardware.compute))
+    return max(loads_s, default=0.0), chain_s(block, choice)

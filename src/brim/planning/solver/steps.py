@@ -1,0 +1,221 @@
+"""The tasks of a training step under a way to run it, for ``schedule.simulate``."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from itertools import pairwise
+
+from brim.core import Hardware
+from brim.core.hardware import DISK, RAM
+from brim.planning.solver.cost_model import CPU, copy_s, update_lanes
+from brim.planning.solver.schedule import COMPUTE, UPDATE, Contention, Schedule, Task, simulate, way
+from brim.planning.solver.step_profile import KEEP, OFFLOAD, BlockProfile, StepProfile, Way
+from brim.techniques.streaming.placement import FROM_DISK, RESIDENT
+
+_STEPS = 4  # the first two fill the pipeline, the third is looked at, the last works beside its end
+_MICROS = 3  # of more of them, each takes what the third does
+_WINDOW = 2  # blocks' activations on their way back at once
+_STAGING = 2  # buffers in RAM between disk and VRAM, and between disk and the update
+
+
+def training_step_s(
+    profile: StepProfile, hardware: Hardware, made: Way, contention: Contention | None = None
+) -> tuple[float, Schedule]:
+    """Seconds of a step in the steady state, and the schedule of the steps that they were taken from."""
+    contention = contention_of(hardware) if contention is None else contention
+    micros = profile.passes(made.frame.micro_batch)
+    shown, step_s = min(micros, _MICROS), 0.0
+    step_s, schedule = _steady(profile, hardware, made, shown, contention)
+    if micros > shown:
+        fewer, _ = _steady(profile, hardware, made, shown - 1, contention)
+        step_s += (micros - shown) * (step_s - fewer)
+    return step_s, schedule
+
+
+def contention_of(hardware: Hardware) -> dict[tuple[str, str], float]:
+    """What busy lanes take from each other: both ways of a link, and a drive and the processor that it works beside.
+
+    What is read from a drive is written to the very memory that the processor computes from, and read from there.
+    """
+    shares = {}
+    for link in hardware.links:
+        if link.duplex_bytes_per_s and link.source != link.target:
+            share = min(1.0, link.duplex_bytes_per_s / link.bytes_per_s)
+            shares[way(link.source, link.target), way(link.target, link.source)] = share
+        memory_bytes_per_s = hardware.tier(RAM).bytes_per_s
+        if hardware.compute == RAM and DISK in (link.source, link.target) and memory_bytes_per_s:
+            left = 1 - link.bytes_per_s / memory_bytes_per_s
+            for lane in (COMPUTE, UPDATE):
+                shares[lane, way(link.source, link.target)] = max(0.5, left)
+    return shares
+
+
+def _steady(
+    profile: StepProfile, hardware: Hardware, made: Way, shown: int, contention: Contention
+) -> tuple[float, Schedule]:
+    """From where one step begins to compute to where the next one does.
+
+    What the step leaves to be written goes on beside the next; where it ends says nothing of how long steps take, as
+    after the last one nothing is in its way.
+    """
+    maker = _Maker(profile, hardware, made)
+    first = []
+    for _ in range(_STEPS):
+        first.append(len(maker.tasks))
+        maker.step(shown)
+    schedule = simulate(maker.tasks, contention)
+    starts = [next(i for i in range(index, len(maker.tasks)) if maker.tasks[i].lane == COMPUTE) for index in first]
+    return schedule.begin_s[starts[-1]] - schedule.begin_s[starts[-2]], schedule
+
+
+class _Maker:
+    """Writes tasks in the order in which the runtime asks for them."""
+
+    def __init__(self, profile: StepProfile, hardware: Hardware, made: Way) -> None:
+        self.tasks: list[Task] = []
+        self._profile, self._hardware, self._way = profile.at(made.frame.micro_batch), hardware, made
+        self._compute = hardware.compute
+        self._away = DISK if self._compute == RAM else RAM
+        # What each free slot of the ring holds still, and who let it go.
+        self._free: deque[tuple[str, list[int]]] = deque([("", [])] * made.frame.slots)
+        self._staging: deque[list[int]] = deque([[]] * _STAGING)
+        self._buffers: deque[list[int]] = deque([[]] * _STAGING)
+        self._updated: dict[str, list[int]] = {}  # what the next use of a block waits for
+        self._barrier: list[int] = []  # what the next step waits for
+        lanes = update_lanes(profile, hardware, made.frame)
+        self._on_cpu = hardware.compute != RAM and made.frame.states != KEEP  # where a GPU's optimizer works
+        self._update_s = lanes.get(CPU if self._on_cpu else COMPUTE, 0.0)
+        self._update_lane = CPU if self._on_cpu else UPDATE if hardware.compute == RAM else COMPUTE
+        self._turn: list[int] = []  # the update that a processor does before it goes on
+
+    def step(self, micros: int) -> None:
+        """One step of ``micros`` micro-batches."""
+        for index in range(micros):
+            copies = self._forward()
+            self._backward(copies, first=index == 0, last=index == micros - 1)
+        if not self._way.frame.in_backward:  # optimizer.step() returns when all of it is done
+            turn = len(self.tasks) - 1
+            self._barrier = [self._update_later(block, [turn]) for block in self._profile.blocks]
+        if not any(block.trained_bytes for block in self._profile.blocks):  # adapters beside the blocks
+            self._barrier = [self._task("update", self._update_lane, self._profile.update_s, [len(self.tasks) - 1])]
+
+    def _task(self, name: str, lane: str, seconds: float, after: list[int], bytes: int = 0) -> int:
+        self.tasks.append(Task(name=name, lane=lane, seconds=seconds, after=tuple(after), bytes=bytes))
+        return len(self.tasks) - 1
+
+    def _copy(self, name: str, source: str, target: str, count: int, after: list[int]) -> int:
+        return self._task(name, way(source, target), copy_s(self._hardware, source, target, count), after, count)
+
+    def _forward(self) -> dict[str, int]:
+        """The copies that took activations away, by block."""
+        copies = {}
+        for block in self._profile.blocks:
+            ready = self._load(block) + self._updated.pop(block.name, []) + self._barrier + self._turn
+            done = self._task(f"{block.name} forward", COMPUTE, block.forward_s, ready)
+            self._let_go(block, done)
+            if self._way.activations[block.name] == OFFLOAD:
+                name, count = f"{block.name} activations", block.offload_bytes
+                copies[block.name] = self._copy(name, self._compute, self._away, count, [done])
+        more = self._profile.head_s if self._way.frame.chunked else 0.0
+        self._task("outside of blocks", COMPUTE, sum(self._profile.outside_s) + more, [])
+        return copies
+
+    def _backward(self, copies: Mapping[str, int], *, first: bool, last: bool) -> None:
+        window: deque[list[int]] = deque([[]] * _WINDOW)
+        for block in reversed(self._profile.blocks):
+            ready = self._load(block) + self._turn
+            kept = self._way.activations[block.name]
+            if block.name in copies:
+                name, after = f"{block.name} activations", [copies[block.name], *window.popleft()]
+                ready.append(self._copy(name, self._away, self._compute, block.offload_bytes, after))
+            seconds = block.backward_s + block.again_s.get(kept, 0.0)
+            done = self._task(f"{block.name} backward", COMPUTE, seconds, ready)
+            if block.name in copies:
+                window.append([done])
+            if last and self._way.frame.in_backward:
+                done = self._update(block, [done])
+                self._let_go(block, *self._updated.get(block.name, []), done, whole=not self._on_cpu)
+                continue
+            if block.trained_bytes and self._way.frame.gradients != KEEP:
+                self._send_gradients(block, done, first=first)
+            self._let_go(block, done)
+
+    def _load(self, block: BlockProfile) -> list[int]:
+        """Bring the block's weights; what to wait for. Where passes turn, the ring holds what is wanted again."""
+        choice = self._way.weights[block.name]
+        if choice == RESIDENT:
+            return []
+        kept_slot = next((slot for slot in self._free if slot[0] == block.name), None)
+        if kept_slot is not None:
+            self._free.remove(kept_slot)
+            return list(kept_slot[1])
+        _, free = self._free.popleft()
+        after = free + self._updated.get(block.name, [])
+        name = f"{block.name} weights"
+        if choice != FROM_DISK:
+            return [self._copy(name, RAM, self._compute, block.bytes, after)]
+        if self._compute == RAM:
+            return [self._copy(name, DISK, RAM, block.bytes, after)]
+        read = self._copy(name, DISK, RAM, block.bytes, self._staging.popleft())
+        moved = self._copy(name, RAM, self._compute, block.bytes, [read, *after])
+        self._staging.append([moved])
+        return [moved]
+
+    def _let_go(self, block: BlockProfile, *done: int, whole: bool = True) -> None:
+        """Not ``whole``: what is in the slot is not the block as it is now."""
+        if self._way.weights[block.name] != RESIDENT:
+            self._free.append((block.name if whole else "", list(done)))
+
+    def _send_gradients(self, block: BlockProfile, done: int, *, first: bool) -> None:
+        """To where they rest; what an earlier pass left there is added."""
+        name, count = f"{block.name} gradients", block.trained_bytes
+        if self._compute != RAM:
+            done = self._copy(name, self._compute, RAM, count, [done])
+        if self._way.frame.gradients == DISK:
+            ready = [done] if first else [done, self._copy(name, DISK, RAM, count, [done])]
+            self._copy(name, RAM, DISK, count, ready)
+
+    def _update_later(self, block: BlockProfile, after: list[int]) -> int:
+        """As ``_update``, of a block that is not in use: where it is streamed and updated in its slot, it comes."""
+        if self._on_cpu:
+            self._free = deque(("" if name == block.name else name, done) for name, done in self._free)
+        if self._on_cpu or not block.trained_bytes:
+            return self._update(block, after)
+        done = self._update(block, after + self._load(block))
+        self._let_go(block, *self._updated.get(block.name, []), done)
+        return done
+
+    def _update(self, block: BlockProfile, after: list[int]) -> int:
+        """The optimizer on one block's share of what is trained. Returns what the block's weights wait for."""
+        if not block.trained_bytes:
+            return after[-1]
+        frame, profile, name = self._way.frame, self._profile, f"{block.name} update"
+        share = block.trained_bytes / max(1, sum(b.trained_bytes for b in profile.blocks))
+        state_bytes = int(profile.state_bytes * share)
+        ready = list(after)
+        if frame.states == DISK:
+            ready.append(self._copy(f"{name}: states", DISK, RAM, state_bytes, self._buffers.popleft()))
+        on_cpu = self._on_cpu
+        gone = frame.gradients != KEEP and not frame.in_backward
+        if gone and frame.gradients == DISK:
+            ready.append(self._copy(f"{name}: gradients", DISK, RAM, block.trained_bytes, list(after)))
+        elif on_cpu and not gone:
+            ready.append(self._copy(f"{name}: gradients", self._compute, RAM, block.trained_bytes, list(after)))
+        done = self._task(name, self._update_lane, self._update_s * share, ready)
+        self._turn = [done] if self._update_lane == UPDATE else []
+        if frame.states == DISK:
+            self._buffers.append([self._copy(f"{name}: states", RAM, DISK, state_bytes, [done])])
+        back = self._bring_home(block, done, RAM if on_cpu else self._compute)
+        self._updated[block.name] = [back]
+        return done if self._way.weights[block.name] != RESIDENT else back
+
+    def _bring_home(self, block: BlockProfile, done: int, tier: str) -> int:
+        """Copy what was changed, and lies in ``tier`` now, to where the block rests. Returns the last copy."""
+        choice = self._way.weights[block.name]
+        home = self._compute if choice == RESIDENT else DISK if choice == FROM_DISK else RAM
+        path = [tier, RAM, home] if RAM not in (tier, home) and tier != home else [tier, home]
+        for source, target in pairwise(path):
+            if source != target:
+                done = self._copy(f"{block.name} home", source, target, block.trained_bytes, [done])
+        return done

@@ -1,0 +1,399 @@
+"""Which blocks stay where, what that promises, and what would be needed when nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from brim.core import Decision, Hardware, Plan, Promise
+from brim.core.hardware import RAM, VRAM
+from brim.errors import BudgetError
+from brim.planning.solver.passes import STAGING, BlockCost, Job, chain_s, move_s, pass_s, ways_of
+from brim.planning.solver.placing import placements
+from brim.planning.solver.schedule import COMPUTE, way
+from brim.planning.solver.tie_break import Weighed, as_fast_s, quietest
+from brim.techniques.streaming.placement import COMPUTE_RAM
+from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, NAME, RESIDENT, RING_SLOTS, STAGING_SLOTS
+from brim.units import format_bytes
+
+CHOICES = (RESIDENT, FROM_RAM, FROM_DISK, COMPUTE_RAM)
+# One slot in use and one under way is the least. More even out blocks of unequal size; each takes residents away.
+_RING_SLOTS = (2, 3, 4)
+_SIMULATED = 12  # placements at most, beside the simple ones, by a quicker reckoning
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Placement:
+    """One way to place the blocks: block -> choice, and the ring that the streamed ones need.
+
+    ``simple``: what one would do without a planner. ``bound_s``: no placement with such a ring has a shorter pass.
+    """
+
+    choices: Mapping[str, str]
+    slot_bytes: int
+    slots: int
+    simple: bool = False
+    bound_s: float = float("inf")
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.slot_bytes * self.slots
+
+    def ways(self, job: Job, compute: str) -> dict[str, list[tuple[str, str]]]:
+        """Block -> the links that it comes over in each step: none where the ring has room for all that share it."""
+        ways = self.ways_at_first(job, compute)
+        if sum(map(bool, ways.values())) <= self.slots:
+            return {name: [] for name in ways}
+        return ways
+
+    def ways_at_first(self, job: Job, compute: str) -> dict[str, list[tuple[str, str]]]:
+        """The same of the first step, in which the ring holds nothing yet."""
+        return {block.name: ways_of(self.choices[block.name], compute) if block.uses else [] for block in job.blocks}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contender:
+    """A plan, the bytes that a step under it moves over links, and the seconds that no tie may go beyond.
+
+    ``bound_s``: no placement of the job has a shorter pass, where that is known.
+    """
+
+    plan: Plan
+    moved_bytes: float
+    most_s: float
+    bound_s: float = float("inf")
+
+    def weighed(self) -> Weighed:
+        promise = self.plan.promise
+        return Weighed(
+            seconds=_told(promise.step_s), moved_bytes=self.moved_bytes, held_bytes=sum(promise.peak_bytes.values())
+        )
+
+
+def plan_streaming(
+    job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], *, allowed: Collection[str] = CHOICES
+) -> Plan:
+    """The plan of ``contender``."""
+    return contender(job, hardware, budget_bytes, allowed=allowed).plan
+
+
+def contender(
+    job: Job,
+    hardware: Hardware,
+    budget_bytes: Mapping[str, int],
+    *,
+    allowed: Collection[str] = CHOICES,
+    known_s: float = float("inf"),
+) -> Contender:
+    """The fastest placement that fits ``budget_bytes`` (per tier), over slot sizes and ring depths; of those that are
+    as fast, the one that moves least.
+
+    Only choices in ``allowed`` are made (of blocks that are computed with; tables of rows lie where there is room).
+    Where the processor may compute blocks beside a GPU, how many it gets is decided by ``placing``, in little time
+    where that is far from ``known_s``, which others reach. Raises BudgetError with the smallest budget that would do
+    when nothing fits.
+    """
+    placements, refusals = _candidates(job, hardware, budget_bytes, allowed, known_s)
+    if not placements:
+        least = min(refusals, key=lambda error: sum(error.smallest_bytes.values()), default=None)
+        raise least or _too_small(job, hardware.compute, budget_bytes)
+    return _fastest(job, hardware, budget_bytes, placements)
+
+
+def _fastest(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], found: Sequence[_Placement]) -> Contender:
+    """The best of ``found`` by its simulated schedule; every simple one that could be it is looked at."""
+    # Of equally fast ones (sums of seconds differ by their rounding), the one that keeps link and drive quieter.
+    ordered = sorted(
+        found,
+        key=lambda placement: (_told(_quick_s(job, hardware, placement)), _moved_bytes(job, hardware, placement)),
+    )
+    tried: list[tuple[_Placement, Contender]] = []
+    for count, placement in enumerate(ordered):
+        moved_bytes = _moved_bytes(job, hardware, placement)
+        if tried:
+            best_s = min(contender.weighed().seconds for _, contender in tried)
+            least_s = _told(_least_s(job, hardware, placement))
+            quieter = all(moved_bytes < contender.moved_bytes for _, contender in tried) or placement.simple
+            late = count >= _SIMULATED and not placement.simple
+            if late or least_s > as_fast_s(best_s) or (least_s >= best_s and not quieter):
+                continue
+        plan = plan_of(job, hardware, budget_bytes, placement.choices, placement.slots)
+        tried.append((placement, Contender(plan=plan, moved_bytes=moved_bytes, most_s=float("inf"))))
+    return _chosen(tried, min(placement.bound_s for placement in found))
+
+
+def _chosen(tried: Sequence[tuple[_Placement, Contender]], bound_s: float) -> Contender:
+    """The quietest of those that are as fast, and no slower than what needs no planner: all streamed, or all that is
+    done without the processor's help. Nor as slow as to be further from the bound than a tie may be."""
+    alone = [contender for placement, contender in tried if COMPUTE_RAM not in placement.choices.values()]
+    simple_s = [
+        contender.weighed().seconds for placement, contender in tried if placement.simple or not placement.slots
+    ]
+    most_s = min(simple_s, default=float("inf"))
+    if alone and len(alone) < len(tried):
+        most_s = min(most_s, quietest(alone, Contender.weighed, most_s=most_s).weighed().seconds)
+    most_s = min(most_s, as_fast_s(bound_s))
+    best = quietest([contender for _, contender in tried], Contender.weighed, most_s=most_s)
+    return replace(best, most_s=most_s, bound_s=bound_s)
+
+
+def _told(seconds: float) -> float:
+    return float(f"{seconds:.9g}")
+
+
+def plan_of(
+    job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], choices: Mapping[str, str], slots: int
+) -> Plan:
+    """The plan with these ``choices`` (block -> choice) and what it promises, its schedule simulated."""
+    placement = _Placement(choices=choices, slot_bytes=_slot_bytes(job, hardware.compute, choices), slots=slots)
+    lanes = _lanes(job, hardware, placement)
+    limited_by = max(lanes, key=lambda lane: lanes[lane])
+    step_s, _ = pass_s(job, hardware, choices, slots)
+    settings = {RING_SLOTS: slots}
+    if hardware.compute != RAM and FROM_DISK in choices.values():
+        settings[STAGING_SLOTS] = STAGING
+    return Plan(
+        model=job.model,
+        hardware=hardware.name,
+        task=job.task,
+        budget_bytes=dict(budget_bytes),
+        decisions=tuple(
+            Decision(technique=NAME, block=b.name, choice=choices[b.name], bytes=b.bytes) for b in job.blocks
+        ),
+        promise=Promise(
+            peak_bytes=_peak_bytes(job, hardware.compute, placement),
+            step_s=max(step_s, lanes[limited_by]),
+            bound_s=lanes[limited_by],
+            limited_by=limited_by,
+        ),
+        settings=settings,
+    )
+
+
+def _candidates(
+    job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], allowed: Collection[str], known_s: float
+) -> tuple[list[_Placement], list[BudgetError]]:
+    """Placements that fit, and why others do not."""
+    compute = hardware.compute
+    room = budget_bytes[compute] - job.overhead_bytes(compute) - job.fixed_bytes - job.step_bytes
+    candidates: list[_Placement] = []
+    refusals: list[BudgetError] = []
+    sets = [(False, resident) for resident in _resident_sets(job.blocks, room, allowed)]
+    if RESIDENT in allowed:  # all streamed, as one would without a planner
+        sets += [(True, resident) for resident in _resident_sets(job.blocks, room, set(allowed) - {RESIDENT})]
+    for simple, (residents, slot_bytes, slots) in sets:
+        try:
+            placement = replace(_place(job, residents, slot_bytes, slots, hardware, budget_bytes), simple=simple)
+        except BudgetError as error:  # too little RAM for this one
+            refusals.append(error)
+            continue
+        used_choices = {placement.choices[block.name] for block in job.blocks if block.uses}
+        if used_choices <= set(allowed) - ({RESIDENT} if simple else set()):
+            candidates.append(placement)
+    stays = any(set(placement.choices.values()) == {RESIDENT} for placement in candidates)  # nothing beats that
+    if compute != RAM and not stays and COMPUTE_RAM in allowed and any(block.cpu_s for block in job.blocks):
+        for placed in placements(job, hardware, budget_bytes, allowed, known_s=known_s):
+            size = _slot_bytes(job, compute, placed.choices)
+            split = _Placement(choices=placed.choices, slot_bytes=size, slots=placed.slots, bound_s=placed.bound_s)
+            candidates.append(_with_tables(job, compute, split, budget_bytes))
+    return candidates, refusals
+
+
+def _with_tables(job: Job, compute: str, placement: _Placement, budget_bytes: Mapping[str, int]) -> _Placement:
+    """Tables that are only looked up in, in RAM instead of on disk as far as there is room: a page costs a token
+    less than a program can tell, and yet something."""
+    for block in job.blocks:
+        if block.uses or placement.choices[block.name] != FROM_DISK:
+            continue
+        moved = replace(placement, choices={**placement.choices, block.name: FROM_RAM})
+        if _peak_bytes(job, compute, moved)[RAM] <= budget_bytes[RAM]:
+            placement = moved
+    return placement
+
+
+def _slot_bytes(job: Job, compute: str, choices: Mapping[str, str]) -> int:
+    """How large a slot of the ring must be."""
+    return max((b.bytes for b in job.blocks if b.uses and ways_of(choices[b.name], compute)), default=0)
+
+
+def smallest_budget(job: Job, compute: str) -> int:
+    """The least bytes of the compute tier under which any placement exists."""
+    sizes = [min(_RING_SLOTS) * size + _mandatory(job.blocks, size) for size in _slot_sizes(job.blocks)]
+    return job.overhead_bytes(compute) + job.fixed_bytes + job.step_bytes + min(sizes)
+
+
+def _slot_sizes(blocks: Sequence[BlockCost]) -> list[int]:
+    """Sizes worth trying for a ring slot: none at all (everything resident), or one that some block fills."""
+    return sorted({0, *(b.bytes for b in blocks if b.uses)})
+
+
+def _mandatory(blocks: Sequence[BlockCost], slot_bytes: int) -> int:
+    """Bytes of the blocks that no slot of this size can hold."""
+    return sum(b.bytes for b in blocks if b.uses and b.bytes > slot_bytes)
+
+
+def _resident_sets(
+    blocks: Sequence[BlockCost], room: int, allowed: Collection[str]
+) -> Iterator[tuple[set[str], int, int]]:
+    """Residents, slot size and number of slots that fit into ``room``: one for each size and number worth trying."""
+    used = [b for b in blocks if b.uses]
+    for size in _slot_sizes(blocks):
+        for slots in _RING_SLOTS if size else (0,):
+            left = room - slots * size - _mandatory(blocks, size)
+            if left < 0:
+                continue
+            residents = {b.name for b in used if b.bytes > size}
+            if RESIDENT in allowed:
+                residents |= _spread([b for b in used if b.bytes <= size], left)
+            left = room - slots * size - sum(b.bytes for b in used if b.name in residents)
+            residents |= _spread([b for b in blocks if not b.uses], left)
+            yield residents, size, slots
+
+
+def _spread(blocks: Sequence[BlockCost], room: int) -> set[str]:
+    """About ``room`` bytes of ``blocks``, evenly spread, so that every stretch of compute hides a load."""
+    total = sum(block.bytes for block in blocks)
+    if total <= room:
+        return {block.name for block in blocks}
+    chosen: set[str] = set()
+    credit, left = 0.0, room
+    for block in blocks:
+        credit += block.bytes * room / total
+        if credit >= block.bytes / 2 and block.bytes <= left:
+            chosen.add(block.name)
+            credit -= block.bytes
+            left -= block.bytes
+    for block in sorted(blocks, key=lambda b: -b.bytes):
+        if block.name not in chosen and block.bytes <= left:
+            chosen.add(block.name)
+            left -= block.bytes
+    return chosen
+
+
+def _place(
+    job: Job, residents: set[str], slot_bytes: int, slots: int, hardware: Hardware, budget_bytes: Mapping[str, int]
+) -> _Placement:
+    homes = _homes(job, residents, hardware, budget_bytes)
+    choices = {b.name: RESIDENT if b.name in residents else homes[b.name] for b in job.blocks}
+    streams = any(b.uses and b.name not in residents for b in job.blocks)
+    return _Placement(choices=choices, slot_bytes=slot_bytes if streams else 0, slots=slots if streams else 0)
+
+
+def _homes(job: Job, residents: set[str], hardware: Hardware, budget_bytes: Mapping[str, int]) -> dict[str, str]:
+    """Streamed block -> where it rests: RAM as far as it reaches (also evenly spread), then disk."""
+    streamed = [b for b in job.blocks if b.name not in residents]
+    if hardware.compute == RAM:
+        return {b.name: FROM_DISK for b in streamed}
+    always = job.spent_bytes.get(RAM, 0) + job.bounce_in((), hardware.compute)
+    room, bounce = budget_bytes[RAM] - always, job.overhead_bytes(RAM) - always
+    used = [b for b in streamed if b.uses]
+    whole, staging = sum(b.bytes for b in used), STAGING * max((b.passing_bytes for b in used), default=0)
+    whole += bounce if used else 0
+    if max(whole, job.passage_bytes) <= room:
+        tables = [b for b in streamed if not b.uses]
+        in_ram = {b.name for b in used} | _spread(tables, room - whole - (0 if used else bounce))
+    elif staging + job.passage_bytes <= room:
+        in_ram = _spread(used, room - staging - bounce)
+    else:
+        smallest = min(max(whole, job.passage_bytes), staging + job.passage_bytes) + always
+        raise BudgetError(
+            f"Cannot run {job.model} with {format_bytes(budget_bytes[RAM])} of RAM.",
+            f"It needs at least {format_bytes(smallest)} for blocks on their way to {hardware.compute.upper()}.",
+            f"Give --ram {-(-smallest // (1 << 20))}MiB or more.",
+            smallest_bytes={RAM: smallest},
+        )
+    return {b.name: FROM_RAM if b.name in in_ram else FROM_DISK for b in streamed}
+
+
+def _peak_bytes(job: Job, compute: str, placement: _Placement) -> dict[str, int]:
+    by_choice = {choice: [b for b in job.blocks if placement.choices[b.name] == choice] for choice in CHOICES}
+    compute_bytes = sum(b.bytes for b in by_choice[RESIDENT]) + placement.ring_bytes
+    peak = {compute: job.overhead_bytes(compute) + job.fixed_bytes + job.step_bytes + compute_bytes}
+    if compute != RAM:
+        on_disk = [b.passing_bytes for b in by_choice[FROM_DISK] if b.uses]
+        staging = STAGING * max(on_disk, default=0)
+        resting = sum(b.bytes for b in by_choice[FROM_RAM])
+        resting += sum(b.bytes + b.cpu_bytes for b in by_choice[COMPUTE_RAM])
+        resting += job.cpu_step_bytes if by_choice[COMPUTE_RAM] else 0
+        bounce = job.bounce_in(placement.choices.values(), compute)
+        at_once = (
+            bounce if job.fills_ram else 0
+        )  # what is not there whatever is chosen comes when residents have passed
+        loading = max(resting + bounce - at_once, job.passage_bytes)
+        peak[RAM] = job.spent_bytes.get(RAM, 0) + at_once + staging + loading
+    return peak
+
+
+def _lanes(job: Job, hardware: Hardware, placement: _Placement) -> dict[str, float]:
+    """Seconds that each lane is busy in a step."""
+    choices, ways = placement.choices, placement.ways(job, hardware.compute)
+    lanes = {COMPUTE: job.fixed_compute_s}
+    for block in job.blocks:
+        if not block.uses:
+            continue
+        lanes[COMPUTE] += block.cpu_s if choices[block.name] == COMPUTE_RAM else block.compute_s
+        for source, target in ways[block.name]:
+            took_s = move_s(block, hardware, source, target)
+            lanes[way(source, target)] = lanes.get(way(source, target), 0.0) + took_s
+    return lanes
+
+
+def _moved_bytes(job: Job, hardware: Hardware, placement: _Placement) -> float:
+    """Over every link that they take. Also of what the ring would keep: a resident is quieter than that."""
+    ways = placement.ways_at_first(job, hardware.compute)
+    return sum(block.moved_bytes * len(ways[block.name]) for block in job.blocks)
+
+
+def _quick_s(job: Job, hardware: Hardware, placement: _Placement) -> float:
+    """Seconds of one step in the steady state, the links' loads as one: to choose by, not to promise."""
+    loads, ways = dict[str, float](), placement.ways(job, hardware.compute)
+    for block in job.blocks:
+        loads[block.name] = max((move_s(block, hardware, *way) for way in ways[block.name]), default=0.0)
+    lanes = _lanes(job, hardware, placement)
+    return max(_pipeline_s(job, placement.choices, loads, placement.slots), *lanes.values())
+
+
+def _least_s(job: Job, hardware: Hardware, placement: _Placement) -> float:
+    """No schedule of ``placement`` is shorter: lanes take from each other, and never give."""
+    chain = sum(chain_s(block, placement.choices[block.name]) for block in job.blocks if block.uses)
+    lanes = _lanes(job, hardware, placement)
+    least = max(job.fixed_compute_s + chain, *lanes.values())
+    ways = set(map(tuple, placement.ways(job, hardware.compute).values()))
+    if len(ways - {()}) <= 1 and all(len(way) <= 1 for way in ways):  # the quicker estimate is exact
+        least = max(least, _quick_s(job, hardware, placement))
+    return least
+
+
+def _pipeline_s(job: Job, choices: Mapping[str, str], loads: Mapping[str, float], slots: int) -> float:
+    """Cyclic loads into a ring of slots, beside compute."""
+    link_free = now = first_end = 0.0
+    freed = [0.0] * slots  # when each slot was last released, oldest first
+    for step in range(3):
+        now += job.fixed_compute_s
+        for block in job.blocks:
+            load_s = loads[block.name]
+            if load_s:
+                link_free = max(link_free, freed.pop(0)) + load_s
+                now = max(now, link_free)
+            now += chain_s(block, choices[block.name]) if block.uses else 0.0
+            if load_s:
+                freed.append(now)
+        if step == 1:
+            first_end = now
+    return now - first_end
+
+
+def _too_small(job: Job, compute: str, budget_bytes: Mapping[str, int]) -> BudgetError:
+    need = smallest_budget(job, compute)
+    flag = "--vram" if compute == VRAM else "--ram"
+    parts = [
+        f"{format_bytes(job.overhead_bytes(compute))} for the program itself",
+        f"{format_bytes(job.fixed_bytes)} that always stays",
+        f"{format_bytes(job.step_bytes)} of activations{' and KV cache' if job.task == 'generate' else ''}",
+    ]
+    return BudgetError(
+        f"Cannot run {job.model} with {format_bytes(budget_bytes[compute])} of {compute.upper()}.",
+        f"It needs at least {format_bytes(need)}: {', '.join(parts)}, and two blocks.",
+        f"Give {flag} {-(-need // (1 << 20))}MiB or more, or a shorter input.",
+        smallest_bytes={compute: need},
+    )

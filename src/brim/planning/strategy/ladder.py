@@ -1,0 +1,235 @@
+"""Fallback levels of a training: rungs from the fastest to the smallest, predicted until one fits.
+
+Each rung adds one technique to those above it. What the user ordered holds on every rung.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from brim.core.hardware import DISK, RAM
+from brim.errors import BudgetError, UsageError
+from brim.planning.strategy.choice import Choice, Place
+from brim.planning.strategy.prediction import Prediction
+from brim.techniques import micro_batch
+from brim.units import format_bytes
+
+CHUNK_TOKENS = 256  # a chunk's product is large enough to run at full rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What the user fixed; None leaves it to the planner.
+
+    ``offload_activations`` is a number of blocks, evenly spread. ``stream_weights`` False: never.
+    """
+
+    precision: str | None = None
+    micro_batch: int | None = None
+    checkpointing: str | None = None
+    offload_activations: int | None = None
+    offload_optimizer: Place | None = None
+    stream_weights: bool | None = None
+
+    def fixed(self, blocks: Sequence[str]) -> dict[str, Any]:
+        """The fields of Choice that are the same on every rung."""
+        settings: dict[str, Any] = {}
+        if self.precision is not None:
+            settings["precision"] = self.precision
+        if self.micro_batch is not None:
+            settings["micro_batch"] = self.micro_batch
+        if self.checkpointing is not None:
+            none = self.checkpointing == "none"
+            settings["checkpointing"] = {} if none else dict.fromkeys(blocks, self.checkpointing)
+        if self.offload_activations is not None:
+            settings["activations"] = spread(blocks, self.offload_activations)
+        if self.offload_optimizer is not None:
+            settings["states"] = self.offload_optimizer
+            if self.offload_optimizer == "keep":
+                settings["gradients"] = "keep"
+        return settings
+
+
+def spread(blocks: Sequence[str], count: int) -> tuple[str, ...]:
+    """``count`` of ``blocks`` at even distances, so that copies have compute to hide behind."""
+    if count > len(blocks):
+        raise UsageError(
+            f"Cannot offload the activations of {count} blocks.",
+            f"The model has {len(blocks)} blocks.",
+            "Give that number or fewer.",
+        )
+    return tuple(blocks[index * len(blocks) // count] for index in range(count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What the ladder needs to know of a training. ``batch`` sequences make a step.
+
+    ``in_place``: some activations can write over their inputs. ``chunkable``: the logits can be computed in pieces.
+    ``single_pass``: nothing looks at all gradients together (clipping their norm does), so a block can be updated as
+    soon as it has its own. ``gradients_leave``: nothing needs them in the compute tier. ``states_leave``: the
+    optimizer can be stepped block by block.
+    """
+
+    compute: str
+    batch: int
+    blocks: Sequence[str]
+    in_place: bool = False
+    chunkable: bool = True
+    single_pass: bool = True
+    gradients_leave: bool = True
+    states_leave: bool = True
+
+
+def ladder(subject: Subject, orders: Orders) -> list[Choice]:
+    """Rungs without weight streaming, each smaller than the one before."""
+    fixed = orders.fixed(subject.blocks)
+    activations: dict[str, Any] = {"activations": tuple(subject.blocks)}
+    accumulates = fixed.get("micro_batch", 1) < subject.batch  # else a block's gradients are used as they come
+
+    def leave(place: Place) -> list[dict[str, Any]]:
+        if not subject.states_leave:
+            return []
+        gradients = subject.gradients_leave and (accumulates or not subject.single_pass)
+        return [{"states": place}, *([{"gradients": place}] if gradients else [])]
+
+    # From VRAM everything goes to RAM first; what is on disk instead makes room in RAM, not in VRAM.
+    away = [*leave("disk"), activations] if subject.compute == RAM else [*leave("ram"), activations, *leave("disk")]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"in_place": subject.in_place},
+        {"chunk_tokens": CHUNK_TOKENS if subject.chunkable else 0},
+        {"micro_batch": 1},
+        {"checkpointing": dict.fromkeys(subject.blocks, "selective")},
+        {"checkpointing": dict.fromkeys(subject.blocks, "full")},
+        {"in_backward": subject.single_pass and subject.states_leave},
+        *away,
+    ]
+    rungs: list[Choice] = []
+    settings: dict[str, Any] = {"micro_batch": subject.batch}
+    for change in changes:
+        settings |= change
+        rung = Choice(**{**settings, **fixed})
+        if rung not in rungs:
+            rungs.append(rung)
+    last = rungs[-1]
+    if last.states == DISK and not last.in_backward:  # gradients and states are not worked on at the same time then
+        rungs.append(replace(last, brief_buffer=True))
+    return rungs
+
+
+_SMALL_BYTES = 4 << 20  # of what is trained
+
+
+def is_small(model: nn.Module) -> bool:
+    """Whether what passes through buffers during an update is no small part of what is trained."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) < _SMALL_BYTES
+
+
+Predict = Callable[[Choice], Prediction]
+
+
+def climb_down(
+    rungs: Sequence[Choice],
+    predict: Predict,
+    budget_bytes: Mapping[str, int],
+    *,
+    compute: str,
+    batch: int,
+    order: Orders,
+    start: int = 0,
+    floor: Callable[[Choice], Mapping[str, int]] = lambda choice: {},
+    one_by_one: bool = False,
+) -> tuple[int, Choice, Prediction]:
+    """The first of ``rungs`` from ``start`` on that fits, with the largest micro-batch that fits there: its number,
+    what it does and what that takes.
+
+    ``floor`` gives bytes that a choice certainly takes: where they are too many already, nothing is predicted. A
+    prediction takes seconds, and every rung takes less of the tier ``compute`` than the one before: so the first
+    that fits there is found by halving, and from there on all tiers are looked at. Not so with ``one_by_one``: for
+    models so small that the buffers of a rung are larger than what it lets go. When none fits, the one that comes
+    nearest.
+    """
+    predictions: dict[int, Prediction] = {}
+    begin = min(start, len(rungs) - 1)
+    todo = [i for i in range(begin, len(rungs)) if fits(floor(rungs[i]), budget_bytes) or i == len(rungs) - 1]
+
+    def predicted(index: int) -> Prediction:
+        if index not in predictions:
+            predictions[index] = predict(rungs[index])
+        return predictions[index]
+
+    compute_bytes = {compute: budget_bytes[compute]}
+    first = 0 if one_by_one else _first(todo, lambda index: fits(predicted(index).peak_bytes, compute_bytes))
+    for index in todo[first:]:
+        prediction, choice = predicted(index), rungs[index]
+        if fits(prediction.peak_bytes, budget_bytes) and index >= start:
+            if choice.micro_batch == 1 < batch and order.micro_batch is None:
+                choice, prediction = _enlarge(choice, prediction, predict, budget_bytes, batch)
+            return index, choice, prediction
+    nearest = min(predictions, key=lambda index: _excess(predictions[index], budget_bytes))
+    return nearest, rungs[nearest], predictions[nearest]
+
+
+def _first(values: Sequence[int], holds: Callable[[int], bool]) -> int:
+    """The position of the first of ``values`` that ``holds``, where all after one that does do too; their number
+    where none does. The very first is asked first: mostly it is that one."""
+    if not values or holds(values[0]):
+        return 0
+    return bisect_left(values, True, lo=1, key=holds)
+
+
+def fits(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) -> bool:
+    return all(count <= budget_bytes[tier] for tier, count in peak_bytes.items() if tier in budget_bytes)
+
+
+def _excess(prediction: Prediction, budget_bytes: Mapping[str, int]) -> int:
+    return sum(max(0, prediction.peak_bytes.get(tier, 0) - amount) for tier, amount in budget_bytes.items())
+
+
+def too_small(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) -> BudgetError:
+    short = {t: n for t, n in peak_bytes.items() if t in budget_bytes and n > budget_bytes[t]}
+    asked = ", ".join(f"{format_bytes(amount)} of {tier.upper()}" for tier, amount in budget_bytes.items())
+    need = ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in short.items())
+    flags = " ".join(f"--{tier} {-(-count // (1 << 20))}MiB" for tier, count in short.items())
+    return BudgetError(
+        f"Cannot train with {asked}.",
+        f"The smallest plan known takes {need}.",
+        f"Give {flags} or more, or a smaller --micro-batch or --seq.",
+        smallest_bytes=dict(short),
+    )
+
+
+def no_smaller() -> BudgetError:
+    """Memory ran out under a plan that was predicted to fit, and no smaller one is known."""
+    return BudgetError(
+        "Cannot continue training with less memory.",
+        "The smallest plan is already in force.",
+        "End other programs, or give a smaller --micro-batch or --seq.",
+    )
+
+
+def _enlarge(
+    choice: Choice, prediction: Prediction, predict: Predict, budget_bytes: Mapping[str, int], batch: int
+) -> tuple[Choice, Prediction]:
+    """The largest micro-batch that fits, solved from predictions; ``prediction`` is that of ``choice`` itself."""
+    predictions = {1: prediction}
+    tier = min(prediction.peak_bytes, key=lambda tier: budget_bytes.get(tier, math.inf) - prediction.peak_bytes[tier])
+
+    def peak_bytes(count: int) -> int:
+        if count not in predictions:
+            predictions[count] = predict(replace(choice, micro_batch=count))
+        return predictions[count].peak_bytes[tier]
+
+    largest = micro_batch.largest(peak_bytes, budget_bytes[tier], batch)
+    peak_bytes(largest)
+    while not fits(predictions[largest].peak_bytes, budget_bytes):  # another tier is full first
+        largest = max(1, largest // 2)
+        peak_bytes(largest)
+    return replace(choice, micro_batch=largest), predictions[largest]

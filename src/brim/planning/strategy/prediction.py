@@ -1,0 +1,330 @@
+"""What a training step will take, found by applying the plan to a model without bytes and tracing a step of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from brim.core import Hardware, Phase, Promise, Timeline, Trace
+from brim.core.hardware import DISK, RAM, VRAM
+from brim.errors import BudgetError, UnsupportedError
+from brim.estimation.simulation import lives, simulate
+from brim.memory.heap import MAPPING_THRESHOLD_BYTES, HeapLimits
+from brim.memory.heap_growth import HeapGrowth
+from brim.memory.pool import PAGE_BYTES, Pool, TorchSource, round_up
+from brim.memory.recorder import Recorder
+from brim.memory.tiers import Memory
+from brim.model_inputs import map_tensors
+from brim.planning.inference.machine import Device, capability
+from brim.planning.strategy.choice import Choice
+from brim.planning.strategy.predicted_timeline import known_way, step_timeline
+from brim.planning.strategy.step import Fitted, apply_choice
+from brim.predict import cost
+from brim.predict.dispatch import on_host
+from brim.predict.tracer import trace
+from brim.techniques.activation_offload import inplace as inplace_activations
+from brim.techniques.blocks import Partition
+from brim.techniques.meta_copy import make_states, meta_copy
+from brim.techniques.micro_batch import MicroBatch
+from brim.techniques.precision import PrecisionHandle, states_dtype
+from brim.techniques.streaming.weight_streaming import RESIDENT, Weights
+
+# What moves brings threads, requests, hooks and the pages of files that rows are looked up in. A 135 M model with
+# weights and states on disk took up to 7 MB for them that its process had not grown by before the first step.
+_MOVING_BYTES = 8 << 20
+# Of many: the first has no gradients to add to, the last may let them go in its backward pass, and every other one
+# adds to those of all parameters.
+_REHEARSED_PASSES = 3
+_ENDLESS_BYTES = 1 << 60
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The peaks of a step per tier, the program's share included, and its seconds as far as the machine is known."""
+
+    peak_bytes: Mapping[str, int]
+    step_s: float = 0.0
+    bound_s: float = 0.0
+    limited_by: str = ""
+
+    def with_heap(self, limits: HeapLimits | None) -> Prediction:
+        """The same where the heap keeps what is freed, to ``limits``."""
+        if limits is None:
+            return self
+        return replace(self, peak_bytes={**self.peak_bytes, RAM: limits.promised_bytes})
+
+    def promise(self) -> Promise:
+        return Promise(
+            peak_bytes=dict(self.peak_bytes), step_s=self.step_s, bound_s=self.bound_s, limited_by=self.limited_by
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """A step as operations and storages, and its peaks per tier without the program's own share.
+
+    ``timed`` has its seconds by the machine's rates alone. ``fresh_bytes`` of all its passes are written to pages
+    that a process which keeps nothing must ask for anew.
+    """
+
+    trace: Trace
+    peak_bytes: Mapping[str, int]
+    timed: Prediction
+    fresh_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """A training to be predicted. ``model`` is never run, only its shape is used; it may have no values.
+
+    ``optimizer`` makes the optimizer of a model; ``inputs`` a batch of so many sequences, as long as they come (None:
+    it is not known what a step does, and what is predicted is what the plan holds before one);
+    ``spent_bytes`` says what the program itself takes per tier. ``device`` is "emulated" where RAM plays VRAM.
+    Parameters with a source in ``weights`` hold nothing until their block is placed. ``update_bytes`` are updated at
+    once (None: as ``model`` is large). ``in_place`` is filled: what has been tried out once for some techniques is
+    known in later predictions of them.
+    """
+
+    name: str
+    model: nn.Module
+    partition: Partition
+    weights: Weights
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    inputs: Callable[[int], Any] | None
+    batch: int
+    hardware: Hardware
+    device: Device = "auto"
+    budget_bytes: Mapping[str, int] = field(default_factory=dict)
+    clip_norm: float | None = None
+    spent_bytes: Callable[[], Mapping[str, int]] = dict
+    update_bytes: int | None = None
+    in_place: dict[Any, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def reserves(self) -> bool:
+        """Whether PyTorch's CUDA allocator holds what the compute tier does."""
+        return self.hardware.compute == VRAM and self.device != "emulated"
+
+    def trace(self, choice: Choice) -> Trace:
+        """The step under ``choice`` as operations and storages; what lies in other tiers is not in it."""
+        run = _Run(self, choice, _ENDLESS_BYTES)
+        try:
+            return run.trace()
+        finally:
+            run.memory.close()
+
+    def predict(self, choice: Choice) -> Prediction:
+        """Peak bytes per tier and seconds of a step under ``choice``."""
+        seen = self.rehearse(choice)
+        timed, peak_bytes = seen.timed, seen.peak_bytes
+        del seen
+        return replace(timed, peak_bytes=self.in_all(choice, peak_bytes))
+
+    def rehearse(self, choice: Choice) -> Rehearsed:
+        """The step under ``choice``, and what it takes without the program's own share."""
+        try:
+            # Slabs are cut to the budget of RAM, so the prediction is made under it, and without it where it is not
+            # enough: how much would be is what the planner wants to know then.
+            return self._see_in(choice, self.budget_bytes.get(RAM, _ENDLESS_BYTES))
+        except BudgetError:
+            return self._see_in(choice, _ENDLESS_BYTES)
+
+    def in_all(self, choice: Choice, peak_bytes: Mapping[str, int]) -> dict[str, int]:
+        """``peak_bytes`` of a step under ``choice`` with the program's own share."""
+        peak = dict(peak_bytes)
+        moves = choice.streams or choice.offloads_optimizer or choice.activations
+        if self.hardware.compute == RAM and moves and self.spent_bytes is not dict:
+            peak[RAM] += _MOVING_BYTES
+        spent = self.spent_bytes()  # asked last: what the tracing itself leaves behind is part of it
+        return {tier: count + spent.get(tier, 0) for tier, count in peak.items()}
+
+    def foresee(self, choice: Choice, promised_s: float) -> Timeline:
+        """The step under ``choice`` as a Timeline from 0 s on; of many passes, as many as are rehearsed.
+
+        It takes the share of ``promised_s`` that its passes have of the whole step's computing.
+        """
+        run = _Run(self, choice, _ENDLESS_BYTES)
+        trace = run.trace()
+        run.memory.close()
+        name = f"{self.name}: a step, {run.rehearsed} of {run.passes} passes"
+        blocks = [block.name for block in self.partition.blocks]
+        drawn_s, further_s = _computes_s(trace, run, self.hardware)
+        whole_s = promised_s or _timed(trace, run, self.hardware).step_s
+        step_s = whole_s * (drawn_s / (drawn_s + further_s) if drawn_s else 1.0)
+        timeline = step_timeline(name, trace, run.memory.recorder.timeline, blocks, self.hardware, step_s)
+        timeline.facts["promised_step_s"] = promised_s
+        return timeline
+
+    def _see_in(self, choice: Choice, ram_bytes: int) -> Rehearsed:
+        run = _Run(self, choice, ram_bytes)
+        trace = run.trace()
+        memory, compute = run.memory, self.hardware.compute
+        peak = {compute: _resident_bytes(trace) if compute == RAM else simulate(trace).peak_bytes.reserved}
+        if memory.host is not None:
+            peak[RAM] = memory.host.peak_bytes
+        peak[DISK] = memory.disk_peak_bytes
+        memory.close()
+        timed = Prediction(peak_bytes={}) if self.inputs is None else _timed(trace, run, self.hardware)
+        fresh_bytes = _fresh_bytes(trace) * run.passes // max(1, run.rehearsed)
+        return Rehearsed(trace=trace, peak_bytes=peak, timed=timed, fresh_bytes=fresh_bytes)
+
+
+class _HostSource(TorchSource):
+    """Memory beside that of the device which is traced."""
+
+    def make(self, bytes: int) -> torch.Tensor:
+        with on_host():
+            return super().make(bytes)
+
+
+class _Run:
+    """One step without bytes, under a choice: what ``trace`` builds, and what came of it."""
+
+    def __init__(self, rehearsal: Rehearsal, choice: Choice, ram_bytes: int) -> None:
+        self._rehearsal, self._choice = rehearsal, choice
+        self.on_cuda = rehearsal.reserves
+        self.passes = -(-rehearsal.batch // choice.micro_batch)
+        self.rehearsed = min(_REHEARSED_PASSES, self.passes) if rehearsal.inputs is not None else 0
+        self._precision: PrecisionHandle | None = None
+        self.moved: dict[tuple[str, str], int] = {}  # bytes by way, of the step as it is rehearsed
+        self.moved_between: dict[tuple[str, str], int] = {}  # by each pass that is neither the first nor the last
+        recorder = Recorder(Timeline(rehearsal.name, measured=False))
+        device = torch.device("cuda" if self.on_cuda else "cpu")
+        host = None
+        if rehearsal.hardware.compute != RAM:
+            host = Pool(RAM, ram_bytes, _HostSource(_CPU), recorder)
+        compute = Pool(rehearsal.hardware.compute, _ENDLESS_BYTES, TorchSource(device), recorder)
+        self.memory = Memory(compute=compute, host=host, recorder=recorder, device=device, fake=True)
+
+    def trace(self) -> Trace:
+        target = "cuda" if self.on_cuda else "cpu"
+        of = capability(self._rehearsal.hardware) if self.on_cuda else (8, 0)
+        try:
+            return trace(self.build, steps=1, target=target, model=self._rehearsal.name, capability=of)
+        finally:
+            if self._precision is not None:
+                self._precision.close()
+
+    def build(self) -> Callable[[], None]:
+        rehearsal, choice, memory = self._rehearsal, self._choice, self.memory
+        model = meta_copy(rehearsal.model, absent=self._absent(), device=memory.device).train()
+        optimizer = rehearsal.optimizer(model)
+        if choice.states == "keep":
+            make_states(optimizer, memory.device, states_dtype(choice.precision))
+        # What is tried before the model is moved, is tried where it is.
+        first = next(model.parameters(), None)
+        fitted = self._fitted(model, optimizer, self._inputs(None if first is None else first.device))
+        self._precision = fitted.precision
+        micros = [MicroBatch(inputs=self._inputs(), weight=1 / self.rehearsed) for _ in range(self.rehearsed)]
+        copied, begins = memory.recorder.copied_bytes, []
+        model.register_forward_pre_hook(lambda *_: begins.append(dict(copied)))
+
+        def step() -> None:
+            before = dict(copied)
+            if micros:
+                fitted.step(micros, clip_norm=rehearsal.clip_norm)
+            self.moved = _grown(before, copied)
+            if len(begins) > 2:
+                self.moved_between = _grown(begins[1], begins[2])
+
+        return step
+
+    def _fitted(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> Fitted:
+        rehearsal, choice = self._rehearsal, self._choice
+        plan = choice.plan(
+            model=rehearsal.name, hardware=rehearsal.hardware.name, budget_bytes={}, promise=Promise(peak_bytes={})
+        )
+        beside = (choice.micro_batch, choice.precision, repr(choice.checkpointing), choice.chunk_tokens)
+        fitted = apply_choice(
+            model,
+            optimizer,
+            plan,
+            self.memory,
+            rehearsal.partition,
+            rehearsal.weights,
+            inputs,
+            update_bytes=rehearsal.update_bytes,
+            in_place=rehearsal.in_place.get(beside),
+        )
+        if choice.in_place:
+            rehearsal.in_place[beside] = fitted.in_place
+        return fitted
+
+    def _inputs(self, device: torch.device | None = None) -> Any:
+        """A batch on ``device`` (None: where it is computed)."""
+        if self._rehearsal.inputs is None:
+            return None
+        inputs = self._rehearsal.inputs(self._choice.micro_batch)
+        return map_tensors(inputs, lambda value: value.to(device or self.memory.device))
+
+    def _absent(self) -> set[str]:
+        """Parameters whose values do not stay where the module has them, so that their memory there is let go."""
+        rehearsal, streaming = self._rehearsal, self._choice.streaming
+        named = dict(rehearsal.model.named_parameters())
+        if rehearsal.hardware.compute == RAM:
+            blocks = [b for b in rehearsal.partition.blocks if streaming.get(b.name, RESIDENT) != RESIDENT]
+            return {name for block in blocks for name in block.tensors} | set(rehearsal.weights.sources)
+        # What has no values yet will have them in RAM.
+        return {name for name, p in named.items() if p.device.type in ("cpu", "meta")} | set(
+            rehearsal.weights.sources
+        )
+
+
+def works_in_place(model: nn.Module, example: Any) -> bool:
+    """Whether some activations of ``model`` may write over their inputs."""
+    try:
+        return bool(inplace_activations.options(model, example))
+    except UnsupportedError:  # it cannot be tried without bytes
+        return False
+
+
+def _resident_bytes(trace: Trace) -> int:
+    """What a process grows by for the tensors of a step on the CPU."""
+    heap = HeapGrowth()
+    for storage, born, _ in lives(trace):
+        if born:
+            heap.alloc(storage.id, storage.bytes)
+        else:
+            heap.free(storage.id)
+    return heap.peak_bytes
+
+
+def _fresh_bytes(trace: Trace) -> int:
+    """What the tensors take that are made within the step, as far as they have mappings of their own."""
+    sizes = (s.bytes for s in trace.storages if s.born >= trace.step_starts[0])
+    return sum(round_up(size, PAGE_BYTES) for size in sizes if size >= MAPPING_THRESHOLD_BYTES)
+
+
+def _grown(before: Mapping[tuple[str, str], int], after: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
+    return {way: bytes - before.get(way, 0) for way, bytes in after.items()}
+
+
+def _middle_pass(trace: Trace) -> Trace:
+    """The second of three passes, of which a step may have many more: it adds to the gradients of those before."""
+    phases = itertools.groupby((op for op in trace.ops if op.step == 0), lambda op: op.phase is Phase.BACKWARD)
+    return replace(trace, ops=tuple(op for _, ops in itertools.islice(phases, 2, 4) for op in ops))
+
+
+def _computes_s(trace: Trace, run: _Run, hardware: Hardware) -> tuple[float, float]:
+    """Seconds of the passes that were rehearsed, with the update, and of all others."""
+    more = run.passes - run.rehearsed
+    middle_s = cost.step_cost(_middle_pass(trace), hardware).step_s if more else 0.0
+    return cost.step_cost(trace, hardware).step_s, more * middle_s
+
+
+def _timed(trace: Trace, run: _Run, hardware: Hardware) -> Prediction:
+    """Copies run beside compute, so the slowest lane sets the pace. Passes that were not rehearsed are all alike."""
+    lanes = {"compute": sum(_computes_s(trace, run, hardware))}
+    more = run.passes - run.rehearsed
+    for (source, target), bytes in run.moved.items():
+        count = bytes + more * run.moved_between.get((source, target), 0)
+        rate = hardware.link(*known_way(hardware, source, target)).bytes_per_s
+        lanes[f"{source} -> {target}"] = count / rate
+    slowest = max(lanes, key=lambda lane: lanes[lane])
+    return Prediction(peak_bytes={}, step_s=lanes[slowest], bound_s=lanes[slowest], limited_by=slowest)

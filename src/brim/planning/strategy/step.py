@@ -1,0 +1,276 @@
+"""A training plan in force on a model and its optimizer: the techniques composed, and the step through them.
+
+The same code runs on fake tensors, and that run is the prediction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from brim.core import Decision, Plan, Timeline
+from brim.core.hardware import DISK
+from brim.memory.checkpoint_writing import Layout
+from brim.memory.tiers import Memory
+from brim.planning.strategy import state as training_state
+from brim.planning.strategy.choice import Choice
+from brim.planning.strategy.stand_in_loss import loss_of
+from brim.techniques import precision
+from brim.techniques.activation_offload import inplace as inplace_activations
+from brim.techniques.activation_offload import technique as activation_offload
+from brim.techniques.base import HANDLE_ATTRIBUTE, Handle
+from brim.techniques.blocks import Partition
+from brim.techniques.checkpointing import technique as checkpointing
+from brim.techniques.loss import chunked as chunked_loss
+from brim.techniques.micro_batch import MicroBatch
+from brim.techniques.optimizer_offload import technique as optimizer_offload
+from brim.techniques.optimizer_offload.state_blocks import BLOCK_BYTES
+from brim.techniques.streaming import weight_streaming
+from brim.techniques.streaming.weight_streaming import RESIDENT, Weights, WeightStreaming
+from brim.techniques.weights import place_weights
+
+_LEAST_UPDATE_BYTES = 64 << 10
+
+
+def apply_choice(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    memory: Memory,
+    partition: Partition,
+    weights: Weights,
+    example: Any = None,
+    *,
+    update_bytes: int | None = None,
+    in_place: Sequence[str] | None = None,
+) -> Fitted:
+    """Put ``plan`` into force. On any failure the model and the optimizer are left as they were.
+
+    ``partition`` is that which the plan's weight streaming decisions speak of; a block without one is resident.
+    ``example`` is an input as the model takes it, for plans with in-place activations. ``update_bytes`` are updated
+    at once (None: as the model is large). ``in_place``: the activations that such a plan was found to have before
+    (None: it is tried out).
+    """
+    fitted = Fitted(model, optimizer, _complete(plan, partition), memory)
+    try:
+        fitted._apply(partition, weights, example, update_bytes, in_place)
+    except BaseException:
+        fitted.remove()
+        raise
+    return fitted
+
+
+def _complete(plan: Plan, partition: Partition) -> Plan:
+    choices = plan.choices(weight_streaming.NAME)
+    added = tuple(
+        Decision(technique=weight_streaming.NAME, block=block.name, choice=RESIDENT, bytes=block.bytes)
+        for block in partition.blocks
+        if block.name not in choices
+    )
+    return replace(plan, decisions=plan.decisions + added)
+
+
+class Fitted:
+    """The handle of a model that ``brim.fit`` made fit for training.
+
+    Attributes:
+        model: The model, in place.
+        optimizer: Its optimizer.
+        plan: What was decided and promised.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, memory: Memory) -> None:
+        self.model, self.optimizer, self.plan, self.memory = model, optimizer, plan, memory
+        self.choice = Choice.of(plan)
+        self._stepping = False
+        self.streaming: WeightStreaming | None = None
+        self.offload: optimizer_offload.OptimizerOffload | None = None
+        self.in_place: tuple[str, ...] = ()
+        self._handles: list[Handle] = []
+
+    @property
+    def is_partly_updated(self) -> bool:
+        """Whether the step under way has begun to change weights, so that it cannot be repeated as it is."""
+        return self._stepping or (self.offload is not None and self.offload.partly_updated)
+
+    def _apply(
+        self,
+        partition: Partition,
+        weights: Weights,
+        example: Any,
+        update_bytes: int | None,
+        in_place: Sequence[str] | None,
+    ) -> None:
+        choice, model, memory = self.choice, self.model, self.memory
+        self.precision = self.hold(precision.apply(model, self.optimizer, choice.precision, device=memory.device))
+        self.precision.keeps_casts = not (choice.checkpointing or choice.streams)
+        if choice.checkpointing:
+            self.hold(checkpointing.apply(model, choice.checkpointing))
+        if choice.chunk_tokens:
+            self.hold(chunked_loss.apply(model, choice.chunk_tokens))
+        if choice.in_place:
+            self.in_place = self.hold(inplace_activations.apply(model, example, in_place)).names
+        self.streaming = place_weights(model, partition, self.plan, memory, weights, training=True)
+        self.hold(self.streaming)
+        if weights.sources and not memory.fake:  # until now parameters held nothing
+            self.precision.take_weights(self.streaming.value)
+        if choice.activations:
+            self.hold(activation_offload.apply(model, choice.activations, memory))
+        if choice.offloads_optimizer or self._streams_trained(partition):
+            self.offload = optimizer_offload.apply(
+                model,
+                self.optimizer,
+                memory,
+                states=choice.states,
+                gradients=choice.gradients,
+                streaming=self.streaming if choice.streams else None,
+                block_bytes=bytes_at_once(model) if update_bytes is None else update_bytes,
+                brief=choice.brief_buffer,
+            )
+            self.hold(self.offload)
+
+    def _streams_trained(self, partition: Partition) -> bool:
+        """Whether blocks that come and go are trained: then they are updated one by one, each in its slot."""
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        moving = [b for b in partition.blocks if self.choice.streaming.get(b.name, RESIDENT) != RESIDENT]
+        return any(not trained.isdisjoint(block.tensors) for block in moving)
+
+    def hold(self, handle: Any) -> Any:
+        """Remove ``handle`` with this one, before those that were held earlier."""
+        self._handles.append(handle)
+        return handle
+
+    def step(self, micros: Sequence[MicroBatch], *, clip_norm: float | None = None) -> torch.Tensor:
+        """Do one step of the optimizer over the micro-batches of a batch, as ``brim train`` does. Returns the batch's
+        loss, 0-dimensional.
+        """
+        self._stepping = False
+        total: torch.Tensor | None = None
+        for micro in micros:
+            last = micro is micros[-1]
+            with self._updating() if last and clip_norm is None else contextlib.nullcontext():
+                loss = self._loss(micro)
+                self.precision.backward(loss)
+            total = loss.detach() if total is None else total + loss.detach()
+            del loss
+        if clip_norm is not None:
+            self.precision.unscale(self.optimizer)
+            self.clip_grad_norm_(clip_norm)
+        self._stepping = True
+        self.precision.step(self.optimizer)
+        self._stepping = False
+        self.optimizer.zero_grad(set_to_none=True)
+        assert total is not None, "a batch has one micro-batch at least"
+        return total
+
+    def evaluate(self, inputs: Any) -> torch.Tensor:
+        """The loss of a micro-batch, 0-dimensional, without dropout and with nothing kept for a backward pass."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return self._loss(MicroBatch(inputs=inputs, weight=1))
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def _loss(self, micro: MicroBatch) -> torch.Tensor:
+        with self.precision.forward():
+            inputs = tree_map_only(torch.Tensor, lambda value: value.to(self.memory.device), micro.inputs)
+            output = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(*inputs)
+            loss = loss_of(output)
+            # A product with one would be one operation more than plain PyTorch does.
+            return loss if micro.weight == 1 else loss * micro.weight
+
+    def _updating(self) -> Any:
+        if self.offload is not None and self.choice.in_backward:
+            return self.offload.final()
+        return contextlib.nullcontext()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip as ``torch.nn.utils.clip_grad_norm_`` does, over all parameters of the optimizer, wherever gradients
+        are. Exact.
+
+        PyTorch's own function works as well while gradients stay in memory.
+
+        Args:
+            max_norm: The largest norm that gradients keep.
+            norm_type: Which norm; ``inf`` is the largest value.
+
+        Returns:
+            The norm before clipping, 0-dimensional.
+        """
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.offload is not None:
+            return self.offload.clip_grad_norm_(max_norm, norm_type, parameters=parameters)
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    # -- what a checkpoint holds
+
+    def value(self, name: str) -> torch.Tensor:
+        """A parameter or buffer as it is now, wherever it rests."""
+        assert self.streaming is not None, "it is removed"
+        return self.streaming.value(name)
+
+    def states(self, names: Mapping[torch.Tensor, str]) -> tuple[list[Layout], Iterator[tuple[str, torch.Tensor]]]:
+        """The optimizer's state tensors, announced and then read one at a time. ``names``: parameter -> name."""
+        layout = training_state.optimizer_layout(self.optimizer, names)
+        if self.offload is None:
+            return layout, training_state.optimizer_tensors(self.optimizer, names)
+        announced = {name for name, _, _ in layout}
+        return layout, (pair for pair in self.offload.iter_state() if pair[0] in announced)
+
+    def load_states(
+        self,
+        names: Mapping[torch.Tensor, str],
+        numbers: Mapping[str, Any],
+        tensors: Iterable[tuple[str, torch.Tensor]],
+    ) -> None:
+        """Put back what ``states`` and ``training_state.optimizer_numbers`` gave."""
+        if self.offload is None:
+            training_state.restore_optimizer(self.optimizer, names, numbers, tensors)
+            return
+        training_state.restore_settings(self.optimizer, names, numbers)
+        parameters = {name: parameter for parameter, name in names.items()}
+        for name, plain in numbers["values"].items():
+            if plain:
+                self.optimizer.state[parameters[name]].update(plain)
+        for name, tensor in tensors:
+            self.offload.load_state(name, tensor)
+
+    def timeline(self) -> Timeline:
+        """What memory did since the model was fitted. The fact ``held_bytes.disk``: the peak of the scratch file."""
+        assert self.streaming is not None, "it is removed"
+        timeline = self.streaming.timeline()
+        timeline.facts[f"held_bytes.{DISK}"] = self.memory.disk_peak_bytes
+        return timeline
+
+    def close(self) -> None:
+        """Stop moving and close the files; the model and the optimizer are of no use after that."""
+        self.precision.close()
+        if self.offload is not None:
+            self.offload.close()  # before the memory that its updates work in
+        self.memory.close()
+
+    def remove(self) -> None:
+        """Give model and optimizer back with everything in memory, as if nothing had been fitted. A second call does
+        nothing.
+        """
+        while self._handles:
+            self._handles[-1].remove()
+            self._handles.pop()
+        for owner in (self.model, self.optimizer):
+            if vars(owner).get(HANDLE_ATTRIBUTE) is self:
+                del vars(owner)[HANDLE_ATTRIBUTE]
+
+
+def bytes_at_once(model: nn.Module) -> int:
+    """How much is updated at once: a sixteenth of what is trained, as what passes through RAM is thrice that."""
+    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return min(BLOCK_BYTES, max(_LEAST_UPDATE_BYTES, trained // 16))

@@ -1,0 +1,96 @@
+"""How ways to train compare, and what is known of a model before any of them is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from brim.core import Hardware
+from brim.core.hardware import VRAM
+from brim.errors import UnsupportedError
+from brim.planning.solver.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Frame, Way
+from brim.planning.strategy.choice import Choice
+from brim.planning.strategy.ladder import CHUNK_TOKENS
+from brim.techniques.base import Option
+from brim.techniques.blocks import Partition, tensor_bytes
+from brim.techniques.checkpointing.technique import NONE
+from brim.techniques.loss import chunked as chunked_loss
+from brim.techniques.streaming.placement import RESIDENT, STAGING_SLOTS
+from brim.techniques.streaming.weight_streaming import RING_SLOTS
+
+
+def rank(seconds: float, way: Way) -> tuple[float, int, float]:
+    """Of ways that are as fast to four digits, the one that does least comes first."""
+    frame = way.frame
+    used = [frame.chunked, frame.in_backward, frame.states != KEEP, frame.gradients != KEEP]
+    used += [kept != KEEP for kept in way.activations.values()]
+    used += [weights != RESIDENT for weights in way.weights.values()]
+    return float(f"{seconds:.4g}"), sum(used), seconds
+
+
+def signature(way: Way) -> tuple[Any, ...]:
+    kinds = frozenset((way.weights[name], kept) for name, kept in way.activations.items())
+    return (replace(way.frame, slots=2), kinds)
+
+
+def trained_bytes(model: nn.Module, partition: Partition) -> dict[str, int]:
+    """Of each block, the bytes that the optimizer changes."""
+    parameters = dict(model.named_parameters())
+    return {
+        block.name: sum(tensor_bytes(parameters[n]) for n in block.tensors if parameters[n].requires_grad)
+        for block in partition.blocks
+    }
+
+
+def head_option(model: nn.Module, tokens: int, hardware: Hardware) -> Option | None:
+    try:
+        layer: Any = model.get_submodule(chunked_loss.find_head(model))
+    except UnsupportedError:
+        return None
+    classes, hidden = layer.weight.shape
+    options = chunked_loss.options(tokens, classes, hidden, hardware, dtype=layer.weight.dtype)
+    return next((option for option in options if option.choice == str(CHUNK_TOKENS)), None)
+
+
+def as_choice(way: Way, precision: str, compute: str) -> Choice:
+    """``way`` as the runtime takes it."""
+    frame, kept = way.frame, way.activations
+    streams = any(choice != RESIDENT for choice in way.weights.values())
+    settings = {RING_SLOTS: frame.slots} if streams else {}
+    if streams and compute == VRAM:
+        settings[STAGING_SLOTS] = 2
+    return Choice(
+        precision=precision,
+        micro_batch=frame.micro_batch,
+        chunk_tokens=CHUNK_TOKENS if frame.chunked else 0,
+        checkpointing={b: c for b, c in kept.items() if c in (SELECTIVE, FULL)},
+        activations=tuple(b for b, c in kept.items() if c == OFFLOAD),
+        in_backward=frame.in_backward,
+        states=frame.states,  # type: ignore[arg-type]  # the same three words
+        gradients=frame.gradients,  # type: ignore[arg-type]
+        streaming=dict(way.weights) if streams else {},
+        streaming_settings=settings,
+    )
+
+
+def as_way(choice: Choice, names: Sequence[str]) -> Way | None:
+    """``choice`` as the search knows it; None where it speaks of other blocks than ``names``."""
+    if not {*choice.streaming, *choice.checkpointing, *choice.activations} <= set(names):
+        return None
+    frame = Frame(
+        micro_batch=choice.micro_batch,
+        chunked=bool(choice.chunk_tokens),
+        in_backward=choice.in_backward,
+        states=choice.states,
+        gradients=choice.gradients,
+        slots=choice.streaming_settings.get(RING_SLOTS, 2),
+    )
+    kept = dict.fromkeys(names, KEEP) | {n: c for n, c in choice.checkpointing.items() if c != NONE}
+    return Way(
+        frame=frame,
+        weights={name: choice.streaming.get(name, RESIDENT) for name in names},
+        activations=kept | dict.fromkeys(choice.activations, OFFLOAD),
+    )

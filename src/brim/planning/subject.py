@@ -1,0 +1,103 @@
+"""The model that generation is planned for, without its weights, and the machine that is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import nn
+
+from brim.estimation.step_memory import Inputs, Observation
+from brim.planning.inference.choose import GenerationCase, Wanted
+from brim.planning.inference.depth import Shallow
+from brim.planning.inference.memory import Sizes, cache_shape, watch_generation
+from brim.planning.inference.pass_seconds import PassSeconds
+from brim.planning.request import Machine
+from brim.planning.router_file import Routers
+from brim.techniques.kv_offload import cache as kv_cache
+from brim.techniques.streaming.weight_streaming import Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What was found out about a model, whatever machine it is planned for."""
+
+    observations: dict[Sizes, Observation] = field(default_factory=dict)
+    shape: list[kv_cache.CacheShape | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model in one precision. ``module`` has no values; ``spent_bytes`` is the program's own share per tier.
+
+    ``routers``: what those of a mixture of experts were seen to do, where somebody looked. ``shallow``: the model
+    with a few of its layers, where they say all.
+    """
+
+    name: str
+    module: nn.Module
+    precision: str
+    weights: Weights
+    inputs: Inputs
+    machine: Machine
+    own_precision: str = "fp32"  # that of the configuration
+    host_compute: bool = True
+    spent_bytes: Mapping[str, int] = field(default_factory=dict)
+    routers: Routers = field(default_factory=dict)
+    shallow: Shallow | None = field(default=None, compare=False)
+    seen: Seen = field(default_factory=Seen, compare=False)
+
+    def on(self, machine: Machine) -> Subject:
+        """The same model on another machine."""
+        return replace(self, machine=machine)
+
+    @cached_property
+    def is_here(self) -> bool:
+        """Whether the machine is this one."""
+        return self._seconds.is_here
+
+    @cached_property
+    def _seconds(self) -> PassSeconds:
+        return PassSeconds(
+            module=self.module, hardware=self.machine.hardware, measures=True, host_compute=self.host_compute
+        )
+
+    @property
+    def shape(self) -> kv_cache.CacheShape | None:
+        """The KV cache that is planned; None: the model keeps its own."""
+        if not self.seen.shape:
+            self.seen.shape.append(cache_shape(self.module) if self.shallow is None else self.shallow.shape())
+        return self.seen.shape[0]
+
+    @property
+    def case(self) -> GenerationCase:
+        """What ``brim plan`` asks: as ``brim generate``, but what was never measured on this machine is measured."""
+        inputs = self.inputs
+        return GenerationCase(
+            name=self.name,
+            module=self.module,
+            weights=self.weights,
+            hardware=self.machine.hardware,
+            budget_bytes=self.machine.budget_bytes,
+            wanted=Wanted(
+                lengths=(inputs.prompt,) * inputs.batch,
+                new_tokens=inputs.total - inputs.prompt,
+                batch=inputs.batch,
+                host_compute=self.host_compute,
+            ),
+            shape=self.shape,
+            watch=self._watch,
+            spent_bytes=lambda: self.spent_bytes,
+            seconds=self._seconds,
+            routers=self.routers,
+        )
+
+    def _watch(self, sizes: Sizes) -> Observation:
+        if sizes not in self.seen.observations:
+            seen = None if self.shallow is None else self.shallow.watch(sizes, self.shape)
+            self.seen.observations[sizes] = watch_generation(self.module, sizes, self.shape) if seen is None else seen
+        return self.seen.observations[sizes]
+
+
+__all__ = ["Seen", "Subject"]

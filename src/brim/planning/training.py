@@ -1,0 +1,354 @@
+"""Plans to train a model that is known by its configuration, on this machine or on another one."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from brim.core import Timeline
+from brim.core.hardware import RAM, VRAM
+from brim.errors import BudgetError, ModelError, UnsupportedError
+from brim.estimation.models import find_model
+from brim.estimation.silence import quiet
+from brim.estimation.workload import training_precision
+from brim.measure.capacity import resident_bytes
+from brim.memory import heap
+from brim.memory.checkpoint_files import Extent, TensorSource
+from brim.memory.heap import retention_limits
+from brim.models.training_model import make_optimizer, with_adapters
+from brim.planning import factory
+from brim.planning.factory import is_factory
+from brim.planning.file import described, parameter_count
+from brim.planning.inference.warm_up import most_grown, warm_up
+from brim.planning.request import PLAN_FILE, Machine, Proposal, Request
+from brim.planning.seconds.block_timing import block_seconds
+from brim.planning.seconds.drive_contention import SharesWhenAsked
+from brim.planning.seconds.fresh_memory import fresh_seconds
+from brim.planning.solver.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Limits
+from brim.planning.solver.steps import contention_of
+from brim.planning.strategy.case import Case, Clock, TrainingStrategy
+from brim.planning.strategy.choice import Choice
+from brim.planning.strategy.choose import loop_case, search_training
+from brim.planning.strategy.effects import effects, frees
+from brim.planning.strategy.ladder import Orders, spread
+from brim.planning.strategy.prediction import Rehearsal, works_in_place
+from brim.planning.strategy.search import Planner
+from brim.techniques import optimizers
+from brim.techniques.blocks import Partition, find_blocks
+from brim.techniques.checkpointing import technique as checkpointing
+from brim.techniques.streaming.weight_streaming import Weights
+from brim.units import format_bytes
+
+OWN_STEPS = ("bf16-stochastic", "bf16-master")  # precisions that put a step of their own in the optimizer's place
+# What threads' stacks, kernels' packing buffers and autograd's own objects take beside tensors: 4 to 6 MiB of RAM in
+# steps of models of 8 to 75 M parameters, deep and thin, short and wide, decoders and an encoder-decoder.
+BESIDE_BYTES = {RAM: 12 << 20, VRAM: 64 << 20}
+# The plan's process is not its run: what the two grow by beside tensors has differed by up to 4 MiB.
+_BETWEEN_RUNS_BYTES = 12 << 20
+DATA, TRAINED = "data.jsonl", "trained"  # in commands: the user's data, and where the model goes
+
+
+def plan_training(request: Request, machine: Machine) -> list[Proposal]:
+    """Proved ways to train as ``request`` says, the fastest first: ``request.top`` of them at most.
+
+    Nothing but speed decides among ways that take the same precision: all that is done is lossless. The precision is
+    that which was asked for, else what ``brim train`` takes: fp32 on a processor, bf16-mixed on a GPU, and under
+    ``prefer="quality"`` fp32 there too. Raises BudgetError, with ``smallest_bytes``, when nothing fits.
+    """
+    _refuse_states(request, machine)
+    if request.method == "lora" and importlib.util.find_spec("peft") is not None:
+        importlib.import_module("peft")  # as training does before its budget counts
+    start_bytes = machine.start_bytes()
+    with quiet():
+        planner = Planner(case_of(request, machine, start_bytes))
+        strategies = search_training(planner, top=request.top)
+    return [
+        _proposal(request, machine, planner, strategy, first=strategy is strategies[0]) for strategy in strategies
+    ]
+
+
+def states_of(request: Request) -> int:
+    """Bytes of weights and optimizer states, which a full training keeps in some tier or other."""
+    dtype = weights_dtype("full", precision_of(request, VRAM)[0])
+    held = torch.empty(parameter_count(request.model), dtype=dtype, device="meta")
+    return held.nbytes + sum(optimizers.state_bytes(request.optimizer, [held]))
+
+
+def _refuse_states(request: Request, machine: Machine) -> None:
+    """Raise BudgetError, by one division, where all tiers together have no room for weights and states."""
+    if request.method != "full" or is_factory(request.model):
+        return
+    least, room = states_of(request), sum(machine.budget_bytes.values())
+    if least > room:
+        tiers = ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in machine.budget_bytes.items())
+        raise BudgetError(
+            f"Cannot train {request.model} with {tiers}.",
+            f"Its weights and optimizer states alone take {format_bytes(least)}, and there are {format_bytes(room)}.",
+            "Give more --ram or --disk, train adapters by --method lora, or take an optimizer with smaller states.",
+            smallest_bytes={RAM: machine.budget_bytes.get(RAM, 0) + least - room},
+        )
+
+
+def precision_of(request: Request, compute: str) -> tuple[str, str]:
+    """The precision and where it is from: what is asked for, else the planner's choice."""
+    if request.precision is None and is_factory(request.model):
+        return "fp32", "by default: a loop of your own runs as it is written"
+    if request.precision is None and request.prefer == "quality":
+        return "fp32", "by --prefer quality"
+    return training_precision(request.precision, compute)
+
+
+def weights_dtype(method: str, precision: str) -> torch.dtype | None:
+    """What is trained is held in float32, except in pure bf16; None: as it is stored, where it is only read."""
+    if method == "lora":
+        return None
+    return torch.bfloat16 if precision.startswith("bf16") and "mixed" not in precision else torch.float32
+
+
+def training_limits(
+    model: nn.Module, precision: str, budget_bytes: Mapping[str, int], *, clips: bool, adapters: frozenset[str]
+) -> Limits:
+    """What may be done in a training in ``precision``; ``adapters`` are parameters that no file has."""
+    states_leave = precision not in OWN_STEPS
+    frozen = not any(p.requires_grad and n not in adapters for n, p in model.named_parameters())
+    return Limits(
+        budget_bytes=dict(budget_bytes),
+        single_pass=states_leave and not clips and precision != "fp16-mixed",
+        gradients_leave=precision != "fp16-mixed" and states_leave,
+        states_leave=states_leave,
+        activations=(KEEP, SELECTIVE, FULL, OFFLOAD),
+        streams=states_leave or frozen,
+    )
+
+
+def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
+    if is_factory(request.model):
+        return _case_of_factory(request, machine, start_bytes)
+    hardware = machine.hardware
+    precision, _ = precision_of(request, hardware.compute)
+    model = _model(request, precision)
+    base = frozenset(name for name, _ in model.named_parameters() if ".lora_" not in name)
+    adapters = frozenset(name for name, _ in model.named_parameters()) - base
+    here, rows = _is_here(request, machine), request.batch * request.seq
+    if here:
+        warm_up(model, hardware, rows, precision=precision)
+
+    def inputs(count: int) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(count, request.seq, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    partition = find_blocks(model, stay=adapters)
+    rehearsal = _rehearsal(request, machine, model, partition, dict(_sources(model, base)), inputs, start_bytes)
+    return Case(
+        rehearsal=rehearsal,
+        state_bytes=lambda trained: sum(optimizers.state_bytes(request.optimizer, trained)),
+        precision=precision,
+        limits=training_limits(model, precision, machine.budget_bytes, clips=False, adapters=adapters),
+        tokens=request.seq,
+        stay=adapters,
+        in_place=lambda: works_in_place(model, inputs(1)),
+        clock=_clock(model, partition, inputs) if here and precision == "fp32" else None,
+        beside=SharesWhenAsked(hardware, rows, contention_of(hardware), writes=True) if here else None,
+        fresh_s_per_byte=fresh_seconds(hardware) if here else 0.0,
+    )
+
+
+def _case_of_factory(request: Request, machine: Machine, start_bytes: int) -> Case:
+    """A loop of the user's own, by ``brim.fit``: its budget, and what it promises, are those of tensors."""
+    model, example = factory.made_by(find_model(request.model))
+    compute, partition = machine.hardware.compute, checkpointing.partition_of(model)
+    precision, _ = precision_of(request, compute)
+
+    def inputs(count: int) -> Any:
+        return factory.with_rows(example, count)
+
+    rehearsal = _rehearsal(request, machine, model, partition, {}, inputs, start_bytes)  # no weights in files
+    return loop_case(
+        replace(rehearsal, spent_bytes=dict),
+        budget_bytes=machine.budget_bytes,
+        orders=Orders(micro_batch=request.batch if factory.sees_rows_together(model) else None),
+        in_place=lambda: works_in_place(model, inputs(request.batch)),
+        precision=precision,
+        states_leave=precision not in OWN_STEPS,
+    )
+
+
+def _is_here(request: Request, machine: Machine) -> bool:
+    return request.gpu is None and not machine.assumed
+
+
+def _rehearsal(
+    request: Request,
+    machine: Machine,
+    model: nn.Module,
+    partition: Partition,
+    sources: dict[str, TensorSource],
+    inputs: Callable[[int], Any],
+    start_bytes: int,
+) -> Rehearsal:
+    here = _is_here(request, machine)
+    return Rehearsal(
+        name=str(request.model),
+        model=model,
+        partition=partition,
+        weights=Weights(sources=sources),
+        optimizer=lambda module: make_optimizer(request.optimizer, module, 1e-4),
+        inputs=inputs,
+        batch=request.batch,
+        hardware=machine.hardware,
+        budget_bytes=machine.budget_bytes,
+        spent_bytes=_share(model, request, machine, start_bytes) if here else (lambda: BESIDE_BYTES),
+    )
+
+
+def _clock(model: nn.Module, partition: Partition, inputs: Callable[[int], Any]) -> Clock:
+    """Measured seconds of blocks on this machine; none where they need values that only a real run has."""
+
+    def seconds(batch: int) -> Mapping[str, tuple[float, float, float]]:
+        try:
+            timed = block_seconds(model, partition, inputs(batch), training=True)
+            unsaved = block_seconds(model, partition, inputs(batch), training=False)
+        except UnsupportedError:
+            return {}
+        return {
+            name: (block.forward_s, block.backward_s, min(block.forward_s, unsaved[name].forward_s))
+            for name, block in timed.items()
+            if name
+        }
+
+    return seconds
+
+
+def _share(model: nn.Module, request: Request, machine: Machine, start_bytes: int) -> Callable[[], Mapping[str, int]]:
+    """What the program takes beside tensors on this machine: what it grew by, or did when it was new to that."""
+
+    def share() -> dict[str, int]:
+        program = program_bytes(start_bytes)
+        tokens, grown = request.batch * request.seq, program[RAM]
+        if not machine.left_bytes:  # what measuring left makes it more than a run's
+            grown = most_grown(f"train {request.method}", model, tokens, grown)
+        return {**program, RAM: grown + _BETWEEN_RUNS_BYTES}
+
+    return share
+
+
+def program_bytes(start_bytes: int) -> dict[str, int]:
+    """What the program has grown by until now, and will need beside tensors, per tier."""
+    heap.collect_and_trim()
+    return {
+        tier: count + (tier == RAM) * max(0, resident_bytes() - start_bytes) for tier, count in BESIDE_BYTES.items()
+    }
+
+
+def _model(request: Request, precision: str) -> nn.Module:
+    """The model in train mode, on meta."""
+    model: Any = described(request.model, weights_dtype(request.method, precision))
+    if not model.can_generate():
+        raise ModelError(
+            f"Cannot train {request.model} on text.",
+            f"{type(model).__name__} is not a language model that computes its own loss.",
+            "Give a causal language model.",
+        )
+    model.config.use_cache = False
+    if request.method == "lora":
+        with torch.device("meta"):
+            model = with_adapters(model, 0)
+    trained: nn.Module = model.train()
+    return trained
+
+
+def _sources(model: nn.Module, names: frozenset[str]) -> Iterator[tuple[str, TensorSource]]:
+    """Where the parameters would be in a checkpoint: one file, one after the other."""
+    offset = 0
+    for name, parameter in model.named_parameters():
+        if name not in names:
+            continue
+        count = parameter.numel() * parameter.element_size()
+        extent = Extent(path=str(Path("model.safetensors").absolute()), offset=offset, bytes=count)
+        yield name, TensorSource(name=name, dtype=parameter.dtype, shape=tuple(parameter.shape), extents=(extent,))
+        offset += count
+
+
+# -- what is offered
+
+
+def _proposal(
+    request: Request, machine: Machine, planner: Planner, strategy: TrainingStrategy, *, first: bool
+) -> Proposal:
+    compute, peaks = machine.hardware.compute, strategy.prediction.peak_bytes
+    limits = retention_limits(peaks[RAM], machine.budget_bytes[RAM]) if compute == RAM else None
+    plan = strategy.choice.plan(
+        model=str(request.model),
+        hardware=machine.hardware.name,
+        budget_bytes=machine.budget_bytes,
+        promise=strategy.prediction.with_heap(limits).promise(),
+    )
+    timeline: Timeline | None = None
+    if first and strategy.schedule is not None:
+        timeline = strategy.schedule.timeline(f"{request.model} train", compute)
+    return Proposal(
+        plan=plan,
+        step_s=strategy.step_s,
+        limited_by=strategy.limited_by,
+        techniques=[] if strategy.way is None else effects(planner, strategy.way),
+        command=(
+            factory.command()
+            if is_factory(request.model)
+            else command(request, strategy.choice, [block.name for block in strategy.partition.blocks])
+        ),
+        gap=0.0 if strategy.way is None else strategy.way.gap,
+        frees=frees(planner, strategy.way) if first and strategy.way is not None else (),
+        timeline=timeline,
+    )
+
+
+def command(request: Request, choice: Choice, blocks: list[str]) -> str:
+    """The command that trains so: by options where they say all of it, else by the plan's file."""
+    words = ["brim", "train", str(request.model), "--data", DATA, "--output", TRAINED]
+    flags = _flags(choice, blocks)
+    if flags is None:
+        return shlex.join([*words, "--plan", PLAN_FILE])
+    words += ["--method", request.method, "--batch", str(request.batch), "--seq", str(request.seq)]
+    words += ["--optimizer", request.optimizer, "--precision", choice.precision]
+    for name, amount in (("vram", request.vram), ("ram", request.ram)):
+        words += [] if amount is None else [f"--{name}", str(amount)]
+    return shlex.join([*words, *flags])
+
+
+def _flags(choice: Choice, blocks: list[str]) -> list[str] | None:
+    """Options that leave nothing open; None where some decision has none."""
+    kept = {choice.checkpointing.get(name, "none") for name in _repeated(choice, blocks)} or {"none"}
+    evenly = choice.activations == spread(_repeated(choice, blocks), len(choice.activations))
+    untold = choice.streams or choice.chunk_tokens or choice.in_backward or choice.gradients != "keep"
+    untold = untold or choice.in_place or choice.brief_buffer
+    if untold or len(kept) > 1 or not evenly:
+        return None
+    states = "none" if choice.states == "keep" else choice.states
+    flags = ["--micro-batch", str(choice.micro_batch), "--checkpointing", *kept]
+    flags += ["--offload-activations", str(len(choice.activations)), "--offload-optimizer", states]
+    return [*flags, "--stream-weights", "off"]
+
+
+def _repeated(choice: Choice, blocks: list[str]) -> list[str]:
+    """The blocks that checkpointing may be chosen for: numbered ones."""
+    return [name for name in blocks if name.rpartition(".")[2].isdigit()]
+
+
+__all__ = [
+    "DATA",
+    "TRAINED",
+    "case_of",
+    "plan_training",
+    "precision_of",
+    "program_bytes",
+    "states_of",
+    "training_limits",
+    "weights_dtype",
+]

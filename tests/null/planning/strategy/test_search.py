@@ -1,0 +1,81 @@
+"""What a plan to train promises on a processor is what every one of its layers takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from brim.core import Hardware, Link, Tier
+from brim.core.hardware import DISK, RAM
+from brim.memory.heap import most_in_use_bytes
+from brim.planning.request import Machine, Request
+from brim.planning.solver.step_profile import KEEP, Frame, Way
+from brim.planning.strategy.case import Case
+from brim.planning.strategy.search import Planner
+from brim.planning.training import case_of
+from brim.techniques.streaming.placement import RESIDENT
+
+GIB = 1 << 30
+CPU = Hardware(
+    name="a processor",
+    compute=RAM,
+    tiers=(
+        Tier(name=RAM, capacity_bytes=64 * GIB, bytes_per_s=20e9),
+        Tier(name=DISK, capacity_bytes=1000 * GIB),
+    ),
+    links=(Link(source=DISK, target=RAM, bytes_per_s=3e9),),
+    flops_per_s={"float32": 1e11},
+)
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 384,
+    "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 500,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def case(folder: Path, ram_bytes: int) -> Case:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    on = Machine(hardware=CPU, budget_bytes={RAM: ram_bytes, DISK: 100 * GIB}, assumed=("all of it",))
+    return case_of(Request(model=folder, task="train", batch=8, seq=64), on, 0)
+
+
+@pytest.mark.thorough
+def test_memory_that_is_given_back_and_asked_for_anew_costs_time_so_a_plan_leaves_room_to_keep_it(
+    tmp_path: Path,
+) -> None:
+    ample = Planner(case(tmp_path, 8 * GIB))
+    (whole,) = ample.search(1)
+    in_use = whole.prediction.peak_bytes[RAM]
+    tight = case(tmp_path, in_use + (in_use >> 5))  # it fits, and there is no room to keep anything
+    (free,) = Planner(tight).search(1)
+    assert free.way.same(whole.way) and free.heap_s == 0
+    dear = replace(tight, fresh_s_per_byte=1e-6)
+    (chosen,) = Planner(dear).search(1)
+    assert chosen.heap_s == 0
+    assert chosen.prediction.peak_bytes[RAM] <= most_in_use_bytes(in_use + (in_use >> 5))
+    same = Planner(dear).prove(whole.way, corrects=False)
+    assert same is not None
+    assert same.step_s == free.step_s + same.heap_s > chosen.step_s > free.step_s
+    fresh_bytes = tight.rehearsal.rehearse(whole.choice).fresh_bytes
+    assert same.heap_s == 1e-6 * fresh_bytes
+
+
+@pytest.mark.thorough
+def test_on_a_processor_no_layer_is_left_out_of_a_proof(tmp_path: Path) -> None:
+    """The holes of a heap do not grow layer by layer: a plan that was made of a few layers was refused by its run."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    on = Machine(hardware=CPU, budget_bytes={RAM: 8 * GIB, DISK: 100 * GIB}, assumed=("all of it",))
+    case = case_of(Request(model=tmp_path, task="train", batch=2, seq=32), on, 0)
+    planner = Planner(case)
+    names = [block.name for block in plan.solver.profile.blocks]
+    way = Way(
+        frame=Frame(micro_batch=2, states=DISK, in_backward=True),
+        weights=dict.fromkeys(names, RESIDENT),
+        activations=dict.fromkeys(names, KEEP),
+    )
+    choice = planner.choice(way)
+    whole = case.rehearsal.rehearse(choice).peak_bytes
+    assert planner.peaks(way, choice) == case.rehearsal.in_all(choice, whole)

@@ -1,0 +1,20 @@
+"""What a division says of a training before anything is searched."""
+
+import pytest
+
+from brim.errors import BudgetError
+from brim.planning.request import Request, machine_of
+from brim.planning.training import plan_training, states_of
+
+
+def test_states_that_all_tiers_together_cannot_hold_are_refused_by_a_division() -> None:
+    request = Request(model="llama-3-70b", task="train", gpu="RTX 3060", ram="64GiB", disk="100GiB", seq=1024)
+    with pytest.raises(BudgetError, match=r"weights and optimizer states alone take 78\d GiB") as refused:
+        plan_training(request, machine_of(request))
+    assert refused.value.smallest_bytes["ram"] > 600 << 30
+
+
+@pytest.mark.parametrize(("precision", "bytes_each"), [(None, 12), ("bf16", 6), ("bf16-stochastic", 6), ("fp32", 12)])
+def test_states_are_counted_as_they_are_held(precision: str | None, bytes_each: int) -> None:
+    request = Request(model="llama-3-8b", task="train", gpu="RTX 3060", precision=precision)
+    assert states_of(request) == pytest.approx(bytes_each * 8_030_261_248, rel=1e-6)
