@@ -27,7 +27,6 @@ from brim.run.plan.request import (
     Machine,
     Proposal,
     Request,
-    exact_bytes,
     machine_of,
 )
 from brim.run.plan.training import case_of
@@ -35,6 +34,7 @@ from brim.run.timing.drives import reading_from
 from brim.run.train.strategy.search import Planner
 from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
+from brim.units import exact_bytes
 
 FORCED, SIMPLE, CHOSEN = "forced", "simple", "chosen"
 # Deep and thin, few and wide, mostly vocabulary, and with few heads of keys: 340 to 570 MB in float32.

@@ -31,13 +31,13 @@ from brim.run.plan.request import (
     Machine,
     Proposal,
     Request,
-    exact_bytes,
 )
 from brim.run.plan.subject import Subject
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import RING_SLOTS
+from brim.units import exact_bytes
 
 _HALF = ("bf16", "fp16")
 _SHOWN_PASSES = 8  # of a timeline: the prompt's and some tokens'

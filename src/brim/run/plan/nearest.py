@@ -22,12 +22,11 @@ from brim.run.plan.request import (
     Nearest,
     Proposal,
     Request,
-    exact_bytes,
     machine_of,
     ram_option,
 )
 from brim.run.plan.training import states_of
-from brim.units import format_bytes
+from brim.units import exact_bytes, format_bytes
 
 Planner = Callable[[Request, Machine], list[Proposal]]
 

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from brim.core import Plan, Timeline
+from brim.core.options import LARGEST, PRECISIONS, Method
 from brim.errors import UsageError
-from brim.estimation.workload import LARGEST
 from brim.run.fit.machine import Device
-from brim.run.model.training_model import Method
 from brim.run.train.report import EvaluationReport
 from brim.run.train.strategy.choice import Place
 from brim.run.train.strategy.ladder import Orders
 from brim.techniques.optimizers import OPTIMIZERS
-from brim.techniques.precision import PRECISIONS
 
 REPORTERS = ("none", "tensorboard", "wandb")
 LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1  # as torch.manual_seed

@@ -13,13 +13,14 @@ from torch import nn
 
 from brim.core import Hardware, Plan, Timeline
 from brim.core.hardware import DISK, RAM
+from brim.core.options import Method
 from brim.errors import BudgetError
 from brim.memory import heap
 from brim.memory.heap import HeapLimits, HeapRetention, retention_limits, watched_limits
 from brim.run.fit.machine import Device, make_memory
 from brim.run.fit.step import Fitted, apply_choice
 from brim.run.generate.load import warm_up
-from brim.run.model.training_model import Method, TrainingModel, make_optimizer, open_training_model
+from brim.run.model.training_model import TrainingModel, make_optimizer, open_training_model
 from brim.run.plan.file import PlanFile
 from brim.run.plan.proof import check_promise
 from brim.run.plan.training import program_bytes, training_limits

@@ -12,7 +12,8 @@ from brim.errors import UsageError
 from brim.measure import capacity
 from brim.measure.capacity import free_bytes
 from brim.run.fit.machine import budgets, within_room
-from brim.run.plan.request import Request, exact_bytes, machine_of
+from brim.run.plan.request import Request, machine_of
+from brim.units import exact_bytes
 
 GIB = 1 << 30
 CPU = Hardware(name="cpu", compute=RAM, tiers=(Tier(name=RAM, capacity_bytes=10 * GIB),))

@@ -1,0 +1,59 @@
+"""Options are stated once: in the dataclass of their command."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+import typing
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import brim
+from brim.cli import brim as group
+from brim.core.options import build, option_fields, words
+from brim.requests.plan import Request as Planning
+
+CLI = Path(brim.__file__).parent / "cli"
+LEFT = {
+    "catalog.py", "estimate/command.py", "explain/command.py", "generate/command.py", "probe.py", "rehearse.py",
+    "run.py", "split_options.py", "train/command.py",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(CLI.rglob("*.py")), ids=lambda path: str(path.relative_to(CLI)))
+def test_no_command_states_an_option_outside_of_its_dataclass(path: Path) -> None:
+    stated = re.findall(r"click\.(?:option|argument|Option|Argument)\(", path.read_text(encoding="utf-8"))
+    assert not stated or str(path.relative_to(CLI)) in {"options.py", *LEFT}
+
+
+@pytest.mark.parametrize(("verb", "request_type"), [(brim.plan, Planning)], ids=["plan"])
+def test_the_arguments_of_a_verb_are_the_fields_of_its_request(verb: Any, request_type: type) -> None:
+    parameters, hints = inspect.signature(verb).parameters, typing.get_type_hints(verb)
+    fields = typing.get_type_hints(request_type)
+    for field in option_fields(request_type):
+        given = parameters[field.name]
+        assert hints[field.name] == fields[field.name], field.name
+        assert field.required if given.default is inspect.Parameter.empty else given.default == field.default
+
+
+def parsed(command: str, line: list[str]) -> dict[str, Any]:
+    parser = group.get_command(click.Context(group), command)
+    assert parser is not None
+    return dict(parser.make_context(command, line).params)
+
+
+@pytest.mark.parametrize("name", ["plan"])
+def test_a_printed_command_asks_for_the_same(name: str) -> None:
+    request = Planning(
+        model="gpt2", task="train", vram="3GiB", ram="50%", ram_gb_per_s=2.5, batch=3, precision="bf16",
+        method="lora", prefer="memory", lossless=True, host_compute=False, top=1,
+    )  # fmt: skip
+    program, command, *line = shlex.split(request.command())
+    assert (program, command) == ("brim", name)
+    values = parsed(command, line)
+    assert build(Planning, values) == build(Planning, vars(request) | {"vram": 3 << 30})
+    assert words(build(Planning, values)) == words(request)
