@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args
 
 import click
 from click.shell_completion import CompletionItem
@@ -221,6 +221,33 @@ class _NumberOr(click.ParamType):  # type: ignore[type-arg]
         return self._range.convert(value, param, ctx)
 
 
+class _TextOr(click.ParamType):  # type: ignore[type-arg]
+    """Any text; one of ``words`` is given to the command as what it stands for."""
+
+    name = "text"
+
+    def __init__(self, words: Mapping[str, Any]) -> None:
+        self._words = words
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self._words.get(value, value)
+
+
+class _Room(click.ParamType):  # type: ignore[type-arg]
+    """``DIR``, ``DIR:200GiB`` or ``DIR:40%``, given to the command as (folder, amount or None)."""
+
+    name = "folder[:bytes|:%]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        folder, _, amount = value.rpartition(":") if ":" in value else (value, "", "")
+        limit = BUDGET.convert(amount, param, ctx) if amount else None
+        if not Path(folder).is_dir():
+            self.fail(f"{folder!r} is not a folder.", param, ctx)
+        return folder, limit
+
+
 class _Word(click.Choice):  # type: ignore[type-arg]
     """One of ``words``, given to the command as what it stands for."""
 
@@ -233,8 +260,13 @@ class _Word(click.Choice):  # type: ignore[type-arg]
 
 
 _ANY = 1  # a whole to try a share on
-VRAM_HELP = "Budget of the compute device: 8GiB, or 80% of all it has.  [default: 90 % of what is free]"
-RAM_HELP = "Budget of host memory: 8GiB, or 80% of all there is.  [default: 90 % of what is free]"
+
+
+class _ProgramWord(click.types.UnprocessedParamType):
+    """A word of a program's command line."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return paths(ctx, param, incomplete)
 
 
 class _Numbers(click.ParamType):  # type: ignore[type-arg]
@@ -242,8 +274,8 @@ class _Numbers(click.ParamType):  # type: ignore[type-arg]
 
     name = "text"
 
-    def __init__(self, rule: str, least: int = 0) -> None:
-        self._rule, self._least = rule, least
+    def __init__(self, rule: str, todo: str = "", *, least: int = 0) -> None:
+        self._rule, self._todo, self._least = rule, todo, least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, tuple):
@@ -251,7 +283,7 @@ class _Numbers(click.ParamType):  # type: ignore[type-arg]
         parts = [part.strip() for part in value.split(",")]
         if not all(part.isdecimal() and int(part) >= self._least for part in parts):
             flag = param.opts[0] if param is not None else ""
-            raise UsageError(f"{flag} {value} was given.", self._rule)
+            raise UsageError(f"{flag} {value} was given.", self._rule, self._todo)
         return tuple(map(int, parts))
 
 
@@ -267,18 +299,27 @@ class _Names(click.ParamType):  # type: ignore[type-arg]
 MODEL, DESCRIBED_MODEL, GPU = _Model(), _DescribedModel(), _Gpu()
 BYTES, BUDGET = _Bytes(), _Budget()
 DEVICE, PROGRAM_DEVICE = _Device("cuda", "xpu", "npu"), _Device("cuda")
+VRAM_HELP = "Budget of the compute device: 8GiB, or 80% of all it has.  [default: 90 % of what is free]"
+RAM_HELP = "Budget of host memory: 8GiB, or 80% of all there is.  [default: 90 % of what is free]"
 # Types of the command line by ``Option.kind``.
 _KINDS: dict[str, Any] = {
-    "bytes": BYTES,
-    "described_model": DESCRIBED_MODEL,
-    "device": DEVICE,
-    "gpu": GPU,
+    "bytes": _Bytes(),
+    "described_model": _DescribedModel(),
+    "device": _Device("cuda", "xpu", "npu"),
+    "existing_file": click.Path(path_type=Path, dir_okay=False, exists=True),
+    "file": click.Path(path_type=Path, dir_okay=False),
+    "gpu": _Gpu(),
     "gpu_counts": _Numbers("It must be numbers of GPUs, as in 1,2,4,8.", least=1),
     "html": OutputFile(HTML),
     "layers": _Numbers("It must be numbers of layers, as in 9,9,8,6."),
-    "model": MODEL,
+    "model": _Model(),
     "names": _Names(),
-    "program_device": PROGRAM_DEVICE,
+    "new_folder": click.Path(path_type=Path, file_okay=False),
+    "program": _ProgramWord(),
+    "program_device": _Device("cuda"),
+    "ranks": _Numbers("Ranks are whole numbers.", "Example: --rank 0,63"),
+    "report": OutputFile(HTML, JSON),
+    "room": _Room(),
 }
 
 
@@ -318,54 +359,52 @@ def _parameters(request: type, *, only_given: bool = False) -> Iterator[click.Pa
 
 
 def _argument(field: OptionField) -> click.Argument:
-    several = _several(field.type)
     return click.Argument(
-        [field.name], type=_type(field), nargs=-1 if several else 1, required=field.required and not several,
-        metavar=field.option.metavar,
+        [field.name], type=_type(field), nargs=-1 if field.several else 1,
+        required=field.required and not field.several, metavar=field.option.metavar,
     )  # fmt: skip
 
 
 def _option(field: OptionField, *, only_given: bool) -> click.Option:
     """``only_given``: None where the option is not given, whatever the field's default."""
-    flags, option, default = field.flags, field.option, field.default
-    settings: dict[str, Any] = {}
+    option, default = field.option, None if only_given or field.required else field.default
     if field.type is bool and not option.words:
-        settings = {"flag_value": False, "type": bool} if flags[-1].startswith("--no-") else {"is_flag": True}
-        shown = False
-    else:
-        default = next((word for word, meaning in option.words.items() if meaning == default), default)
-        shown = default is not None and default not in ("", ()) and not field.required
-        several = _several(field.type) and not option.kind
-        settings = {"type": _type(field), "is_flag": False, "multiple": several, "metavar": option.metavar}
-        settings["required"] = field.required and not only_given
-    if only_given or field.required:
-        default, shown = None, False
+        flag: dict[str, Any] = {"is_flag": True}
+        if field.flags[-1].startswith("--no-"):
+            flag = {"flag_value": False, "type": bool}
+        return click.Option([*field.flags, field.name], default=default, help=option.help or None, **flag)
+    default = next((word for word, meaning in option.words.items() if meaning == default), default)
+    several = field.several and not option.kind
+    settings: dict[str, Any] = {"multiple": several, "required": field.required and not only_given}
+    if default is not None:
+        settings |= {"default": default, "show_default": default not in ("", ())}
+    elif several:
+        settings["callback"] = lambda context, parameter, values: values or None
     return click.Option(
-        [*flags, field.name], default=default, show_default=shown, help=option.help or None, **settings
+        [*field.flags, field.name], type=_type(field), is_flag=False, metavar=option.metavar,
+        help=option.help or None, **settings,
     )  # fmt: skip
 
 
-def _several(hint: Any) -> bool:
-    return get_origin(hint) in (tuple, Sequence)
-
-
 def _type(field: OptionField) -> Any:
-    hint, option = field.type, field.option
+    hint, option = field.entry, field.option
     if option.kind:
         return _KINDS[option.kind] if isinstance(option.kind, str) else option.kind
-    if _several(hint):
-        hint = get_args(hint)[0]
+    if option.words and int in (hint, *get_args(hint)):
+        return _NumberOr(option.words, option.min)
     if option.words:
-        return _NumberOr(option.words, option.min) if int in (hint, *get_args(hint)) else _Word(option.words)
-    if get_origin(hint) is Literal:
-        return click.Choice(get_args(hint))
+        return _TextOr(option.words) if option.names else _Word(option.words)
+    if field.choices:
+        return click.Choice(field.choices)
     if hint is int and option.min is not None:
         return click.IntRange(int(option.min), None if option.max is None else int(option.max))
     if hint is float and option.min is not None:
         return Finite(min=option.min, min_open=option.above)
     if hint == str | int:
         return BUDGET
-    return click.Path(path_type=Path) if Path in (hint, *get_args(hint)) else hint
+    if Path in (hint, *get_args(hint)):
+        return click.Path(path_type=Path)
+    return str if str in get_args(hint) else hint
 
 
 def json_option(command: F) -> F:

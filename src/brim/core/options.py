@@ -18,6 +18,9 @@ T = TypeVar("T")
 LARGEST = 1 << 40  # a count above that is a slip of the hand
 Method = Literal["full", "lora"]
 Device = Literal["auto", "cuda", "xpu", "npu", "cpu", "emulated"]  # or a GPU by its number: "cuda:1"
+Place = Literal["keep", "ram", "disk"]  # of states: with their weights, or not
+VRAM_HELP = "Budget of the compute device: 8GiB, or 80% of all it has.  [default: 90 % of what is free]"
+RAM_HELP = "Budget of host memory: 8GiB, or 80% of all there is.  [default: 90 % of what is free]"
 PRECISIONS = ("fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16", "bf16-stochastic", "bf16-master", "fp8")  # to train
 _METADATA = "option"
 
@@ -36,6 +39,7 @@ class Option:
         kind: A type of the command line for texts that are more than texts: ``"gpu"``, ``"device"``.
         metavar: The placeholder in the help.
         argument: The value is given without a flag.
+        after: The field that comes before it in the help, of a dataclass that this one inherits from.
         group: A dataclass whose options stand here; with ``only_given`` each is None where it is not given.
     """
 
@@ -51,6 +55,7 @@ class Option:
     argument: bool = False
     group: type | None = None
     only_given: bool = False
+    after: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +84,16 @@ class OptionField:
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
+        return typing.get_args(self.entry) if typing.get_origin(self.entry) is Literal else ()
+
+    @property
+    def several(self) -> bool:
+        return typing.get_origin(self.type) in (tuple, Sequence)
+
+    @property
+    def entry(self) -> Any:
+        """The type, of a sequence that of an entry."""
+        return typing.get_args(self.type)[0] if self.several else self.type
 
     @property
     def numeric(self) -> bool:
@@ -91,22 +105,31 @@ def option(default: Any = dataclasses.MISSING, help: str = "", **settings: Any) 
     return dataclasses.field(default=default, metadata={_METADATA: Option(help=help, **settings)})
 
 
-def option_group(kind: type, *, only_given: bool = False) -> Any:
+def device_option() -> Any:
+    """Return the field of ``--device``."""
+    help = "Where to compute; auto takes CUDA where torch sees it, cuda:1 is one of several GPUs."
+    return option("auto", help, kind="device")
+
+
+def option_group(kind: type, default: Any = dataclasses.MISSING, *, only_given: bool = False) -> Any:
     """Return a field for the options of the dataclass ``kind``: an object of it, or a mapping of their values."""
-    return option(group=kind, only_given=only_given)
+    return option(default, group=kind, only_given=only_given)
 
 
 def option_fields(kind: type) -> tuple[OptionField, ...]:
     """The options of a dataclass, in the order of its fields."""
     hints = typing.get_type_hints(kind)
-    return tuple(
-        OptionField(
-            name=field.name, type=_without_none(hints[field.name]), default=field.default,
-            option=field.metadata[_METADATA],
+    options: dict[str, OptionField] = {}
+    for field in dataclasses.fields(kind):
+        if (option := field.metadata.get(_METADATA)) is None:
+            continue
+        entry = OptionField(
+            name=field.name, type=_without_none(hints[field.name]), default=field.default, option=option
         )
-        for field in dataclasses.fields(kind)
-        if _METADATA in field.metadata
-    )  # fmt: skip
+        names = [*options]
+        names.insert(names.index(option.after) + 1 if option.after else len(names), field.name)
+        options = {name: options.get(name, entry) for name in names}
+    return tuple(options.values())
 
 
 def _without_none(hint: Any) -> Any:
@@ -125,7 +148,9 @@ def check(request: Any) -> None:
     """Raise UsageError for values outside the names and bounds of their options."""
     for field in option_fields(type(request)):
         value, allowed = getattr(request, field.name), field.choices or tuple(field.option.names)
-        if value is None or (field.option.kind and not field.option.names):
+        if value is None or (
+            (field.option.kind or field.option.words) and not field.option.names and not field.numeric
+        ):
             continue
         for entry in value if isinstance(value, (tuple, list)) else (value,):
             if allowed and entry not in allowed:

@@ -64,3 +64,17 @@ class Request:
     def command(self) -> str:
         """The command line that asks this."""
         return shlex.join(["brim", "plan", *words(self, always=("task",))])
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshRequest(Request):
+    """A request for a training split over several GPUs."""
+
+    gpus: int | None = option(None, min=1, help="Split training over so many GPUs, and search the splits.")
+    gpus_per_node: int | None = option(None, min=1, help="GPUs of one machine, beside --gpus. [default: 8]")
+    engine: Literal["torch", "megatron"] | None = option(
+        None,
+        "Whose seconds and bytes, beside --gpus: torch, which brim train runs, or megatron (with Transformer "
+        "Engine). [default: torch]",
+    )
+    global_batch: int | None = option(None, min=1, help="Sequences of a step on all --gpus. [default: 8 for each]")

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from brim.cli.options import JSON, SVG, OutputFile, html_field, json_field
 from brim.core.options import option
-from brim.requests.plan import Request
+from brim.requests.plan import MeshRequest
 
 
 def file_name(output: Path, index: int) -> Path:
@@ -38,17 +38,9 @@ class _PlanFiles(OutputFile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(Request):
+class PlanOptions(MeshRequest):
     """The options of ``brim plan``: a request, and its answer's form."""
 
-    gpus: int | None = option(None, min=1, help="Split training over so many GPUs, and search the splits.")
-    gpus_per_node: int | None = option(None, min=1, help="GPUs of one machine, beside --gpus. [default: 8]")
-    engine: Literal["torch", "megatron"] | None = option(
-        None,
-        "Whose seconds and bytes, beside --gpus: torch, which brim train runs, or megatron (with Transformer "
-        "Engine). [default: torch]",
-    )
-    global_batch: int | None = option(None, min=1, help="Sequences of a step on all --gpus. [default: 8 for each]")
     compare_gpus: tuple[int, ...] | None = option(
         None, kind="gpu_counts", metavar="1,2,4,8", help="Compare a training on so many GPUs."
     )
