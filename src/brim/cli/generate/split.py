@@ -44,7 +44,7 @@ def run(
     """Generate with the others, or start them all; the exit code where it is not 0. Only rank 0 says anything."""
     from brim.run.generate.request import Request
     from brim.run.ranks.generate import RanksRequest, generate
-    from brim.run.ranks.request import TIMEOUT_S
+    from brim.requests.train import TIMEOUT_S
 
     request = RanksRequest(
         generation=Request(model=model, prompt=prompt, **options), split=split["split"] or "layers",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from brim.run.generate.sampling import cut
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -21,17 +22,16 @@ from transformers import StoppingCriteriaList
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.ranks.balance import balanced
 from brim.estimation.ranks.split import Split, check_sizes, sizes_of
+from brim.requests.train import TIMEOUT_S
 from brim.run.generate.inputs import check, encode
 from brim.run.generate.load import by_parameter, materialize, verifier
 from brim.run.generate.loop import Ending, Printer, seeded
 from brim.run.generate.request import Request
-from brim.run.generate.sampling import cut
 from brim.run.generate.token_clock import Clock
 from brim.run.model.opening import DTYPES, OpenedModel, open_tokenizer, precision_of, prepare, verify_files
 from brim.run.model.quantized import open_as
 from brim.run.ranks.group import Ranks
 from brim.run.ranks.model import Filler, own_shares
-from brim.run.ranks.request import TIMEOUT_S
 from brim.run.ranks.train import run_joined
 from brim.techniques.checkpointing.technique import blocks
 from brim.techniques.parallel import pipeline, sharding
