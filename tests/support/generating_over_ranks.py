@@ -22,7 +22,7 @@ def generated(ranks: int, *requests: dict[str, Any]) -> list[dict[str, Any]]:
 def main(*requests: str) -> None:
     """On every rank."""
     from brim.run.generate.request import Request
-    from brim.run.generate.sampling import Sampling
+    from brim.requests.sampling import Sampling
     from brim.run.ranks.generate import RanksRequest, generate
 
     for text in requests:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from brim.errors import UnsupportedError, UsageError
+from brim.requests.sampling import cut
 from brim.run.generate.inputs import Batch, encode, encode_chat, instructed
 from brim.run.generate.loop import (
     Ending,
@@ -18,7 +19,6 @@ from brim.run.generate.loop import (
     seeded,
 )
 from brim.run.generate.request import OpenedRun, Request, opened_for_chat
-from brim.run.generate.sampling import cut
 from brim.run.generate.token_clock import Clock
 
 

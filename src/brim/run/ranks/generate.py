@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from brim.run.generate.sampling import cut
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -22,6 +21,7 @@ from transformers import StoppingCriteriaList
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.ranks.balance import balanced
 from brim.estimation.ranks.split import Split, check_sizes, sizes_of
+from brim.requests.sampling import cut
 from brim.requests.train import TIMEOUT_S
 from brim.run.generate.inputs import check, encode
 from brim.run.generate.load import by_parameter, materialize, verifier
