@@ -18,7 +18,6 @@ from brim.errors import UsageError
 from brim.printable import printable
 from brim.units import format_bytes, is_share, parse_bytes
 
-F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
@@ -296,11 +295,7 @@ class _Names(click.ParamType):  # type: ignore[type-arg]
         return value if isinstance(value, tuple) else tuple(name.strip() for name in value.split(","))
 
 
-MODEL, DESCRIBED_MODEL, GPU = _Model(), _DescribedModel(), _Gpu()
-BYTES, BUDGET = _Bytes(), _Budget()
-DEVICE, PROGRAM_DEVICE = _Device("cuda", "xpu", "npu"), _Device("cuda")
-VRAM_HELP = "Budget of the compute device: 8GiB, or 80% of all it has.  [default: 90 % of what is free]"
-RAM_HELP = "Budget of host memory: 8GiB, or 80% of all there is.  [default: 90 % of what is free]"
+BUDGET = _Budget()
 # Types of the command line by ``Option.kind``.
 _KINDS: dict[str, Any] = {
     "bytes": _Bytes(),
@@ -405,23 +400,6 @@ def _type(field: OptionField) -> Any:
     if Path in (hint, *get_args(hint)):
         return click.Path(path_type=Path)
     return str if str in get_args(hint) else hint
-
-
-def json_option(command: F) -> F:
-    """``--json``, given to the command as ``as_json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")(command)
-
-
-def html_option(command: F) -> F:
-    """``--html``, given to the command as ``html``: None, or where ``write_html`` is to write."""
-    text = "Also write a report with pictures: one file, no network."
-    return click.option("--html", type=OutputFile(HTML), help=text)(command)
-
-
-def device_option(command: F) -> F:
-    """``--device``, given to the command as ``device``."""
-    text = "Where to compute; auto takes CUDA where torch sees it, cuda:1 is one of several GPUs."
-    return click.option("--device", type=DEVICE, default="auto", show_default=True, help=text)(command)
 
 
 def html_field() -> Any:
