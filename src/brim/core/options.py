@@ -191,7 +191,7 @@ def _words(field: OptionField, value: Any) -> Iterator[str] | list[str]:
     if isinstance(value, bool) and not option.words:
         return [field.flag if value else field.flags[-1].rpartition("/")[2]]
     if option.words:
-        value = next(word for word, meaning in option.words.items() if meaning == value)
+        value = next((word for word, meaning in option.words.items() if meaning == value), value)
     elif field.type == str | int:
         value = exact_bytes(value)
     entries = value if isinstance(value, (tuple, list)) else (value,)

@@ -15,9 +15,11 @@ import pytest
 
 import brim
 from brim.cli import brim as group
+from brim.cli.generate.options import GenerateOptions
 from brim.core.options import build, option_fields, words
 from brim.estimation.workload import Workload
 from brim.requests.plan import Request as Planning
+from brim.requests.sampling import Sampling
 
 CLI = Path(brim.__file__).parent / "cli"
 
@@ -55,3 +57,14 @@ def test_a_printed_command_asks_for_the_same(name: str) -> None:
     values = parsed(command, line)
     assert build(Planning, values) == build(Planning, vars(request) | {"vram": 3 << 30})
     assert words(build(Planning, values)) == words(request)
+
+
+def test_what_ranks_are_started_with_asks_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("brim.run.model.location.local", lambda model: model)
+    options = GenerateOptions(
+        model="m", prompt="a b", prefill_chunk=4, ram=3 << 30, max_new_tokens=4, gpus=2, split="tensors",
+        sampling=Sampling(temperature=0.5, seed=3), stop=("x", "y"), chat=False, host_compute=False, as_json=True,
+    )  # fmt: skip
+    values = parsed("generate", words(options))
+    sampling = build(Sampling, values)
+    assert build(GenerateOptions, {**values, "sampling": sampling}) == options
