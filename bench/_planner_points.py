@@ -19,7 +19,7 @@ from brim.errors import BudgetError
 from brim.planning import file as plan_file
 from brim.planning.inference.choose import search_generation
 from brim.planning.opening import open_subject
-from brim.planning.request import Answer, Machine, Proposal, Request, exact_bytes, machine_of
+from brim.planning.request import Answer, Machine, Proposal, Request, machine_of
 from brim.planning.seconds.drives import reading_from
 from brim.planning.solver.step_profile import FULL, KEEP, BlockProfile, Frame, Way
 from brim.planning.solver.streaming import plan_of
@@ -28,6 +28,7 @@ from brim.planning.training import case_of
 from brim.processes import python_command
 from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
+from brim.units import exact_bytes
 
 FORCED, SIMPLE, CHOSEN = "forced", "simple", "chosen"
 # Deep and thin, few and wide, mostly vocabulary, and with few heads of keys: 340 to 570 MB in float32.

@@ -75,6 +75,17 @@ def _share(text: str, share: Fraction, total_bytes: int | None) -> int:
     return int(share * total_bytes)
 
 
+def exact_bytes(amount: str | int) -> str:
+    """Bytes in the largest unit that says them exactly: ``"12GiB"``. A share stays as it was written."""
+    if is_share(amount):
+        return str(amount)
+    count = parse_bytes(amount)
+    for unit, size in (("GiB", GIB), ("MiB", MIB)):
+        if count and count % size == 0:
+            return f"{count // size}{unit}"
+    return str(count)
+
+
 def format_bytes(count: int | float) -> str:
     """Write bytes with a binary unit and at most three digits: ``"2.61 GiB"``."""
     size = float(count)

@@ -3,49 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
 
 from brim import catalog
 from brim.catalog import Gpu, Preset
-from brim.cli.options import Command, json_option, print_json
+from brim.cli.options import command, json_field, print_json
+from brim.core.options import option
 from brim.errors import UsageError
 from brim.units import format_bytes
 
 
-@click.command(cls=Command)
-@click.argument("words", nargs=-1)
-@json_option
-def models(words: tuple[str, ...], as_json: bool) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    """The options of ``brim models`` and ``brim gpus``."""
+
+    words: tuple[str, ...] = option((), argument=True)
+    as_json: bool = json_field()
+
+
+@command(ListOptions)
+def models(options: ListOptions) -> None:
     """List the model configurations of the catalog.
 
     With WORDS, those alone that have all of them in a name or hub id, as in: brim models qwen 7b. Models that are not
     listed are given by a folder with their config.json, or by the file itself.
     """
     presets = [catalog.model(name) for name in catalog.model_names()]
-    listed = [preset for preset in presets if _has(words, (preset.name, *preset.hub_ids))]
-    _check(words, listed, "models")
-    if as_json:
+    listed = [preset for preset in presets if _has(options.words, (preset.name, *preset.hub_ids))]
+    _check(options.words, listed, "models")
+    if options.as_json:
         print_json({"models": [_model(preset) for preset in listed]})
         return
     rows = [(p.name, _billions(p.parameters), p.architecture, ", ".join(p.hub_ids)) for p in listed]
     _print(("model", "parameters", "class", "hub ids"), rows, right={1})
 
 
-@click.command(cls=Command)
-@click.argument("words", nargs=-1)
-@json_option
-def gpus(words: tuple[str, ...], as_json: bool) -> None:
+@command(ListOptions)
+def gpus(options: ListOptions) -> None:
     """List the GPUs of the catalog.
 
     With WORDS, those alone that have all of them in their names, as in: brim gpus rtx 40. The memory of one that is
     not listed is given by --vram.
     """
     cards = [catalog.gpu(name) for name in catalog.gpu_names()]
-    listed = [card for card in cards if _has(words, (card.name, *card.aliases))]
-    _check(words, listed, "gpus")
-    if as_json:
+    listed = [card for card in cards if _has(options.words, (card.name, *card.aliases))]
+    _check(options.words, listed, "gpus")
+    if options.as_json:
         print_json({"gpus": [_gpu(card) for card in listed]})
         return
     rows = [

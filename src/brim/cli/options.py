@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 from click.shell_completion import CompletionItem
 
 from brim.core.files import identities
+from brim.core.options import OptionField, build, option, option_fields
 from brim.errors import UsageError
 from brim.printable import printable
 from brim.units import format_bytes, is_share, parse_bytes
 
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 class _Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
@@ -161,8 +163,8 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         read, written = identities(self._inputs(ctx)), set[Path]()
-        for option, path in self._outputs(ctx):
-            asked = f"{option.opts[0]} {path} was given."
+        for parameter, path in self._outputs(ctx):
+            asked = f"{parameter.opts[0]} {path} was given."
             for same in (read[identity] for identity in identities([path]) if identity in read):
                 raise UsageError(asked, f"It is {same}, which is an input.", "Name another file.")
             if path.resolve() in written:
@@ -172,13 +174,13 @@ class Command(click.Command):
 
     def _outputs(self, ctx: click.Context) -> Iterator[tuple[click.Parameter, Path]]:
         """Files by option; a pipe or a device takes what comes."""
-        for option in self.params:
-            path = ctx.params.get(option.name or "")
-            if not isinstance(option.type, OutputFile) or path is None or (path.exists() and not path.is_file()):
+        for parameter in self.params:
+            path = ctx.params.get(parameter.name or "")
+            if not isinstance(parameter.type, OutputFile) or path is None or (path.exists() and not path.is_file()):
                 continue
-            yield option, path
-            for other in option.type.further(path, ctx.params):
-                yield option, option.type.convert(other, option, ctx)
+            yield parameter, path
+            for other in parameter.type.further(path, ctx.params):
+                yield parameter, parameter.type.convert(other, parameter, ctx)
 
     def _inputs(self, ctx: click.Context) -> Iterator[Path]:
         for param in self.params:
@@ -204,29 +206,210 @@ class Finite(click.FloatRange):
         return number
 
 
-MODEL, DESCRIBED_MODEL, GPU = _Model(), _DescribedModel(), _Gpu()
+class _NumberOr(click.ParamType):  # type: ignore[type-arg]
+    """A whole number, or one of ``words``, given to the command as what it stands for."""
+
+    def __init__(self, words: Mapping[str, Any], least: float | None) -> None:
+        self._words, self._range = words, click.IntRange(min=None if least is None else int(least))
+        self.name = "|".join([*words, "number"])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        for word, meaning in self._words.items():
+            if value == word or (value is not None and value == meaning):
+                return meaning
+        return self._range.convert(value, param, ctx)
+
+
+class _TextOr(click.ParamType):  # type: ignore[type-arg]
+    """Any text; one of ``words`` is given to the command as what it stands for."""
+
+    name = "text"
+
+    def __init__(self, words: Mapping[str, Any]) -> None:
+        self._words = words
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self._words.get(value, value)
+
+
+class _Room(click.ParamType):  # type: ignore[type-arg]
+    """``DIR``, ``DIR:200GiB`` or ``DIR:40%``, given to the command as (folder, amount or None)."""
+
+    name = "folder[:bytes|:%]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        folder, _, amount = value.rpartition(":") if ":" in value else (value, "", "")
+        limit = BUDGET.convert(amount, param, ctx) if amount else None
+        if not Path(folder).is_dir():
+            self.fail(f"{folder!r} is not a folder.", param, ctx)
+        return folder, limit
+
+
+class _Word(click.Choice):  # type: ignore[type-arg]
+    """One of ``words``, given to the command as what it stands for."""
+
+    def __init__(self, words: Mapping[str, Any]) -> None:
+        super().__init__(list(words))
+        self._words = words
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self._words[super().convert(value, param, ctx)]
+
+
 _ANY = 1  # a whole to try a share on
-VRAM_HELP = "Budget of the compute device: 8GiB, or 80% of all it has.  [default: 90 % of what is free]"
-RAM_HELP = "Budget of host memory: 8GiB, or 80% of all there is.  [default: 90 % of what is free]"
-BYTES, BUDGET = _Bytes(), _Budget()
-DEVICE, PROGRAM_DEVICE = _Device("cuda", "xpu", "npu"), _Device("cuda")
 
 
-def json_option(command: F) -> F:
-    """``--json``, given to the command as ``as_json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")(command)
+class _ProgramWord(click.types.UnprocessedParamType):
+    """A word of a program's command line."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return paths(ctx, param, incomplete)
 
 
-def html_option(command: F) -> F:
-    """``--html``, given to the command as ``html``: None, or where ``write_html`` is to write."""
-    text = "Also write a report with pictures: one file, no network."
-    return click.option("--html", type=OutputFile(HTML), help=text)(command)
+class _Numbers(click.ParamType):  # type: ignore[type-arg]
+    """``1,2,4``: whole numbers from ``least`` on. Raises UsageError with ``rule`` for anything else."""
+
+    name = "text"
+
+    def __init__(self, rule: str, todo: str = "", *, least: int = 0) -> None:
+        self._rule, self._todo, self._least = rule, todo, least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in value.split(",")]
+        if not all(part.isdecimal() and int(part) >= self._least for part in parts):
+            flag = param.opts[0] if param is not None else ""
+            raise UsageError(f"{flag} {value} was given.", self._rule, self._todo)
+        return tuple(map(int, parts))
 
 
-def device_option(command: F) -> F:
-    """``--device``, given to the command as ``device``."""
-    text = "Where to compute; auto takes CUDA where torch sees it, cuda:1 is one of several GPUs."
-    return click.option("--device", type=DEVICE, default="auto", show_default=True, help=text)(command)
+class _Names(click.ParamType):  # type: ignore[type-arg]
+    """``q_proj,v_proj``, given to the command as a tuple."""
+
+    name = "names"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if isinstance(value, tuple) else tuple(name.strip() for name in value.split(","))
+
+
+BUDGET = _Budget()
+# Types of the command line by ``Option.kind``.
+_KINDS: dict[str, Any] = {
+    "bytes": _Bytes(),
+    "described_model": _DescribedModel(),
+    "device": _Device("cuda", "xpu", "npu"),
+    "existing_file": click.Path(path_type=Path, dir_okay=False, exists=True),
+    "file": click.Path(path_type=Path, dir_okay=False),
+    "gpu": _Gpu(),
+    "gpu_counts": _Numbers("It must be numbers of GPUs, as in 1,2,4,8.", least=1),
+    "html": OutputFile(HTML),
+    "layers": _Numbers("It must be numbers of layers, as in 9,9,8,6."),
+    "model": _Model(),
+    "names": _Names(),
+    "new_folder": click.Path(path_type=Path, file_okay=False),
+    "program": _ProgramWord(),
+    "program_device": _Device("cuda"),
+    "ranks": _Numbers("Ranks are whole numbers.", "Example: --rank 0,63"),
+    "report": OutputFile(HTML, JSON),
+    "room": _Room(),
+}
+
+
+def command(
+    request: type[T], *, cls: type[Command] = Command, **settings: Any
+) -> Callable[[Callable[[T], Any]], click.Command]:
+    """Make a command of a function that takes a ``request``: its options are that dataclass's."""
+
+    def decorate(function: Callable[[T], Any]) -> click.Command:
+        @functools.wraps(function)
+        def callback(**values: Any) -> Any:
+            return function(build(request, {**values, **dict(_groups(request, values))}))
+
+        return click.command(cls=cls, params=[*_parameters(request)], **settings)(callback)
+
+    return decorate
+
+
+def _groups(request: type, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of ``request`` that are groups, with the values of their options."""
+    for field in option_fields(request):
+        if (group := field.option.group) is not None:
+            settings = {each.name: values[each.name] for each in option_fields(group)}
+            if field.option.only_given:
+                settings = {name: value for name, value in settings.items() if value is not None}
+            yield field.name, build(group, settings) if field.type == group else settings
+
+
+def _parameters(request: type, *, only_given: bool = False) -> Iterator[click.Parameter]:
+    for field in option_fields(request):
+        if field.option.group is not None:
+            yield from _parameters(field.option.group, only_given=field.option.only_given)
+        elif field.option.argument:
+            yield _argument(field)
+        else:
+            yield _option(field, only_given=only_given)
+
+
+def _argument(field: OptionField) -> click.Argument:
+    return click.Argument(
+        [field.name], type=_type(field), nargs=-1 if field.several else 1,
+        required=field.required and not field.several, metavar=field.option.metavar,
+    )  # fmt: skip
+
+
+def _option(field: OptionField, *, only_given: bool) -> click.Option:
+    """``only_given``: None where the option is not given, whatever the field's default."""
+    option, default = field.option, None if only_given or field.required else field.default
+    if field.type is bool and not option.words:
+        flag: dict[str, Any] = {"is_flag": True}
+        if field.flags[-1].startswith("--no-"):
+            flag = {"flag_value": False, "type": bool}
+        return click.Option([*field.flags, field.name], default=default, help=option.help or None, **flag)
+    default = next((word for word, meaning in option.words.items() if meaning == default), default)
+    several = field.several and not option.kind
+    settings: dict[str, Any] = {"multiple": several, "required": field.required and not only_given}
+    if default is not None:
+        settings |= {"default": default, "show_default": default not in ("", ())}
+    elif several:
+        settings["callback"] = lambda context, parameter, values: values or None
+    return click.Option(
+        [*field.flags, field.name], type=_type(field), is_flag=False, metavar=option.metavar,
+        help=option.help or None, **settings,
+    )  # fmt: skip
+
+
+def _type(field: OptionField) -> Any:
+    hint, option = field.entry, field.option
+    if option.kind:
+        return _KINDS[option.kind] if isinstance(option.kind, str) else option.kind
+    if option.words and int in (hint, *get_args(hint)):
+        return _NumberOr(option.words, option.min)
+    if option.words:
+        return _TextOr(option.words) if option.names else _Word(option.words)
+    if field.choices:
+        return click.Choice(field.choices)
+    if hint is int and option.min is not None:
+        return click.IntRange(int(option.min), None if option.max is None else int(option.max))
+    if hint is float and option.min is not None:
+        return Finite(min=option.min, min_open=option.above)
+    if hint == str | int:
+        return BUDGET
+    if Path in (hint, *get_args(hint)):
+        return click.Path(path_type=Path)
+    return str if str in get_args(hint) else hint
+
+
+def html_field() -> Any:
+    """``--html``: None, or where ``write_html`` is to write."""
+    return option(None, kind="html", help="Also write a report with pictures: one file, no network.")
+
+
+def json_field() -> Any:
+    """``--json``, as the field ``as_json``."""
+    return option(False, flags=("--json",), help="Print one JSON document and nothing else.")
 
 
 def readable(text: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
-from brim.cli.options import Command, json_option, print_json
+from brim.cli.options import command, json_field, print_json
+from brim.core.options import option
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -16,21 +16,23 @@ if TYPE_CHECKING:
     from brim.core.hardware import Hardware, Link
 
 
-@click.command(cls=Command)
-@json_option
-@click.option(
-    "--device",
-    default="auto",
-    show_default=True,
-    help="What to measure: cpu, or an accelerator (cuda, xpu, npu, mps); auto takes CUDA where torch sees it.",
-)
-@click.option("--refresh", is_flag=True, help="Measure again even if this machine was measured before.")
-@click.option(
-    "--directory",
-    type=click.Path(path_type=Path),
-    help="Measure the disk under this directory, where models will be read from; by default the cache folder.",
-)
-def probe(as_json: bool, device: str, refresh: bool, directory: Path | None) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """The options of ``brim probe``."""
+
+    as_json: bool = json_field()
+    device: str = option(
+        "auto",
+        "What to measure: cpu, or an accelerator (cuda, xpu, npu, mps); auto takes CUDA where torch sees it.",
+    )
+    refresh: bool = option(False, "Measure again even if this machine was measured before.")
+    directory: Path | None = option(
+        None, "Measure the disk under this directory, where models will be read from; by default the cache folder."
+    )
+
+
+@command(ProbeOptions)
+def probe(options: ProbeOptions) -> None:
     """Measure what this machine does: memory, disk, links, matrix rates.
 
     Takes a few seconds. The result is kept in the cache folder and used by every other command.
@@ -39,8 +41,8 @@ def probe(as_json: bool, device: str, refresh: bool, directory: Path | None) -> 
     from brim.measure.probe import probe as measure
 
     with Console(stderr=True).status("Measuring this machine"):
-        hardware = measure(refresh=refresh, device=device, directory=directory)
-    if as_json:
+        hardware = measure(refresh=options.refresh, device=options.device, directory=options.directory)
+    if options.as_json:
         print_json(hardware.to_json())
     else:
         _print(hardware)

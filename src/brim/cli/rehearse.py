@@ -8,7 +8,7 @@ import shutil
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,20 +16,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from brim.cli import verdict
-from brim.cli.options import BYTES, SNAPSHOT, OutputFile, html_option, json_option, print_json, readable, write_html
-from brim.cli.run import ProgramCommand
+from brim.cli.options import SNAPSHOT, OutputFile, command, html_field, json_field, print_json, readable, write_html
+from brim.cli.run import ProgramCommand, module_field, program_field, program_of
 from brim.cli.trials import MOST_TRIALS, Trials
 from brim.core.files import replacing
 from brim.core.leak import LEAST_STEPS
+from brim.core.options import option, option_group
 from brim.errors import UsageError
 from brim.processes import temporary_folder
+from brim.rehearsal.rehearse import Request
 from brim.units import format_bytes
 
 if TYPE_CHECKING:
     from brim.cli.explain.answers import Explained
     from brim.device.environment import Environment
     from brim.estimation.bounds import Margin
-    from brim.rehearsal.rehearse import Rehearsal, Request
+    from brim.rehearsal.rehearse import Rehearsal
 
 OUT_OF_MEMORY, FAILED = 3, 1
 _MOST_READS = 8
@@ -50,69 +52,40 @@ class _SnapshotFile(OutputFile):
     """One file, or one for each rank."""
 
     def further(self, path: Path, params: Mapping[str, Any]) -> Iterator[Path]:
-        yield from (_of_rank(path, rank) for rank in _ranks(params["ranks"]))
+        yield from (_of_rank(path, rank) for rank in params["ranks"])
 
 
-@click.command(cls=ProgramCommand, context_settings={"allow_interspersed_args": False})
-@click.option("--gpu", required=True, help='The GPU that is not there, as in "RTX 4090": a name of the catalog.')
-@click.option("--gpus", type=int, default=1, show_default=True, help="How many of them.")
-@click.option(
-    "--rank",
-    "ranks",
-    metavar="R,R...",
-    help="Run these ranks of a job of --gpus ranks, one process each; no other rank exists.",
-)
-@click.option("--vram", type=BYTES, help="Memory of each GPU. [default: the card's]")
-@click.option(
-    "--steps", type=int, help="End after so many optimizer steps. [default: when memory stops growing, 50 at most]"
-)
-@click.option(
-    "--vary",
-    metavar="OPTION=V,V...",
-    help="An option of the program's with the values to try, least first: which is the largest that fits.",
-)
-@click.option(
-    "--what-if", "settings", multiple=True, metavar="CONF", help="Replay under other allocator settings; or best."
-)
-@click.option(
-    "--trials",
-    type=click.IntRange(min=0),
-    metavar="N",
-    default=MOST_TRIALS,
-    show_default=True,
-    help="Of a program that runs out: rehearse it again with so many of the changes that would help, until it fits.",
-)
-@click.option(
-    "--random-weights", is_flag=True, help="Make models that are not here from their configurations, untrained."
-)
-@click.option(
-    "--snapshot", type=_SnapshotFile(SNAPSHOT), help="Keep the recording, in PyTorch's format (-rankN is added)."
-)
-@click.option(
-    "--compiler", is_flag=True, help="Fetch Triton too, which torch.compile needs, where it is not installed."
-)
-@click.option("--python", type=click.Path(path_type=Path), help="The Python to rehearse with. [default: this one]")
-@click.option("--yes", is_flag=True, help="Fetch what is missing without asking.")
-@html_option
-@json_option
-@click.option("-m", "module", metavar="MODULE", is_flag=False, help="Run a module, as python -m does.")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [ARGS]...")
-def rehearse(
-    ranks: str | None,
-    vram: int | None,
-    vary: str | None,
-    settings: tuple[str, ...],
-    trials: int,
-    snapshot: Path | None,
-    compiler: bool,
-    python: Path | None,
-    yes: bool,
-    html: Path | None,
-    as_json: bool,
-    module: str | None,
-    arguments: tuple[str, ...],
-    **asked: Any,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class RehearseOptions:
+    """The options of ``brim rehearse``."""
+
+    request: Mapping[str, Any] = option_group(Request)
+    vary: str | None = option(
+        None,
+        "An option of the program's with the values to try, least first: which is the largest that fits.",
+        metavar="OPTION=V,V...",
+    )
+    what_if: tuple[str, ...] = option((), "Replay under other allocator settings; or best.", metavar="CONF")
+    trials: int = option(
+        MOST_TRIALS,
+        "Of a program that runs out: rehearse it again with so many of the changes that would help, until it fits.",
+        min=0,
+        metavar="N",
+    )
+    snapshot: Path | None = option(
+        None, "Keep the recording, in PyTorch's format (-rankN is added).", kind=_SnapshotFile(SNAPSHOT)
+    )
+    compiler: bool = option(False, "Fetch Triton too, which torch.compile needs, where it is not installed.")
+    python: Path | None = option(None, "The Python to rehearse with. [default: this one]")
+    yes: bool = option(False, "Fetch what is missing without asking.")
+    html: Path | None = html_field()
+    as_json: bool = json_field()
+    module: str | None = module_field()
+    arguments: tuple[str, ...] = program_field()
+
+
+@command(RehearseOptions, cls=ProgramCommand, context_settings={"allow_interspersed_args": False})
+def rehearse(options: RehearseOptions) -> int:
     """Run a program unchanged on GPUs that are not there: does it fit, what takes the memory, what would help.
 
     Options after SCRIPT (or -m MODULE) are the program's own. Memory is as on the GPU, kernels compute nothing: whole
@@ -123,63 +96,47 @@ def rehearse(
     from brim.allocator.config import AllocatorConfig
     from brim.cli.explain.snapshot import BEST
     from brim.device.environment import prepare
-    from brim.rehearsal.rehearse import FOLDERS, Request
+    from brim.rehearsal.rehearse import FOLDERS
 
-    if module is None and not arguments:
-        raise click.UsageError("Name a script, or a module with -m.")
+    module, settings, vary = options.module, options.what_if, options.vary
+    target, arguments = program_of(module, options.arguments)
     values = None if vary is None else _values(vary)
-    kept = {"--html": html, "--snapshot": snapshot, "--what-if": settings}
-    for option in (name for name, path in kept.items() if path and vary is not None):
+    kept = {"--html": options.html, "--snapshot": options.snapshot, "--what-if": settings}
+    for flag in (name for name, path in kept.items() if path and vary is not None):
         raise UsageError(
-            f"Cannot use --vary {vary} with {option}.", "Varied rehearsals keep no recording.", "Rehearse one value."
+            f"Cannot use --vary {vary} with {flag}.", "Varied rehearsals keep no recording.", "Rehearse one value."
         )
     for text in settings:
         if text != BEST:
             AllocatorConfig.parse(text)  # now, and not when all has run
-    target, rest = (arguments[0], arguments[1:]) if module is None else (module, arguments)
-    rest = rest[1:] if rest[:1] == ("--",) else rest  # as after estimate's; a program's own -- is given twice
-    if module is None and not Path(target).exists():
-        raise click.UsageError(f"There is no file {target!r}.")
-    request = Request(
-        target=target,
-        arguments=rest,
-        is_module=module is not None,
-        ranks=_ranks(ranks),
-        memory_bytes=vram,
-        **asked,
+    # As after estimate's; a program's own -- is given twice.
+    arguments = arguments[1:] if arguments[:1] == ("--",) else arguments
+    request = Request(target=target, arguments=arguments, is_module=module is not None, **options.request)
+    environment = prepare(
+        options.python, confirm=lambda what: options.yes or confirmed(what), compiler=options.compiler
     )
-    environment = prepare(python, confirm=lambda what: yes or confirmed(what), compiler=compiler)
     with temporary_folder(FOLDERS) as scratch:
         if values is not None:
-            return _vary(request, environment, scratch, *values, as_json)
+            return _vary(request, environment, scratch, *values, options.as_json)
         rehearsals = _run(request, environment, scratch)
         again = Trials(
             request,
             partial(_run_again, environment=environment),
-            most=trials,
+            most=options.trials,
             told=lambda text: click.echo(text, err=True),
         )
         explained = [_explained(rehearsal, settings, again) for rehearsal in rehearsals]
-        if as_json:
+        if options.as_json:
             print_json(_document(request, rehearsals, explained))
         else:
             for rehearsal, more in zip(rehearsals, explained, strict=True):
                 for line in _lines(request, rehearsal, more):
                     click.echo(readable(line))
-        if snapshot is not None:  # after printing: the disk may be full
-            _keep(rehearsals, snapshot)
-        if html is not None:
-            _write_html(html, request, rehearsals, explained)
+        if options.snapshot is not None:  # after printing: the disk may be full
+            _keep(rehearsals, options.snapshot)
+        if options.html is not None:
+            _write_html(options.html, request, rehearsals, explained)
     return max(_exit_code(rehearsal) for rehearsal in rehearsals)
-
-
-def _ranks(text: str | None) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        return tuple(map(int, text.split(",")))
-    except ValueError as error:
-        raise UsageError(f"--rank {text} was given.", "Ranks are whole numbers.", "Example: --rank 0,63") from error
 
 
 def confirmed(what: str) -> bool:

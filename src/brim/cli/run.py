@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
-from brim.cli.options import BUDGET, HTML, JSON, PROGRAM_DEVICE, RAM_HELP, VRAM_HELP, Command, OutputFile, paths
+from brim.cli.options import Command, command
+from brim.core.options import build, option
+from brim.run.script.settings import Settings
 
 
 class ProgramCommand(Command):
@@ -26,40 +30,37 @@ class ProgramCommand(Command):
         return super().parse_args(ctx, args)
 
 
-@click.command(cls=ProgramCommand, context_settings={"allow_interspersed_args": False})
-@click.option("--vram", type=BUDGET, help=VRAM_HELP)
-@click.option("--ram", type=BUDGET, help=RAM_HELP)
-@click.option(
-    "--mode",
-    type=click.Choice(["auto", "stream", "unified", "off"]),
-    default="auto",
-    show_default=True,
-    help="stream: plan every model. unified: VRAM, then RAM read over the link. auto: the one, else the other.",
-)
-@click.option(
-    "--device",
-    type=PROGRAM_DEVICE,
-    default="auto",
-    show_default=True,
-    help="cpu: what the program does with CUDA is done on the CPU where there is no CUDA. cuda:1: the program sees "
-    "that GPU alone.",
-)
-@click.option("--report", type=OutputFile(HTML, JSON), help="Write what became of each model: .html or .json.")
-@click.option("--managed", is_flag=True, help="In unified mode: managed memory instead of page-locked RAM.")
-@click.option("--insist", is_flag=True, help="Managed memory beyond what the device has free. It can hang a driver.")
-@click.option("-m", "module", metavar="MODULE", is_flag=False, help="Run a module, as python -m does.")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=paths, metavar="[SCRIPT] [ARGS]...")
-def run(
-    vram: int | str | None,
-    ram: int | str | None,
-    mode: str,
-    device: str,
-    report: Path | None,
-    managed: bool,
-    insist: bool,
-    module: str | None,
-    arguments: tuple[str, ...],
-) -> Callable[[], int]:
+def module_field() -> Any:
+    """``-m MODULE``."""
+    return option(None, "Run a module, as python -m does.", flags=("-m",), metavar="MODULE")
+
+
+def program_field() -> Any:
+    """The script and its arguments; with ``-m`` arguments alone."""
+    return option((), kind="program", argument=True, metavar="[SCRIPT] [ARGS]...")
+
+
+def program_of(module: str | None, words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """The program and its arguments. Raises click's UsageError where there is none."""
+    if module is not None:
+        return module, words
+    if not words:
+        raise click.UsageError("Name a script, or a module with -m.")
+    if not Path(words[0]).exists():
+        raise click.UsageError(f"There is no file {words[0]!r}.")
+    return words[0], words[1:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Settings):
+    """The options of ``brim run``: its settings, and the program."""
+
+    module: str | None = module_field()
+    arguments: tuple[str, ...] = program_field()
+
+
+@command(RunOptions, cls=ProgramCommand, context_settings={"allow_interspersed_args": False})
+def run(options: RunOptions) -> Callable[[], int]:
     """Run a program unchanged inside a memory budget.
 
     Options after SCRIPT (or -m MODULE) are the program's own. Its output, exit code, signals and tracebacks are those
@@ -67,21 +68,13 @@ def run(
     """
     from brim.run.script.run import run as launch
     from brim.run.script.script import Program
-    from brim.run.script.settings import Settings
 
-    if module is None and not arguments:
-        raise click.UsageError("Name a script, or a module with -m.")
-    if module is None:
-        target, *rest = arguments
-        if not Path(target).exists():
-            raise click.UsageError(f"There is no file {target!r}.")
-    else:
-        target, rest = module, list(arguments)
-    program = Program(target=target, arguments=tuple(rest), is_module=module is not None)
-    settings = Settings(vram=vram, ram=ram, mode=mode, device=device, report=report, managed=managed, insist=insist)
-    if ram is not None:
+    target, arguments = program_of(options.module, options.arguments)
+    program = Program(target=target, arguments=arguments, is_module=options.module is not None)
+    settings = build(Settings, vars(options))
+    if options.ram is not None:
         from brim.core.hardware import RAM
         from brim.measure.capacity import amount_bytes, check_room  # not for a program without a budget
 
-        check_room(amount_bytes(ram, RAM))  # and again at the first model, with all that is loaded by then
+        check_room(amount_bytes(options.ram, RAM))  # and again at the first model, with all that is loaded by then
     return lambda: launch(program, settings)

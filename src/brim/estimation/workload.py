@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from brim.core.hardware import RAM, VRAM
+from brim.core.options import LARGEST, option
 from brim.errors import UnsupportedError, UsageError
 from brim.predict.formulas.optimizers import MADE
 
@@ -33,7 +34,6 @@ _TRAINED = {  # by the tier that computes: what brim train takes where no precis
     RAM: ("fp32", "by default: what brim train takes on processors"),
     VRAM: ("bf16-mixed", "by default: what brim train takes on GPUs"),
 }
-LARGEST = 1 << 40  # more tokens or sequences than that are a slip of the hand
 
 
 def training_precision(precision: str | None, compute: str) -> tuple[str, str]:
@@ -63,16 +63,30 @@ class Workload:
         lora_targets: Ends of names of modules, or ``("all-linear",)``; PEFT's where not given.
     """
 
-    task: str = "train"
-    batch: int = 1
-    seq: int | None = None
-    precision: str | None = None
-    optimizer: str | None = None
-    method: str | None = None
-    checkpointing: str | None = None
-    new_tokens: int | None = None
-    lora_rank: int | None = None
-    lora_targets: tuple[str, ...] | None = None
+    task: str = option("train", "train or generate.")
+    batch: int = option(1, "Sequences, or images, at once.")
+    seq: int | None = option(None, "Tokens of a sequence, or of the prompt. [default: 4096, or the model's own]")
+    precision: str | None = option(
+        None,
+        "fp32, bf16, bf16-mixed, fp16-mixed, fp8, int8 or int4. [default: the weights' own; with --gpus bf16-mixed]",
+    )
+    optimizer: str | None = option(
+        None,
+        "adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, lion or adamw8bit (of torchao). "
+        "[default: adamw]",
+    )
+    method: str | None = option(None, "full or lora (PEFT's defaults). [default: full]")
+    lora_rank: int | None = option(None, "With --method lora: rank of the adapters. [default: 8]")
+    lora_targets: tuple[str, ...] | None = option(
+        None,
+        kind="names",
+        metavar="NAMES",
+        help="With --method lora: ends of modules' names, as in q_proj,v_proj, or all-linear. [default: PEFT's]",
+    )
+    checkpointing: str | None = option(
+        None, "none, selective, alternate (every other product is kept) or full. [default: none]"
+    )
+    new_tokens: int | None = option(None, "Tokens to generate. [default: 128]")
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

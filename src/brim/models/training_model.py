@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from brim.core.options import Method
 from brim.errors import ModelError
 from brim.models.opening import OpenedModel, open_model
 from brim.models.weights import by_parameter, materialize, verifier
@@ -17,7 +18,6 @@ from brim.techniques import optimizers
 from brim.techniques.lora import add_lora
 from brim.techniques.streaming.weight_streaming import Weights
 
-Method = Literal["full", "lora"]
 _RANK = 8
 
 

@@ -20,7 +20,7 @@ from brim.planning.inference.pass_seconds import processor_of
 from brim.planning.inference.predicted_timeline import foreseen
 from brim.planning.nearest import in_the_least
 from brim.planning.opening import Subjects
-from brim.planning.request import LOSSY, Machine, Proposal, Request, exact_bytes
+from brim.planning.request import LOSSY, Machine, Proposal, Request
 from brim.planning.solver import Job
 from brim.planning.solver.passes import CPU, pass_s
 from brim.planning.solver.placing import least_s
@@ -32,6 +32,7 @@ from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import RING_SLOTS
+from brim.units import exact_bytes
 
 _HALF = ("bf16", "fp16")
 _SHOWN_PASSES = 8  # of a timeline: the prompt's and some tokens'

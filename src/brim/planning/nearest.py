@@ -16,9 +16,9 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.planning.factory import is_factory
 from brim.planning.file import described_source, parameter_count
-from brim.planning.request import LOSSY, Machine, Nearest, Proposal, Request, exact_bytes, machine_of, ram_option
+from brim.planning.request import LOSSY, Machine, Nearest, Proposal, Request, machine_of, ram_option
 from brim.planning.training import states_of
-from brim.units import format_bytes
+from brim.units import exact_bytes, format_bytes
 
 Planner = Callable[[Request, Machine], list[Proposal]]
 

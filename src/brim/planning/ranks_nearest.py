@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from brim import catalog
 from brim.core.hardware import RAM, VRAM
+from brim.core.options import build
 from brim.errors import BrimError, BudgetError
 from brim.planning.nearest import cards_with, largest
+from brim.requests.plan import MeshRequest
 from brim.units import format_bytes
 
 # A limit in seconds would give other answers on a slower or busier computer.
@@ -19,7 +20,6 @@ _DOUBLED = 10  # times
 _SHORTEST = 64  # tokens
 _CARDS, _LARGER = 3, 1.25  # so many sizes of cards are tried, each so much larger than the one before
 _SHARE = 0.9  # of a node's RAM that plans take (``request``)
-_FLAGS = ("task", "gpus", "gpu", "gpus_per_node", "seq", "global_batch", "engine", "ram", "ram_gb_per_s", "top")
 
 Options = Mapping[str, Any]
 Search = Callable[[Options], bool]
@@ -53,18 +53,11 @@ def infeasible(model: str, options: Options, refusal: BudgetError, plans: Callab
     changes: list[Change] = []
     for search in (_more_gpus, _larger_gpus, _shorter, _more_ram):
         for changed, description in search(options, refusal.smallest_bytes, prover.fits):
-            changes.append(Change(change=description, command=command(model, changed)))
+            changes.append(
+                Change(change=description, command=build(MeshRequest, {**changed, "model": model}).command())
+            )
     why = " ".join(part for part in (refusal.asked, refusal.found) if part)
     return Infeasible(why=why, needs_bytes=refusal.smallest_bytes, nearest=tuple(changes))
-
-
-def command(model: str, options: Options) -> str:
-    """The command line that asks for ``options``."""
-    words = ["brim", "plan", model]
-    for name in _FLAGS:
-        if options.get(name) is not None:
-            words += [f"--{name.replace('_', '-')}", str(options[name])]
-    return shlex.join(words)
 
 
 class _Prover:

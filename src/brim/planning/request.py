@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,102 +12,24 @@ from brim import catalog
 from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UsageError
-from brim.estimation.workload import LARGEST
 from brim.measure.capacity import amount_bytes, free_bytes, resident_bytes
 from brim.measure.probe import probe
 from brim.memory import heap
 from brim.memory.scratch import scratch_folder
-from brim.models.training_model import Method
 from brim.planning.inference.machine import budgets
 from brim.planning.precision_rows import Row
 from brim.planning.seconds.drives import reading_from
 from brim.planning.strategy.effects import Effect
-from brim.techniques.optimizers import OPTIMIZERS
-from brim.techniques.precision import PRECISIONS
-from brim.units import format_bytes, is_share, parse_bytes
+from brim.requests.plan import LOSSY as LOSSY
+from brim.requests.plan import PRECISIONS_OF as PRECISIONS_OF
+from brim.requests.plan import Request as Request
+from brim.units import format_bytes, parse_bytes
 
-TASKS = ("generate", "train")
 PLAN_FILE = "plan.json"  # in commands, until files are named
-PREFERENCES = ("speed", "memory", "quality")
-LOSSY = ("fp8", "int8", "int4")  # of weights that were trained in 16 bits or more
-PRECISIONS_OF = {"generate": ("fp32", "bf16", "fp16", *LOSSY), "train": PRECISIONS}
-
 # A drive on four lanes of PCIe 3 has 3.9 GB/s at most (PCI-SIG).
 _DRIVE_BYTES_PER_S = 3.2e9
 _DISK_BYTES = 1 << 40
 _FREE_SHARE = 0.9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A request to ``brim.plan``; each field is its argument of that name."""
-
-    model: str | Path
-    task: str = "generate"
-    gpu: str | None = None
-    vram: str | int | None = None
-    ram: str | int | None = None
-    ram_gb_per_s: float | None = None
-    disk: str | int | None = None
-    batch: int = 1
-    seq: int = 1024
-    new_tokens: int = 128
-    precision: str | None = None
-    optimizer: str = "adamw"
-    method: Method = "full"
-    prefer: str = "speed"
-    lossless: bool = False
-    host_compute: bool = True
-    top: int = 5
-
-    def check(self) -> None:
-        """Raise UsageError for values that are not allowed."""
-        for option, value, allowed in (
-            ("--task", self.task, TASKS),
-            ("--optimizer", self.optimizer, OPTIMIZERS),
-            ("--method", self.method, ("full", "lora")),
-            ("--precision", self.precision or "fp32", PRECISIONS_OF.get(self.task, ())),
-            ("--prefer", self.prefer, PREFERENCES),
-        ):
-            if value not in allowed:
-                raise UsageError(f"{option} {value} was given.", f"Allowed are {', '.join(allowed)}.")
-        for option, number in (
-            ("--batch", self.batch),
-            ("--seq", self.seq),
-            ("--new-tokens", self.new_tokens),
-            ("--top", self.top),
-        ):
-            if not 1 <= number <= LARGEST:
-                raise UsageError(f"{option} {number} was given.", f"It must be a whole number, 1 to {LARGEST:,}.")
-        if self.lossless and self.precision in LOSSY:
-            raise UsageError(f"Cannot use --precision {self.precision} with --lossless.", "It rounds weights.")
-
-    def command(self) -> str:
-        """The command line that asks this."""
-        words = ["brim", "plan", str(self.model), "--task", self.task]
-        for option_field in fields(self):
-            value = getattr(self, option_field.name)
-            if option_field.name in ("model", "task") or value == option_field.default:
-                continue
-            option = f"--{option_field.name.replace('_', '-')}"
-            if option_field.name in (VRAM, RAM, DISK):
-                value = exact_bytes(value)
-            if isinstance(value, bool):
-                words.append(option if value else f"--no-{option.removeprefix('--')}")
-            else:
-                words += [option, str(value)]
-        return shlex.join(words)
-
-
-def exact_bytes(amount: str | int) -> str:
-    """Bytes in the largest unit that says them exactly: ``"12GiB"``. A share stays as it was written."""
-    if is_share(amount):
-        return str(amount)
-    count = parse_bytes(amount)
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if count and count % size == 0:
-            return f"{count // size}{unit}"
-    return str(count)
 
 
 @dataclass(frozen=True, kw_only=True)

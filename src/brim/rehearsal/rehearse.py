@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from brim.core.leak import LEAST_STEPS, Leak
+from brim.core.options import option
 from brim.device.environment import Environment
 from brim.device.settings import DeviceSettings
 from brim.errors import UsageError
@@ -42,12 +43,22 @@ class Request:
     target: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
-    gpu: str
-    gpus: int = 1
-    ranks: tuple[int, ...] = ()
-    steps: int | None = None
-    random_weights: bool = False
-    memory_bytes: int | None = None
+    gpu: str = option(kind="gpu", help='The GPU that is not there, as in "RTX 4090": a name of the catalog.')
+    gpus: int = option(1, "How many of them.")
+    ranks: tuple[int, ...] = option(
+        (),
+        "Run these ranks of a job of --gpus ranks, one process each; no other rank exists.",
+        flags=("--rank",),
+        kind="ranks",
+        metavar="R,R...",
+    )
+    memory_bytes: int | None = option(
+        None, "Memory of each GPU. [default: the card's]", flags=("--vram",), kind="bytes"
+    )
+    steps: int | None = option(
+        None, "End after so many optimizer steps. [default: when memory stops growing, 50 at most]"
+    )
+    random_weights: bool = option(False, "Make models that are not here from their configurations, untrained.")
     alloc_conf: str = ""
     changes: tuple[str, ...] = ()
 

@@ -25,11 +25,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
+from brim.core.options import PRECISIONS
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques.blocks import groups_within
 from brim.units import MIB
 
-PRECISIONS = ("fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16", "bf16-stochastic", "bf16-master", "fp8")
 _MIXED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 _MARK = "brim_precision"
 _PURE = ("bf16", "bf16-stochastic", "bf16-master")

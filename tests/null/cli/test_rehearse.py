@@ -94,7 +94,7 @@ def test_a_recording_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
     option = next(one for one in rehearse.params if one.name == "snapshot")
     assert isinstance(option.type, OutputFile)
     path = option.type.convert(str(tmp_path / "kept.pickle"), option, None)
-    beside = list(option.type.further(path, {"ranks": "1,2"}))
+    beside = list(option.type.further(path, {"ranks": (1, 2)}))
     assert beside == [tmp_path / "kept-rank1.pickle", tmp_path / "kept-rank2.pickle"]
     assert option.type.convert(str(beside[0]), option, None) == beside[0]
     with pytest.raises(click.BadParameter, match="not a memory snapshot"):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,15 @@ from click.core import ParameterSource
 
 from brim.cli import verdict
 from brim.cli.estimate import ranks as estimate_ranks
+from brim.cli.estimate.options import EstimateOptions
 from brim.cli.estimate.program import environment_for, rehearsed
 from brim.cli.loading import MODELS, load
-from brim.cli.options import BUDGET, DESCRIBED_MODEL, GPU, Command, html_option, json_option, print_json, write_html
-from brim.cli.split_options import split_of, split_options
+from brim.cli.options import Command, command, print_json, write_html
+from brim.cli.split_options import split_of
+from brim.core.options import build
 from brim.errors import BudgetError, UsageError
+from brim.estimation.workload import Workload
+from brim.requests.plan import Request as PlanRequest
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -32,68 +35,6 @@ if TYPE_CHECKING:
 _MOST_MODULES = 12
 _BESIDE_PROGRAM = ("--alloc-conf", "--gpu", "--html", "--json", "--vram", "-h", "--help")  # also after it
 _PROCESS = "with {} of CUDA context, as nvidia-smi counts"
-
-
-_OPTIONS: list[Callable[..., Any]] = [
-    click.option("--task", default="train", show_default=True, help="train or generate."),
-    click.option("--batch", type=int, default=1, show_default=True, help="Sequences, or images, at once."),
-    click.option(
-        "--seq", type=int, help="Tokens of a sequence, or of the prompt. [default: 4096, or the model's own]"
-    ),
-    click.option(
-        "--precision",
-        help="fp32, bf16, bf16-mixed, fp16-mixed, fp8, int8 or int4. [default: the weights' own; with --gpus "
-        "bf16-mixed]",
-    ),
-    click.option(
-        "--optimizer",
-        help="adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, lion or adamw8bit (of torchao). "
-        "[default: adamw]",
-    ),
-    click.option("--method", help="full or lora (PEFT's defaults). [default: full]"),
-    click.option("--lora-rank", type=int, help="With --method lora: rank of the adapters. [default: 8]"),
-    click.option(
-        "--lora-targets",
-        metavar="NAMES",
-        help="With --method lora: ends of modules' names, as in q_proj,v_proj, or all-linear. [default: PEFT's]",
-    ),
-    click.option(
-        "--checkpointing",
-        help="none, selective, alternate (every other product is kept) or full. [default: none]",
-    ),
-    click.option(
-        "--compile",
-        "compiled",
-        is_flag=True,
-        default=None,
-        help="With --gpus: each block by torch.compile, with checkpointing inside.",
-    ),
-    click.option(
-        "--gpu",
-        type=GPU,
-        help='The GPU to run on, as in "RTX 4090". Without one memory has no end and time is not told.',
-    ),
-    click.option(
-        "--vram",
-        type=BUDGET,
-        help="Memory of a GPU that the catalog lacks: what fits is told, seconds are not. With --gpu, how much of it "
-        "is free: 20GiB or 90%.",
-    ),
-    click.option("--alloc-conf", default="", help='Settings of the allocator, as in "expandable_segments:True".'),
-    click.option("--new-tokens", type=int, help="Tokens to generate. [default: 128]"),
-    split_options,
-    click.option(
-        "--explain-formula", is_flag=True, help="Show the closed forms and their arithmetic; nothing is traced."
-    ),
-    html_option,
-    json_option,
-]  # everything but MODEL, in the order of the help
-
-
-def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 class _Command(Command):
@@ -145,21 +86,8 @@ def is_program(model: str) -> bool:
     return model.endswith(".py")
 
 
-@click.command(cls=_Command)
-@click.argument("model", type=DESCRIBED_MODEL)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
-@_options
-def estimate(
-    model: str,
-    arguments: tuple[str, ...],
-    gpu: str | None,
-    vram: int | str | None,
-    alloc_conf: str,
-    explain_formula: bool,
-    html: Path | None,
-    as_json: bool,
-    **options: Any,
-) -> int | None:
+@command(EstimateOptions, cls=_Command)
+def estimate(options: EstimateOptions) -> int | None:
     """Predict what a step of training or generation takes, without a GPU.
 
     MODEL is a name or hub id of the catalog, a folder with a config.json, a config.json, file.py:function, or a
@@ -171,85 +99,63 @@ def estimate(
 
     Exit code 3 says that it does not fit; the answer then names settings that do.
     """
-    asked = _Asked(
-        model=model, arguments=arguments, settings=options, gpu=gpu, vram=vram, alloc_conf=alloc_conf, html=html,
-        as_json=as_json,
-    )  # fmt: skip
-    if is_program(model):
-        _of_program(model, arguments, options, explain_formula)
-        return _report_program(asked)
-    if arguments:
-        raise UsageError(f"{' '.join(arguments)} was given beside {model}.", "Only programs take arguments.")
-    split = split_of(options)
-    compiled = options.pop("compiled")
-    targets = options.pop("lora_targets")
-    options["lora_targets"] = None if targets is None else tuple(name.strip() for name in targets.split(","))
-    if compiled and split is None:
+    if is_program(options.model):
+        _refuse_beside_program(options.model)
+        return _report_program(options)
+    if options.arguments:
+        arguments = " ".join(options.arguments)
+        raise UsageError(f"{arguments} was given beside {options.model}.", "Only programs take arguments.")
+    split = split_of(options.split, options.engine, options.megatron, batch=options.workload["batch"])
+    if split is not None:
+        if options.explain_formula or options.html is not None:
+            raise UsageError("Cannot use --gpus with --explain-formula or --html.", "They apply to one GPU only.")
+        return estimate_ranks.report(options, split)
+    if options.compiled:
         raise UsageError(
             "Cannot use --compile without --gpus.",
             "Blocks are compiled in predictions of ranks only.",
             "Give --gpus 1.",
         )
-    if split is not None:
-        options["compiled"] = bool(compiled)
-        if explain_formula or html is not None:
-            raise UsageError("Cannot use --gpus with --explain-formula or --html.", "They apply to one GPU only.")
-        return estimate_ranks.report(model, options, *split, gpu, vram, alloc_conf, as_json)
-    if not explain_formula:
-        return _report(asked)
-    if html is not None:
+    if not options.explain_formula:
+        return _report(options)
+    if options.html is not None:
         raise UsageError("Cannot use --html with --explain-formula.", "Nothing is traced, so there is no picture.")
-    _explain(model, options, as_json)
+    _explain(options.model, options.workload, options.as_json)
     return None
 
 
-def _of_program(model: str, arguments: tuple[str, ...], options: dict[str, Any], explain_formula: bool) -> None:
-    """Raises for a file that is not there, and for options that would change what the program does."""
+def _refuse_beside_program(model: str) -> None:
+    """Raise UsageError for a file that is not there, and for options that would change what the program does."""
     context = click.get_current_context()
-    options_given = [
+    given = [
         parameter.opts[0]
         for parameter in context.command.params
-        if parameter.name in options and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+        if isinstance(parameter, click.Option)
+        and parameter.opts[0] not in _BESIDE_PROGRAM
+        and context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
     ]
-    options_given += ["--explain-formula"] * explain_formula
-    if options_given:
+    if given:
         raise UsageError(
-            f"{' and '.join(options_given)} {'was' if len(options_given) == 1 else 'were'} given for {model}.",
+            f"{' and '.join(given)} {'was' if len(given) == 1 else 'were'} given for {model}.",
             "The program itself decides that.",
-            f"Give its own options after it, as in: brim estimate {model} {options_given[0]} ...",
+            f"Give its own options after it, as in: brim estimate {model} {given[0]} ...",
         )
     if not Path(model).is_file():
         raise UsageError(f"Cannot run {model}.", "There is no such file.")
-    split_of(options)
-    del options["compiled"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What is estimated on which GPU, and in what form it is told. ``arguments`` are a program's own."""
-
-    model: str
-    arguments: tuple[str, ...]
-    settings: dict[str, Any]
-    gpu: str | None
-    vram: int | str | None
-    alloc_conf: str
-    html: Path | None
-    as_json: bool
-
-
-def _report_program(asked: _Asked) -> int | None:
+def _report_program(options: EstimateOptions) -> int | None:
     from brim.estimation.growth import NOTHING
     from brim.estimation.simulation import place_of
     from brim.report.html.page import View
 
-    place = place_of(asked.gpu, asked.vram)
+    place = place_of(options.gpu, options.vram)
     environment = environment_for(place)
     click.echo("By rehearsal: the program really runs, and the files that it writes are kept.", err=True)
-    estimate, timeline = rehearsed(asked.model, asked.arguments, place, asked.alloc_conf, environment)
-    if asked.html is not None:
-        _write_page(asked.html, [] if timeline is None else [View(timeline=timeline)], estimate, place.total_bytes)
-    if asked.as_json:
+    estimate, timeline = rehearsed(options.model, options.arguments, place, options.alloc_conf, environment)
+    if options.html is not None:
+        _write_page(options.html, [] if timeline is None else [View(timeline=timeline)], estimate, place.total_bytes)
+    if options.as_json:
         print_json(estimate.to_json() | {"fits_with": []})  # settings of a program are its own
     else:
         _print(estimate, NOTHING, place.total_bytes)
@@ -260,47 +166,43 @@ def _exit_code(estimate: Estimate) -> int | None:
     return BudgetError.exit_code if estimate.fits is False else None
 
 
-def _report(asked: _Asked) -> int | None:
+def _report(options: EstimateOptions) -> int | None:
     from brim.cli.console import Console
-    from brim.estimation.workload import Workload
 
-    workload, model = Workload(**asked.settings), asked.model
+    workload, model = Workload(**options.workload), options.model
     load("brim.estimation.estimate")
     from brim.estimation.alternatives import alternatives
     from brim.estimation.estimate import Study, hardware_of
     from brim.estimation.models import find_model
     from brim.estimation.simulation import place_of
 
-    place, hardware = place_of(asked.gpu, asked.vram), hardware_of(asked.gpu)
+    place, hardware = place_of(options.gpu, options.vram), hardware_of(options.gpu)
     source = find_model(model)
     if source.library == "transformers":
         load(MODELS)
     with Console(stderr=True).status("Tracing one step on fake tensors") as status:
-        study = Study(source, workload, place, hardware, asked.alloc_conf)
+        study = Study(source, workload, place, hardware, options.alloc_conf)
         estimate = study.estimate()
         status.update("Solving for other sizes")
-        growth = None if asked.as_json and estimate.fits is not False else study.growth()
+        growth = None if options.as_json and estimate.fits is not False else study.growth()
         others: Sequence[Alternative] = ()
         if growth is not None and estimate.fits is False:
             status.update("Looking for settings that fit")
             others = alternatives(study, growth.largest_batch)
-    if asked.html is not None:
-        _write_html(asked.html, study, estimate, growth, others)
-    if asked.as_json:
+    if options.html is not None:
+        _write_html(options.html, study, estimate, growth, others)
+    if options.as_json:
         print_json(estimate.to_json() | {"fits_with": [other.to_json() for other in others]})
     else:
         assert growth is not None
-        _print(estimate, growth, study.place.total_bytes, others, _plan_command(asked, estimate))
+        _print(estimate, growth, study.place.total_bytes, others, _plan_command(options, estimate))
     return _exit_code(estimate)
 
 
-def _plan_command(asked: _Asked, estimate: Estimate) -> str:
+def _plan_command(options: EstimateOptions, estimate: Estimate) -> str:
     """The command that plans what was estimated."""
-    words = ["brim", "plan", asked.model, "--task", estimate.workload.task, "--batch", str(estimate.workload.batch)]
-    words += ["--seq", str(estimate.workload.seq)] if estimate.workload.seq else []
-    words += ["--gpu", asked.gpu] if asked.gpu is not None else []
-    words += ["--vram", str(asked.vram)] if asked.vram is not None else []
-    return shlex.join(words)
+    settings = {"batch": estimate.workload.batch} | ({"seq": estimate.workload.seq} if estimate.workload.seq else {})
+    return build(PlanRequest, vars(options) | settings | {"task": estimate.workload.task}).command()
 
 
 def _write_html(
@@ -368,7 +270,7 @@ def _write_page(
     )
 
 
-def _explain(model: str, settings: dict[str, Any], as_json: bool) -> None:
+def _explain(model: str, settings: Mapping[str, Any], as_json: bool) -> None:
     import dataclasses
 
     from brim.cli.console import Console
@@ -376,7 +278,6 @@ def _explain(model: str, settings: dict[str, Any], as_json: bool) -> None:
     with Console(stderr=True).status("Loading PyTorch"):
         from brim.estimation.closed_forms import closed_forms, forms_of_weights
         from brim.estimation.models import find_model, weights_of
-        from brim.estimation.workload import Workload
 
     files = weights_of(Path(model)) if model else []
     if files:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,31 +9,28 @@ import click
 from brim.cli import verdict
 from brim.cli.loading import MODELS, load
 from brim.cli.options import print_json
+from brim.core.options import build
 from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.estimation.ranks.job import MegatronOptions
+from brim.requests.plan import MeshRequest
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from brim.cli.estimate.options import EstimateOptions
     from brim.estimation.ranks.estimate import ParallelEstimate, Rank
     from brim.estimation.ranks.split import Split
 
 _MOST_ROWS = 16
 
 
-def report(
-    model: str,
-    settings: dict[str, Any],
-    split: Split,
-    engine: str,
-    gpu: str | None,
-    vram: int | str | None,
-    alloc_conf: str,
-    as_json: bool,
-) -> int | None:
+def report(options: EstimateOptions, split: Split) -> int | None:
     """Estimate and print. The exit code where it does not fit."""
     from brim.cli.console import Console
 
+    model, gpu, vram, settings = options.model, options.gpu, options.vram, dict(options.workload)
+    del settings["batch"]
     for name in ("method", "new_tokens", "lora_rank", "lora_targets"):
         if settings.pop(name) is not None:
             raise UsageError(
@@ -45,11 +41,15 @@ def report(
     with Console(stderr=True).status("Working out one rank of each kind"):
         from brim.estimation.ranks.estimate import estimate_ranks
 
-        estimate = estimate_ranks(model, split, engine=engine, gpu=gpu, vram=vram, alloc_conf=alloc_conf, **settings)
-    if as_json:
+        estimate = estimate_ranks(
+            model, split, engine=options.engine or "torch", gpu=gpu, vram=vram, alloc_conf=options.alloc_conf,
+            compiled=options.compiled, megatron=MegatronOptions(**options.megatron) if options.megatron else None,
+            **settings,
+        )  # fmt: skip
+    if options.as_json:
         print_json(estimate.to_json())
     else:
-        _print(estimate, _further(model, estimate, gpu))
+        _print(estimate, _further(options, estimate))
     return BudgetError.exit_code if estimate.fits is False else None
 
 
@@ -81,14 +81,14 @@ def _say_what_is_ruled_out(
         )
 
 
-def _further(model: str, estimate: ParallelEstimate, gpu: str | None) -> str:
+def _further(options: EstimateOptions, estimate: ParallelEstimate) -> str:
     """The command that looks for splits that fit, where there is a GPU to search for."""
-    if gpu is None:
+    if options.gpu is None:
         return ""
-    words = ["brim", "plan", model, "--task", "train", "--gpus", str(estimate.split.gpus), "--gpu", gpu]
-    words += ["--seq", str(estimate.workload.seq)] if estimate.workload.seq else []
-    words += ["--global-batch", str(estimate.split.global_batch), "--engine", estimate.engine]
-    return f" Splits that do are looked for by {shlex.join(words)}"
+    split, seq = estimate.split, estimate.workload.seq
+    changed = {"task": "train", "vram": None, "gpus": split.gpus, "global_batch": split.global_batch}
+    request = build(MeshRequest, vars(options) | changed | ({"seq": seq} if seq else {}))
+    return f" Splits that do are looked for by {request.command()}"
 
 
 def _print(estimate: ParallelEstimate, further: str) -> None:

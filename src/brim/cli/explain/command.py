@@ -2,57 +2,59 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from brim.cli.options import TRACE, Command, OutputFile, html_option, json_option, print_json, readable, write_html
+from brim.cli.options import TRACE, OutputFile, command, html_field, json_field, print_json, readable, write_html
+from brim.core.options import option
 from brim.errors import UsageError
 
 if TYPE_CHECKING:
     from brim.cli.explain.answers import Explained
 
 
-@click.command(cls=Command)
-@click.argument("sources", type=click.Path(path_type=Path, allow_dash=True), metavar="FILE...", nargs=-1)
-@click.option("--diff", "compared", is_flag=True, help="Compare two files of one kind: BEFORE AFTER.")
-@click.option(
-    "--what-if",
-    "settings",
-    multiple=True,
-    metavar="CONF",
-    help='Allocator settings to replay a snapshot under, as in "expandable_segments:True". May be repeated; '
-    '"best" searches for the setting with which least is reserved.',
-)
-@click.option("--perfetto", type=OutputFile(TRACE), help="Also write the run as a trace for ui.perfetto.dev.")
-@html_option
-@json_option
-def explain(
-    sources: tuple[Path, ...],
-    compared: bool,
-    settings: tuple[str, ...],
-    perfetto: Path | None,
-    html: Path | None,
-    as_json: bool,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions:
+    """The options of ``brim explain``."""
+
+    sources: tuple[Path, ...] = option(
+        (), kind=click.Path(path_type=Path, allow_dash=True), argument=True, metavar="FILE..."
+    )
+    diff: bool = option(False, "Compare two files of one kind: BEFORE AFTER.")
+    what_if: tuple[str, ...] = option(
+        (),
+        'Allocator settings to replay a snapshot under, as in "expandable_segments:True". May be repeated; '
+        '"best" searches for the setting with which least is reserved.',
+        metavar="CONF",
+    )
+    perfetto: Path | None = option(None, "Also write the run as a trace for ui.perfetto.dev.", kind=OutputFile(TRACE))
+    html: Path | None = html_field()
+    as_json: bool = json_field()
+
+
+@command(ExplainOptions)
+def explain(options: ExplainOptions) -> None:
     """Explain what memory did: why it ran out, what took it, what would help.
 
     FILE is a log with an out-of-memory message, a snapshot of torch.cuda.memory._dump_snapshot() or brim.watch
     (nothing in it is run), a trace of PyTorch's profiler, a report of Nsight Systems (sqlite) or a timeline of brim;
     its content tells which. "-" reads from the standard input.
     """
-    if compared:
+    sources, settings = options.sources, options.what_if
+    if options.diff:
         explained = _compared(sources, settings)
     elif len(sources) == 1:
         explained = _explain_file(sources[0], settings)
     else:
         raise UsageError(f"Cannot explain {len(sources)} files.", todo="Give one, or --diff and two: BEFORE AFTER.")
-    if perfetto is not None:
-        _write_perfetto(perfetto, explained)
-    if html is not None:
-        _write_html(html, explained)
-    if as_json:
+    if options.perfetto is not None:
+        _write_perfetto(options.perfetto, explained)
+    if options.html is not None:
+        _write_html(options.html, explained)
+    if options.as_json:
         print_json(explained.body)
         return
     for line in explained.lines:

@@ -13,25 +13,24 @@ from brim.cli import verdict
 from brim.cli.console import Console
 from brim.cli.loading import loading_bar
 from brim.errors import UsageError
+from brim.requests.generate import Request
 from brim.units import format_seconds
 
 _PROMPT = "> "
 _HINT = "Ctrl-C stops an answer, Ctrl-D ends."
 
 
-def run(model: str, context: int | None, options: dict[str, Any]) -> None:
+def run(request: Request, context: int | None) -> None:
     """Ask and answer until the end of the input."""
     from brim.run.generate.chat import Turn, chat
-    from brim.run.generate.request import Request
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    request = Request(model=model, prompt="", **options)
     last: Turn | None = None
     with contextlib.ExitStack() as stack:
         with console.status("starting", spinner="dots") as status:
             loading = loading_bar(status)
             talk = stack.enter_context(chat(request, context=context, on_stage=status.update, on_loaded=loading))
-        console.print(f"{model}, {talk.context:,} tokens of context. {_HINT}", markup=False)
+        console.print(f"{request.model}, {talk.context:,} tokens of context. {_HINT}", markup=False)
         console.print(verdict.of_precision(*talk.precision), markup=False)
         for text in _messages(console):
             with _interrupts() as stopped:

@@ -5,112 +5,32 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 from rich.table import Table
 
 from brim.cli import verdict
 from brim.cli.console import Console
 from brim.cli.generate import chat as generate_chat
 from brim.cli.generate import split as generate_split
+from brim.cli.generate.options import GenerateOptions
 from brim.cli.loading import MODELS, load, loading_bar
-from brim.cli.options import (
-    BUDGET,
-    MODEL,
-    RAM_HELP,
-    VRAM_HELP,
-    Command,
-    Finite,
-    device_option,
-    html_option,
-    json_option,
-    print_json,
-    write_html,
-)
+from brim.cli.options import command, print_json, write_html
+from brim.core.options import build
 from brim.errors import UsageError
+from brim.requests.generate import Request
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from brim.run.generate.request import Figures
 
 
-class _AutoOr(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """``auto``, or a whole number from 1 on."""
-
-    name = "auto or number"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = str(value).isascii() and str(value).isdigit()
-        if value != "auto" and not (number and int(value) >= 1):
-            self.fail(f"{value!r} is neither auto nor a number from 1 on.", param, ctx)
-        return int(value) if number else value
-
-
-_AUTO_OR = _AutoOr()
-
-
-@click.command(cls=Command)
-@click.argument("model", type=MODEL)
-@click.option(
-    "--prompt", help="What to go on from; put into the chat template where there is one. - reads it from stdin."
-)
-@click.option(
-    "--prompts",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="A file with one prompt per line, or .jsonl with objects that have a prompt. Blank lines are skipped.",
-)
-@click.option("--batch", type=_AUTO_OR, help="Of --prompts, how many go through the model together; auto: as fit.")
-@click.option(
-    "--prefill-chunk",
-    type=_AUTO_OR,
-    default="auto",
-    show_default=True,
-    help="Tokens of a prompt that go through the model at once; auto: all, or as many as fit.",
-)
-@click.option("--vram", type=BUDGET, help=VRAM_HELP)
-@click.option("--ram", type=BUDGET, help=RAM_HELP)
-@device_option
-@click.option("--precision", help="fp32, bf16, fp16, int8, int4 or fp8; converted once. Default: as stored.")
-@click.option("--plan", type=click.Path(path_type=Path), help="Run exactly the plan in this file of brim plan.")
-@click.option(
-    "--host-compute/--no-host-compute",
-    default=True,
-    help="Let the processor compute blocks where that is faster; its last bits are others than the GPU's.  "
-    "[default: it may]",
-)
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--system", help="What the chat template puts before the prompt, or a conversation.")
-@click.option(
-    "--temperature", type=float, help="Draw tokens: below 1 the likelier ones more often. 0: take the likeliest."
-)
-@click.option("--top-p", type=float, help="Draw from the likeliest tokens that make up this probability.")
-@click.option("--top-k", type=int, help="Draw from so many of the likeliest tokens.")
-@click.option(
-    "--seed", type=int, help="Of what is drawn: the same seed, the same text.  [default: another each time]"
-)
-@click.option("--stop", multiple=True, help="End an answer before this text. May be given several times.")
-@click.option(
-    "--context", type=click.IntRange(min=2), help="Tokens of a conversation.  [default: 4096, or the model's]"
-)
-@click.option("--chat/--no-chat", default=None, help="Use the chat template or not; default: where there is one.")
-@click.option("--verify", is_flag=True, help="First compare a hub download with its SHA-256: reads all of it.")
-@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model. Off by default.")
-@click.option("--gpus", type=click.IntRange(min=1), help="Split the model over so many GPUs, or CPU processes.")
-@click.option("--split", type=click.Choice(["layers", "tensors"]), help="What --gpus split.  [default: layers]")
-@click.option("--timeout", type=Finite(min=1), help="With --gpus: seconds to wait for a rank.  [default: 600]")
-@html_option
-@json_option
-def generate(
-    model: str,
-    prompt: str | None,
-    prompts: Path | None,
-    context: int | None,
-    html: Path | None,
-    as_json: bool,
-    **options: Any,
-) -> int | None:
+@command(GenerateOptions)
+def generate(options: GenerateOptions) -> int | None:
     """Generate text with a model that may be larger than memory.
 
     MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network.
@@ -122,42 +42,30 @@ def generate(
     With --prompts, the answers are printed in the order of the prompts as they come; with --json one JSON object per
     line, and at last one with a summary.
     """
+    prompt, prompts = options.prompt, options.prompts
     if prompt is not None and prompts is not None:
         raise click.UsageError("Give either --prompt or --prompts.")
     talks = prompt is None and prompts is None
     if talks and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.UsageError("Give --prompt (- is stdin) or --prompts; a conversation takes a terminal.")
-    if context is not None and not talks:
+    if options.context is not None and not talks:
         raise click.UsageError("--context is for conversations, without --prompt and --prompts.")
-    if prompts is None and options["batch"] is not None:
+    source = click.get_current_context().get_parameter_source("batch")
+    if prompts is None and source is ParameterSource.COMMANDLINE:
         raise click.UsageError("--batch is for --prompts.")
-    options["batch"] = options["batch"] or "auto"
-    options["sampling"] = _sampling(options)
+    options.sampling.check()
     if prompt == "-":
-        prompt = _of_stdin()
-    split = {name: options.pop(name) for name in generate_split.SPLIT}
-    if generate_split.asked_for(split):
-        if prompt is None or html is not None:
+        options = replace(options, prompt=_of_stdin())
+    if generate_split.over_ranks(options):
+        if prompt is None or options.html is not None:
             raise click.UsageError("Conversations, --prompts and --html do not work on several ranks.")
-        return generate_split.run(model, prompt, split, options, as_json=as_json)
+        return generate_split.run(options)
     if talks:
-        if as_json or html is not None:
+        if options.as_json or options.html is not None:
             raise click.UsageError("--json and --html take a --prompt or --prompts.")
-        generate_chat.run(model, context, options)
+        generate_chat.run(build(Request, vars(options)), options.context)
         return None
-    if prompts is not None:
-        return _many(model, prompts, html, as_json, options)
-    assert prompt is not None
-    return _one(model, prompt, html, as_json, options)
-
-
-def _sampling(options: dict[str, Any]) -> Any:
-    """Checked before PyTorch is imported. Raises UsageError."""
-    from brim.run.generate.sampling import Sampling
-
-    sampling = Sampling(**{name: options.pop(name) for name in ("temperature", "top_p", "top_k", "seed")})
-    sampling.check()
-    return sampling
+    return _one(options) if prompts is None else _many(options, prompts)
 
 
 def _of_stdin() -> str:
@@ -173,13 +81,12 @@ def _of_stdin() -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _one(model: str, prompt: str, html: Path | None, as_json: bool, options: dict[str, Any]) -> int:
+def _one(options: GenerateOptions) -> int:
     load("brim.run.generate.request", MODELS)
     from brim.cli.run_report import compute_of
-    from brim.run.generate.request import Request
     from brim.run.generate.request import generate as run
 
-    request = Request(model=model, prompt=prompt, **options)
+    request, as_json = build(Request, vars(options)), options.as_json
     progress = Console(stderr=True)
     with progress.status("starting", spinner="dots") as status:
 
@@ -195,8 +102,8 @@ def _one(model: str, prompt: str, html: Path | None, as_json: bool, options: dic
 
         result = run(request, on_stage=on_stage, on_loaded=loading_bar(status, told=not as_json), on_text=on_text)
     compute = compute_of(result.timeline, result.predicted)
-    if html is not None:
-        _write_html(html, result, compute)
+    if options.html is not None:
+        _write_html(options.html, result, compute)
     if as_json:
         print_json(result.to_json() | {"compute": compute})
     else:
@@ -205,13 +112,14 @@ def _one(model: str, prompt: str, html: Path | None, as_json: bool, options: dic
     return verdict.of_exceeded(result.plan.exceeded(result.measured_bytes), progress)
 
 
-def _many(model: str, path: Path, html: Path | None, as_json: bool, options: dict[str, Any]) -> int:
+def _many(options: GenerateOptions, path: Path) -> int:
     load("brim.run.generate.request", MODELS)
     from brim.cli.run_report import compute_of
     from brim.run.generate.inputs import read_prompts
-    from brim.run.generate.request import Answer, Request, generate_many
+    from brim.run.generate.request import Answer, generate_many
 
-    request = Request(model=model, prompt=read_prompts(path), **options)
+    request = build(Request, vars(options) | {"prompt": read_prompts(path)})
+    as_json = options.as_json
     progress = Console(stderr=True)
     with progress.status("starting", spinner="dots") as status:
 
@@ -231,8 +139,8 @@ def _many(model: str, path: Path, html: Path | None, as_json: bool, options: dic
         loading = loading_bar(status, told=not as_json)
         result = generate_many(request, on_stage=on_stage, on_loaded=loading, on_answer=on_answer)
     compute = compute_of(result.timeline, result.predicted)
-    if html is not None:
-        _write_html(html, result, compute)
+    if options.html is not None:
+        _write_html(options.html, result, compute)
     if as_json:
         sys.stdout.write(json.dumps({"summary": result.to_json() | {"compute": compute}}) + "\n")
     else:

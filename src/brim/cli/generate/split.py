@@ -4,55 +4,49 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 from brim.cli import verdict
 from brim.cli.console import Console
+from brim.cli.generate.options import GenerateOptions
 from brim.cli.options import print_json
 from brim.cli.split_options import under_torchrun
+from brim.core.options import build, words
 from brim.errors import UsageError
+from brim.requests.generate import Request
+from brim.requests.train import TIMEOUT_S
 from brim.units import format_bytes, format_seconds
 
-# Option as the command line has it -> its value where it was not given.
-SPLIT = {"gpus": None, "split": None, "timeout": None}
-_PASSED_ON = ("precision", "max_new_tokens")
 
-
-def asked_for(split: Mapping[str, Any]) -> bool:
-    """Whether this generation is one over ranks. Raises UsageError where its options do not go together."""
+def over_ranks(options: GenerateOptions) -> bool:
+    """Whether this generation runs over ranks. Raises UsageError where its options do not go together."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if under_torchrun():
-        if split["gpus"] not in (None, world):
+        if options.gpus not in (None, world):
             raise UsageError(
-                f"Cannot use --gpus {split['gpus']}.",
+                f"Cannot use --gpus {options.gpus}.",
                 f"torchrun has started {world} ranks.",
                 "Leave out one of the two.",
             )
         return True
-    split_options = [name for name in ("split", "timeout") if split[name] is not None]
-    if split["gpus"] in (None, 1) and split_options:
-        raise UsageError(
-            f"--{split_options[0]} was given.", "It needs several ranks.", "Give --gpus 2, or leave it out."
-        )
-    return split["gpus"] not in (None, 1)
+    alone = options.gpus in (None, 1)
+    for name in ("split", "timeout"):
+        if alone and getattr(options, name) is not None:
+            raise UsageError(f"--{name} was given.", "It needs several ranks.", "Give --gpus 2, or leave it out.")
+    return not alone
 
 
-def run(
-    model: str, prompt: str, split: Mapping[str, Any], options: Mapping[str, Any], *, as_json: bool
-) -> int | None:
+def run(options: GenerateOptions) -> int | None:
     """Generate with the others, or start them all; the exit code where it is not 0. Only rank 0 says anything."""
-    from brim.run.generate.request import Request
     from brim.run.ranks.generate import RanksRequest, generate
-    from brim.run.ranks.request import TIMEOUT_S
 
+    as_json = options.as_json
     request = RanksRequest(
-        generation=Request(model=model, prompt=prompt, **options), split=split["split"] or "layers",
-        timeout_s=split["timeout"] or TIMEOUT_S,
+        generation=build(Request, vars(options)), split=options.split or "layers",
+        timeout_s=options.timeout or TIMEOUT_S,
     )  # fmt: skip
     if not under_torchrun():
         request.check()
-        return _started(request, int(split["gpus"]), as_json=as_json)
+        return _started(options, options.gpus or 1)
 
     def on_text(text: str) -> None:
         if not as_json:
@@ -74,7 +68,7 @@ def run(
     return None
 
 
-def _started(request: Any, gpus: int, *, as_json: bool) -> int | None:
+def _started(options: GenerateOptions, gpus: int) -> int | None:
     """As ``torchrun --nproc-per-node GPUS --no-python brim generate`` would start them."""
     import torch
 
@@ -86,17 +80,4 @@ def _started(request: Any, gpus: int, *, as_json: bool) -> int | None:
             f"--gpus {gpus} was given.", f"This machine has {there}.",
             f"Give --gpus {there}, or start the ranks of several machines by torchrun --no-python brim generate ...",
         )  # fmt: skip
-    asked = request.generation
-    words = ["generate", str(asked.model), "--prompt", asked.prompt, "--gpus", str(gpus), "--split", request.split]
-    words += ["--timeout", str(request.timeout_s)]
-    for name in _PASSED_ON:
-        value = getattr(asked, name)
-        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    for name in ("temperature", "top_p", "top_k", "seed"):
-        value = getattr(asked.sampling, name)
-        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    words += [word for text in asked.stop for word in ("--stop", text)]
-    words += [] if asked.system is None else ["--system", asked.system]
-    words += [] if asked.chat is None else ["--chat" if asked.chat else "--no-chat"]
-    flags = {"--verify": asked.verify, "--trust-remote-code": asked.trust_remote_code, "--json": as_json}
-    return start(gpus, [*words, *(flag for flag, enabled in flags.items() if enabled)]) or None
+    return start(gpus, ["generate", *words(options)]) or None

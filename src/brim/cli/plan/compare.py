@@ -6,13 +6,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from brim.cli.loading import MODELS, load
 from brim.cli.options import print_json
 from brim.core.files import write_text
+from brim.core.options import build
 from brim.errors import BudgetError, UsageError
 from brim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from brim.cli.plan.options import PlanOptions
 
 _TOKENS = 1_000_000_000  # what GPU-hours and cost are told for
 _HOUR_S = 3600
@@ -44,21 +48,12 @@ class Row:
         }  # fmt: skip
 
 
-def numbers(text: str) -> list[int]:
-    """``1,2,4`` as numbers; raises UsageError for anything else."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise UsageError(f"--compare-gpus {text} was given.", "It must be numbers of GPUs, as in 1,2,4,8.")
-    return sorted({int(word) for word in words})
-
-
-def show(
-    model: str, counts: Sequence[int], options: dict[str, Any], price: float | None, output: Path | None, *,
-    as_json: bool,
-) -> int | None:  # fmt: skip
+def show(asked: PlanOptions) -> int | None:
     """Work out every number of GPUs for the same batch, and print; the exit code where none fits."""
     from brim.cli.console import Console
 
+    model, options, price, output = str(asked.model), vars(asked), asked.price, asked.output
+    counts = sorted(set(asked.compare_gpus or ()))
     if options["task"] != "train" or not options["gpu"]:
         raise UsageError(
             "Cannot use --compare-gpus.", "It compares trainings on GPUs.", "Add --task train and --gpu."
@@ -69,7 +64,7 @@ def show(
         rows = [_row(model, count, batch, options) for count in counts]
     if output is not None:
         _plot(output, model, rows)
-    if as_json:
+    if asked.as_json:
         documents = [row.to_json(price) for row in rows]
         print_json(
             {"model": model, "gpu": options["gpu"], "global_batch": batch, "tokens": _TOKENS, "rows": documents}
@@ -89,12 +84,10 @@ def _row(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
 
 def _alone(model: str, batch: int, options: dict[str, Any]) -> Row:
     """One GPU, with offload where it has to be."""
-    from brim.planning.request import Request
+    from brim.requests.plan import Request
     from brim.run.plan.search import plan
 
-    left_out = ("gpus", "gpus_per_node", "global_batch", "batch", "top", "engine")
-    asked = {name: value for name, value in options.items() if name not in left_out}
-    answer = plan(Request(model=model, batch=batch, top=1, **asked))
+    answer = plan(build(Request, {**options, "batch": batch, "top": 1}))
     tokens = batch * options["seq"]
     if not answer.proposals:
         return Row(gpus=1, way="does not fit", tokens=tokens)

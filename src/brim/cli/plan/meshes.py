@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from brim.cli import verdict
 from brim.cli.loading import MODELS, load
 from brim.cli.options import print_json
+from brim.core.options import words
 from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.units import format_bytes, format_seconds
 
@@ -114,20 +115,10 @@ def _check(options: dict[str, Any]) -> None:
 def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
     from brim.planning.ranks import engine_of
 
-    split = mesh.split
-    words = ["brim", "estimate", model, "--gpus", str(split.gpus), "--gpu", options["gpu"]]
-    words += ["--gpus-per-node", str(split.gpus_per_node), "--seq", str(options["seq"])]
-    for name in ("tp", "pp", "interleave", "zero", "micro_batch", "global_batch"):
-        words += [f"--{name.replace('_', '-')}", str(getattr(split, name))]
-    for name in ("cp", "ep"):
-        words += [f"--{name}", str(getattr(split, name))] if getattr(split, name) > 1 else []
-    words += ["--sp"] if split.sequence_parallel else []
-    words += ["--zero-bubble"] if split.zero_bubble else []
-    words += ["--offload-shards"] if split.offload_shards else []
-    words += ["--stage-layers", ",".join(map(str, split.stage_layers))] if split.stage_layers else []
     engine, precision = engine_of(mesh, options)
-    words += ["--precision", precision] if engine == "torch" else []
-    return shlex.join([*words, "--checkpointing", mesh.checkpointing, "--engine", engine])
+    line = ["brim", "estimate", model, *words(mesh.split, without=("dp",)), "--gpu", options["gpu"]]
+    line += ["--seq", str(options["seq"]), "--checkpointing", mesh.checkpointing, "--engine", engine]
+    return shlex.join([*line, *(["--precision", precision] if engine == "torch" else [])])
 
 
 def _document(model: str, options: dict[str, Any], answer: Found, took_s: float) -> dict[str, Any]:

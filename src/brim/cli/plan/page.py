@@ -12,7 +12,7 @@ from brim.cli.options import write_html
 if TYPE_CHECKING:
     from brim.core import Timeline
     from brim.planning.request import Answer, Proposal
-from brim.planning.strategy.effects import Effect
+    from brim.planning.strategy.effects import Effect
 
 TIERS = ("vram", "ram", "disk")
 

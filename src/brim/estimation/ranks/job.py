@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from brim.core import Op, Storage, Trace
 from brim.core.hardware import VRAM
+from brim.core.options import option
 from brim.errors import UsageError
 from brim.estimation.models import Source
 from brim.estimation.ranks.script import Sent
@@ -30,30 +31,37 @@ _CHOICES = {
 class MegatronOptions:
     """Options of Megatron-LM's own command line that change what a step takes, by their names and defaults there.
 
-    Attributes:
-        cross_entropy_loss_fusion: Fuse the loss by ``cross_entropy_fusion_impl``.
-        cross_entropy_fusion_impl: ``native`` compiles Megatron-LM's loss; ``te`` is Transformer Engine's kernel,
-            which Megatron-LM refuses by default since June 2026.
-        gradient_accumulation_fusion: A product adds its weight gradient to the float32 buffer by itself.
-        create_attention_mask_in_dataloader: Each micro-batch brings a dense mask of one byte for each pair of tokens.
-        attention_backend: ``auto``, ``flash`` (FlashAttention), ``fused`` (cuDNN) or ``unfused``.
-        transformer_impl: ``transformer_engine``, or ``local``: Megatron-LM's own layers, whose attention is unfused.
-        deterministic_mode: Take deterministic kernels only.
-        num_distributed_optimizer_instances: Groups of data-parallel ranks that each split all optimizer states.
-        cublas_workspace_config: The value of ``CUBLAS_WORKSPACE_CONFIG``, as in ``:4096:8``; empty: cuBLAS's default.
+    ``cross_entropy_fusion_impl``: ``native`` compiles Megatron-LM's loss; ``te`` is Transformer Engine's kernel,
+    which Megatron-LM refuses by default since June 2026. ``gradient_accumulation_fusion``: a product adds its weight
+    gradient to the float32 buffer by itself. ``create_attention_mask_in_dataloader``: each micro-batch brings a dense
+    mask of one byte for each pair of tokens.
 
     Raises UsageError for a value that Megatron-LM or PyTorch does not know.
     """
 
-    cross_entropy_loss_fusion: bool = False
-    cross_entropy_fusion_impl: str = "native"
-    gradient_accumulation_fusion: bool = True
-    create_attention_mask_in_dataloader: bool = True
-    attention_backend: str = "auto"
-    transformer_impl: str = "transformer_engine"
-    deterministic_mode: bool = False
-    num_distributed_optimizer_instances: int = 1
-    cublas_workspace_config: str = ""
+    cross_entropy_loss_fusion: bool = option(
+        False, "Megatron-LM's, as the options below: fuse the loss. [default: unfused]"
+    )
+    cross_entropy_fusion_impl: str = option("native", "The fused loss: native or te. [default: native]")
+    gradient_accumulation_fusion: bool = option(
+        True,
+        flags=("--no-gradient-accumulation-fusion",),
+        help="Weight gradients are tensors of their own first. [default: fused]",
+    )
+    create_attention_mask_in_dataloader: bool = option(
+        True,
+        flags=("--no-create-attention-mask-in-dataloader",),
+        help="Batches bring no attention mask. [default: they do]",
+    )
+    attention_backend: str = option("auto", "Attention: auto, flash, fused or unfused. [default: auto]")
+    transformer_impl: str = option(
+        "transformer_engine", "Layers: transformer_engine or local. [default: transformer_engine]"
+    )
+    deterministic_mode: bool = option(False, "Deterministic kernels only.")
+    num_distributed_optimizer_instances: int = option(
+        1, min=1, help="Groups of ranks that each split all optimizer states. [default: 1]"
+    )
+    cublas_workspace_config: str = option("", "The value of CUBLAS_WORKSPACE_CONFIG, as in :4096:8.")
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from brim.core.options import option
 from brim.errors import UnsupportedError, UsageError
 
 ENGINES = ("torch", "megatron")
@@ -21,30 +22,41 @@ _POSITIVE = ("gpus", "gpus_per_node", "tp", "pp", "cp", "ep", "interleave", "mic
 class Split:
     """A mesh of ``gpus`` = pp x dp x cp x tp ranks, and how a batch goes through it.
 
-    ``dp`` 0: what is left over. ``ep`` spreads experts over ranks of dp x cp. ``zero``: 0 every rank has all states,
-    1 the optimizer's are split over dp x cp, 2 gradients too, 3 weights too. ``offload_shards`` keeps what is split
-    in RAM. ``sequence_parallel`` splits what lies between tensor-parallel parts along the sequence. ``interleave`` is
-    how many model chunks a pipeline rank has. ``zero_bubble``: a pipeline's backward passes in two halves, that for
-    the weights where a rank would wait. ``global_batch`` 0: one micro-batch for every data-parallel rank and pipeline
-    stage. ``stage_layers``: of each pipeline stage, interleaved ones in the model's order; empty: PyTorch's engine
-    balances them, Megatron-LM's has as many in each.
+    ``zero``: states are split over dp x cp, as experts are by ``ep``. ``stage_layers``: interleaved stages in the
+    model's order. ``dp`` and ``global_batch`` 0, and no ``stage_layers``: the default of their options.
     """
 
-    gpus: int
-    gpus_per_node: int = 8
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    dp: int = 0
-    zero: int = 0
-    sequence_parallel: bool = False
-    offload_shards: bool = False
-    interleave: int = 1
-    micro_batch: int = 1
-    global_batch: int = 0
-    stage_layers: tuple[int, ...] = ()
-    zero_bubble: bool = False
+    gpus: int = option(help="Split over so many GPUs, and tell what every rank takes.")
+    gpus_per_node: int = option(8, "GPUs of one machine. [default: 8]")
+    tp: int = option(1, "Tensor parallelism: ranks that share every layer. [default: 1]")
+    pp: int = option(1, "Pipeline stages. [default: 1]")
+    dp: int = option(0, "Data parallelism. [default: what is left over]")
+    cp: int = option(1, "Context parallelism: ranks that share a sequence. [default: 1]")
+    ep: int = option(1, "Ranks that share a layer's experts. [default: 1]")
+    zero: int = option(
+        0,
+        "What data-parallel ranks share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too. [default: 0]",
+    )
+    offload_shards: bool = option(
+        False, "Keep what --zero splits in RAM: weights, their gradients, optimizer states."
+    )
+    sequence_parallel: bool = option(
+        False, flags=("--sp",), help="Sequence parallelism between tensor-parallel parts."
+    )
+    interleave: int = option(1, "Model chunks of a pipeline rank. [default: 1]")
+    zero_bubble: bool = option(
+        False, "Pipeline stages work out the gradients of their weights where they would wait."
+    )
+    stage_layers: tuple[int, ...] = option(
+        (),
+        kind="layers",
+        help="Layers of each pipeline stage, as in 9,9,8,6. [default: balanced by their work; with --engine megatron "
+        "even]",
+    )
+    micro_batch: int = option(1, "Sequences of one micro-batch. [default: 1]")
+    global_batch: int = option(
+        0, "Sequences of a step on all GPUs. [default: a micro-batch for each data-parallel rank and stage]"
+    )
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:

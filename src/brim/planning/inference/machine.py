@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from brim import accelerator
 from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import RAM, VRAM
+from brim.core.options import Device as Device
 from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.estimation.step_memory import watch_example
 from brim.measure.capacity import check_room, device_free_bytes, free_bytes, ram_room_bytes
@@ -41,7 +42,6 @@ __all__ = [
 ]
 __all__ += ["make_plan", "partitions", "predict", "put_in_force"]
 
-Device = Literal["auto", "cuda", "xpu", "npu", "cpu", "emulated"]  # or one of several: "cuda:1"
 _FREE_SHARE = 0.9  # one block too many turns a run into swapping; a tenth stays free
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from brim.core import Decision, Plan, Promise
+from brim.core.options import Place as Place
 from brim.techniques.streaming import weight_streaming
-
-Place = Literal["keep", "ram", "disk"]
 
 # Names of decisions and settings in a Plan.
 PRECISION, CHECKPOINTING, ACTIVATIONS = "precision", "checkpointing", "activation_offload"

@@ -46,7 +46,7 @@ class Effect:
 def effects(planner: Planner, way: Way) -> list[Effect]:
     """For each technique in ``way``: what the step would take without it, per tier and in seconds."""
     with_it_s, rows = planner.seconds(way), []
-    for technique, what, without in _used(plan.solver.profile, way):
+    for technique, what, without in _used(planner.profile, way):
         saves = _saved(planner, without, way)
         costs_s = _difference_s(with_it_s, planner.seconds(without))
         rows.append(Effect(technique=technique, what=what, saves_bytes=saves, costs_s=costs_s))
@@ -71,7 +71,7 @@ def _difference_s(one_s: float, other_s: float) -> float:
 
 def _saved(planner: Planner, before: Way, after: Way) -> dict[str, int]:
     """By how much each tier's peak is smaller after than before; negative where it is larger."""
-    peaks = [peak_bytes(held_bytes(plan.solver.profile, planner.hardware, way)) for way in (before, after)]
+    peaks = [peak_bytes(held_bytes(planner.profile, planner.hardware, way)) for way in (before, after)]
     tiers = dict.fromkeys([*peaks[0], *peaks[1]])
     saved = {tier: peaks[0].get(tier, 0) - peaks[1].get(tier, 0) for tier in tiers}
     return {tier: count for tier, count in saved.items() if count}
@@ -117,7 +117,7 @@ def _frame_used(profile: StepProfile, way: Way) -> Iterator[tuple[str, str, Way]
 
 def _unused(planner: Planner, way: Way) -> Iterator[tuple[str, str, Way]]:
     """One step further with each technique, as far as the limits allow."""
-    for technique, what, changed in _further(plan.solver.profile, planner.hardware.compute, way):
+    for technique, what, changed in _further(planner.profile, planner.hardware.compute, way):
         if planner.limits.allow(changed.frame) and _may(planner, changed):
             yield technique, what, changed
 

@@ -11,10 +11,10 @@ import torch
 
 from brim.errors import UnsupportedError, UsageError
 from brim.measure.token_clock import Clock
+from brim.requests.sampling import cut
 from brim.run.generate.inputs import Batch, encode, encode_chat, instructed
 from brim.run.generate.loop import Ending, Printer, run_batch, seeded
 from brim.run.generate.request import OpenedRun, Request, opened_for_chat
-from brim.run.generate.sampling import cut
 
 
 @dataclass(frozen=True, kw_only=True)

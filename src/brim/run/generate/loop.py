@@ -13,9 +13,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from brim.errors import UnsupportedError
 from brim.measure.token_clock import Clock
 from brim.model_cache import cache_input
+from brim.requests.sampling import GREEDY, Sampling, cut, withheld
 from brim.run.generate.inputs import Batch
 from brim.run.generate.plan import Loaded
-from brim.run.generate.sampling import GREEDY, Sampling, cut, withheld
 
 # Sums of a batch are taken in another order than those of one sequence. What padding that is attended to does to
 # scores is as large as their spread itself; rounding is far from it.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -19,12 +19,14 @@ from brim.measure.monitor import Monitor, Usage
 from brim.measure.token_clock import Clock
 from brim.memory import heap
 from brim.models.opening import OpenedModel, open_tokenizer, precision_of, prepare, verify_files
-from brim.models.quantized import PRECISIONS, open_as
+from brim.models.quantized import open_as
 from brim.planning.inference import predicted_timeline
 from brim.planning.inference.choose import Wanted
-from brim.planning.inference.machine import Device, budgets, held_to, machine, on, within_room
+from brim.planning.inference.machine import budgets, held_to, machine, on, within_room
 from brim.planning.seconds.drives import reading_from
 from brim.planning.seconds.spans import ComputeSpans
+from brim.requests.generate import Request as Request
+from brim.requests.sampling import cut
 from brim.run.generate.inputs import Batch, batches, check, encode
 from brim.run.generate.loop import (
     CHECKED_TOKENS,
@@ -38,65 +40,11 @@ from brim.run.generate.loop import (
     seeded,
 )
 from brim.run.generate.plan import Loaded, choose_generation, load_for_generation
-from brim.run.generate.sampling import GREEDY, Sampling, check_stops, cut
 
 if TYPE_CHECKING:
     from brim.planning.file import PlanFile
 
 DEFAULT_CONTEXT = 4096  # tokens of a conversation
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One generation. ``prompt``: a text, or for ``generate_many`` several.
-
-    ``chat`` None: the tokenizer's chat template where it has one. ``verify``: see verify_files. ``batch``: how many
-    prompts go through the model together; "auto" is as many as fit. ``prefill_chunk``: how many tokens of a prompt
-    do; "auto" is all of them, or the largest part that fits. ``precision`` None: as the weights are stored. ``plan``:
-    a file of ``brim plan``, which says all of that, and the budget. ``stop``: texts before which an answer ends.
-    ``system``: what the chat template puts before the prompt. ``host_compute``: whether the processor may compute
-    blocks that rest in RAM, whose last bits are then others than the GPU's.
-    """
-
-    model: str | Path
-    prompt: str | Sequence[str]
-    vram: str | int | None = None
-    ram: str | int | None = None
-    device: Device = "auto"  # or one GPU of several: "cuda:1"
-    max_new_tokens: int = 128
-    sampling: Sampling = GREEDY
-    stop: Sequence[str] = ()
-    chat: bool | None = None
-    system: str | None = None
-    batch: int | Literal["auto"] = "auto"
-    prefill_chunk: int | Literal["auto"] = "auto"
-    precision: str | None = None
-    plan: str | Path | None = None
-    host_compute: bool = True
-    trust_remote_code: bool = False
-    verify: bool = False
-
-    def check(self) -> None:
-        """Raise UsageError for what cannot be meant."""
-        if self.max_new_tokens < 1:
-            raise UsageError(f"Cannot generate {self.max_new_tokens} new tokens.", "Give one or more.")
-        self.sampling.check()
-        check_stops(self.stop)
-        if self.system is not None and self.chat is False:
-            raise UsageError("Cannot use --system with --no-chat.", "Only a chat template has a place for it.")
-        for option, value in (("--batch", self.batch), ("--prefill-chunk", self.prefill_chunk)):
-            if value != "auto" and (not isinstance(value, int) or value < 1):
-                raise UsageError(f"{option} {value} was given.", "It must be auto, or a number from 1 on.")
-        if self.precision is not None and self.precision not in PRECISIONS:
-            raise UsageError(f"--precision {self.precision} was given.", f"Allowed are {', '.join(PRECISIONS)}.")
-        settled = {"--vram": self.vram, "--ram": self.ram, "--precision": self.precision}
-        settled |= {"--batch": self.batch, "--prefill-chunk": self.prefill_chunk}
-        given = [option for option, value in settled.items() if value not in (None, "auto")]
-        given += ["--no-host-compute"] * (not self.host_compute)
-        if self.plan is not None and given:
-            raise UsageError(
-                f"Cannot use {', '.join(given)} with a plan.", "The plan decides that.", "Leave out one."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +165,7 @@ def generate_many(
     A sequence's tokens are those that it has alone, as far as a batch's sums, in another order, round alike. Where
     prompts of several lengths meet, that is tried on one of them: UnsupportedError tells of a model that cannot.
     """
-    prompts = [request.prompt] if isinstance(request.prompt, str) else list(request.prompt)
+    prompts = [request.prompt] if isinstance(request.prompt, str) else list(request.prompt or ())
     if not prompts:
         raise UsageError("Cannot generate.", "There are no prompts.", "Give one or more.")
     clocks: list[Clock] = []

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
-from brim.models.training_model import Method
-from brim.planning.request import Answer, Request
+from brim.core.options import Method, build
+from brim.planning.request import Answer
+from brim.requests.plan import Request
 from brim.run.plan.search import plan as answer
 
 
 def plan(
-    model: str | Path, *, task: str = "generate",
+    model: str | Path, *, task: Literal["generate", "train"] = "generate",
     gpu: str | None = None, vram: str | int | None = None,
     ram: str | int | None = None, ram_gb_per_s: float | None = None, disk: str | int | None = None,
     batch: int = 1, seq: int = 1024, new_tokens: int = 128,
     precision: str | None = None, optimizer: str = "adamw", method: Method = "full",
-    prefer: str = "speed", lossless: bool = False, host_compute: bool = True, top: int = 5,
+    prefer: Literal["speed", "memory", "quality"] = "speed", lossless: bool = False,
+    host_compute: bool = True, top: int = 5,
     precisions: bool = False, router_statistics: str | None = None,
 ) -> Answer:  # fmt: skip
     """Find the fastest ways to run or train a model in what a machine has. No weights are read.
@@ -63,9 +66,4 @@ def plan(
         BudgetError: No way could ever fit: the inputs alone are more than all of the memory.
         UnsupportedError: The model is one that brim cannot run.
     """
-    request = Request(
-        model=model, task=task, gpu=gpu, vram=vram, ram=ram, ram_gb_per_s=ram_gb_per_s, disk=disk, batch=batch,
-        seq=seq, new_tokens=new_tokens, precision=precision, optimizer=optimizer, method=method, prefer=prefer,
-        lossless=lossless, host_compute=host_compute, top=top,
-    )  # fmt: skip
-    return answer(request, precisions=precisions, router_statistics=router_statistics)
+    return answer(build(Request, locals()), precisions=precisions, router_statistics=router_statistics)

@@ -25,13 +25,13 @@ from brim.measure.token_clock import Clock
 from brim.models.opening import DTYPES, OpenedModel, open_tokenizer, precision_of, prepare, verify_files
 from brim.models.quantized import open_as
 from brim.models.weights import by_parameter, materialize, verifier
+from brim.requests.sampling import cut
+from brim.requests.train import TIMEOUT_S
 from brim.run.generate.inputs import check, encode
 from brim.run.generate.loop import Ending, Printer, seeded
 from brim.run.generate.request import Request
-from brim.run.generate.sampling import cut
 from brim.run.ranks.group import Ranks
 from brim.run.ranks.model import Filler, own_shares
-from brim.run.ranks.request import TIMEOUT_S
 from brim.run.ranks.train import run_joined
 from brim.techniques.checkpointing.technique import blocks
 from brim.techniques.parallel import pipeline, sharding

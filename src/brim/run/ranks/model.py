@@ -14,12 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from brim.core.options import Method
 from brim.errors import UnsupportedError
 from brim.estimation.ranks.balance import stages_of
 from brim.estimation.ranks.split import Split, check_context, check_experts, check_sizes, sizes_of
 from brim.memory.checkpoint_files import TensorSource
 from brim.models.file_tensor import FileTensor
-from brim.models.training_model import Method, TrainingModel, open_training_model
+from brim.models.training_model import TrainingModel, open_training_model
 from brim.techniques import optimizers
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.parallel import context_parallel, pipeline, sharding

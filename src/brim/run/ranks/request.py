@@ -9,10 +9,9 @@ from typing import Any
 
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.ranks.split import Split, nearest
-from brim.run.train.request import Request
+from brim.requests.train import RankOptions, Request
 from brim.techniques.parallel.pipeline import check_halves
 
-TIMEOUT_S = 600.0
 _PRECISIONS = ("fp32", "bf16-mixed", "bf16")
 _OPTIMIZERS = ("adamw", "adam", "sgd")
 # Of Request: what a rank cannot do yet, with what the command line calls it.
@@ -23,21 +22,11 @@ _ALONE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitRequest:
-    """A training over all ranks that torchrun has started. ``timeout_s``: how long a rank waits for another."""
+class SplitRequest(RankOptions):
+    """A training over all ranks that torchrun has started."""
 
     training: Request
-    zero: int = 0
-    tp: int = 1
-    pp: int = 1
-    interleave: int = 1
-    sequence_parallel: bool = False
-    offload_shards: bool = False
-    zero_bubble: bool = False
-    ep: int = 1
-    cp: int = 1
     stage_layers: tuple[int, ...] = ()
-    timeout_s: float = TIMEOUT_S
 
     def check(self) -> None:
         """Raise UsageError for what cannot be meant, UnsupportedError for what ranks cannot do."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from brim.core.options import RAM_HELP, VRAM_HELP, option
 from brim.errors import UsageError
 from brim.units import parse_bytes
 
@@ -20,18 +21,26 @@ REPORTS = (".html", ".json")
 class Settings:
     """The settings of ``brim run``. A budget of None: nine tenths of what is free.
 
-    ``managed``: in unified mode, managed memory instead of page-locked host memory; ``insist``: also more of it than
-    the device has free, which can hang a driver. ``device`` is one of ``DEVICES``, or one GPU of several ("cuda:1"):
+    ``device`` is one of ``DEVICES``, or one GPU of several ("cuda:1"):
     the program then sees no other. ``report``: where to write what was decided for the program's models.
     """
 
-    vram: str | int | None = None
-    ram: str | int | None = None
-    mode: str = "auto"
-    device: str = "auto"
-    report: Path | None = None
-    managed: bool = False
-    insist: bool = False
+    vram: str | int | None = option(None, VRAM_HELP)
+    ram: str | int | None = option(None, RAM_HELP)
+    mode: str = option(
+        "auto",
+        "stream: plan every model. unified: VRAM, then RAM read over the link. auto: the one, else the other.",
+        words={mode: mode for mode in MODES},
+    )
+    device: str = option(
+        "auto",
+        "cpu: what the program does with CUDA is done on the CPU where there is no CUDA. cuda:1: the program sees "
+        "that GPU alone.",
+        kind="program_device",
+    )
+    report: Path | None = option(None, "Write what became of each model: .html or .json.", kind="report")
+    managed: bool = option(False, "In unified mode: managed memory instead of page-locked RAM.")
+    insist: bool = option(False, "Managed memory beyond what the device has free. It can hang a driver.")
 
     def __post_init__(self) -> None:
         kind, colon, number = self.device.partition(":")

@@ -1,163 +1,27 @@
-"""What a user asks of a training, and what came of it."""
+"""What came of a training, and the choices of its request."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from brim.core import Plan, Timeline
-from brim.errors import UsageError
-from brim.estimation.workload import LARGEST
-from brim.models.training_model import Method
-from brim.planning.inference.machine import Device
-from brim.planning.strategy.choice import Place
 from brim.planning.strategy.ladder import Orders
+from brim.requests.train import Request as Request
 from brim.run.train.report import EvaluationReport
-from brim.techniques.optimizers import OPTIMIZERS
-from brim.techniques.precision import PRECISIONS
-
-REPORTERS = ("none", "tensorboard", "wandb")
-LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1  # as torch.manual_seed
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One training. Amounts are bytes or such as ``"8GiB"``; None leaves a choice to the planner.
-
-    ``disk`` limits what goes to ``disk_folder`` (the temporary folder where None). ``steps`` or ``epochs``, not both;
-    with neither, one epoch. ``clip_norm`` bounds the norm of all gradients together. ``plan`` is a file that ``brim
-    plan`` wrote: it is run as it is. The loss of ``eval_data`` is told every ``eval_every`` steps and at the end.
-    ``report_to``: ``REPORTERS`` that hear every step; None is TensorBoard where it is installed.
-    ``output`` is new or empty, or what ``resume`` goes on with (under the settings that it began with, unless
-    ``change_settings``), or gives way by ``overwrite``. ``lr`` is from 0 on,
-    ``clip_norm`` above 0, both finite. A loss or a weight that is no finite number ends the training, unless
-    ``allow_non_finite``. ``seed`` is what ``torch.manual_seed`` takes.
-    """
-
-    model: str | Path
-    data: str | Path
-    eval_data: str | Path | None = None
-    eval_every: int | None = None
-    report_to: Sequence[str] | None = None
-    output: str | Path
-    method: Method = "full"
-    vram: str | int | None = None
-    ram: str | int | None = None
-    disk: str | int | None = None
-    disk_folder: str | None = None
-    device: Device = "auto"  # or one GPU of several: "cuda:1"
-    batch: int = 8
-    micro_batch: int | None = None
-    seq: int = 1024
-    steps: int | None = None
-    epochs: int | None = None
-    lr: float = 2e-5
-    warmup: int = 0
-    schedule: Literal["constant", "cosine"] = "constant"
-    clip_norm: float | None = None
-    optimizer: str = "adamw"
-    precision: str | None = None
-    checkpointing: str | None = None
-    offload_activations: int | None = None
-    offload_optimizer: Place | None = None
-    stream_weights: bool | None = None
-    save_every: int | None = None
-    resume: bool = False
-    change_settings: bool = False
-    overwrite: bool = False
-    allow_non_finite: bool = False
-    plan: str | Path | None = None
-    seed: int = 0
-    trust_remote_code: bool = False
-
-    def check(self) -> None:
-        """Raise UsageError for what cannot be meant."""
-        _one_of("--method", self.method, ("full", "lora"))
-        _one_of("--optimizer", self.optimizer, OPTIMIZERS)
-        _one_of("--schedule", self.schedule, ("constant", "cosine"))
-        if self.precision is not None:
-            _one_of("--precision", self.precision, PRECISIONS)
-        for name in self.report_to or ():
-            _one_of("--report-to", name, REPORTERS)
-        if self.eval_every is not None and self.eval_data is None:
-            raise UsageError(
-                f"Cannot use --eval-every {self.eval_every}.", "There is no data to evaluate on.", "Give --eval-data."
-            )
-        for option, number, above in (("--lr", self.lr, False), ("--clip-norm", self.clip_norm, True)):
-            if number is not None and (not math.isfinite(number) or number < 0 or (above and number == 0)):
-                least = "above 0" if above else "from 0 on"
-                raise UsageError(f"{option} {number} was given.", f"It must be a finite number {least}.")
-        for option, count, fewest in (
-            ("--batch", self.batch, 1), ("--micro-batch", self.micro_batch, 1), ("--seq", self.seq, 2),
-            ("--steps", self.steps, 1), ("--epochs", self.epochs, 1), ("--warmup", self.warmup, 0),
-            ("--save-every", self.save_every, 1), ("--eval-every", self.eval_every, 1),
-            ("--offload-activations", self.offload_activations, 0),
-        ):  # fmt: skip
-            if count is not None and count < fewest:
-                raise UsageError(f"{option} {count} was given.", f"It must be a whole number, {fewest} or more.")
-            if count is not None and count > LARGEST:
-                raise UsageError(f"{option} {count} was given.", f"It must be at most {LARGEST:,}.")
-        if not LEAST_SEED <= self.seed <= MOST_SEED:
-            raise UsageError(f"--seed {self.seed} was given.", f"It must be from {LEAST_SEED} to {MOST_SEED}.")
-        if self.resume and self.overwrite:
-            raise UsageError("--resume and --overwrite were both given.", "One keeps what the other deletes.")
-        if self.change_settings and not self.resume:
-            raise UsageError("--change-settings was given.", "It is for trainings that go on.", "Give --resume.")
-        if self.steps is not None and self.epochs is not None:
-            raise UsageError("--steps and --epochs were both given.", "Each decides the length.", "Give one of them.")
-        if self.micro_batch is not None and self.micro_batch > self.batch:
-            raise UsageError(
-                f"Cannot use --micro-batch {self.micro_batch}.",
-                f"A batch has only {self.batch} sequences.",
-                "Give a smaller --micro-batch or a larger --batch.",
-            )
-
-    def orders(self) -> Orders:
-        return Orders(
-            micro_batch=self.micro_batch,
-            checkpointing=self.checkpointing,
-            offload_activations=self.offload_activations,
-            offload_optimizer=self.offload_optimizer,
-            stream_weights=self.stream_weights,
-        )
-
-    def course(self, steps: int) -> dict[str, Any]:
-        """Options that decide the numbers of all steps, beside the model and the data: a resumed training keeps them.
-
-        ``steps`` is the length, which counts where the rate falls with it.
-        """
-        return {
-            "--method": self.method,
-            "--optimizer": self.optimizer,
-            "--lr": self.lr,
-            "--schedule": self.schedule,
-            "--warmup": self.warmup,
-            "--steps": None if self.schedule == "constant" else steps,
-            "--clip-norm": self.clip_norm,
-            "--batch": self.batch,
-            "--seed": self.seed,
-        }
-
-    def lr_at(self, step: int, steps: int) -> float:
-        """The rate of step ``step`` of ``steps``, from 0 on: a function of the step alone, so resuming needs no more.
-
-        It grows linearly over ``warmup`` steps; with ``cosine`` it then falls to 0 (Loshchilov and Hutter, "SGDR",
-        arXiv 1608.03983, one cycle).
-        """
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        if self.schedule == "constant":
-            return self.lr
-        done = (step - self.warmup) / max(1, steps - self.warmup)
-        return self.lr * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def _one_of(option: str, value: str, allowed: Any) -> None:
-    if value not in allowed:
-        raise UsageError(f"{option} {value} was given.", f"Allowed are {', '.join(allowed)}.")
+def orders_of(request: Request) -> Orders:
+    """The choices that the request takes from the planner."""
+    return Orders(
+        micro_batch=request.micro_batch,
+        checkpointing=request.checkpointing,
+        offload_activations=request.offload_activations,
+        offload_optimizer=request.offload_optimizer,
+        stream_weights=request.stream_weights,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,11 @@ from torch import nn
 
 from brim.core import Hardware, Plan, Timeline
 from brim.core.hardware import DISK, RAM
+from brim.core.options import Method
 from brim.errors import BudgetError
 from brim.memory import heap
 from brim.memory.heap import HeapLimits, HeapRetention, retention_limits, watched_limits
-from brim.models.training_model import Method, TrainingModel, make_optimizer, open_training_model
+from brim.models.training_model import TrainingModel, make_optimizer, open_training_model
 from brim.planning.file import PlanFile
 from brim.planning.inference.machine import Device, make_memory
 from brim.planning.inference.proof import check_promise

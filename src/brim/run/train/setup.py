@@ -22,7 +22,7 @@ from brim.run.data.dataset import Batches, open_data
 from brim.run.train.output_folder import OutputFolder
 from brim.run.train.plan import with_plan
 from brim.run.train.report import check_reporters, has_tensorboard
-from brim.run.train.request import Request
+from brim.run.train.request import Request, orders_of
 from brim.run.train.session import Terms
 
 
@@ -61,7 +61,7 @@ class Setup:
             seq=request.seq,
             seed=request.seed,
             clip_norm=request.clip_norm,
-            orders=request.orders(),
+            orders=orders_of(request),
             hardware=self.hardware,
             budget_bytes=self.budget_bytes,
             device=request.device,

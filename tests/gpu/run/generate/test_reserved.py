@@ -16,8 +16,8 @@ from brim.errors import BudgetError, UsageError
 from brim.estimation.step_memory import Inputs
 from brim.planning import file as plan_file
 from brim.planning.request import Request as Planning
+from brim.requests.sampling import Sampling
 from brim.run.generate.request import Request, generate, generate_many
-from brim.run.generate.sampling import Sampling
 from brim.run.plan.search import plan
 from support.generating import save_words_llama
 from support.tiny_model import save_tokenizer

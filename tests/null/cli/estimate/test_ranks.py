@@ -211,5 +211,5 @@ def test_a_split_that_does_not_fit_is_code_3_with_the_command_that_looks_for_oth
     asked = ["estimate", model, "--gpus", "2", "--seq", "64", "--gpu", "RTX 4090", "--vram", "800MiB"]
     assert main(asked) == 3
     told = " ".join(capsys.readouterr().out.split())
-    command = f"brim plan {model} --task train --gpus 2 --gpu 'RTX 4090' --seq 64 --global-batch 2 --engine torch"
+    command = f"brim plan {model} --task train --gpu 'RTX 4090' --seq 64 --gpus 2 --global-batch 2"
     assert f"It does not fit. Splits that do are looked for by {command}" in told

@@ -17,8 +17,8 @@ from brim.core.hardware import RAM
 from brim.measure import probe as probing
 from brim.measure.capacity import ram_capacity_bytes
 from brim.models.opening import prepare
+from brim.requests.sampling import Sampling
 from brim.run.generate.request import Request, generate
-from brim.run.generate.sampling import Sampling
 from support.launching import Told, in_child
 from support.onlooker import watched
 from support.tiny_model import save_llama

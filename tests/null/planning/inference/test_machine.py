@@ -12,7 +12,8 @@ from brim.errors import UsageError
 from brim.measure import capacity
 from brim.measure.capacity import free_bytes
 from brim.planning.inference.machine import budgets, within_room
-from brim.planning.request import Request, exact_bytes, machine_of
+from brim.planning.request import Request, machine_of
+from brim.units import exact_bytes
 
 GIB = 1 << 30
 CPU = Hardware(name="cpu", compute=RAM, tiers=(Tier(name=RAM, capacity_bytes=10 * GIB),))

@@ -70,7 +70,7 @@ def test_on_a_processor_no_layer_is_left_out_of_a_proof(tmp_path: Path) -> None:
     on = Machine(hardware=CPU, budget_bytes={RAM: 8 * GIB, DISK: 100 * GIB}, assumed=("all of it",))
     case = case_of(Request(model=tmp_path, task="train", batch=2, seq=32), on, 0)
     planner = Planner(case)
-    names = [block.name for block in plan.solver.profile.blocks]
+    names = [block.name for block in planner.profile.blocks]
     way = Way(
         frame=Frame(micro_batch=2, states=DISK, in_backward=True),
         weights=dict.fromkeys(names, RESIDENT),

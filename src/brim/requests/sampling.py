@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from brim.core.options import option
 from brim.errors import UsageError
 
 _LARGEST_SEED = 2**63 - 1
@@ -24,10 +25,12 @@ class Sampling:
     None draws one. The same seed gives the same text for the same prompts in the same batches on the same machine.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
+    temperature: float | None = option(
+        None, "Draw tokens: below 1 the likelier ones more often. 0: take the likeliest."
+    )
+    top_p: float | None = option(None, "Draw from the likeliest tokens that make up this probability.")
+    top_k: int | None = option(None, "Draw from so many of the likeliest tokens.")
+    seed: int | None = option(None, "Of what is drawn: the same seed, the same text.  [default: another each time]")
 
     @property
     def draws(self) -> bool:

@@ -1,0 +1,61 @@
+"""The options of ``brim plan``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from brim.cli.options import JSON, SVG, OutputFile, html_field, json_field
+from brim.core.options import option
+from brim.requests.plan import MeshRequest
+
+
+def file_name(output: Path, index: int) -> Path:
+    """``plan.json``, ``plan.2.json``, ..."""
+    return output if index == 0 else output.with_name(f"{output.stem}.{index + 1}{output.suffix}")
+
+
+class _PlanFiles(OutputFile):
+    """The file of the first plan, and those of the others beside it."""
+
+    def further(self, path: Path, params: Mapping[str, Any]) -> Iterator[Path]:
+        if params["regimes"] or params["gpus"] is not None or params["compare_gpus"] is not None:
+            return  # one file
+        name = re.compile(rf"{re.escape(path.stem)}\.([0-9]{{1,9}}){re.escape(path.suffix)}")
+        named = [entry for entry in params.values() if isinstance(entry, Path)]
+        there = [entry.name for entry in named if entry.parent.resolve() == path.parent.resolve()]
+        for other in sorted({*(entry.name for entry in path.parent.iterdir()), *there}):
+            match = name.fullmatch(other)
+            if (
+                match is not None
+                and file_name(path, int(match[1]) - 1).name == other
+                and 2 <= int(match[1]) <= params["top"]
+            ):
+                yield path.with_name(other)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(MeshRequest):
+    """The options of ``brim plan``: a request, and its answer's form."""
+
+    compare_gpus: tuple[int, ...] | None = option(
+        None, kind="gpu_counts", metavar="1,2,4,8", help="Compare a training on so many GPUs."
+    )
+    price: float | None = option(None, min=0, help="Of one GPU for an hour, beside --compare-gpus.")
+    precisions: bool = option(False, "Show what each kind of block takes in int8 and in 16 bits.")
+    router_statistics: str | None = option(
+        None,
+        metavar="auto|FILE",
+        help="Plan a mixture of experts by what its routers do in a short run, kept in FILE once it was made.",
+    )
+    regimes: bool = option(False, "Compare ways to run models of 1 to 4 times the VRAM here.")
+    output: Path | None = option(
+        None,
+        kind=_PlanFiles(JSON, SVG),
+        help="Write plan 1 here, for --plan, and others beside it (plan.2.json). Of --regimes, its plot (SVG).",
+    )
+    html: Path | None = html_field()
+    as_json: bool = json_field()

@@ -1,0 +1,1 @@
+"""The requests of commands, with their options: modules that need no PyTorch."""

@@ -1,0 +1,80 @@
+"""The options of ``brim plan``; its parser, ``brim.plan`` and the commands that it prints follow them."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from brim.core.options import PRECISIONS, Method, check, option, words
+from brim.errors import UsageError
+from brim.predict.formulas.optimizers import MADE
+
+LOSSY = ("fp8", "int8", "int4")  # of weights that were trained in 16 bits or more
+PRECISIONS_OF = {"generate": ("fp32", "bf16", "fp16", *LOSSY), "train": PRECISIONS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request to ``brim.plan``; each field is its argument of that name."""
+
+    model: str | Path = option(kind="described_model", argument=True)
+    task: Literal["generate", "train"] = option("generate")
+    gpu: str | None = option(None, kind="gpu", help='A GPU of the catalog, as in "RTX 3060". [default: this machine]')
+    vram: str | int | None = option(None, "Budget of the GPU: 8GiB, or 80% of it.  [default: all of it that is free]")
+    ram: str | int | None = option(
+        None,
+        "Host memory: 8GiB, or 80% of it; with --gpus, of a node.  [default: 90 % of what is free; beside a "
+        "--gpu its share of the machine that it is sold in, else 64GiB]",
+    )
+    ram_gb_per_s: float | None = option(
+        None,
+        min=0,
+        above=True,
+        help="GB/s that host memory moves beside a --gpu; with --gpus, of a node.  [default: as with --ram]",
+    )
+    disk: str | int | None = option(None, "Room on disk for what memory cannot hold.")
+    batch: int = option(1, min=1, help="Sequences a step.")
+    seq: int = option(1024, min=1, help="Tokens a sequence, or a prompt.")
+    new_tokens: int = option(128, min=1, help="Tokens to generate.")
+    precision: str | None = option(None, "Keep to it, as in bf16 or int8. [default: the planner's choice]")
+    optimizer: str = option("adamw", names=MADE)
+    method: Method = option("full")
+    prefer: Literal["speed", "memory", "quality"] = option(
+        "speed", "What comes first: the fastest, the smallest, or the fastest that rounds no weights."
+    )
+    lossless: bool = option(False, "Never round weights to 8 bits or fewer.")
+    host_compute: bool = option(
+        True,
+        "Let the processor compute blocks of a generation where that is faster; its last bits differ from the "
+        "GPU's.  [default: it may]",
+    )
+    top: int = option(5, min=1, help="At most so many plans.")
+
+    def check(self) -> None:
+        """Raise UsageError for values that are not allowed."""
+        check(self)
+        precisions = PRECISIONS_OF[self.task]
+        if self.precision is not None and self.precision not in precisions:
+            raise UsageError(f"--precision {self.precision} was given.", f"Allowed are {', '.join(precisions)}.")
+        if self.lossless and self.precision in LOSSY:
+            raise UsageError(f"Cannot use --precision {self.precision} with --lossless.", "It rounds weights.")
+
+    def command(self) -> str:
+        """The command line that asks this."""
+        return shlex.join(["brim", "plan", *words(self, always=("task",))])
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshRequest(Request):
+    """A request for a training split over several GPUs."""
+
+    gpus: int | None = option(None, min=1, help="Split training over so many GPUs, and search the splits.")
+    gpus_per_node: int | None = option(None, min=1, help="GPUs of one machine, beside --gpus. [default: 8]")
+    engine: Literal["torch", "megatron"] | None = option(
+        None,
+        "Whose seconds and bytes, beside --gpus: torch, which brim train runs, or megatron (with Transformer "
+        "Engine). [default: torch]",
+    )
+    global_batch: int | None = option(None, min=1, help="Sequences of a step on all --gpus. [default: 8 for each]")

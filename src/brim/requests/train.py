@@ -1,0 +1,137 @@
+"""The options of ``brim train``; under torchrun, those by which ranks share the model too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from brim.core.options import PRECISIONS, RAM_HELP, VRAM_HELP, Device, Method, Place, check, device_option, option
+from brim.errors import UsageError
+from brim.predict.formulas.optimizers import MADE
+
+TIMEOUT_S = 600.0
+LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1  # as torch.manual_seed
+_AUTO: dict[str, Any] = {"auto": None}  # the planner's choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One training. Amounts are bytes or such as ``"8GiB"``; None leaves a choice to the planner.
+
+    ``output`` is new or empty, or what ``resume`` goes on with (under the settings that it began with, unless
+    ``change_settings``), or gives way by ``overwrite``. A loss or a weight that is no finite number ends the
+    training, unless ``allow_non_finite``.
+    """
+
+    model: str | Path = option(kind="model", argument=True)
+    data: str | Path = option(help="JSONL, JSON or plain text.")
+    eval_data: str | Path | None = option(None, "Data whose loss is reported, not trained on.")
+    eval_every: int | None = option(None, "Steps from one evaluation to the next.  [default: at the end]", min=1)
+    output: str | Path = option(kind="new_folder", help="Where the model goes.")
+    method: Method = option("full")
+    vram: str | int | None = option(None, VRAM_HELP)
+    ram: str | int | None = option(None, RAM_HELP)
+    disk: str | int | None = option(
+        None,
+        "Folder, and at most how much of it (:50GiB, :40% of what is free), for what memory cannot hold.",
+        kind="room",
+    )
+    disk_folder: str | None = None  # the temporary folder where None
+    device: Device = device_option()
+    batch: int = option(8, "Sequences a step.", min=1)
+    micro_batch: int | None = option(None, "Sequences at once.", min=1, words=_AUTO)
+    seq: int = option(1024, "Tokens a sequence.", min=2)
+    steps: int | None = option(None, "How many steps; default: as --epochs says.", min=1)
+    epochs: int | None = option(None, "How often through the data.  [default: 1]", min=1)
+    lr: float = option(2e-5, min=0)
+    warmup: int = option(0, "Steps over which lr grows to its value.", min=0)
+    schedule: Literal["constant", "cosine"] = option("constant")
+    clip_norm: float | None = option(None, "Largest norm of all gradients.", min=0, above=True)
+    optimizer: str = option("adamw", names=MADE)
+    precision: str | None = option(None, names=PRECISIONS, words=_AUTO)
+    checkpointing: str | None = option(None, words=_AUTO | {name: name for name in ("none", "selective", "full")})
+    offload_activations: int | None = option(None, "Of how many blocks.", min=0, words=_AUTO)
+    offload_optimizer: Place | None = option(None, words=_AUTO | {"none": "keep", "ram": "ram", "disk": "disk"})
+    stream_weights: bool | None = option(None, words=_AUTO | {"off": False})
+    plan: str | Path | None = option(None, "Run this plan of `brim plan --output`.", kind="file")
+    save_every: int | None = option(None, "Steps from one checkpoint to the next.", min=1)
+    report_to: Sequence[Literal["none", "tensorboard", "wandb"]] | None = option(
+        None, "Who hears of every step; may be given twice.  [default: tensorboard where it is installed]"
+    )
+    resume: bool = option(False, "Go on from the last checkpoint in --output.")
+    change_settings: bool = option(False, "With --resume: let --lr, --clip-norm and others differ.")
+    overwrite: bool = option(False, "Take the place of the model, or of the training, that is in --output.")
+    allow_non_finite: bool = option(False, "Go on with, and save, what is not finite (NaN, inf).")
+    seed: int = option(0, "Of data order, adapters and dropout.", min=LEAST_SEED, max=MOST_SEED)
+    trust_remote_code: bool = option(False, "Run Python code that comes with the model.")
+
+    def check(self) -> None:
+        """Raise UsageError for what cannot be meant."""
+        check(self)
+        if self.eval_every is not None and self.eval_data is None:
+            raise UsageError(
+                f"Cannot use --eval-every {self.eval_every}.", "There is no data to evaluate on.", "Give --eval-data."
+            )
+        if self.resume and self.overwrite:
+            raise UsageError("--resume and --overwrite were both given.", "One keeps what the other deletes.")
+        if self.change_settings and not self.resume:
+            raise UsageError("--change-settings was given.", "It is for trainings that go on.", "Give --resume.")
+        if self.steps is not None and self.epochs is not None:
+            raise UsageError("--steps and --epochs were both given.", "Each decides the length.", "Give one of them.")
+        if self.micro_batch is not None and self.micro_batch > self.batch:
+            raise UsageError(
+                f"Cannot use --micro-batch {self.micro_batch}.",
+                f"A batch has only {self.batch} sequences.",
+                "Give a smaller --micro-batch or a larger --batch.",
+            )
+
+    def course(self, steps: int) -> dict[str, Any]:
+        """Options that decide the numbers of all steps, beside the model and the data: a resumed training keeps them.
+
+        ``steps`` is the length, which counts where the rate falls with it.
+        """
+        return {
+            "--method": self.method,
+            "--optimizer": self.optimizer,
+            "--lr": self.lr,
+            "--schedule": self.schedule,
+            "--warmup": self.warmup,
+            "--steps": None if self.schedule == "constant" else steps,
+            "--clip-norm": self.clip_norm,
+            "--batch": self.batch,
+            "--seed": self.seed,
+        }
+
+    def lr_at(self, step: int, steps: int) -> float:
+        """The rate of step ``step`` of ``steps``, from 0 on: a function of the step alone, so resuming needs no more.
+
+        It grows linearly over ``warmup`` steps; with ``cosine`` it then falls to 0 (Loshchilov and Hutter, "SGDR",
+        arXiv 1608.03983, one cycle).
+        """
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.lr
+        done = (step - self.warmup) / max(1, steps - self.warmup)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """How torchrun's ranks share a training. ``timeout_s``: how long a rank waits for another."""
+
+    zero: int = option(0, "Under torchrun: stage of ZeRO.  [default: 0]", min=0, max=3)
+    offload_shards: bool = option(False, "With --zero: keep what it splits in RAM, and step there.")
+    tp: int = option(1, "Under torchrun: ranks that split each matrix.", min=1)
+    pp: int = option(1, "Under torchrun: pipeline stages.", min=1)
+    interleave: int = option(1, "Pieces of the model on each pipeline rank.", min=1)
+    zero_bubble: bool = option(False, "With --pp: gradients of weights where a pipeline rank would wait.")
+    ep: int = option(1, "Under torchrun: data-parallel ranks that share experts.", min=1)
+    cp: int = option(1, "Under torchrun: ranks that share a sequence.", min=1)
+    sequence_parallel: bool = option(
+        False, "With --tp: split the sequence too, between the matrices.", flags=("--sp",)
+    )
+    timeout_s: float = option(TIMEOUT_S, "Seconds to wait for a rank.  [default: 600]", min=1, flags=("--timeout",))
