@@ -21,8 +21,8 @@ def generated(ranks: int, *requests: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main(*requests: str) -> None:
     """On every rank."""
-    from brim.run.generate.request import Request
     from brim.requests.sampling import Sampling
+    from brim.run.generate.request import Request
     from brim.run.ranks.generate import RanksRequest, generate
 
     for text in requests:

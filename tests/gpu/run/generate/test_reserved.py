@@ -13,9 +13,9 @@ import transformers
 
 import brim
 from brim.errors import BudgetError, UsageError
+from brim.requests.sampling import Sampling
 from brim.run.fit.step_memory import Inputs
 from brim.run.generate.request import Request, generate, generate_many
-from brim.requests.sampling import Sampling
 from brim.run.plan import file as plan_file
 from brim.run.plan.request import Request as Planning
 from brim.run.plan.search import plan
