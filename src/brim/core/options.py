@@ -6,7 +6,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -182,10 +182,10 @@ def words(request: Any, *, always: Sequence[str] = (), without: Sequence[str] = 
     return given
 
 
-def _words(field: OptionField, value: Any) -> Iterator[str] | list[str]:
+def _words(field: OptionField, value: Any) -> list[str]:
     option = field.option
     if option.group is not None:
-        return words(value) if isinstance(value, option.group) else list(given_words(option.group, value))
+        return words(value)
     if option.argument:
         return [str(value)]
     if isinstance(value, bool) and not option.words:
@@ -198,10 +198,3 @@ def _words(field: OptionField, value: Any) -> Iterator[str] | list[str]:
     if option.kind and entries is value:
         entries = (",".join(map(str, value)),)
     return [word for entry in entries for word in (field.flag, str(entry))]
-
-
-def given_words(kind: type, values: Mapping[str, Any]) -> Iterator[str]:
-    """Words of the command line for ``values``, each of an option of ``kind``."""
-    for field in option_fields(kind):
-        if field.name in values:
-            yield from _words(field, values[field.name])
