@@ -17,11 +17,14 @@ from typing import Any
 from torch import nn
 
 from brim.errors import UsageError
-from brim.estimation.depth import on_meta, same_settings, settings_of
+from brim.estimation.extrapolation import on_meta, same_settings, settings_of
 from brim.estimation.models import Source, transformers_config
-from brim.estimation.ranks.depth import UNIT
 from brim.estimation.ranks.job import ParallelJob
 from brim.techniques.parallel import pipeline
+
+# FSDP2 frees a layer's weights while the next but one is gathered, two layers on: two layers together repeat, as
+# ``extend_depth`` asks for copies that reach one copy on.
+UNIT = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from brim.estimation.depth import Stack
+from brim.estimation.extrapolation import REGULAR, Stack
 from brim.run.fit.step_memory import ModuleWork, Observation, PassWork
 from brim.run.generate.memory import Sizes, cache_shape, watch_generation
 from brim.techniques.kv_offload.cache import CacheShape
-
-REGULAR = 2  # layers of the smaller model that are like all that follow: a first and a last one
 
 
 @dataclass(frozen=True, kw_only=True)

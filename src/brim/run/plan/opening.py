@@ -12,7 +12,7 @@ from torch import nn
 
 from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UnsupportedError, UsageError
-from brim.estimation.depth import depth_of
+from brim.estimation.extrapolation import find_depth
 from brim.estimation.models import Source, weight_type
 from brim.estimation.silence import quiet
 from brim.estimation.steps import Job as Workshop
@@ -20,7 +20,7 @@ from brim.estimation.workload import Workload
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.pool import PAGE_BYTES, round_up
 from brim.run.fit.step_memory import Inputs
-from brim.run.generate.depth import REGULAR, Shallow
+from brim.run.generate.depth import Shallow
 from brim.run.generate.load import (
     SLACK_BYTES,
     by_parameter,
@@ -183,12 +183,12 @@ def _shaped(source: Source, workload: Workload, meant: str, kept: str) -> nn.Mod
 
 
 def _shallow(source: Source, workload: Workload, meant: str, kept: str, module: nn.Module) -> Shallow | None:
-    depth = depth_of(source, module)
+    depth = find_depth(source, module)
     if depth is None:
         return None
     few, more = (
         _shaped(
-            replace(source, config={**source.config, depth.field: depth.stack.special + REGULAR + add}),
+            replace(source, config={**source.config, depth.field: depth.fewest + add}),
             workload,
             meant,
             kept,

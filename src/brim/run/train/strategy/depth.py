@@ -17,7 +17,7 @@ from torch import nn
 
 from brim.core import Op, Phase, Trace
 from brim.core.hardware import RAM, VRAM
-from brim.estimation.depth import Stack, find_stack
+from brim.estimation.extrapolation import Stack, find_stack
 from brim.memory.pool import round_up
 from brim.run.fit.step import bytes_at_once
 from brim.run.train.strategy.choice import Choice

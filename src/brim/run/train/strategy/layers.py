@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from brim.core.hardware import DISK, VRAM
-from brim.estimation.depth import Stack
+from brim.estimation.extrapolation import Stack
 from brim.planner.cost_model import block_bytes
 from brim.planner.step_profile import BACKWARD, OFFLOAD, UPDATE, StepProfile, Way
 from brim.techniques.activation_offload.activations import ToDisk, ToRam
