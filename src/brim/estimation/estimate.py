@@ -364,7 +364,7 @@ def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") ->
             counts = range(depth.fewest, depth.fewest + 3)
             jobs = [job.with_layers(depth.field, count) for count in counts]
             traces = [_traced_whole(shallow, capability, routing) for shallow in jobs]
-            extended = extend_depth(traces, depth.stack.layers - counts[0])
+            extended = extend_depth(traces, depth.layers - counts[0])
             if extended is not None:
                 job.adopt(jobs[0])
                 trace, storages = extended

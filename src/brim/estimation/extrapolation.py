@@ -27,12 +27,13 @@ from torch import nn
 from brim.core import Op, Storage, Trace
 from brim.estimation.models import Source, class_of, transformers_config
 
-REGULAR = 2  # layers of the shallowest model that are like all that follow: a first and a last one
+_REGULAR = 2  # layers of the shallowest model that are like all that follow: a first and a last one
 TRACED_TOKENS = 6  # the prompt, one token that still handles the prompt's tensors, three that are compared, the last
 _FEWEST_LAYERS = 10  # with fewer, three traces of a few layers are as much work as one of all
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 # Settings by which a model does something at every n-th layer.
 _EVERY_NTH = re.compile(r"every|interval|freq|period|pattern|sparse_step")
+_WORK = ("flops", "read_bytes", "written_bytes")
 T = TypeVar("T", Op, Storage)
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype, tuple)
 
@@ -42,11 +43,20 @@ _SIMPLE = (bool, int, float, str, type(None), torch.dtype, tuple)
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """The list of a model's layers; the first ``special`` are not like the others."""
+    """The list of a model's layers; the first ``special`` are not like the others.
+
+    ``field`` is the one of its configuration that sets their number, if that is known.
+    """
 
     path: str
     layers: int
     special: int
+    field: str = ""
+
+    @property
+    def fewest(self) -> int:
+        """The number of layers of the shallowest model that stands for this one."""
+        return self.special + _REGULAR
 
     def place(self, name: str) -> int | None:
         """The number of the layer that ``name`` is in; None outside of them."""
@@ -65,21 +75,8 @@ class Stack:
         return f"{self.path}.{places[layer]}" + (f".{rest}" if rest else "")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Depth:
-    """The layers of a model, and the ``field`` of its configuration that sets their number."""
-
-    field: str
-    stack: Stack
-
-    @property
-    def fewest(self) -> int:
-        """The number of layers of the shallowest model that stands for this one."""
-        return self.stack.special + REGULAR
-
-
-def find_depth(source: Source, model: nn.Module | None = None) -> Depth | None:
-    """The depth of a model whose layers are alike; None if all of them have to be traced.
+def find_depth(source: Source, model: nn.Module | None = None) -> Stack | None:
+    """The layers of a model, if they are alike; None if all of them have to be traced.
 
     ``model`` is the one that ``source`` makes, if there is one already.
     """
@@ -96,8 +93,8 @@ def find_depth(source: Source, model: nn.Module | None = None) -> Depth | None:
     stack = None if model is None else find_stack(model)
     if stack is None or stack.layers != layers:
         return None
-    depth = Depth(field=field, stack=stack)
-    return depth if 3 * (depth.fewest + 1) <= layers else None  # else a trace of all is no more work
+    # With more, a trace of all layers is no more work.
+    return replace(stack, field=field) if 3 * (stack.fewest + 1) <= layers else None
 
 
 def find_stack(model: nn.Module) -> Stack | None:
@@ -231,8 +228,7 @@ def _events(trace: Trace, unit: int, numbering: dict[Any, int]) -> list[_Event]:
         path, layer = _split(item.module)
         if isinstance(item, Op):
             key: Any = (kind, item.name, item.phase, path, layer % unit, item.dtype, item.step)
-            numbers: tuple[int, ...] = (layer, item.flops, item.read_bytes, item.written_bytes)
-            birth = -1
+            numbers, birth = (layer, *(getattr(item, name) for name in _WORK)), -1
         else:
             key = (kind, item.bytes, item.category, path, layer % unit, item.dtype)
             numbers, birth = (layer,), births.setdefault(item.id, len(events))
@@ -388,13 +384,13 @@ class _Rules:
         starts: dict[int, int] = {}
         for tick, (index, copy) in enumerate(places):
             rule = self._rules[index]
-            item, (layer, *work) = rule.event.item, rule.numbers(copy, copies)
+            item, (layer, *amounts) = rule.event.item, rule.numbers(copy, copies)
             path, number = _split(item.module)
             module = path if number < 0 else path.replace("*", str(layer), 1)
             if isinstance(item, Op):
                 starts.setdefault(item.step, tick)
-                flops, read, written = work
-                ops.append(replace(item, module=module, at=tick, flops=flops, read_bytes=read, written_bytes=written))
+                work: dict[str, Any] = dict(zip(_WORK, amounts, strict=True))
+                ops.append(replace(item, module=module, at=tick, **work))
             elif rule.event.kind == "born":
                 births[index, copy] = len(storages)
                 copied = self._events[1][index].item
@@ -542,10 +538,5 @@ def _later(storage: Storage, born_later: int, died_later: int) -> Storage:
 def _grown(op: Op, pair: tuple[Op, Op], tokens: int, shift: int) -> Op:
     """``op`` some tokens later, with the growth of its work from one of ``pair`` to the other for each."""
     first, second = pair
-    return replace(
-        op,
-        at=op.at + shift,
-        flops=op.flops + tokens * (second.flops - first.flops),
-        read_bytes=op.read_bytes + tokens * (second.read_bytes - first.read_bytes),
-        written_bytes=op.written_bytes + tokens * (second.written_bytes - first.written_bytes),
-    )
+    work = {name: getattr(op, name) + tokens * (getattr(second, name) - getattr(first, name)) for name in _WORK}
+    return replace(op, at=op.at + shift, **work)

@@ -92,7 +92,7 @@ def test_a_model_whose_layers_differ_is_traced_whole(folder, name, changes):
 @pytest.mark.usefixtures("few_are_deep")
 def test_layers_that_come_first_and_differ_are_traced(folder):
     found = find_depth(find_model(folder("llama", **DEEPSEEK)))
-    assert (found.stack.layers, found.stack.special) == (15, 2)
+    assert (found.layers, found.special) == (15, 2)
 
 
 def whole_and_repeated(path, **settings):

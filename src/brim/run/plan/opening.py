@@ -195,7 +195,7 @@ def _shallow(source: Source, workload: Workload, meant: str, kept: str, module: 
         )
         for add in (0, 1)
     )
-    return Shallow(stack=depth.stack, few=few, more=more)
+    return Shallow(stack=depth, few=few, more=more)
 
 
 def _give_shapes(module: nn.Module) -> None:

@@ -29,13 +29,11 @@ from brim.planner.step_profile import (
 )
 from brim.planner.steps import contention_of, training_step_s
 from brim.planner.tie_break import Weighed, as_fast_s, quietest
-from brim.run.fit.step import bytes_at_once
 from brim.run.timing.fresh_memory import given_back
 from brim.run.train.strategy.case import Case, TrainingStrategy
 from brim.run.train.strategy.choice import Choice
 from brim.run.train.strategy.depth import Shallow
 from brim.run.train.strategy.ladder import fits, too_small
-from brim.run.train.strategy.layers import Layers
 from brim.run.train.strategy.prediction import Prediction, Rehearsal
 from brim.run.train.strategy.ways import (
     as_choice,
@@ -396,10 +394,7 @@ class Planner:
             and self._shallow is not None
             and self._few_do(self._shallow)
         ):
-            layers = Layers(self.profile, self._shallow.stack, way, self.hardware.compute)
-            most = layers.most(self._shallow.treatments(choice))
-            room = layers.room(bytes_at_once(self._rehearsal.model))
-            peaks = self._shallow.predict(choice, layers.bytes, room, most)
+            peaks = self._shallow.predict(choice, way, self.profile)
             if peaks is not None:
                 self._traced_ops += self._proof_ops
                 self._known[key] = peaks
