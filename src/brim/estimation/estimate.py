@@ -19,11 +19,9 @@ from brim.errors import BrimError, ModelError, OperationError, UnsupportedError,
 from brim.estimation import growth as growing
 from brim.estimation.bounds import Margin, margins
 from brim.estimation.breakdown import Breakdown, at_peak
-from brim.estimation.depth import repeated
-from brim.estimation.layer_extrapolation import Template
+from brim.estimation.extrapolation import TRACED_TOKENS, Template, extend_depth, extend_tokens, find_depth
 from brim.estimation.models import Source, find_model, place_in, short
 from brim.estimation.ordinary import PROGRAM
-from brim.estimation.repetition import TRACED_TOKENS, stretched
 from brim.estimation.silence import quiet
 from brim.estimation.simulation import Place, Replay, place_of, reserved_at_steps, simulate
 from brim.estimation.steps import Job
@@ -318,10 +316,8 @@ class Study:
 
     def growth(self) -> growing.Growth:
         """How the peak grows with batch and sequence, from traces at other sizes."""
-        setting = growing.Setting(
-            source=self.source, place=self.place, alloc_conf=self.alloc_conf, sample=self._sample, again=self._again
-        )
-        return growing.solve(setting, self._known(self.job, self.trace))
+        tracer = growing.Tracer(place=self.place, alloc_conf=self.alloc_conf, sample=self._sample, again=self._again)
+        return growing.solve(tracer, self.job, self.trace)
 
     def _sample(self, workload: Workload, template: Template | None) -> Trace:
         job = Job(self.source, workload)
@@ -330,12 +326,10 @@ class Study:
         with quiet():
             return _traced_whole(job.with_layers(template.field, template.layers), self.capability)
 
-    def _again(self, workload: Workload) -> growing.Known:
+    def _again(self, workload: Workload) -> tuple[Job, Trace]:
         job = Job(self.source, workload)
-        return self._known(job, traced(job, self.capability, checked=False))
-
-    def _known(self, job: Job, made: Trace) -> growing.Known:
-        return growing.Known(workload=job.workload, trace=made, template=job.template, most_tokens=job.most_tokens)
+        trace = traced(job, self.capability, checked=False)
+        return job, trace
 
 
 def traced(job: Job, capability: tuple[int, int], routing: str = "balanced", *, checked: bool = True) -> Trace:
@@ -358,18 +352,25 @@ def traced(job: Job, capability: tuple[int, int], routing: str = "balanced", *, 
     if checked or job.has_windows:
         later = Job(job.source, brief.workload, asked=asked, later=new - TRACED_TOKENS)
         far = _traced(later, capability, routing)
-    trace = stretched(few, new, far)
+    trace = extend_tokens(few, new, far)
     return trace if trace is not None else _traced(Job(job.source, job.workload), capability, routing)
 
 
 def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
     """The trace of a job; of a deep model, a few layers are traced and repeated where that is exact."""
     with quiet():
-        repeated_trace = repeated(job, lambda part: _traced_whole(part, capability, routing))
-    if repeated_trace is None:
-        return _traced_whole(job, capability, routing)
-    trace, job.template = repeated_trace
-    return trace
+        depth = find_depth(job.source)
+        if depth is not None:
+            counts = range(depth.fewest, depth.fewest + 3)
+            jobs = [job.with_layers(depth.field, count) for count in counts]
+            traces = [_traced_whole(shallow, capability, routing) for shallow in jobs]
+            extended = extend_depth(traces, depth.layers - counts[0])
+            if extended is not None:
+                job.adopt(jobs[0])
+                trace, storages = extended
+                job.template = Template(field=depth.field, layers=counts[1], trace=traces[1], storages=storages)
+                return trace
+    return _traced_whole(job, capability, routing)
 
 
 def _traced_whole(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:

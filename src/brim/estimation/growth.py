@@ -1,32 +1,38 @@
-"""How memory grows with batch and sequence, solved from a few traces instead of tried.
+"""How memory grows with batch and sequence, solved from a few traces instead of one for each size.
 
-The size of nearly every tensor of a step is a constant times powers of the batch and of the sequence length. One more
-trace, with three times the batch and another length, tells the powers apart (``sizes``). Where a size is of another
-form, the batch's straight line and the length's parabola are drawn through more traces. The simulated allocator does
-the rest. Of a deep model, one shallow trace tells the sizes of all layers (``layer_extrapolation.Template``).
+The bytes of nearly every tensor of a step are a constant times powers of the batch and of the sequence length. One
+more trace, with three times the batch and another length, tells the powers apart. Sizes of another form are a line in
+the batch and a parabola in the length, through more traces. The simulated allocator does the rest. For a deep model,
+one shallow trace has the sizes of all layers (``extrapolation.Template``).
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
-from brim.core import Trace
+from brim.core import Storage, Trace
 from brim.errors import BrimError
-from brim.estimation.layer_extrapolation import Template
-from brim.estimation.models import Source
+from brim.estimation.extrapolation import Template
 from brim.estimation.simulation import Place, Replay
-from brim.estimation.sizes import Powers, Sizes, Through, WithWorkspaces, numbers, powers, structure
+from brim.estimation.steps import Job
 from brim.estimation.workload import Workload
+from brim.predict.lowering.cuda.reductions import workspace_bytes
 
 _LARGEST_BATCH = 1 << 20
 _MORE = 3  # times the batch: no power of two, which lengths are multiplied by
 _COARSEST_LENGTH = 64  # sequence lengths to trace are multiples of this: kernels pad to 8 or 16 elements
 _MANY_TOKENS = 4096  # PyTorch's embeddings sort their gradients from 3,073 on (EmbeddingBackwardKernel.cu)
 _MOST_OPS = 100_000  # of a step that is traced whole: a loop over tokens, minutes for each size
+_MOST_LINES = 0.01  # of all bytes: kernels' temporaries, a part that grows with the tokens and one that does not
 _BATCHES = (1, 2, 4, 8)
 _UPWARDS, _DOWNWARDS = (1, 2, 4, 8, 16), (8, 4, 2, 1)
+_NOT_ALIKE = "the step does other things at other sizes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +49,10 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """``largest_batch``: the last that fits (0: not even one; None: no GPU was named, or there is no limit)."""
+    """Peaks at other batches and other lengths.
+
+    ``largest_batch``: the last that fits (0: not even one; None: no GPU was named, or there is no limit).
+    """
 
     batches: tuple[Point, ...]
     lengths: tuple[Point, ...]
@@ -51,46 +60,30 @@ class Growth:
     why_not: str = ""  # why no other batches are estimated
 
 
-NOT_ALIKE = "the step does other things at other sizes"
-
 NOTHING = Growth(batches=(), lengths=(), largest_batch=None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
-    """One size that was traced. ``template``: the shallow trace that a deep one was made from."""
+class Tracer:
+    """The GPU, and how a model is traced at other sizes: ``sample`` traces the shallow model if there is a template,
+    and ``again`` is a new job of its own."""
 
-    workload: Workload
-    trace: Trace
-    template: Template | None
-    most_tokens: int | None  # where the model's positions end
-
-
-Tracer = Callable[[Workload, Template | None], Trace]  # with a template, of the shallow model
-Again = Callable[[Workload], Known]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Where and how the workload runs, and how other sizes of it are traced."""
-
-    source: Source
     place: Place
     alloc_conf: str
-    sample: Tracer
-    again: Again
+    sample: Callable[[Workload, Template | None], Trace]
+    again: Callable[[Workload], tuple[Job, Trace]]
 
 
-def solve(setting: Setting, known: Known) -> Growth:
-    """Trace at a few sizes, and solve for the rest. A user's own step has its sizes inside: nothing to vary."""
-    if setting.source.library == "python":
+def solve(tracer: Tracer, job: Job, trace: Trace) -> Growth:
+    """Trace at a few sizes, and solve for the rest. A user's own step has its sizes inside: nothing varies."""
+    if job.source.library == "python":
         return NOTHING
-    ops = len(known.trace.ops)
-    if known.workload.task == "train" and known.template is None and ops > _MOST_OPS:
+    ops = len(trace.ops)
+    if job.workload.task == "train" and job.template is None and ops > _MOST_OPS:
         return replace(
             NOTHING, why_not=f"one step has {ops:,} operations, and three more traces would take as long each"
         )
-    solver, batch, seq = _Solver(setting, known), known.workload.batch, known.workload.seq
+    solver, batch, seq = _Solver(tracer, job, trace), job.workload.batch, job.workload.seq
     if batch > 1 or not seq:
         growth = solver.solve()
         if growth.batches:
@@ -101,37 +94,39 @@ def solve(setting: Setting, known: Known) -> Growth:
     # are a family of their own.
     base = max(2 * batch, -(-_MANY_TOKENS // seq) if seq else 2)
     try:
-        more = _Solver(setting, setting.again(replace(known.workload, batch=base)))
+        larger = _Solver(tracer, *tracer.again(replace(job.workload, batch=base)))
     except BrimError as error:
         return replace(growth, why_not=error.found or error.asked)
-    by_batch = more.by_batch()
+    by_batch = larger.by_batch()
     if by_batch is None:
-        return replace(growth, why_not=more.failure or NOT_ALIKE)
-    larger = more.growth(by_batch, growth.lengths)
-    if larger.largest_batch is not None and larger.largest_batch < base:
-        larger = replace(larger, largest_batch=batch if solver.replay.fits(None, setting.place) else None)
-        if larger.largest_batch is None and batch == 1:
-            larger = replace(larger, largest_batch=0)
-    return replace(larger, batches=(solver.point(None), *larger.batches[:-1]))
+        return replace(growth, why_not=larger.failure or _NOT_ALIKE)
+    grown = larger.growth(by_batch, growth.lengths)
+    largest = grown.largest_batch
+    if largest is not None and largest < base:
+        largest = batch if solver.replay.fits(None, tracer.place) else 0 if batch == 1 else None
+    return replace(grown, batches=(solver.point(None), *grown.batches[:-1]), largest_batch=largest)
 
 
 class _Solver:
-    def __init__(self, setting: Setting, known: Known) -> None:
-        self.setting, self.known, self.place = setting, known, setting.place
-        self.workload = known.workload
-        self.batch, self.seq = known.workload.batch, known.workload.seq
-        self.replay = Replay(known.trace, setting.alloc_conf)
-        self.numbers = numbers(known.trace.storages)
+    def __init__(self, tracer: Tracer, job: Job, trace: Trace) -> None:
+        self.tracer, self.job, self.place = tracer, job, tracer.place
+        self.batch, self.seq = job.workload.batch, job.workload.seq
+        self.replay = Replay(trace, tracer.alloc_conf)
         self.failure = ""  # of a trace at another size
+        self._trace = trace
+        self._most_tokens = job.most_tokens or 1 << 62
+        self._samples: dict[tuple[int, int | None], list[int] | None] = {
+            (self.batch, self.seq): numbers(trace.storages)
+        }
 
     def solve(self) -> Growth:
-        """Where a step does other things at another batch, or at another length, that is left out."""
+        """Batches or lengths at which a step does other things are left out."""
         other = self._other_length()
         both = None
-        if other and self.workload.task == "train":  # a cache of prompt and new tokens is not a pure power
+        if other and self.job.workload.task == "train":  # a cache of prompt and new tokens is not a pure power
             both = self._powers(self.batch * _MORE, other)
         lengths = self.lengths(both)
-        by_batch: Sizes | None = both or self.by_batch()
+        by_batch = both or self.by_batch()
         return replace(NOTHING, lengths=lengths) if by_batch is None else self.growth(by_batch, lengths)
 
     def growth(self, by_batch: Sizes, lengths: tuple[Point, ...]) -> Growth:
@@ -145,74 +140,73 @@ class _Solver:
 
     def _sample(self, batch: int, seq: int | None) -> list[int] | None:
         """The ``numbers`` of every storage at other sizes; None where the step does other things there."""
-        template = self.known.template
+        if (batch, seq) not in self._samples:
+            self._samples[batch, seq] = self._traced(replace(self.job.workload, batch=batch, seq=seq))
+        return self._samples[batch, seq]
+
+    def _traced(self, workload: Workload) -> list[int] | None:
+        template = self.job.template
         try:
-            trace = self.setting.sample(replace(self.workload, batch=batch, seq=seq), template)
+            trace = self.tracer.sample(workload, template)
         except BrimError as error:  # the size that was asked for is estimated all the same
             self.failure = error.found or error.asked
             return None
-        like = template.trace if template is not None else self.known.trace
-        if structure(trace) != structure(like):
+        if structure(trace) != structure(self._trace if template is None else template.trace):
             return None
-        if template is None:
-            return numbers(trace.storages)
-        return numbers([trace.storages[position] for position in template.storages])
+        storages = trace.storages
+        return numbers(storages if template is None else [storages[position] for position in template.storages])
 
-    def _powers(self, batch: int, seq: int | None) -> Powers | None:
-        sample = self._sample(batch, seq)
-        return None if sample is None else powers(self.numbers, sample, (self.batch, self.seq), (batch, seq))
+    def _powers(self, batch: int, seq: int | None) -> Sizes | None:
+        here, there = self._sample(self.batch, self.seq), self._sample(batch, seq)
+        if here is None or there is None:
+            return None
+        return self._bytes(powers(here, there, (self.batch, self.seq), (batch, seq)))
+
+    def _bytes(self, sizes: Sizes | None) -> Sizes | None:
+        return None if sizes is None else with_workspaces(sizes, self._trace.storages)
 
     def by_batch(self) -> Sizes | None:
         """From one more trace: every size is a straight line in the batch. None where the step does other things."""
-        more = self.batch * _MORE
-        sample = self._sample(more, self.seq)
-        return None if sample is None else Through(((self.batch, self.numbers), (more, sample))).by_batch
+        batches = (self.batch, self.batch * _MORE)
+        line = polynomial(batches, [self._sample(batch, self.seq) for batch in batches])
+        return None if line is None else self._bytes(lambda batch, _: line(batch))
 
     def _other_length(self) -> int | None:
         """A second sequence length to trace at: upwards, as kernels change their ways below, if positions allow."""
         seq = self.seq
         if not seq or seq % _COARSEST_LENGTH:
             return None
-        if 2 * seq <= self._most:
+        if 2 * seq <= self._most_tokens:
             return 2 * seq
         return seq // 2 if seq // 2 % _COARSEST_LENGTH == 0 else None
 
-    def lengths(self, both: Powers | None) -> tuple[Point, ...]:
-        """Peaks at other lengths; empty where there are none, or too odd a one to tell what kernels pad."""
+    def lengths(self, both: Sizes | None) -> tuple[Point, ...]:
+        """Peaks at other lengths; empty if there are none, or the length is too odd to know what kernels pad."""
         seq, other = self.seq, self._other_length()
         if not seq or other is None:
             return ()
-        sizes: Sizes | None = both or self._parabola(seq, other)
+        sizes = both or self._powers(self.batch, other) or self._parabola(seq, other)
         if sizes is None:
             return ()
         if other > seq:
-            lengths = [seq * factor for factor in _UPWARDS if seq * factor <= self._most]
+            lengths = [seq * factor for factor in _UPWARDS if seq * factor <= self._most_tokens]
         else:
             lengths = [seq // factor for factor in _DOWNWARDS if seq % (factor * _COARSEST_LENGTH) == 0]
         return tuple(self.point(sizes, seq=length) for length in lengths)
 
     def _parabola(self, seq: int, other: int) -> Sizes | None:
-        second = self._sample(self.batch, other)
-        if second is None:
-            return None
-        fitted = powers(self.numbers, second, (self.batch, seq), (self.batch, other))
-        if fitted is not None:
-            return fitted
         third = 2 * other if other > seq else other // 2
-        if third % _COARSEST_LENGTH or third > self._most:
+        if self._sample(self.batch, other) is None or third % _COARSEST_LENGTH or third > self._most_tokens:
             return None
-        last = self._sample(self.batch, third)
-        return None if last is None else Through(((seq, self.numbers), (other, second), (third, last))).by_seq
-
-    @property
-    def _most(self) -> int:
-        return self.known.most_tokens or 1 << 62
+        lengths = (seq, other, third)
+        parabola = polynomial(lengths, [self._sample(self.batch, length) for length in lengths])
+        return None if parabola is None else self._bytes(lambda _, length: parabola(length))
 
     # -- peaks ---------------------------------------------------------------------------------------------------
 
     def point(self, sizes: Sizes | None, *, batch: int | None = None, seq: int | None = None) -> Point:
         batch, seq = batch or self.batch, seq or self.seq or 0
-        bytes = self._bytes(sizes)(batch, seq) if sizes is not None else None
+        bytes = None if sizes is None else sizes(batch, seq)
         peaks = self.replay.peaks(bytes, self.place, ends=True)
         fits = not peaks.out_of_memory
         if not fits:
@@ -222,15 +216,11 @@ class _Solver:
             process_bytes=peaks.reserved_bytes + self.place.context.bytes, fits=fits,
         )  # fmt: skip
 
-    def _bytes(self, sizes: Sizes) -> Sizes:
-        return WithWorkspaces.of(sizes, self.known.trace.storages)
-
     def _largest(self, sizes: Sizes) -> int | None:
-        """Where allocated bytes alone no longer fit is solved; below it the allocator decides."""
+        """The largest batch that fits: up to where allocated bytes alone are too many, the allocator decides."""
         available, seq = self.place.available_bytes, self.seq or 0
         if available is None:
             return None
-        sizes = self._bytes(sizes)
 
         def least_bytes(batch: int) -> int:
             return self.replay.least_bytes(sizes(batch, seq))
@@ -250,4 +240,108 @@ def _below(most: int, fits: Callable[[int], bool]) -> int:
     return guess + bisect.bisect_left(between, True, key=lambda size: not fits(size))
 
 
-__all__ = ["NOTHING", "NOT_ALIKE", "Growth", "Known", "Point", "Setting", "solve"]
+# -- laws ----------------------------------------------------------------------------------------------------------
+
+Sizes = Callable[[int, int], list[int]]  # (batch, sequence length) -> bytes of every storage
+Power = tuple[int, int, int]  # of the batch, of the length, and what is added to the length first
+# Labels are shifted by one: sizes of one token more or less than the sequence are met with.
+_POWERS: tuple[Power, ...] = tuple((i, j, more) for more in (1, -1, 0) for j in (2, 1, 0) for i in (1, 0))
+
+
+def powers(
+    here: Sequence[int], there: Sequence[int], at: tuple[int, int | None], to: tuple[int, int | None]
+) -> Sizes | None:
+    """The powers that explain two samples, at (batch, length) ``at`` and ``to``; None where too many have none.
+
+    Sizes without a power are a line in the product of both. If both batch and length differ, their ratios must not be
+    powers of one number.
+    """
+    start, end = (at[0], at[1] or 1), (to[0], to[1] or 1)
+    by_ratio = {_ratio(power, end, start): power for power in _POWERS if start[1] > 1 or power[2] >= 0}
+    exponents = [by_ratio.get(Fraction(b, a)) if a else (0, 0, 0) for a, b in zip(here, there, strict=True)]
+    lines = sum(size for size, power in zip(here, exponents, strict=True) if power is None)
+    if lines > _MOST_LINES * sum(here) or any(b and not a for a, b in zip(here, there, strict=True)):
+        return None
+    distinct, tokens, more_tokens = set(exponents) - {None}, math.prod(start), math.prod(end) - math.prod(start)
+
+    def sizes(batch: int, seq: int) -> list[int]:
+        ratios = {power: _ratio(power, (batch, seq or 1), start) for power in distinct if power is not None}
+        share = Fraction(batch * (seq or 1) - tokens, more_tokens)
+        return [
+            -(-size * ratios[power].numerator // ratios[power].denominator) if power is not None
+            else max(math.ceil(size + (other - size) * share), 0)
+            for size, other, power in zip(here, there, exponents, strict=True)
+        ]  # fmt: skip
+
+    return sizes
+
+
+def _ratio(power: Power, to: tuple[int, int], at: tuple[int, int]) -> Fraction:
+    i, j, more = power
+    return Fraction(to[0], at[0]) ** i * Fraction(to[1] + more, at[1] + more) ** j
+
+
+def polynomial(values: Sequence[int], samples: Sequence[Sequence[int] | None]) -> Callable[[int], list[int]] | None:
+    """The polynomial through samples at several batches or several lengths (Lagrange), without rounding errors.
+
+    None if a sample is missing.
+    """
+    known = [sample for sample in samples if sample is not None]
+    if len(known) < len(values):
+        return None
+
+    def at(value: int) -> list[int]:
+        weights = [
+            math.prod((Fraction(value - other, own - other) for other in values if other != own), start=Fraction(1))
+            for own in values
+        ]
+        divisor = math.lcm(*(weight.denominator for weight in weights))
+        factors = [int(weight * divisor) for weight in weights]
+        return [max(-(-sum(map(operator.mul, factors, sizes)) // divisor), 0) for sizes in zip(*known, strict=True)]
+
+    return at
+
+
+def numbers(storages: Sequence[Storage]) -> list[int]:
+    """The numbers that follow laws: every storage's bytes, then the shapes that reductions' workspaces depend on."""
+    sizes = [0 if storage.reduction is not None else storage.bytes for storage in storages]
+    for storage in storages:
+        if storage.reduction is not None:
+            sizes += itertools.chain(*storage.reduction.reduced, *storage.reduction.kept)
+    return sizes
+
+
+def with_workspaces(sizes: Sizes, storages: Sequence[Storage]) -> Sizes:
+    """Bytes of every storage, from the law of their ``numbers``."""
+    reductions = [(index, s.reduction) for index, s in enumerate(storages) if s.reduction is not None]
+
+    def bytes_at(batch: int, seq: int) -> list[int]:
+        numbers = sizes(batch, seq)
+        bytes, shapes = numbers[: len(storages)], iter(numbers[len(storages) :])
+        pairs = zip(shapes, shapes, strict=True)
+        for index, reduction in reductions:
+            reduced, kept = (tuple(itertools.islice(pairs, len(o))) for o in (reduction.reduced, reduction.kept))
+            bytes[index] = workspace_bytes(replace(reduction, reduced=reduced, kept=kept))
+        return bytes
+
+    return bytes_at
+
+
+def structure(trace: Trace) -> tuple[list[tuple[int, bool]], list[tuple[int, int, int]]]:
+    """Births and deaths by the storage's number, without the clock and the order of deaths in a row; and by that
+    number how many dimensions reductions have."""
+    changes = [(storage.born, index, True) for index, storage in enumerate(trace.storages)]
+    changes += [(s.died, index, False) for index, s in enumerate(trace.storages) if s.died is not None]
+    changes.sort()
+    lifetimes: list[tuple[int, bool]] = []
+    for born, group in itertools.groupby(changes, key=lambda change: change[2]):
+        indices = [index for _, index, _ in group]
+        lifetimes += [(index, born) for index in (indices if born else sorted(indices))]
+    return lifetimes, [
+        (index, len(storage.reduction.reduced), len(storage.reduction.kept))
+        for index, storage in enumerate(trace.storages)
+        if storage.reduction is not None
+    ]
+
+
+__all__ = ["NOTHING", "Growth", "Point", "Tracer", "solve"]

@@ -14,7 +14,7 @@ from torch import nn
 
 from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation import inputs as making
-from brim.estimation.layer_extrapolation import Template
+from brim.estimation.extrapolation import Template
 from brim.estimation.models import (
     Source,
     WeightType,

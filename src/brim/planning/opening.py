@@ -12,7 +12,7 @@ from torch import nn
 
 from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UnsupportedError, UsageError
-from brim.estimation.depth import depth_of
+from brim.estimation.extrapolation import find_depth
 from brim.estimation.models import Source, weight_type
 from brim.estimation.silence import quiet
 from brim.estimation.step_memory import Inputs
@@ -23,7 +23,7 @@ from brim.memory.pool import PAGE_BYTES, round_up
 from brim.models.opening import DTYPES, dtype_name, open_model, open_tokenizer, prepare
 from brim.models.weights import by_parameter, materialize
 from brim.planning.file import described_source
-from brim.planning.inference.depth import REGULAR, Shallow
+from brim.planning.inference.depth import Shallow
 from brim.planning.inference.warm_up import SLACK_BYTES, most_grown, spent, warm_up
 from brim.planning.request import Machine, Request
 from brim.planning.router_file import Routers, check_routers
@@ -177,19 +177,19 @@ def _shaped(source: Source, workload: Workload, meant: str, kept: str) -> nn.Mod
 
 
 def _shallow(source: Source, workload: Workload, meant: str, kept: str, module: nn.Module) -> Shallow | None:
-    depth = depth_of(source, module)
+    depth = find_depth(source, module)
     if depth is None:
         return None
     few, more = (
         _shaped(
-            replace(source, config={**source.config, depth.field: depth.stack.special + REGULAR + add}),
+            replace(source, config={**source.config, depth.field: depth.fewest + add}),
             workload,
             meant,
             kept,
         )
         for add in (0, 1)
     )
-    return Shallow(stack=depth.stack, few=few, more=more)
+    return Shallow(stack=depth, few=few, more=more)
 
 
 def _give_shapes(module: nn.Module) -> None:

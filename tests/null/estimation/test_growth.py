@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from brim.core import Hardware, Tier
-from brim.estimation import depth
+from brim.estimation import extrapolation
 from brim.estimation.estimate import Study, traced
+from brim.estimation.growth import numbers, polynomial, powers, structure, with_workspaces
 from brim.estimation.models import find_model
 from brim.estimation.simulation import Replay, place_of, simulate
-from brim.estimation.sizes import Through, WithWorkspaces, numbers, powers, structure
 from brim.estimation.steps import Job
 from brim.estimation.workload import Workload
 
@@ -33,7 +33,7 @@ def test_two_traces_tell_the_sizes_at_any_batch_and_length(folder, name):
     assert structure(traces[0]) == structure(traces[1]) == structure(traces[2])
     solved = powers(*(numbers(trace.storages) for trace in traces[:2]), first, second)
     assert solved is not None
-    bytes_at = WithWorkspaces.of(solved, traces[0].storages)
+    bytes_at = with_workspaces(solved, traces[0].storages)
     assert bytes_at(asked[0], asked[1] or 0) == bytes_of(traces[2])
 
 
@@ -41,9 +41,10 @@ def test_two_traces_tell_the_sizes_at_any_batch_and_length(folder, name):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_bytes_are_at_most_quadratic_in_the_sequence(folder, attention):
     source = find_model(folder("llama", attn_implementation=attention))
-    traces = [(length, trace_of(source, batch=2, seq=length)) for length in (32, 64, 128)]
-    solved = Through([(length, numbers(trace.storages)) for length, trace in traces])
-    bytes_at = WithWorkspaces.of(solved.by_seq, traces[0][1].storages)
+    lengths = (32, 64, 128)
+    traces = [trace_of(source, batch=2, seq=length) for length in lengths]
+    solved = polynomial(lengths, [numbers(trace.storages) for trace in traces])
+    bytes_at = with_workspaces(lambda _, length: solved(length), traces[0].storages)
     assert bytes_at(2, 256) == bytes_of(trace_of(source, batch=2, seq=256))
 
 
@@ -81,7 +82,7 @@ def test_a_deep_model_grows_as_its_whole_trace_does(folder, monkeypatch):
     """One shallow trace tells the sizes of all layers."""
     source = find_model(folder("llama", num_hidden_layers=12))
     with monkeypatch.context() as patch:
-        patch.setattr(depth, "_FEWEST_LAYERS", 99)
+        patch.setattr(extrapolation, "_FEWEST_LAYERS", 99)
         whole = Study(source, Workload(batch=2, seq=64), place_of(None), None, "").growth()
     study = Study(source, Workload(batch=2, seq=64), place_of(None), None, "")
     assert study.job.template is not None

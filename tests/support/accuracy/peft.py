@@ -27,7 +27,7 @@ from brim.catalog.gpus import gpu as find_gpu
 from brim.catalog.presets import model as preset
 from brim.core import Trace
 from brim.errors import BrimError
-from brim.estimation.layer_extrapolation import deepened
+from brim.estimation.extrapolation import extend_depth
 from support.accuracy import ground_truth
 from support.accuracy.mid_2026 import peft_0_19
 from support.accuracy.table import Row
@@ -129,7 +129,7 @@ def build(row: dict[str, str], layers: int = _LAYERS) -> Callable[[], Callable[[
 
 
 def _traced(row: dict[str, str]) -> Trace:
-    """From three traces of a few layers where all are alike (``layer_extrapolation``), else from one of all."""
+    """From three traces of a few layers where all are alike (``extrapolation``), else from one of all."""
     card = find_gpu(row["gpu"])
     major, minor = (card.compute_capability or "8.9").split(".")
 
@@ -138,8 +138,8 @@ def _traced(row: dict[str, str]) -> Trace:
             return brim.trace(build(row, layers), steps=STEPS, target="cuda", capability=(int(major), int(minor)))
 
     few = [_begun(traced(layers)) for layers in _FEW]
-    found = deepened(few, _LAYERS - _FEW[0])
-    return _begun(traced(_LAYERS)) if found is None else found.trace
+    found = extend_depth(few, _LAYERS - _FEW[0])
+    return _begun(traced(_LAYERS)) if found is None else found[0]
 
 
 def _begun(made: Trace) -> Trace:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import brim
 from brim.core import Trace
-from brim.estimation.ranks.depth import deepened_in_pairs
+from brim.estimation.extrapolation import extend_depth
 from brim.techniques.parallel.sharding import alone
 from support.accuracy import ground_truth
 
@@ -157,10 +157,10 @@ def _traced(layers: int, ranks: int) -> Trace:
 
 def peak_bytes(ranks: int) -> int:
     """Reserved at the peak, by a trace of a few layers of which one is repeated."""
-    found = deepened_in_pairs([_traced(layers, ranks) for layers in _FEW], _LAYERS - _FEW[0])
+    found = extend_depth([_traced(layers, ranks) for layers in _FEW], _LAYERS - _FEW[0], unit=2)
     if found is None:
         raise RuntimeError("the layers of torchtitan's model do not repeat")
-    return int(brim.simulate(found, None).peak_bytes.reserved)
+    return int(brim.simulate(found[0], None).peak_bytes.reserved)
 
 
 def measured() -> Iterator[tuple[tuple[str, str], float]]:

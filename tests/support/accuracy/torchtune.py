@@ -34,7 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import brim
 from brim.catalog.presets import model as preset
 from brim.core import Trace
-from brim.estimation.layer_extrapolation import deepened
+from brim.estimation.extrapolation import extend_depth
 from brim.estimation.quantization import lora_layers, quantize
 from support.accuracy import ground_truth
 from support.accuracy.table import Row
@@ -192,9 +192,9 @@ def _traced(rung: Recipe, layers: int) -> Trace:
 
 
 def peak_bytes(rung: Recipe) -> int:
-    """From three traces of a few layers where all are alike (``layer_extrapolation``), else from one of all."""
-    found = deepened([_traced(rung, layers) for layers in _FEW], _LAYERS - _FEW[0])
-    made = _traced(rung, _LAYERS) if found is None else found.trace
+    """From three traces of a few layers where all are alike (``extrapolation``), else from one of all."""
+    found = extend_depth([_traced(rung, layers) for layers in _FEW], _LAYERS - _FEW[0])
+    made = _traced(rung, _LAYERS) if found is None else found[0]
     return brim.simulate(made).peak_bytes.allocated
 
 

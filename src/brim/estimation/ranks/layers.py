@@ -1,4 +1,4 @@
-"""Which layers a traced stage is made of, where a model's layers are of several kinds.
+"""The layers of a traced stage, where a model's layers are of several kinds.
 
 The first layers of a mixture of experts may be dense, attention may look far in every sixth layer only. A stage then
 has the layers that it really has, cut out of the whole model; and a shallower one, of which two layers are repeated,
@@ -17,11 +17,14 @@ from typing import Any
 from torch import nn
 
 from brim.errors import UsageError
-from brim.estimation.depth import on_meta, same_settings, settings_of
+from brim.estimation.extrapolation import on_meta, same_settings, settings_of
 from brim.estimation.models import Source, transformers_config
-from brim.estimation.ranks.depth import UNIT
 from brim.estimation.ranks.job import ParallelJob
 from brim.techniques.parallel import pipeline
+
+# FSDP2 frees a layer's weights while the next but one is gathered, two layers on: two layers together repeat, as
+# ``extend_depth`` asks for copies that reach one copy on.
+UNIT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class Layers:
 
     @property
     def part(self) -> pipeline.Part:
-        """Of the model that ``whole`` makes, up to what ``cut`` leaves out."""
+        """The part of the model that ``whole`` makes, up to what ``cut`` leaves out."""
         if self.alike:  # a model with one layer before and one behind them where the stage has some there
             before, behind = (0 if self.embeds else 1), (0 if self.has_head else 1)
             return pipeline.Part(first=before, layers=len(self.own), of=before + len(self.own) + behind)
@@ -50,7 +53,7 @@ class Layers:
         return _with_layers(self.source, self.part.of) if self.alike else self.source
 
     def cut(self, model: nn.Module) -> pipeline.Stage:
-        """What ``whole`` has made, without all other layers."""
+        """The model that ``whole`` has made, without all other layers."""
         part = self.part
         return pipeline.cut(model, part, None if self.alike else [layer - part.first for layer in self.own])
 
@@ -64,10 +67,6 @@ class Layers:
         if lengths[-1] >= end - begin or sum(len(stage.own) for stage in few) >= len(self.own):
             return None
         return few, end - begin - least
-
-    @property
-    def _alike(self) -> bool:
-        return len(set(layer_kinds(self.source))) == 1
 
     def _without(self, begin: int, end: int) -> Layers:
         own, kinds = self.own[:begin] + self.own[end:], self.kinds[:begin] + self.kinds[end:]
@@ -89,12 +88,12 @@ def layers_of(job: ParallelJob, part: pipeline.Part) -> Layers:
 
 
 def layer_kinds(source: Source) -> tuple[int, ...]:
-    """Of each layer its kind: 0 for those like the first, 1 for those like the first that is of another kind, ..."""
+    """The kind of each layer: 0 for those like the first, 1 for those like the first that is of another kind, ..."""
     return _kinds_of(source.architecture, json.dumps(source.config, sort_keys=True, default=_in_json))
 
 
 def usual_layers(source: Source, count: int) -> tuple[int, ...]:
-    """So many layers of the kind that most are of, as of a deeper model where all are of one; else the last ones."""
+    """``count`` layers of the most frequent kind, as of a deeper model if all are of one; else the last ones."""
     kinds = layer_kinds(source)
     if len(set(kinds)) == 1:
         return tuple(range(count))
@@ -110,21 +109,22 @@ def _kinds_of(architecture: str, configuration: str) -> tuple[int, ...]:
     )
     config = transformers_config(source)
     model = on_meta(source, config)
-    if model is None:  # what is wrong with it the trace will tell
+    if model is None:  # the trace reports what is wrong with it
         return (0,) * int(config.num_hidden_layers)
     layers, _ = pipeline.stack_of(model)
     lists = [value for _, value in pipeline.layer_settings(config, len(layers))]
     first: list[tuple[int, Any, dict[str, Any]]] = []  # of each kind
     kinds = []
     for number, layer in enumerate(layers):
-        told = [value[number] for value in lists]
+        entries = [value[number] for value in lists]
         own = {name: value for name, value in settings_of(layer).items() if not isinstance(value, float)}
         alike = (
-            told == told_of_first and same_settings(settings, own, n, number) for n, told_of_first, settings in first
+            entries == first_entries and same_settings(settings, own, n, number)
+            for n, first_entries, settings in first
         )
         kind = next((kind for kind, same in enumerate(alike) if same), len(first))
         if kind == len(first):
-            first.append((number, told, own))
+            first.append((number, entries, own))
         kinds.append(kind)
     return tuple(kinds)
 
@@ -135,16 +135,16 @@ def _in_json(value: Any) -> str:
 
 
 def _with_layers(source: Source, layers: int) -> Source:
-    """The source with so many layers, which are alike."""
+    """The source with ``layers`` layers, which are alike."""
     config = transformers_config(source)
     field = str(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
     lists = dict(pipeline.layer_settings(config, int(config.num_hidden_layers)))
-    told = {name: [lists[name][0]] * layers for name in lists if name in source.config}
-    return replace(source, config={**source.config, **told, field: layers})
+    entries = {name: [lists[name][0]] * layers for name in lists if name in source.config}
+    return replace(source, config={**source.config, **entries, field: layers})
 
 
 def _stretch(kinds: Sequence[int]) -> tuple[int, int]:
-    """The longest one in which each layer is like the last but one."""
+    """The longest stretch in which each layer is like the last but one."""
     longest, begin = (0, 0), 0
     for end in range(1, len(kinds) + 1):
         if end - begin > UNIT and kinds[end - 1] != kinds[end - 1 - UNIT]:

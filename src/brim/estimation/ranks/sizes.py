@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from transformers.initialization import no_init_weights
-
 from brim.errors import UnsupportedError
-from brim.estimation.models import Source, class_of, transformers_config
+from brim.estimation.extrapolation import on_meta
+from brim.estimation.models import Source, transformers_config
 from brim.estimation.ranks.split import Sizes
 from brim.techniques.checkpointing.technique import blocks
 from brim.techniques.parallel.context_parallel import narrow
@@ -131,11 +129,9 @@ def shape_of(source: Source) -> Shape:
 
 def _has_whole_tensors(source: Source, config: Any) -> bool:
     """By the layers themselves: a configuration does not say."""
-    kind = class_of(config, [source.architecture], ("AutoModelForCausalLM", "AutoModel"))
-    if kind is None:
+    model = on_meta(source, config)
+    if model is None:
         return False
-    with torch.device("meta"), no_init_weights():
-        model = kind._from_config(config)
     layers = [model.get_submodule(path) for path in blocks(model)[:1]]
     return any(why_not_split(layer) or has_transposed(layer) for layer in layers)
 

@@ -18,15 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from brim.core import Category, Op, Phase, Storage, Trace
 from brim.core.trace import TO_DEVICE, TO_RAM
 from brim.errors import BrimError, ModelError, UnsupportedError
+from brim.estimation.extrapolation import extend_depth
 from brim.estimation.models import short, transformers_config
 from brim.estimation.optimizers import make_optimizer
 from brim.estimation.ranks.balance import stages_of
 from brim.estimation.ranks.chunk import TracedChunk
 from brim.estimation.ranks.compose import OPTIMIZER, Composer, mark_of, traced_order
-from brim.estimation.ranks.depth import deepened_in_pairs
 from brim.estimation.ranks.job import DEFAULT_PRECISION, ParallelJob, StageFacts
 from brim.estimation.ranks.join import of_chunks
-from brim.estimation.ranks.layers import Layers, layers_of
+from brim.estimation.ranks.layers import UNIT, Layers, layers_of
 from brim.estimation.ranks.schedule import Turn, brief, turns
 from brim.estimation.ranks.script import Sent
 from brim.estimation.ranks.split import Split, check_context, check_experts, check_sizes, refuse_beside, sizes_of
@@ -138,9 +138,9 @@ def _traced(
         return _run(job, chunks, order) if joined is None else joined
     few = chunks[0].shallower()
     if few is not None:
-        deepened_trace = deepened_in_pairs([_run(job, [one], order) for one in few[0]], few[1])
-        if deepened_trace is not None:
-            return deepened_trace
+        extended = extend_depth([_run(job, [stage], order) for stage in few[0]], few[1], UNIT)
+        if extended is not None:
+            return extended[0]
     return _run(job, chunks, order)
 
 

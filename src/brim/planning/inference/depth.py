@@ -1,98 +1,87 @@
-"""A deep model's passes, seen on a few of its layers: those that are alike do alike.
+"""A deep model's passes, observed on a few of its layers: those that are alike do alike.
 
-Two models that differ by one layer are looked at; what the second adds, every layer that was left out adds too. Where
-a pass holds more in the deeper one, or does more outside of its layers, nothing is concluded, and all are looked at.
+Two models that differ by one layer are observed; every layer that was left out adds what the second adds. If a pass
+holds more in the deeper one, or does more outside of its layers, all layers are observed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from brim.estimation.depth import Stack
+from brim.estimation.extrapolation import Stack
 from brim.estimation.step_memory import ModuleWork, Observation, PassWork
 from brim.planning.inference.memory import Sizes, cache_shape, watch_generation
 from brim.techniques.kv_offload.cache import CacheShape
 
-REGULAR = 2  # layers of the smaller model that are like all that follow: a first and a last one
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shallow:
-    """``few`` is the model with the special layers of ``stack`` and ``REGULAR`` others, ``more`` with one more."""
+    """``few`` is the model with the fewest layers that stand for ``stack``, ``more`` with one more."""
 
     stack: Stack
     few: nn.Module
     more: nn.Module
-    _flat: list[bool] = field(default_factory=list)  # whether a pass takes as much in both, once that was seen
-
-    @property
-    def count(self) -> int:
-        """Layers of ``few``."""
-        return self.stack.special + REGULAR
+    _flat: list[bool] = field(default_factory=list)  # true if a pass takes as much in both; empty before one was seen
 
     def shape(self) -> CacheShape | None:
-        """The cache of all layers."""
+        """The cache of all layers: further ones are like the last one of ``few``."""
         small = cache_shape(self.few)
-        return None if small is None else _of_all(small, self.stack.layers)
+        if small is None:
+            return None
+        return replace(small, layers=(*small.layers, *[small.layers[-1]] * (self.stack.layers - len(small.layers))))
 
     def watch(self, sizes: Sizes, shape: CacheShape | None) -> Observation | None:
-        """As ``watch_generation`` of the deep model; None where that takes more the deeper it is."""
-        if self._flat and not self._flat[0]:
+        """As ``watch_generation`` of the deep model; None if that takes more the deeper it is."""
+        if self._flat == [False]:
             return None
-        seen = watch_generation(self.few, sizes, _first(shape, self.count))
+        few = _watched(self.few, sizes, shape, self.stack.fewest)
         if not self._flat:
-            other = watch_generation(self.more, sizes, _first(shape, self.count + 1))
-            self._flat.append(other.step_bytes == seen.step_bytes and self._alike(seen, other))
+            more = _watched(self.more, sizes, shape, self.stack.fewest + 1)
+            alike = all(
+                _kernels(self._deep(work, self.stack.fewest + 1)) == _kernels(more.passes[name])
+                for name, work in few.passes.items()
+            )
+            self._flat.append(alike and more.step_bytes == few.step_bytes)
             if not self._flat[0]:
                 return None
-        passes = {name: dict(self._deep(work)) for name, work in seen.passes.items()}
-        return replace(seen, uses=dict(self._uses(seen.uses)), passes=passes)
+        passes = {name: self._deep(work, self.stack.layers) for name, work in few.passes.items()}
+        return replace(few, uses=self._uses(few.uses), passes=passes)
 
-    def _alike(self, seen: Observation, other: Observation) -> bool:
-        """Whether one layer more does what the one before it does, and nothing else does more for it."""
-        for name, work in seen.passes.items():
-            more = {path: done for path, done in other.passes[name].items() if done.kernels}
-            last = self.count - 1
-            expected = dict(work) | {
-                self._renamed(path, last + 1): done for path, done in work.items() if self.stack.place(path) == last
-            }
-            if more != {path: done for path, done in expected.items() if done.kernels}:
-                return False
-        return True
-
-    def _deep(self, work: PassWork) -> Iterator[tuple[str, ModuleWork]]:
-        """``work`` of all layers."""
-        for path, done in work.items():
-            yield path, done
-            if self.stack.place(path) == self.count - 1:
-                yield from ((self._renamed(path, layer), done) for layer in range(self.count, self.stack.layers))
-
-    def _uses(self, uses: Mapping[str, frozenset[frozenset[str]]]) -> dict[str, frozenset[frozenset[str]]]:
-        last, found = self.count - 1, dict(uses)
-        for name, held in uses.items():
-            if self.stack.place(name) != last:
-                continue
-            for layer in range(last + 1, self.stack.layers):
-                active = (frozenset(self._renamed(path, layer) for path in paths) for paths in held)
-                found[self._renamed(name, layer)] = frozenset(active)
-        return found
+    def _further(self, name: str, layers: int) -> range:
+        """The layers of a model with ``layers`` that ``few`` lacks, if ``name`` is in its last one; else none."""
+        return range(
+            self.stack.fewest, layers if self.stack.place(name) == self.stack.fewest - 1 else self.stack.fewest
+        )
 
     def _renamed(self, name: str, layer: int) -> str:
         """``name`` in the last layer of ``few`` as it is in ``layer``; outside of it, the same."""
-        if self.stack.place(name) != self.count - 1:
-            return name
-        made = self.stack.renamed(name, {self.count - 1: layer})
-        assert made is not None, "it is in that layer"
-        return made
+        return self.stack.renamed(name, {self.stack.fewest - 1: layer}) or name
+
+    def _deep(self, work: PassWork, layers: int) -> dict[str, ModuleWork]:
+        """``work`` of a model with ``layers``."""
+        return {
+            name: done
+            for path, done in work.items()
+            for name in (path, *(self._renamed(path, layer) for layer in self._further(path, layers)))
+        }
+
+    def _uses(self, uses: Mapping[str, frozenset[frozenset[str]]]) -> dict[str, frozenset[frozenset[str]]]:
+        return dict(uses) | {
+            self._renamed(name, layer): frozenset(
+                frozenset(self._renamed(path, layer) for path in paths) for paths in active
+            )
+            for name, active in uses.items()
+            for layer in self._further(name, self.stack.layers)
+        }
 
 
-def _of_all(small: CacheShape, layers: int) -> CacheShape:
-    """That of a model whose further layers are like the last one of ``small``."""
-    return replace(small, layers=(*small.layers, *[small.layers[-1]] * (layers - len(small.layers))))
+def _watched(model: nn.Module, sizes: Sizes, shape: CacheShape | None, layers: int) -> Observation:
+    return watch_generation(model, sizes, None if shape is None else replace(shape, layers=shape.layers[:layers]))
 
 
-def _first(shape: CacheShape | None, layers: int) -> CacheShape | None:
-    return None if shape is None else replace(shape, layers=shape.layers[:layers])
+def _kernels(work: PassWork) -> dict[str, ModuleWork]:
+    """The modules that run kernels."""
+    return {path: done for path, done in work.items() if done.kernels}

@@ -1,28 +1,34 @@
 """A deep model's training, rehearsed with a few of its layers.
 
 Layers that are alike (the same classes, settings and shapes) are treated in a few ways by a plan. A model with some
-of each is rehearsed, and one with one more of each; what that adds, the layers that were left out add too. Peaks are
-followed moment by moment, since which moment has the largest may be another one in the deep model.
+of each is rehearsed, and one with one more of each; the layers that were left out add what that adds, by the bytes
+that the planner knows of each. Peaks are followed moment by moment, since another moment may have the largest one in
+the deep model.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from brim.core import Op, Phase, Trace
-from brim.core.hardware import RAM, VRAM
-from brim.estimation.depth import Stack, find_stack
+from brim.core.hardware import DISK, RAM, VRAM
+from brim.estimation.extrapolation import Stack, find_stack
 from brim.memory.pool import round_up
+from brim.planning.solver.cost_model import block_bytes
+from brim.planning.solver.step_profile import BACKWARD, OFFLOAD, UPDATE, StepProfile, Way
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.prediction import Rehearsal
 from brim.planning.strategy.step import bytes_at_once
-from brim.techniques.blocks import Block, Partition, tensor_bytes
+from brim.techniques.activation_offload.activations import ToDisk, ToRam
+from brim.techniques.blocks import Partition, tensor_bytes
+from brim.techniques.optimizer_offload.technique import gradient_buffer_bytes, usual_buffer_bytes
+from brim.techniques.streaming.placement import RESIDENT
 from brim.techniques.streaming.weight_streaming import Weights
 
 _LARGEST_SHARE = 0.6  # of the layers; with more, a rehearsal of all is no more work than two of some
@@ -31,19 +37,14 @@ _LEAST_WEIGHT = 1 << 20
 _SEGMENTS_BYTES = 40 << 20  # two of the caching allocator's, which a deep model may hold more than a shallow one
 _REST_BYTES = 1 << 20  # of a 2 MiB segment, which a further layer's small tensors may leave unfilled
 _TRIES = 2  # a model with one layer of a kind may lack a moment that those with more have
-
 _GROWS = 1.15  # times what is known of a layer: more, and the shallower of two models lacks what the other has
-
-# Bytes that one layer takes, as far as the planner knows: (deep layer, tier, whether at an early moment) -> bytes.
-LayerBytes = Callable[[int, str, bool], int]
-# RAM that states and gradients pass through in a model of these layers: more for many than for few of them.
-RoomBytes = Callable[[Collection[int]], int]
+_MOST_BEYOND = 0.02  # of what more layers hold: 2 MiB segments that are not filled. A pool's first one is no rule
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Seen:
-    """A rehearsal: bytes of tensors in the compute tier by moment, what its allocator holds beyond the largest, and
-    the peaks of other tiers."""
+class _Peaks:
+    """Peaks of a rehearsal: bytes of tensors in the compute tier by moment, what its allocator holds beyond the
+    largest, and the peaks of other tiers."""
 
     moments: Mapping[str, int]
     beyond_bytes: int
@@ -56,8 +57,8 @@ class Shallow:
 
     rehearsal: Rehearsal
     stack: Stack
-    _made: dict[int, Rehearsal] = field(default_factory=dict)
-    _seen: dict[str, _Seen] = field(default_factory=dict)
+    _rehearsals: dict[int, Rehearsal] = field(default_factory=dict)
+    _peaks: dict[str, _Peaks] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rehearsal: Rehearsal) -> Shallow | None:
@@ -75,149 +76,182 @@ class Shallow:
         """The most that is added to what the tensors of all layers take."""
         return _unfilled_bytes(self.stack.layers)
 
-    def shortened(self, count: int) -> Rehearsal:
-        """The rehearsal with the first ``count`` layers: which of those that are alike does not matter."""
-        if count not in self._made:
-            self._made[count] = _shortened(self.rehearsal, self.stack, count)
-        return self._made[count]
-
     def few(self, more: int = 1) -> Rehearsal:
-        """With all special layers and ``more`` of the others."""
-        return self.shortened(self.stack.special + more)
+        """The rehearsal with all special layers and ``more`` of the others."""
+        return self._shortened(self.stack.special + more)
 
     def template(self, name: str) -> str:
-        """Of a block in the deep model, its like in ``few(2)``: of those that are alike, the first."""
-        layer = self.stack.place(name)
-        if layer is None or layer < self.stack.special:
-            return name
-        renamed = self.stack.renamed(name, {layer: self.stack.special})
-        assert renamed is not None
-        return renamed
+        """The block in ``few(2)`` that is like a block of the deep model: of those that are alike, the first."""
+        special, layers = self.stack.special, self.stack.layers
+        return self.stack.renamed(name, dict.fromkeys(range(special, layers), special)) or name
 
-    def predict(
-        self, choice: Choice, layer_bytes: LayerBytes, room_bytes: RoomBytes, most: Mapping[str, int]
-    ) -> dict[str, int] | None:
+    def predict(self, choice: Choice, way: Way, profile: StepProfile) -> dict[str, int] | None:
         """Peaks per tier of the deep step under ``choice``; None where all layers have to be rehearsed.
 
-        ``most``: of layers that are treated in one way (as ``treatments`` names it), how many are needed until each
-        further one adds as much as the one before.
+        ``choice`` is ``way`` as the runtime takes it.
         """
-        compute = self.rehearsal.hardware.compute
-        special, peaks = range(self.stack.special), None
-        groups = self._groups(choice)
+        compute, stack = self.rehearsal.hardware.compute, self.stack
+        known = _KnownLayers(profile, stack, way, compute, bytes_at_once(self.rehearsal.model))
+        treatments = self._treatments(choice)
+        fewest = known.fewest(treatments)
+        groups: dict[str, list[int]] = defaultdict(list)
+        for layer, treatment in treatments.items():
+            groups[treatment].append(layer)
+        peaks: dict[str, int] | None = None
         for further in range(_TRIES):
-            counts = {name: most.get(name, 1) + further for name in groups}
-            few = sorted(itertools.chain(*(layers[-counts[name] :] for name, layers in groups.items())))
-            more = sorted(itertools.chain(*(layers[-counts[name] - 1 :] for name, layers in groups.items())))
-            if len(more) + self.stack.special > _LARGEST_SHARE * self.stack.layers or len(few) == len(more):
-                return None
-            rooms = [room_bytes({*special, *layers}) for layers in (few, more)]
-            first, second = (
-                _without_room(self._observe(choice, layers), room)
-                for layers, room in zip((few, more), rooms, strict=True)
+            few, more = (
+                sorted(n for name, layers in groups.items() for n in layers[-fewest.get(name, 1) - further - added :])
+                for added in (0, 1)
             )
-            added = sorted(set(more) - set(few))
+            if len(more) + stack.special > _LARGEST_SHARE * stack.layers or len(few) == len(more):
+                return None
+            first, second = (self._rehearsed(choice, layers, known) for layers in (few, more))
             if first.moments.keys() != second.moments.keys():
                 continue
-            left = [n for n in range(self.stack.special, self.stack.layers) if n not in set(more)]
-            once_more = _extrapolated(first, second, added, left, layer_bytes, compute)
-            peaks = once_more if peaks is None else {**peaks, compute: once_more[compute]}
-            if _grows_as_known(first, second, added, layer_bytes, compute):
+            added_layers = sorted(set(more) - set(few))
+            left = [n for n in range(stack.special, stack.layers) if n not in set(more)]
+            deeper = _extrapolated(first, second, added_layers, left, known)
+            peaks = deeper if peaks is None else {**peaks, compute: deeper[compute]}
+            if _grows_as_known(first, second, added_layers, known):
                 break
-        return None if peaks is None else {**peaks, RAM: peaks.get(RAM, 0) + room_bytes(range(self.stack.layers))}
+        return None if peaks is None else {**peaks, RAM: peaks.get(RAM, 0) + known.room(range(stack.layers))}
 
-    def treatments(self, choice: Choice) -> dict[int, str]:
-        """What ``choice`` does with each layer that has its like, in words that are equal for equal treatment."""
-        told: dict[int, list[str]] = {n: [] for n in range(self.stack.special, self.stack.layers)}
+    def _treatments(self, choice: Choice) -> dict[int, str]:
+        """How ``choice`` treats each layer that has its like, in words that are equal for equal treatment."""
+        treatments: dict[int, list[str]] = {n: [] for n in range(self.stack.special, self.stack.layers)}
         for name in dict.fromkeys([*choice.streaming, *choice.checkpointing, *choice.activations]):
             layer = self.stack.place(name)
-            if layer in told:
+            if layer in treatments:
                 inside = self.stack.renamed(name, {layer: 0})
-                told[layer].append(f"{inside}={_of_block(choice, name)}")
-        return {layer: " ".join(sorted(words)) for layer, words in told.items()}
+                choices = choice.streaming.get(name, ""), choice.checkpointing.get(name, "")
+                treatments[layer].append(f"{inside}={choices} {name in choice.activations}")
+        return {layer: " ".join(sorted(words)) for layer, words in treatments.items()}
 
-    def _groups(self, choice: Choice) -> dict[str, list[int]]:
-        """Layers that are alike by how they are treated."""
-        groups: dict[str, list[int]] = {}
-        for layer, treatment in self.treatments(choice).items():
-            groups.setdefault(treatment, []).append(layer)
-        return groups
-
-    def _observe(self, choice: Choice, layers: Sequence[int]) -> _Seen:
-        whole = [*range(self.stack.special), *layers]
-        small = _narrowed(choice, self.stack, whole)
-        key = f"{len(whole)} {small!r}"
-        if key not in self._seen:
-            rehearsed = self.shortened(len(whole)).rehearse(small)
+    def _rehearsed(self, choice: Choice, layers: Sequence[int], known: _KnownLayers) -> _Peaks:
+        """Peaks with the special layers and ``layers``, without the RAM that states pass through."""
+        own = [*range(self.stack.special), *layers]
+        small = _narrowed(choice, self.stack, own)
+        key = f"{len(own)} {small!r}"
+        if key not in self._peaks:
+            rehearsed = self._shortened(len(own)).rehearse(small)
             compute = self.rehearsal.hardware.compute
-            moments = dict(_moments(rehearsed.trace, f"{self.stack.path}.{len(whole) - 1}", self.stack.path))
+            moments = _moments(rehearsed.trace, f"{self.stack.path}.{len(own) - 1}", self.stack.path)
             others = {tier: count for tier, count in rehearsed.peak_bytes.items() if tier != compute}
             beyond = rehearsed.peak_bytes[compute] - max(moments.values())
-            self._seen[key] = _Seen(moments=moments, beyond_bytes=beyond, others=others)
-        return self._seen[key]
+            self._peaks[key] = _Peaks(moments=moments, beyond_bytes=beyond, others=others)
+        peaks = self._peaks[key]
+        return replace(peaks, others={**peaks.others, RAM: peaks.others.get(RAM, 0) - known.room(own)})
+
+    def _shortened(self, count: int) -> Rehearsal:
+        """The rehearsal with the first ``count`` layers: which of those that are alike does not matter."""
+        if count in self._rehearsals:
+            return self._rehearsals[count]
+        rehearsal = self.rehearsal
+        model = _without(rehearsal.model, self.stack, count)
+        parameters = dict(model.named_parameters())
+
+        def stays(name: str) -> bool:
+            return (self.stack.place(name) or 0) < count
+
+        blocks = [b for b in rehearsal.partition.blocks if all(map(stays, (*b.triggers, *b.tensors)))]
+        loose = tuple(filter(stays, rehearsal.partition.loose))
+        loose_bytes = sum(map(tensor_bytes, (*(parameters[name] for name in loose), *model.buffers())))
+        sources = {name: source for name, source in rehearsal.weights.sources.items() if name in parameters}
+        at_once = bytes_at_once(rehearsal.model) if rehearsal.update_bytes is None else rehearsal.update_bytes
+        self._rehearsals[count] = replace(
+            rehearsal,
+            model=model,
+            partition=Partition(blocks=tuple(blocks), loose=loose, loose_bytes=loose_bytes),
+            weights=Weights(sources=sources),
+            update_bytes=at_once,
+        )
+        return self._rehearsals[count]
 
 
-def _of_block(choice: Choice, name: str) -> str:
-    kept = choice.checkpointing.get(name, "")
-    return f"{choice.streaming.get(name, '')} {kept} {name in choice.activations}"
+class _KnownLayers:
+    """Bytes of a deep model's layers that the planner knows, under ``way`` on a machine that computes in ``compute``.
+
+    ``at_once_bytes`` of the parameters that stay are updated at once.
+    """
+
+    def __init__(self, profile: StepProfile, stack: Stack, way: Way, compute: str, at_once_bytes: int) -> None:
+        self.compute = compute
+        self._profile, self._stack, self._way, self._at_once_bytes = profile, stack, way, at_once_bytes
+        self._blocks = [(block, stack.place(block.name)) for block in profile.at(way.frame.micro_batch).blocks]
+        self._bytes: dict[int, dict[tuple[str, str], int]] = defaultdict(dict)
+        states, gradients = way.frame.homes(compute)
+        trained = max(1, sum(block.trained_bytes for block in profile.blocks))
+        for block, layer in self._blocks:
+            if layer is None:
+                continue
+            own = self._bytes[layer]
+            block_bytes(block, way.weights[block.name], way.activations[block.name], compute, own)
+            for moment in (BACKWARD, UPDATE):
+                share = block.trained_bytes / trained
+                own[states, moment] = own.get((states, moment), 0) + int(profile.state_bytes * share)
+                own[gradients, moment] = own.get((gradients, moment), 0) + block.trained_bytes
+
+    def weight(self, layers: Collection[int], tier: str, early: bool) -> int:
+        """Bytes of ``layers`` in a tier, in a backward pass (``early``) or while they are updated; none weighs 0."""
+        key = (tier, BACKWARD if early else UPDATE)
+        return sum(self._bytes[layer].get(key, 0) + _LEAST_WEIGHT for layer in layers)
+
+    def room(self, layers: Collection[int]) -> int:
+        """RAM through which states and gradients on disk pass, in a model of these layers: three blocks where that
+        is little beside all of them."""
+        profile, frame = self._profile, self._way.frame
+        per_byte = profile.state_bytes / max(1, profile.gradient_bytes)
+        sizes: list[int] = []
+        for block in profile.blocks:
+            if block.trained_bytes and self._stack.place(block.name) in {None, *layers}:
+                streams = self._way.weights[block.name] != RESIDENT
+                pieces = 1 if streams else -(-block.trained_bytes // self._at_once_bytes)
+                sizes += [block.trained_bytes // pieces] * pieces
+        states = usual_buffer_bytes([int(size * per_byte) for size in sizes]) if frame.states == DISK else 0
+        return states + (gradient_buffer_bytes(sizes) if frame.gradients == DISK else 0)
+
+    def fewest(self, treatments: Mapping[int, str]) -> dict[str, int]:
+        """The number of layers of a treatment from which on each further one adds as much as the one before.
+
+        Activations wait and come back in a window: the layers that fill it do not add what later ones do.
+        """
+        window = ToRam.window_bytes if self.compute == VRAM else ToDisk.window_bytes
+        return {
+            treatments[layer]: 1 + -(-window // max(1, block.offload_bytes))
+            for block, layer in self._blocks
+            if layer in treatments and layer is not None and self._way.activations[block.name] == OFFLOAD
+        }
 
 
 def _narrowed(choice: Choice, stack: Stack, layers: Sequence[int]) -> Choice:
     """``choice`` for a model of these layers only."""
     places = {layer: index for index, layer in enumerate(layers)}
 
-    def narrow(given: Mapping[str, str]) -> dict[str, str]:
-        pairs = ((stack.renamed(name, places), value) for name, value in given.items())
-        return {name: value for name, value in pairs if name is not None}
+    def narrow(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {new: value for name, value in values.items() if (new := stack.renamed(name, places)) is not None}
 
-    activations = (stack.renamed(name, places) for name in choice.activations)
     return replace(
         choice,
         streaming=narrow(choice.streaming),
         checkpointing=narrow(choice.checkpointing),
-        activations=tuple(name for name in activations if name is not None),
+        activations=tuple(narrow(dict.fromkeys(choice.activations))),
     )
-
-
-def _shortened(rehearsal: Rehearsal, stack: Stack, count: int) -> Rehearsal:
-    places = {layer: layer for layer in range(count)}
-    model = _without(rehearsal.model, stack, count)
-    sources = rehearsal.weights.sources
-    names = {name for name, _ in model.named_parameters()}
-    blocks = tuple(b for b in rehearsal.partition.blocks if _stays(b, stack, places))
-    loose = tuple(name for name in rehearsal.partition.loose if stack.renamed(name, places) is not None)
-    parameters = dict(model.named_parameters())
-    loose_bytes = sum(tensor_bytes(parameters[name]) for name in loose) + sum(
-        tensor_bytes(b) for b in model.buffers()
-    )
-    at_once = bytes_at_once(rehearsal.model) if rehearsal.update_bytes is None else rehearsal.update_bytes
-    return replace(
-        rehearsal,
-        model=model,
-        partition=Partition(blocks=blocks, loose=loose, loose_bytes=loose_bytes),
-        weights=Weights(sources={name: source for name, source in sources.items() if name in names}),
-        update_bytes=at_once,
-    )
-
-
-def _stays(block: Block, stack: Stack, places: Mapping[int, int]) -> bool:
-    return all(stack.renamed(name, places) is not None for name in (*block.triggers, *block.tensors))
 
 
 def _without(model: nn.Module, stack: Stack, count: int) -> nn.Module:
     """A copy of ``model`` with its first ``count`` layers. Parameters and buffers are the same objects."""
     parent, _, name = stack.path.rpartition(".")
     owner: Any = model.get_submodule(parent)
-    whole = owner._modules[name]
+    layers = owner._modules[name]
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    owner._modules[name] = nn.ModuleList(whole[:count])
+    owner._modules[name] = nn.ModuleList(layers[:count])
     try:
         return copy.deepcopy(model, dict(shared))
     finally:
-        owner._modules[name] = whole
+        owner._modules[name] = layers
 
 
-def _moments(trace: Trace, last: str, stack: str) -> Iterator[tuple[str, int]]:
+def _moments(trace: Trace, last: str, stack: str) -> dict[str, int]:
     """The most bytes of tensors at each moment of the step, in the allocator's grain.
 
     ``last`` is the path of the layer whose backward comes first. Moments: while building, each forward pass with the
@@ -234,7 +268,7 @@ def _moments(trace: Trace, last: str, stack: str) -> Iterator[tuple[str, int]]:
             peaks[marks[at][1]] = max(peaks[marks[at][1]], live_bytes)
         live_bytes += count
         peaks[marks[at][1]] = max(peaks[marks[at][1]], live_bytes)
-    yield from peaks.items()
+    return peaks
 
 
 def _marks(trace: Trace, last: str, stack: str) -> Iterator[tuple[int, str]]:
@@ -261,32 +295,29 @@ def _marks(trace: Trace, last: str, stack: str) -> Iterator[tuple[int, str]]:
 
 
 def _turn(ops: Sequence[Op]) -> int:
-    """Where the optimizer begins for good: what it does beside a backward pass belongs to that."""
+    """The tick at which the optimizer begins for good: what it does beside a backward pass belongs to that."""
     before = max((op.at for op in ops if op.phase in (Phase.FORWARD, Phase.BACKWARD)), default=-1)
     return min((op.at for op in ops if op.phase is Phase.OPTIMIZER and op.at > before), default=1 << 62)
 
 
-def _without_room(seen: _Seen, room_bytes: int) -> _Seen:
-    return replace(seen, others=dict(seen.others) | {RAM: seen.others.get(RAM, 0) - room_bytes})
-
-
-def _grows_as_known(first: _Seen, second: _Seen, added: Sequence[int], layer_bytes: LayerBytes, compute: str) -> bool:
-    """Whether the later moments grow by what is known of the layers ``added``, as each of those left out will."""
-    known_bytes = sum(layer_bytes(layer, compute, False) + _LEAST_WEIGHT for layer in added)
+def _grows_as_known(first: _Peaks, second: _Peaks, added: Sequence[int], known: _KnownLayers) -> bool:
+    """True if the later moments grow by what is known of the layers ``added``, as each of those left out will."""
+    most_bytes = _GROWS * known.weight(added, known.compute, early=False)
     late = [moment for moment in second.moments if not moment.startswith("begin")]
-    return all(second.moments[moment] - first.moments[moment] <= _GROWS * known_bytes for moment in late)
+    return all(second.moments[moment] - first.moments[moment] <= most_bytes for moment in late)
 
 
 def _extrapolated(
-    first: _Seen, second: _Seen, added: Sequence[int], left: Sequence[int], layer_bytes: LayerBytes, compute: str
+    first: _Peaks, second: _Peaks, added: Sequence[int], left: Sequence[int], known: _KnownLayers
 ) -> dict[str, int]:
     """``second`` with the layers ``left``, each adding as much more as its bytes are to those ``added``."""
+    compute = known.compute
 
-    def on(one: int, other: int, tier: str, early: bool) -> int:
-        weights = [sum(layer_bytes(n, tier, early) + _LEAST_WEIGHT for n in layers) for layers in (added, left)]
-        return other + int(max(0, other - one) * weights[1] / weights[0])
+    def grown(before: int, after: int, tier: str, early: bool) -> int:
+        weights = [known.weight(layers, tier, early) for layers in (added, left)]
+        return after + int(max(0, after - before) * weights[1] / weights[0])
 
-    moments = [on(first.moments[m], n, compute, m.startswith("begin")) for m, n in second.moments.items()]
+    moments = [grown(first.moments[m], n, compute, m.startswith("begin")) for m, n in second.moments.items()]
     beyond = max(first.beyond_bytes, second.beyond_bytes)
     growth = max(0, second.beyond_bytes - first.beyond_bytes)
     share = growth / max(1, max(second.moments.values()) - max(first.moments.values()))
@@ -294,7 +325,7 @@ def _extrapolated(
     more = int(min(share, _MOST_BEYOND) * (peak - max(second.moments.values())))
     peaks = {compute: peak + beyond + more + (_unfilled_bytes(len(left)) if compute == VRAM else 0)}
     for tier, count in second.others.items():
-        peaks[tier] = max(on(first.others.get(tier, 0), count, tier, early) for early in (False, True))
+        peaks[tier] = max(grown(first.others.get(tier, 0), count, tier, early) for early in (False, True))
     return peaks
 
 
@@ -302,7 +333,4 @@ def _unfilled_bytes(layers: int) -> int:
     return _SEGMENTS_BYTES + _REST_BYTES * layers
 
 
-_MOST_BEYOND = 0.02  # of what more layers hold: 2 MiB segments that are not filled. A pool's first one is no rule
-
-
-__all__ = ["LayerBytes", "Shallow"]
+__all__ = ["Shallow"]

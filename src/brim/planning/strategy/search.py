@@ -28,9 +28,7 @@ from brim.planning.strategy.case import Case, TrainingStrategy
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.depth import Shallow
 from brim.planning.strategy.ladder import fits, too_small
-from brim.planning.strategy.layers import Layers
 from brim.planning.strategy.prediction import Prediction, Rehearsal
-from brim.planning.strategy.step import bytes_at_once
 from brim.planning.strategy.ways import as_choice, as_way, head_option, rank, signature, trained_bytes
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.checkpointing import technique as checkpointing
@@ -383,10 +381,7 @@ class Planner:
             and self._shallow is not None
             and self._few_do(self._shallow)
         ):
-            layers = Layers(self.profile, self._shallow.stack, way, self.hardware.compute)
-            most = layers.most(self._shallow.treatments(choice))
-            room = layers.room(bytes_at_once(self._rehearsal.model))
-            peaks = self._shallow.predict(choice, layers.bytes, room, most)
+            peaks = self._shallow.predict(choice, way, self.profile)
             if peaks is not None:
                 self._traced_ops += self._proof_ops
                 self._known[key] = peaks

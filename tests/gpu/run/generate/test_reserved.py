@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from brim.estimation.step_memory import Inputs
-from brim.planning.request import Request as Planning
 
 import brim
 from brim.errors import BudgetError, UsageError
@@ -20,7 +18,6 @@ from brim.planning import file as plan_file
 from brim.planning.request import Request as Planning
 from brim.requests.sampling import Sampling
 from brim.run.generate.request import Request, generate, generate_many
-from brim.planning import file as plan_file
 from brim.run.plan.search import plan
 from support.generating import save_words_llama
 from support.tiny_model import save_tokenizer

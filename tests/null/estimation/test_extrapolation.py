@@ -1,4 +1,4 @@
-"""A deep model traced by a few of its layers is, operation by operation, the same as one traced whole."""
+"""A trace extended from a few layers, or a few tokens, equals the trace of all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from brim.estimation import depth, estimate
+from brim.errors import UsageError
+from brim.estimation import estimate, extrapolation
+from brim.estimation.extrapolation import TRACED_TOKENS, extend_tokens, find_depth
 from brim.estimation.models import find_model
 from brim.estimation.steps import Job
 from brim.estimation.workload import Workload
@@ -31,10 +33,10 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def few_are_deep(monkeypatch):
     """Nine layers are enough to see the rule and quick to trace whole."""
-    monkeypatch.setattr(depth, "_FEWEST_LAYERS", LAYERS)
+    monkeypatch.setattr(extrapolation, "_FEWEST_LAYERS", LAYERS)
 
 
 def in_order(trace):
@@ -55,14 +57,15 @@ def in_order(trace):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "field", "settings"), CASES)
+@pytest.mark.usefixtures("few_are_deep")
 def test_repeated_layers_are_those_of_a_whole_trace(folder, name, field, settings):
     changes = {key: value for key, value in settings.items() if key in DEEPSEEK}
     source = find_model(folder(name, **{field: LAYERS, **changes}))
     workload = Workload(**{key: value for key, value in settings.items() if key not in DEEPSEEK})
     job = Job(source, workload)
-    found, _ = depth.repeated(job, lambda part: estimate._traced_whole(part, (8, 0)))
+    found = estimate._traced(job, (8, 0))
     whole = Job(source, workload)
-    assert found is not None
+    assert job.template is not None
     expected = estimate._traced_whole(whole, (8, 0))
     assert in_order(found) == in_order(expected)
     assert (found.notes, found.not_modelled) == (expected.notes, expected.not_modelled)
@@ -81,10 +84,52 @@ def test_repeated_layers_are_those_of_a_whole_trace(folder, name, field, setting
         ("llama", {"num_hidden_layers": LAYERS, "rescale_every": 6}),  # a setting that may count layers
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("few_are_deep")
 def test_a_model_whose_layers_differ_is_traced_whole(folder, name, changes):
-    assert depth.depth_of(find_model(folder(name, **changes))) is None
+    assert find_depth(find_model(folder(name, **changes))) is None
 
 
+@pytest.mark.usefixtures("few_are_deep")
 def test_layers_that_come_first_and_differ_are_traced(folder):
-    found = depth.depth_of(find_model(folder("llama", **DEEPSEEK)))
-    assert (found.stack.layers, found.stack.special) == (15, 2)
+    found = find_depth(find_model(folder("llama", **DEEPSEEK)))
+    assert (found.layers, found.special) == (15, 2)
+
+
+def whole_and_repeated(path, **settings):
+    source, workload = find_model(path), Workload(task="generate", new_tokens=12, **settings)
+    whole = estimate._traced(Job(source, workload), (8, 0))
+    return whole, estimate.traced(Job(source, workload), (8, 0))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_repeated_tokens_are_those_of_a_whole_trace(folder, name):
+    whole, repeated = whole_and_repeated(folder(name), batch=2, seq=20)
+    assert repeated.storages == whole.storages
+    assert repeated.ops == whole.ops
+
+
+def test_an_encoder_decoder_is_repeated_within_its_positions(folder):
+    """The prompt stays as long as it is: what is checked further on is further on in the decoder."""
+    path = folder("bart")
+    whole, repeated = whole_and_repeated(path, seq=64)
+    assert repeated.storages == whole.storages
+    assert repeated.ops == whole.ops
+    with pytest.raises(UsageError, match="decoder"):
+        estimate.traced(Job(find_model(path), Workload(task="generate", seq=64, new_tokens=65)), (8, 0))
+
+
+@pytest.mark.thorough
+def test_what_does_not_repeat_is_traced(folder):
+    """T5's bias is padded to 16 elements, so its size grows in jumps; a window fills up on the way."""
+    for path in (folder("t5"), folder("llama", sliding_window=24, model_type="mistral",
+                                      architectures=["MistralForCausalLM"])):  # fmt: skip
+        whole, repeated = whole_and_repeated(path, seq=20)
+        assert repeated.storages == whole.storages
+
+
+def test_a_few_tokens_are_not_extend_tokens(folder):
+    workload = Workload(task="generate", seq=20, new_tokens=TRACED_TOKENS)
+    few = estimate.traced(Job(find_model(folder("llama")), workload), (8, 0))
+    assert extend_tokens(few, TRACED_TOKENS) is None
+    assert extend_tokens(few, TRACED_TOKENS + 1) is not None
