@@ -11,8 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from brim.core.trace import Reduction
+
+# In order: ("alloc", number, bytes), ("free", number, 0), ("out", number of the result's tensor, bytes), and
+# ("keep", 0, bytes) for a library's workspace.
+Script = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(slots=True)
@@ -74,6 +79,34 @@ class Kernel:
             if output is tensor and index not in self._emitted:
                 self._emitted.add(index)
                 self.script.append(("out", index, 0))
+
+    def play(self, script: Script, keep: Callable[[Kernel], None] | None = None, *, by_values: bool = False) -> None:
+        """Take what a script of a real run says. ``keep`` takes a library's workspace.
+
+        ``by_values``: results are as long as values say, which the real run did not have.
+        """
+        results = [leaf for leaf in tree_leaves(self.result) if isinstance(leaf, torch.Tensor)]
+        handles: dict[int, int] = {}
+        for action, number, bytes in script:
+            if action == "alloc":
+                handles[number] = self.temp(bytes)
+            elif action == "out":
+                expected = by_values or bytes == results[number].untyped_storage().nbytes()
+                self._emit_storage(results[number], -1 if expected else bytes)
+            elif action == "free":
+                if by_values:
+                    self.emit()
+                self.free(handles[number])
+            elif keep is not None:
+                keep(self)
+        for result in () if by_values else results:
+            self.drop(result)  # the real kernel made no storage for it
+
+    def _emit_storage(self, result: torch.Tensor, bytes: int) -> None:
+        home = result.untyped_storage()._cdata
+        for index, output in enumerate(self.outputs):
+            if output.untyped_storage()._cdata == home:
+                self.emit(index, bytes=bytes)
 
     def arg(self, name: str) -> Any:
         """An argument by its name in the schema, defaults included."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from brim.device.kernels import Script, answers_for, described
-from brim.predict.lowering.kernel import Kernel, Rule
+from brim.device.kernels import answers_for, described
+from brim.predict.lowering.kernel import Kernel, Rule, Script
 from brim.predict.side_effects import by_brim
 
 TEMPORARIES = "its temporaries"  # not known here; PyTorch's CUDA build answers them
@@ -59,7 +59,8 @@ def answered_rule(capability: tuple[int, int], keep: Callable[[Kernel], None], o
     def rule(kernel: Kernel) -> None:
         script = _script(kernel, capability)
         if script is not None:
-            _play(kernel, script, keep)
+            # As long as values say, which the device does not compute: there the result may be empty.
+            kernel.play(script, keep, by_values=any(tag in kernel.func.tags for tag in _DEPENDS_ON_VALUES))
             if kernel.func in _CHOOSE_BY_VALUES:
                 kernel.unknown = f"{kernel.func.overloadpacket}: temporaries that values decide on"
         elif otherwise is not None:
@@ -109,31 +110,3 @@ def _script(kernel: Kernel, capability: tuple[int, int]) -> Script | None:
     with by_brim():
         answers = answers_for(capability)
         return None if answers is None else answers.script(call)
-
-
-def _play(kernel: Kernel, script: Script, keep: Callable[[Kernel], None]) -> None:
-    results = _tensors(kernel.result)
-    # As long as values say, which the device does not compute: there the result may be empty.
-    by_values = any(tag in kernel.func.tags for tag in _DEPENDS_ON_VALUES)
-    handles: dict[int, int] = {}
-    for what, number, bytes in script:
-        if what == "alloc":
-            handles[number] = kernel.temp(bytes)
-        elif what == "out":
-            expected = by_values or bytes == results[number].untyped_storage().nbytes()
-            _emit(kernel, results[number], -1 if expected else bytes)
-        elif what == "free":
-            if by_values:
-                kernel.emit()
-            kernel.free(handles[number])
-        else:
-            keep(kernel)
-    for result in () if by_values else results:
-        kernel.drop(result)  # the real kernel made no storage for it
-
-
-def _emit(kernel: Kernel, result: torch.Tensor, bytes: int) -> None:
-    home = result.untyped_storage()._cdata
-    for index, output in enumerate(kernel.outputs):
-        if output.untyped_storage()._cdata == home:
-            kernel.emit(index, bytes=bytes)
