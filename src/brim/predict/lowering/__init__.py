@@ -1,4 +1,4 @@
-"""What the target's kernels allocate inside, and where it differs from what a fake CPU tensor shows."""
+"""Allocations inside the target's kernels, and results that differ from those of a fake CPU tensor."""
 
 from __future__ import annotations
 

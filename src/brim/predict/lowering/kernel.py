@@ -1,4 +1,4 @@
-"""What one kernel allocates while it runs: the script that a rule writes and the recorder plays.
+"""Allocations of one kernel: the script that a rule writes and the recorder plays.
 
 A rule is a function of a :class:`Kernel`. It says which temporaries the real kernel takes, in which order with the
 outputs, and which are freed before the end; what is still held when the rule returns is freed there, in order.
@@ -22,7 +22,7 @@ Script = tuple[tuple[str, int, int], ...]
 
 @dataclass(slots=True)
 class Kernel:
-    """One call. ``outputs`` are the tensors whose storages are new, in the order in which they are returned."""
+    """A call of a kernel. ``outputs`` are the tensors whose storages are new, in the order of the result."""
 
     func: torch._ops.OpOverload
     args: Sequence[Any]
@@ -144,12 +144,12 @@ def contiguous_after(*names: str) -> Rule:
 
 
 def dense_or_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie as its sizes say, or with the channels last."""
+    """Return True if a tensor is contiguous or has its channels last."""
     return tensor.is_contiguous() or has_channels_last(tensor)
 
 
 def has_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether its channels are last; so they are, too, where their number or that of all points is one."""
+    """Return True if the channels are last, also where their number or that of all points is one."""
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     return layout is not None and tensor.is_contiguous(memory_format=layout)
 
@@ -159,11 +159,11 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """What a dense copy of the tensor takes."""
+    """Return the bytes of a dense copy of the tensor."""
     return tensor.numel() * tensor.element_size()
 
 
 def copied_bytes(tensor: torch.Tensor) -> int:
-    """What ``contiguous`` in the layout that it suggests takes: nothing where it lies so."""
+    """Return the bytes of a copy in the tensor's suggested layout; 0 where it has that layout."""
     layout = torch._prims_common.suggest_memory_format(tensor)
     return 0 if tensor.is_contiguous(memory_format=layout) else nbytes(tensor)

@@ -1,4 +1,4 @@
-"""What indexing takes on CUDA besides its outputs.
+"""Temporaries of indexing on CUDA.
 
 Follows cuda/Indexing.cu, cuda/Nonzero.cu, cuda/EmbeddingBackwardKernel.cu and TensorAdvancedIndexing.cpp under
 aten/src/ATen/native. To add up many values at one place their positions are sorted; a mask is made positions first.
@@ -100,7 +100,7 @@ def _put(kernel: Kernel, indices: Sequence[torch.Tensor | None], ask: Callable[.
 
 
 def _unsafe(kernel: Kernel) -> bool:
-    """Whether indices are known to be within bounds: formulas of backward passes say so."""
+    """Return True if indices are known to be within bounds: formulas of backward passes say so."""
     if kernel.func is _aten._unsafe_index_put.default:  # it says so of its name alone
         return False
     named = any(argument.name == "unsafe" for argument in kernel.func._schema.arguments)
@@ -116,7 +116,7 @@ def _nonzero_of(multiprocessors: int) -> Rule:
 
 
 def _positions(kernel: Kernel, source: torch.Tensor, multiprocessors: int, write: Callable[[], None]) -> None:
-    """What ``nonzero`` of ``source`` takes; ``write`` allocates its result."""
+    """Take the temporaries of ``nonzero``; ``write`` allocates its result."""
     dense = kernel.temp(0 if source.is_contiguous() else source.numel() * source.element_size())
     number = kernel.temp(4)
     kernel.free(kernel.temp(cuda_cub.count_bytes(source.numel(), multiprocessors)))

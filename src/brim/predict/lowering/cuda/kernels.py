@@ -1,4 +1,4 @@
-"""What PyTorch's CUDA kernels and the libraries below them allocate besides their outputs.
+"""Temporaries of PyTorch's CUDA kernels and of the libraries below them.
 
 Each rule names the file under aten/src/ATen that it follows. Convolutions have a file of their own.
 """
@@ -113,7 +113,7 @@ def _by_cublaslt(kernel: Kernel) -> bool:
 
 
 def _readable(tensor: torch.Tensor) -> bool:
-    """Of a vector, a matrix or a batch of them: one of the last two dimensions is dense, none is repeated."""
+    """Return True if cuBLAS reads the operand in place: one of the last two dimensions is dense, none is repeated."""
     if tensor.dim() < 2:
         return tensor.dim() == 0 or tensor.numel() <= 1 or tensor.stride(0) != 0
     (rows, columns), (row, column) = tensor.shape[-2:], tensor.stride()[-2:]
@@ -247,7 +247,7 @@ def _copy(kernel: Kernel) -> None:
 
 
 def _lie_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors are dense, and their elements in one order."""
+    """Return True if two tensors are dense, and their elements in one order."""
     if first.numel() == 1:
         return second.numel() == 1
     strides = [[s for s, size in zip(t.stride(), t.shape, strict=True) if size > 1] for t in (first, second)]
