@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -82,9 +83,14 @@ NEAR, NEAR_BYTES = 0.05, 64 << 10
 _aten = torch.ops.aten
 
 
-def measured_layers():
+def held_out():
+    """A third of the rows, drawn by a fixed seed. Thresholds were fitted to the others. The form of the rules was
+    found in listings of all rows, and layers come in both parts at other batches: this is no independent test."""
     with gzip.open(MEASURED, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines][1:]
+        rows = [json.loads(line) for line in lines][1:]
+    order = list(range(len(rows)))
+    random.Random(0).shuffle(order)
+    return [rows[number] for number in order[: len(rows) // 3]]
 
 
 def workspaces(row):
@@ -115,14 +121,12 @@ def workspaces(row):
 
 
 @pytest.mark.thorough
-def test_layers_take_what_was_measured():
-    """At least the shares that the rule reached when it was made, which has nothing fitted; the rest is the
-    heuristics' choice."""
-    pairs = [pair for row in measured_layers() for pair in workspaces(row)]
+def test_held_out_layers_take_what_was_measured():
+    """At least the shares that the rules reached when they were made; the rest is the heuristics' choice."""
+    pairs = [pair for row in held_out() for pair in workspaces(row)]
     exact = [-(-said // BLOCK_BYTES) == -(-taken // BLOCK_BYTES) for said, taken in pairs]
     near = [abs(said - taken) <= max(NEAR * taken, NEAR_BYTES) for said, taken in pairs]
     wrong_bytes = sum(abs(said - taken) for said, taken in pairs)
-    assert sum(exact) >= 0.49 * len(pairs)
-    assert sum(near) >= 0.65 * len(pairs)
-    assert sum(said for said, _ in pairs) == pytest.approx(sum(taken for _, taken in pairs), rel=0.01)
-    assert wrong_bytes <= 0.27 * sum(taken for _, taken in pairs)
+    assert sum(exact) >= 0.60 * len(pairs)
+    assert sum(near) >= 0.76 * len(pairs)
+    assert wrong_bytes <= 0.14 * sum(taken for _, taken in pairs)

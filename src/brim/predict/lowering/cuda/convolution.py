@@ -8,15 +8,18 @@ has those that are known. What is known beforehand:
 * Tensor Cores read channels-last operands whose rows of channels are whole pieces of 16 bytes; cuDNN transposes and
   pads others by itself (NVIDIA, Deep Learning Performance, Convolutional Layers), so the workspace holds every
   operand of another layout once more.
-* On the one GPU that was measured (``measurements/convolution_workspaces.jsonl.gz``: an H200, cuDNN 9.19) this holds
-  for TF32 too, but not for kernels of one point: those are matrix products in either layout, and the weight's
-  gradient is added up in parts, one of each sample (``tests/null/predict/test_cuda_convolutions.py``).
+* On the one GPU that was measured (``measurements/convolution_workspaces.jsonl.gz``: an H200, cuDNN 9.19) the
+  transposed operands, and the partial sums of the weight's gradient, are nearly all that there is. ``_Direct`` has
+  the rules. Their form was found in all of the measured layers; which operands are transposed is the heuristics'
+  choice, and its thresholds are fitted to two thirds (``tests/null/predict/test_cuda_convolutions.py`` compares with
+  the others).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
+from dataclasses import dataclass
+from math import ceil, prod
 from typing import Any, Literal
 
 import torch
@@ -26,10 +29,13 @@ from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_CHANNELS = 8  # of half precision that Tensor Cores read at once
 _MEASURED = (9, 0)  # the capability whose workspaces were measured
 _READ_BYTES = 16  # that Tensor Cores read at once, of a point's channels
-_SUM_BYTES = 4  # of float32, in which parts are added up
-_SLACK_BYTES = 16  # of a workspace that is not empty
+_MULTIPROCESSORS = 132
+_TILE = 128  # rows and columns of the product that a block of threads makes
+_MOST_SPLITS, _MOST_SPLIT_TILES = 14, 288  # of a sum over points, of 3x3 and larger kernels
+_SLACK_BYTES, _SPLIT_SLACK_BYTES = 16, 272  # of a workspace that is not empty
 
 Direction = Literal["forward", "input", "weight"]
 _Workspace = Callable[[Kernel, torch.Tensor, torch.Tensor, torch.Tensor, Direction], int]
@@ -75,35 +81,15 @@ def _backward(kernel: Kernel, workspace: _Workspace) -> None:
 
 
 def _transposed_bytes(kernel: Kernel, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, direction: Direction) -> int:
-    """Return source, weight and result with the channels last and padded, where Tensor Cores need them so."""
+    """Source, weight and result with the channels last and padded, where Tensor Cores need them so."""
     if x.dtype not in _HALF or kernel.arg("groups") != 1 or _channels_last(x, w):
         return 0
-    weight = _padded(w.size(0), w) * _padded(w.size(1), w) * prod(w.shape[2:])
-    return (_points(x) + _points(y) + weight) * x.element_size()
+    points = x.size(0) * _padded(x.size(1)) * prod(x.shape[2:]) + y.size(0) * _padded(y.size(1)) * prod(y.shape[2:])
+    return (points + _padded(w.size(0)) * _padded(w.size(1)) * prod(w.shape[2:])) * x.element_size()
 
 
-def _measured_bytes(kernel: Kernel, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, direction: Direction) -> int:
-    """As ``_transposed_bytes``, for TF32 too; a kernel of one point is a matrix product in either layout."""
-    if x.dim() > 4:
-        return _transposed_bytes(kernel, x, w, y, direction)
-    tensor_cores = x.dtype in _HALF or (x.dtype is torch.float32 and _allows_tf32())
-    if kernel.arg("groups") != 1 or not tensor_cores or _channels_last(x, w):
-        return 0
-    taps = prod(w.shape[2:])
-    if taps == 1 and all(stride == 1 for stride in kernel.arg("stride")):
-        return x.size(0) * w.numel() * _SUM_BYTES if direction == "weight" else 0
-    weight = _padded(w.size(0), w) * _padded(w.size(1), w) * taps if taps > 1 else 0
-    return (_points(x) + _points(y) + weight) * x.element_size() + _SLACK_BYTES
-
-
-def _points(tensor: torch.Tensor) -> int:
-    """Return the elements of an operand whose channels are padded."""
-    return tensor.size(0) * _padded(tensor.size(1), tensor) * prod(tensor.shape[2:])
-
-
-def _padded(channels: int, tensor: torch.Tensor) -> int:
-    pieces = _READ_BYTES // tensor.element_size()
-    return -(-channels // pieces) * pieces
+def _padded(channels: int) -> int:
+    return -(-channels // _CHANNELS) * _CHANNELS
 
 
 def _note_engine(kernel: Kernel, x: torch.Tensor, w: torch.Tensor) -> None:
@@ -124,6 +110,206 @@ def _channels_last(*operands: torch.Tensor) -> bool:
     return layout is not None and any(
         t.is_contiguous(memory_format=layout) and not t.is_contiguous() for t in operands
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Direct:
+    """A convolution of two dimensions at most, in one group, as cuDNN is asked for it: a transposed one is another's
+    gradient. An ``image`` of ``channels`` is read into a ``result`` of ``outputs``; sizes count both.
+
+    Of kernels that are larger than one point the operands are multiplied as matrices (implicit GEMM): the forward
+    pass adds up over ``depth``, channels and taps; the weight's gradient over the result's points.
+    """
+
+    channels: int
+    outputs: int
+    taps: int  # points of the kernel
+    points: int  # of the image, all samples
+    result_points: int
+    image_area: int  # points of one sample
+    result_area: int
+    strided: bool
+    patches: bool  # kernels that lie side by side
+    element_bytes: int
+    channels_last: bool
+
+    @property
+    def depth(self) -> int:
+        return self.channels * self.taps
+
+    @property
+    def products(self) -> int:
+        return self.result_points * self.outputs * self.depth
+
+    @property
+    def half(self) -> bool:
+        return self.element_bytes == 2
+
+    @property
+    def pointwise(self) -> bool:
+        """One matrix product for each sample, which cuBLAS-like kernels do in either layout."""
+        return self.taps == 1 and not self.strided
+
+    @property
+    def _channels_at_once(self) -> int:
+        return _READ_BYTES // self.element_bytes
+
+    @property
+    def few(self) -> bool:
+        """Fewer channels than are read at once, as of the first layer."""
+        return self.channels < self._channels_at_once
+
+    def _padded(self, channels: int) -> int:
+        return ceil(channels / self._channels_at_once) * self._channels_at_once
+
+    def _copies(self, image: bool, result: bool, weight: bool) -> int:
+        """Bytes of the operands that are held once more."""
+        channels, outputs = self._padded(self.channels), self._padded(self.outputs)
+        elements = image * self.points * channels + result * self.result_points * outputs
+        return (elements + weight * channels * outputs * self.taps) * self.element_bytes
+
+    def workspace_bytes(self, direction: Direction) -> int:
+        if self.channels_last:
+            bytes = self._padding(direction)
+        elif self.pointwise:
+            bytes = self._pointwise(direction)
+        else:
+            bytes = self._copies(*self._transposed(direction))
+        if direction != "weight" or (self.pointwise and not self.channels_last):
+            return bytes + _SLACK_BYTES * (bytes > 0 and not self._by_sample(direction))
+        slack = _SPLIT_SLACK_BYTES if self.channels_last and self.pointwise else _SLACK_BYTES
+        if not self.channels_last and not bytes:  # too small to be worth Tensor Cores
+            return 0
+        bytes += self._splits() * self._sum_bytes()
+        return bytes + slack * (bytes > 0)
+
+    # -- operands that lie as they are read: only channels that are no whole pieces are padded -----------------------
+
+    def _padding(self, direction: Direction) -> int:
+        image, result = (self._padded(number) != number for number in (self.channels, self.outputs))
+        if self.taps == 1 and not (self.half and self.strided and direction == "input"):
+            return 0
+        if direction == "forward":
+            if self.half:
+                image, result = image and (self.depth > 392 or self.products > 2.6e9), result and self.depth > 98
+            else:
+                large_first = self.few and self.products > 2.6e9
+                image, result = self.taps >= 49 or large_first, result and self.depth > 3040
+        elif not self.half and direction == "input":
+            whole = self.few and (self.taps >= 16 or self.strided)
+            image, result = whole, whole or result
+        elif not self.half:
+            image = result = self.few and self.depth >= 98
+        return self._copies(image, result, image or result)
+
+    # -- matrix products ---------------------------------------------------------------------------------------------
+
+    def _by_sample(self, direction: Direction) -> bool:
+        """The weight's gradient is added up in parts, one of each sample, unless the parts are large."""
+        numbers = self.channels * self.outputs
+        large = numbers >= 1 << 19 or (numbers >= 1 << 18 and self.result_points >= 6272)
+        return self.pointwise and not self.channels_last and direction == "weight" and not large
+
+    def _pointwise(self, direction: Direction) -> int:
+        if self._by_sample(direction):
+            return self.result_points // self.result_area * self.channels * self.outputs * 4
+        transposed = direction == "weight" or self.channels * self.outputs >= 1 << 20
+        return self._copies(transposed, transposed, False)
+
+    # -- implicit GEMM: the operands are transposed where the work is worth it -------------------------------------
+
+    def _transposed(self, direction: Direction) -> tuple[bool, bool, bool]:
+        """Whether the image, the result and the weight are. The weight of a single tap lies alike in both layouts,
+        unless it is padded."""
+        if not getattr(self, f"_transposes_{direction}")():
+            return False, False, False
+        odd = self._padded(self.channels) != self.channels or self._padded(self.outputs) != self.outputs
+        weight = self.taps > 1 or (self.half and odd and direction == "input")
+        return True, not (direction == "forward" and self._result_is_written_in_place()), weight
+
+    def _transposes_forward(self) -> bool:
+        if self.few and self.half:
+            first = self.depth >= 98 and self.products >= 5e8
+            many = self.outputs >= 192 and self.products >= 1 << 28
+            return self.taps > 1 and (self.depth >= 512 or first or many)
+        if self.few:
+            return self.depth >= 98 and self.products >= 1e8
+        return self.half or self.taps == 1 or self.depth > 544 or self.result_area > 59 * 59
+
+    def _result_is_written_in_place(self) -> bool:
+        """Results of short sums in float32 are written as PyTorch reads them."""
+        if self.half or self.few or self.taps == 1:
+            return False
+        result_bytes = self._copies(False, True, False)
+        return (self.depth <= 1384 and result_bytes <= 484096) or (
+            544 < self.depth <= 882 and self.image_area <= 120 * 120
+        )
+
+    def _transposes_input(self) -> bool:
+        if self.patches:
+            return False
+        if self.half:
+            return True
+        if self.taps == 1:
+            return self.channels * self.outputs >= 1 << 17
+        numbers = self.points * self.channels + self.result_points * self.outputs + self.depth * self.outputs
+        return self.products > 50 * numbers * self.element_bytes or (self.depth >= 882 and self.points > 10_368)
+
+    def _transposes_weight(self) -> bool:
+        if self.half:
+            return self.products >= 8e6
+        worth = not (self.few and self.depth < 98) and self._copies(True, True, False) > 292_352
+        return self.products >= 8e6 and worth
+
+    # -- the weight's gradient: blocks of threads share a sum over points, and leave their parts in float32 --------
+
+    def _sum_bytes(self) -> int:
+        if self.channels_last:
+            return self._padded(self.channels) * self._padded(self.outputs) * self.taps * 4
+        return self.channels * self.outputs * self.taps * 4
+
+    def _splits(self) -> int:
+        """Parts that keep all multiprocessors busy, of as many points as are worth a block of threads."""
+        if self.channels_last and (not self.half or (self.taps == 1 and self.strided)):
+            return 0
+        if self.pointwise:
+            if not self.channels_last:
+                return 0
+            tiles = ceil(self.outputs / _TILE) * ceil(self.depth / _TILE)
+            splits = min(_MULTIPROCESSORS // tiles, round(self.result_points / 1344))
+        else:
+            tiles = max(1, self.outputs * self.depth // _TILE**2)
+            splits = self.result_points * 9 // ((3584 if self.half else 896) * tiles)
+            if self.half:  # one of them is added to in place
+                splits = min(_MOST_SPLITS, splits, _MOST_SPLIT_TILES // tiles) - 1
+            else:
+                side = _TILE if self.outputs >= _TILE else _TILE // 2
+                blocks = ceil(self.outputs / side) * ceil(self.depth / side)
+                splits = min(_MULTIPROCESSORS // blocks, splits)
+        return splits if splits > 1 else 0
+
+
+_OTHER_WAY: dict[Direction, Direction] = {"forward": "input", "input": "forward", "weight": "weight"}
+
+
+def _measured_bytes(kernel: Kernel, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, direction: Direction) -> int:
+    """Where no measured rule holds, operands are transposed as on other GPUs."""
+    if x.dim() > 4:
+        return _transposed_bytes(kernel, x, w, y, direction)
+    tensor_cores = x.dtype in _HALF or (x.dtype is torch.float32 and _allows_tf32())
+    if kernel.arg("groups") != 1 or not tensor_cores or not (x.numel() and y.numel()):
+        return 0
+    channels_last = _channels_last(x, w)
+    if kernel.arg("transposed"):
+        x, y, direction = y, x, _OTHER_WAY[direction]
+    taps, strides = prod(w.shape[2:]), kernel.arg("stride")
+    direct = _Direct(
+        channels=x.size(1), outputs=y.size(1), taps=taps, points=x.numel() // x.size(1),
+        result_points=y.numel() // y.size(1), image_area=prod(x.shape[2:]), result_area=prod(y.shape[2:]),
+        strided=any(stride > 1 for stride in strides), patches=taps > 1 and list(strides) == list(w.shape[2:]),
+        element_bytes=x.element_size(), channels_last=channels_last,
+    )  # fmt: skip
+    return direct.workspace_bytes(direction)
 
 
 def _allows_tf32() -> bool:
