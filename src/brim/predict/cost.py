@@ -54,7 +54,7 @@ _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention",
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Where a step's time goes. ``compute_s`` and ``memory_s`` sum the operations that are limited by each.
+    """Seconds of a step by their limit. ``compute_s`` and ``memory_s`` sum the operations that are limited by each.
 
     ``step_s`` is at least ``device_s``; what is above it, the device waits for the CPU.
     """

@@ -483,7 +483,7 @@ class RecordingMode(TorchDispatchMode):
         return self.on_device or (torch._C._current_graph_task_id() != -1 and self.recorder.uses_device)
 
     def _crossing(self, func: torch._ops.OpOverload, args: tuple[Any, ...], on_device: bool) -> str | None:
-        """Which way a copy crosses between host and device, where a program tells them apart."""
+        """Return the direction of a copy between host and device, where a program tells them apart."""
         if not self.recorder.uses_device or func not in _COPIES:
             return None
         target, source = (None, args[0]) if func is _to_copy else args[:2]
@@ -555,7 +555,7 @@ def _device(tensor: torch.Tensor) -> Any:
 
 
 def _has_no_memory(tensor: torch.Tensor) -> bool:
-    """Whether it is on the meta device: such tensors have shapes only, and nothing is computed for them."""
+    """Return True if the tensor is on the meta device, where tensors have shapes only."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"
 
 

@@ -76,7 +76,7 @@ def no_cuda_kernel(func: torch._ops.OpOverload) -> UnsupportedError:
 
 
 def of_operation(error: Exception) -> OperationError | None:
-    """What an operation of the program raised, with its line; None where something else of the program raised it.
+    """Return the error of an operation with its line; None where other code of the program raised it.
 
     A program may expect an operation's error, so it sees PyTorch's own; this is for what it does not catch.
     """
@@ -96,12 +96,12 @@ def of_operation(error: Exception) -> OperationError | None:
 
 
 def _is_of_fakes(error: Exception, frames: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether C++ was given a fake tensor where it takes none, or PyTorch's fake tensors failed."""
+    """Return True if C++ refused a fake tensor, or PyTorch's fake tensors failed."""
     return any(text in str(error) for text in _FAKE) or (bool(frames) and "_subclasses" in frames[-1].filename)
 
 
 def of_model(error: BaseException) -> ModelError | None:
-    """What the own code of a model raised while it was called, with its line; None for what another code raised."""
+    """Return the error of a model's own code with its line; None where other code raised it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     called = next((number for number, frame in enumerate(frames) if frame.f_code is _CALL), None)
     inner = [frame for frame in frames[called:] if _is_outside_of_torch(frame)] if called is not None else []

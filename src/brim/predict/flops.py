@@ -1,4 +1,4 @@
-"""What one operation computes and moves: floating-point operations, bytes, and the dtype that sets its rate."""
+"""Work of one operation: floating-point operations, bytes moved, and the dtype that sets its rate."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OVER = "@"  # in the name of a functional collective, before that of its group
 
 
 class Work(NamedTuple):
-    """What one operation computes and moves."""
+    """Floating-point operations and bytes of one operation."""
 
     flops: int
     read_bytes: int

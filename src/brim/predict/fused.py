@@ -1,4 +1,4 @@
-"""One operation in the place of a kernel that a compiler makes of many: it reads, and makes its results."""
+"""An operation that stands for a compiled kernel: it reads its inputs and makes its results."""
 
 from __future__ import annotations
 

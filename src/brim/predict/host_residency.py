@@ -1,4 +1,4 @@
-"""What of a traced program rests in RAM, where PyTorch's device names cannot tell: shards that FSDP2 offloads.
+"""Tensors of a traced program that rest in RAM without a device name that says so: shards that FSDP2 offloads.
 
 A rank is traced on fake tensors of one kind. The program says what rests in RAM and when a tensor crosses; from there
 on an operation all of whose inputs rest there is the CPU's, and so is what it makes.
@@ -13,7 +13,7 @@ from brim.core.trace import TO_DEVICE, TO_RAM
 
 
 class Resting:
-    """Of one trace. ``used``: whether anything has rested in RAM so far."""
+    """Tensors of one trace that rest in RAM. ``used``: one has rested there so far."""
 
     def __init__(self) -> None:
         self.used = False
@@ -41,7 +41,7 @@ class Resting:
             self._makes = before
 
     def made_of(self, inputs: Iterable[bool]) -> bool:
-        """Whether the result of an operation on these rests in RAM. ``inputs``: of each tensor, whether it does."""
+        """Return True if an operation's result rests in RAM. ``inputs``: True for each tensor that does."""
         if self._crossing is not None:
             return self._crossing == TO_RAM
         rests = list(inputs)

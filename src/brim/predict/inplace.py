@@ -1,4 +1,4 @@
-"""Where PyTorch's C++ code treats a tensor subclass more carefully than a plain tensor.
+"""Backward formulas that PyTorch's C++ code computes in place for plain tensors, but not for subclasses.
 
 It asks ``isTensorSubclassLike`` (true for every tensor while a dispatch mode is active) and then makes a copy where a
 plain run writes in place. The trace writes in place too, under the conditions that the C++ code checks.
@@ -65,7 +65,7 @@ _LOGICAL = (_aten.logical_and.default, _aten.logical_or.default)
 
 
 def _fits(first: torch.Tensor, second: Any) -> bool:
-    """Whether the first tensor has room for the result: a formula that broadcasts it makes a new one."""
+    """Return True if the first tensor has room for the result: a formula that broadcasts it makes a new one."""
     if not isinstance(second, torch.Tensor):
         return True
     return first.shape == second.shape or first.shape == torch.broadcast_shapes(first.shape, second.shape)
@@ -137,7 +137,7 @@ def written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _called_by_engine() -> bool:
-    """Whether autograd's C++ made the call: no Python frame lies between the engine and the dispatch."""
+    """Return True if autograd's C++ made the call: no Python frame lies between the engine and the dispatch."""
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
     frame: FrameType | None = sys._getframe(2)

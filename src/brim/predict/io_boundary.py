@@ -109,7 +109,7 @@ def _restored(kept: Any, map_location: Any) -> Any:
 
 
 def _identity(effects: side_effects.SideEffects, file: Any) -> Any:
-    """Of a file, whatever its name is by now; of an object that stands for one, itself."""
+    """Return the identity of a file, whatever its name is by now; an object in a file's place is its own."""
     if not isinstance(file, (str, os.PathLike)):
         return file
     try:

@@ -1,4 +1,4 @@
-"""Which module is running, and which storages are parameters, buffers, gradients, optimizer state or a KV cache.
+"""The running module, and storages of parameters, buffers, gradients, optimizer state and a KV cache.
 
 Uses PyTorch's global hooks only; all are removed when the tracker is closed.
 """
@@ -53,12 +53,11 @@ class ModuleTracker:
 
     @property
     def in_optimizer(self) -> bool:
-        """Whether an optimizer is stepping."""
+        """Return True while an optimizer steps."""
         return bool(self._stepping)
 
     def optimizer_asks(self) -> bool:
-        """Whether the code that is running is that of an optimizer that is stepping, not of the closure that it was
-        given."""
+        """Return True if an optimizer's own code runs in its step, not its closure."""
         return bool(self._stepping) and failures.asking_module() in {
             kind.__module__ for kind in type(self._stepping[-1]).__mro__
         }

@@ -43,7 +43,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a slot of
 
 
 class ValueMode(TorchFunctionMode):
-    """What a program asks of values, where the question is no operation: ``item()``, ``tolist()``, ``numpy()``."""
+    """Questions about values that are no operations: ``item()``, ``tolist()``, ``numpy()``."""
 
     def __init__(self, recording: RecordingMode) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ _pretended: ContextVar[tuple[int, int] | None] = ContextVar("pretended", default
 
 
 def pretended_capability() -> tuple[int, int] | None:
-    """Of the GPU that a trace pretends now; None where none does. For programs that choose between kernels."""
+    """Return the capability of the GPU that a trace pretends now, for programs that choose kernels."""
     return _pretended.get()
 
 
@@ -375,7 +375,7 @@ def _compiled_kernel(kernel: Any, *tensors: torch.Tensor, **kwargs: Any) -> Any:
 
 
 def _jagged_attention(query: torch.Tensor, *args: Any, **options: Any) -> Any:
-    """Of rows that end where they end; PyTorch asks CUDA which of its kernels can."""
+    """Attention over jagged batches. PyTorch asks CUDA which kernels support it."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     chosen = SDPBackend.FLASH_ATTENTION if half else SDPBackend.EFFICIENT_ATTENTION
     with mock.patch.object(sdpa, "_select_sdp_backend", lambda *args, **kwargs: chosen):

@@ -127,7 +127,7 @@ def _add(key: _Key, arg: Any, mode: Any) -> bool:
 def _described(
     func: torch._ops.OpOverload, result: Any, args: tuple[Any, ...], mode: FakeTensorMode
 ) -> tuple[_Made, ...] | None:
-    """What makes ``result`` again; None where that would be another one."""
+    """Return descriptions that make ``result`` again; None where they would make another one."""
     if type(result) is tuple and len(result) < 2:
         return None
     results = result if type(result) is tuple else (result,)

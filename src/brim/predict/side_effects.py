@@ -1,4 +1,4 @@
-"""What a program does besides computing while it is only looked at: files, processes, connections.
+"""Side effects of a traced program: files, processes, connections.
 
 What it writes goes to a folder of the trace's own, where it also finds it again, and which is gone afterwards;
 temporary folders are written as ever. To remove or rename a file that was there before, to start a process or to
@@ -77,14 +77,14 @@ class SideEffects:
     # -- paths
 
     def to_read(self, path: Any) -> Any:
-        """Where ``path`` is: beside, if the program has written it."""
+        """Return the place of ``path``: the copy, if the program has written it."""
         if not self._root or path is None or isinstance(path, int):
             return path
         beside = self._beside(path)
         return beside if _is_there(beside) else path
 
     def to_write(self, path: Any, *, even_temporary: bool = False) -> str:
-        """Where ``path`` is to be written. Its folder must be there, as for any file."""
+        """Return the place to write ``path`` to. Its folder must exist, as for any file."""
         full = _full(path)
         if self.is_free(full) and not even_temporary:
             return full
@@ -98,7 +98,7 @@ class SideEffects:
         return beside
 
     def to_change(self, path: Any) -> Any:
-        """Where something that is there is to be changed, renamed or removed."""
+        """Return the place of an existing file that is changed, renamed or removed."""
         real_path = self.to_read(path)
         if real_path is not path or self.is_free(_full(path)):
             return real_path
@@ -114,7 +114,7 @@ class SideEffects:
         )
 
     def is_free(self, full: str) -> bool:
-        """Whether what is written there is written for real: temporary files, devices, Python's own bytecode."""
+        """Return True if a write there is real: temporary files, devices, Python's own bytecode."""
         inside = full + os.sep
         return inside.startswith(self._free) or f"{os.sep}__pycache__{os.sep}" in inside
 
@@ -189,7 +189,7 @@ class SideEffects:
 
 
 class _Entries:
-    """What ``os.scandir`` returns: an iterator that is also a context manager."""
+    """The result of ``os.scandir``: an iterator that is also a context manager."""
 
     def __init__(self, entries: dict[str, os.DirEntry[Any]]) -> None:
         self._entries = iter(entries.values())
@@ -318,7 +318,7 @@ def _check(effects: SideEffects, path: Any, folder: Any) -> None:
 
 
 def _is_local(args: tuple[Any, ...]) -> bool:
-    """Whether a socket's address is a name on this machine (AF_UNIX), not a host and a port."""
+    """Return True if a socket's address is a name on this machine (AF_UNIX), not a host and a port."""
     return len(args) == 2 and isinstance(args[1], (str, bytes))
 
 

@@ -33,7 +33,7 @@ _NOTE = "sparse products: cuSPARSE's workspaces"
 
 @dataclass(slots=True)
 class Parts:
-    """What a sparse tensor is made of: indices and values; compressed: where each row begins, columns, values."""
+    """Members of a sparse tensor: indices and values; compressed: where each row begins, columns, values."""
 
     members: tuple[torch.Tensor, ...]
     coalesced: bool = True
@@ -53,12 +53,12 @@ def is_sparse(value: object) -> bool:
 
 
 def makes(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether ``func`` makes a sparse tensor, of others or of none."""
+    """Return True if ``func`` makes a sparse tensor, from other tensors or from none."""
     return func in _MAKERS or (func is _BAG_BACKWARD and bool(args[_BAG_IS_SPARSE]))
 
 
 def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a sparse tensor is among the arguments."""
+    """Return True if a sparse tensor is among the arguments."""
     return any(is_sparse(leaf) for leaf in flat_leaves(args, kwargs))
 
 
@@ -174,7 +174,7 @@ class SparseOperations:
         return self._made(tensor, Parts(tuple(copies), parts.coalesced, parts.sparse_dim))
 
     def _scaled(self, func: torch._ops.OpOverload, tensor: torch.Tensor, *numbers: Any) -> torch.Tensor:
-        """Of values alone, where zeros stay zeros; indices are copied."""
+        """Apply an operation to values alone, where zeros stay zeros; indices are copied."""
         if not is_sparse(tensor) or any(isinstance(number, torch.Tensor) for number in numbers):
             return NotImplemented  # type: ignore[no-any-return]
         parts = parts_of(tensor)
@@ -413,7 +413,7 @@ class SparseOperations:
     # -- everything else -------------------------------------------------------------------------------------------
 
     def _on_the_cpu(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``func`` gives there, its results made again for the trace."""
+        """Compute ``func`` on the CPU and copy its results for the trace."""
         tensors = [member for member in tree_leaves((args, kwargs)) if isinstance(member, torch.Tensor)]
         dense = [
             member for tensor in tensors for member in (parts_of(tensor).members if is_sparse(tensor) else (tensor,))
@@ -472,7 +472,7 @@ def _compressed(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _is_dense(matrix: torch.Tensor) -> bool:
-    """Whether cuSPARSE takes the matrix as it lies, by rows or by columns."""
+    """Return True if cuSPARSE reads the matrix in place, by rows or by columns."""
     by_columns = matrix.stride(0) == 1 and matrix.stride(1) == matrix.size(0)
     return by_columns or (matrix.stride(1) == 1 and matrix.stride(0) == matrix.size(1))
 

@@ -56,7 +56,7 @@ def in_place(cuda: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _accelerator(cuda: Mapping[str, Any]) -> dict[str, Any]:
-    """What to replace in ``torch.accelerator``, by name."""
+    """Return replacements for functions of ``torch.accelerator``, by name."""
     alike = (
         "is_available", "device_count", "current_stream", "set_stream", "synchronize", "empty_cache", "memory_stats",
         "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
@@ -81,7 +81,7 @@ def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def torch_cuda(recording: RecordingMode, capability: tuple[int, int]) -> dict[str, Any]:
-    """What to replace in ``torch.cuda``, by name."""
+    """Return replacements for functions of ``torch.cuda``, by name."""
     return {
         **dict.fromkeys(_SILENT, _nothing),
         **_memory(recording),

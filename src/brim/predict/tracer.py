@@ -215,7 +215,7 @@ def _written(mode: RecordingMode, target: str, model: str, leak: Leak | None) ->
 
 
 def _notes(values: Values) -> dict[str, str]:
-    """What the program asked for that is not known, by subject."""
+    """Return the unknown values that the program asked for, by subject."""
     asked, notes = values.asked, {}
     if asked.routing:
         notes["routing"] = _ROUTING_NOTES["crowded" if values.crowded else "balanced"]
@@ -267,7 +267,7 @@ def _owners(mode: RecordingMode) -> dict[int, int]:
 
 
 def _categorize(mode: RecordingMode) -> None:
-    """What is held now, by who holds it."""
+    """Set the category of the storages that are alive now, by their holder."""
     owners = _owners(mode)
     for index, module in mode.modules.modules():
         for parameter in module._parameters.values():

@@ -1,4 +1,4 @@
-"""A convolution on the CPU is run once to see what it allocates, and bounded where that would take too long."""
+"""Some operators run once on the CPU to see what they allocate; those that would take too long are named."""
 
 from __future__ import annotations
 
@@ -85,6 +85,14 @@ def test_what_is_too_large_is_not_run_but_bounded_and_named(limit, runs, monkeyp
     assert not runs
     assert any("convolution" in name for name in traced.not_modelled)
     assert exact <= peak_bytes(predicted_events(traced)) <= 3 * exact
+
+
+def test_another_operator_that_is_too_large_counts_its_results_and_is_named(runs, monkeypatch):
+    monkeypatch.setattr(cpu_measured, "_MOST_BYTES", 0)
+    traced = trace(lambda: lambda: torch.sort(torch.empty(64, 64)), steps=1, target="cpu")
+    assert not runs
+    assert traced.not_modelled == ("aten.sort: its buffers on the CPU, which were not measured",)
+    assert [size for size, _ in predicted_events(traced) if size > 0] == [16384, 16384, 32768]
 
 
 def test_a_target_with_a_gpu_runs_nothing(runs):

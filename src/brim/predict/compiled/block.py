@@ -94,7 +94,7 @@ class CompiledBlock:
 
 
 class _Place(int):
-    """Of a tensor among a graph's outputs."""
+    """A tensor among a graph's outputs."""
 
 
 class _Run(torch.autograd.Function):
@@ -150,7 +150,7 @@ def _like(gradient: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def _is_brims_own(error: Exception) -> bool:
-    """Whether it says nothing of the module: PyTorch asserts that a module is one graph, brim that brim is right."""
+    """Return True if the error says nothing of the module: PyTorch asserts one graph, brim its own rules."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
@@ -199,7 +199,7 @@ def _key(layout: Layout) -> Any:
 
 
 def _likeness(module: nn.Module) -> Any:
-    """What must be the same of two modules that work alike."""
+    """Return the properties that two modules share where they work alike."""
     return tuple((name, type(part), _settings(part)) for name, part in module.named_modules())
 
 

@@ -1,4 +1,4 @@
-"""What a compiler makes of a block, up to its kernels: its forward and backward pass as two graphs.
+"""Graphs of a block's forward and backward pass, as a compiler makes them before its kernels.
 
 AOTAutograd traces both passes at once and PyTorch's min-cut partitioner says what the first keeps for the second
 (torch/_functorch/partitioners.py), as ``torch.compile`` has them do before Inductor writes kernels. Both run here on

@@ -67,7 +67,7 @@ class Program:
     # -- which kernels -------------------------------------------------------------------------------------------
 
     def _is_real(self, node: fx.Node) -> bool:
-        """Whether it lies in memory; a view of what does not, does not."""
+        """Return True if the node lies in memory; a view lies there if its base does."""
         if node.op == "placeholder":
             return True
         if _is_view(node):
@@ -234,7 +234,7 @@ def _is_nothing(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether it is other sizes and strides of what is there."""
+    """Return True if the node is a view: other sizes and strides of a storage."""
     if not isinstance(node.target, torch._ops.OpOverload) or not is_view(node.target):
         return False
     value, input_value = node.meta["val"], node.all_input_nodes[0].meta["val"]
@@ -246,7 +246,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    """Whether Inductor writes it itself. It does not for complex numbers."""
+    """Return True if Inductor writes the kernel itself, which it does not for complex numbers."""
     if node.op != "call_function" or node.target is operator.getitem or _is_view(node):
         return False
     value = node.meta.get("val")
@@ -259,7 +259,7 @@ def _is_fusible(node: fx.Node) -> bool:
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
-    """What kernels give to memory."""
+    """Return the nodes whose values kernels write to memory."""
     written = set()
     for node in graph.nodes:
         if _is_fusible(node) and (_is_sum(node) or any(_is_read_elsewhere(user, node) for user in node.users)):

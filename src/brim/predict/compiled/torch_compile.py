@@ -39,17 +39,17 @@ def capturing() -> Iterator[None]:
 
 
 def is_captured() -> bool:
-    """Whether a graph is being made of what runs: a tensor made now is part of it, and of nothing else."""
+    """Return True while a graph is captured: a tensor made now belongs to that graph alone."""
     return _capturing.get()
 
 
 def is_fused() -> bool:
-    """Whether what runs would be compiled to kernels of its own: by a compiler that writes such, not by ``eager``."""
+    """Return True if the code would be compiled to kernels of its own, which the backend ``eager`` does not do."""
     return is_captured() or _fusing.get() or _wrapped_before()
 
 
 def _wrapped_before() -> bool:
-    """Whether a function is running that was compiled before the trace began: its wrapper then is PyTorch's."""
+    """Return True while a function runs that was compiled before the trace began, in PyTorch's own wrapper."""
     frames = sys.modules.get(_FRAMES)
     frame = sys._getframe() if frames is not None else None
     while frame is not None:
@@ -76,7 +76,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_traced() -> bool:
-    """Whether a trace is being made."""
+    """Return True while a trace is recorded."""
     return any(hasattr(mode, "recorder") for mode in _get_current_dispatch_mode_stack())
 
 

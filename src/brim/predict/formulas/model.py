@@ -49,7 +49,7 @@ def explain_training(
     optimizer: str,
     recompute: str = "none",
 ) -> dict[str, Result]:
-    """What a training step holds, by category. Activations only where ``config`` is a transformer's.
+    """Bytes of a training step, by category. Activations only where ``config`` is a transformer's.
 
     Gradients and optimizer state have the weights' ``dtype``, as in plain PyTorch. Activations are those of a GPT
     layer in 16 bits (``activations_per_layer``): a first figure for other layers, where only a trace is right.
@@ -77,7 +77,7 @@ def explain_training(
 def explain_generation(
     model: nn.Module, config: Mapping[str, Any], *, batch: int, tokens: int, dtype: str
 ) -> dict[str, Result]:
-    """What generating holds: the weights, and the key-value cache of ``tokens`` tokens where there is one."""
+    """Bytes of generation: the weights, and the key-value cache of ``tokens`` tokens where there is one."""
     formulas = {"parameters": weights(sum(math.prod(p.shape) for p in model.parameters()), dtype)}
     try:
         formulas["kv_cache_per_token"] = kv_cache_of_config(config, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What the target's kernels allocate inside, and where it differs from what a fake CPU tensor shows."""
+"""Allocations inside the target's kernels, and results that differ from those of a fake CPU tensor."""
 
 from __future__ import annotations
 
@@ -6,40 +6,22 @@ from collections.abc import Callable
 
 import torch
 
-from brim.predict.lowering.cpu import attention as cpu_attention
-from brim.predict.lowering.cpu import collectives as cpu_collectives
 from brim.predict.lowering.cpu import kernels as cpu_kernels
-from brim.predict.lowering.cpu import measured as cpu_measured
-from brim.predict.lowering.cpu import products as cpu_products
 from brim.predict.lowering.cuda import kernels as cuda_kernels
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 __all__ = ["Kernel", "Rule", "nbytes", "rules_for"]
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
-_CPU: dict[torch._ops.OpOverload, Rule] = {
-    **cpu_attention.RULES,
-    **cpu_collectives.RULES,
-    **cpu_measured.RULES,
-    **cpu_kernels.RULES,
-    **cpu_products.RULES,
-}
 
 
 def rules_for(target: str, capability: tuple[int, int]) -> Callable[[torch._ops.OpOverload], Rule | None]:
     """The rules of ``target``'s kernels for one trace, looked up by operation."""
     if target == "cpu":
-        return _cpu_rule
+        return cpu_kernels.rule_for
     kernels = cuda_kernels.rules(capability)
     return lambda func: _collective if func.namespace in _COLLECTIVES else kernels(func)
 
 
 def _collective(kernel: Kernel) -> None:
     kernel.unknown = f"{kernel.func.overloadpacket}: NCCL's buffers"
-
-
-def _cpu_rule(func: torch._ops.OpOverload) -> Rule | None:
-    rule = _CPU.get(func)
-    if rule is None and torch.Tag.pointwise in func.tags:
-        return cpu_kernels.promote
-    return rule

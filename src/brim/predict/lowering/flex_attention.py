@@ -33,7 +33,7 @@ def unfused_attention(
     unseen: Callable[[], AbstractContextManager[None]], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     score_mod: Callable[..., Any], block_mask: Any, scale: float, kernel_options: Any, *nothing: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """What :func:`attention` gives, by products, a softmax and every step of the score function. ``unseen``: within
+    """Compute :func:`attention` by products, a softmax and every step of the score function. ``unseen``: within
     it nothing is recorded, as of graphs that are made of functions."""
     score_mod, captured = _lifted(unseen, query, score_mod)
     graphs = _pytorch.create_fw_bw_graph
@@ -50,7 +50,7 @@ def unfused_attention(
 
 
 def _index(source: torch.Tensor, indices: list[torch.Tensor]) -> Any:
-    """What score functions index with: its gradient is of all positions together."""
+    """Index a tensor in a score function: the gradient is of all positions together."""
     return mod_index(source, indices)
 
 

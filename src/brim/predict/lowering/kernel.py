@@ -1,4 +1,4 @@
-"""What one kernel allocates while it runs: the script that a rule writes and the recorder plays.
+"""Allocations of one kernel: the script that a rule writes and the recorder plays.
 
 A rule is a function of a :class:`Kernel`. It says which temporaries the real kernel takes, in which order with the
 outputs, and which are freed before the end; what is still held when the rule returns is freed there, in order.
@@ -11,13 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from brim.core.trace import Reduction
+
+# In order: ("alloc", number, bytes), ("free", number, 0), ("out", number of the result's tensor, bytes), and
+# ("keep", 0, bytes) for a library's workspace.
+Script = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(slots=True)
 class Kernel:
-    """One call. ``outputs`` are the tensors whose storages are new, in the order in which they are returned."""
+    """A call of a kernel. ``outputs`` are the tensors whose storages are new, in the order of the result."""
 
     func: torch._ops.OpOverload
     args: Sequence[Any]
@@ -75,6 +80,34 @@ class Kernel:
                 self._emitted.add(index)
                 self.script.append(("out", index, 0))
 
+    def play(self, script: Script, keep: Callable[[Kernel], None] | None = None, *, by_values: bool = False) -> None:
+        """Take what a script of a real run says. ``keep`` takes a library's workspace.
+
+        ``by_values``: results are as long as values say, which the real run did not have.
+        """
+        results = [leaf for leaf in tree_leaves(self.result) if isinstance(leaf, torch.Tensor)]
+        handles: dict[int, int] = {}
+        for action, number, bytes in script:
+            if action == "alloc":
+                handles[number] = self.temp(bytes)
+            elif action == "out":
+                expected = by_values or bytes == results[number].untyped_storage().nbytes()
+                self._emit_storage(results[number], -1 if expected else bytes)
+            elif action == "free":
+                if by_values:
+                    self.emit()
+                self.free(handles[number])
+            elif keep is not None:
+                keep(self)
+        for result in () if by_values else results:
+            self.drop(result)  # the real kernel made no storage for it
+
+    def _emit_storage(self, result: torch.Tensor, bytes: int) -> None:
+        home = result.untyped_storage()._cdata
+        for index, output in enumerate(self.outputs):
+            if output.untyped_storage()._cdata == home:
+                self.emit(index, bytes=bytes)
+
     def arg(self, name: str) -> Any:
         """An argument by its name in the schema, defaults included."""
         if name in self.kwargs:
@@ -111,12 +144,12 @@ def contiguous_after(*names: str) -> Rule:
 
 
 def dense_or_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie as its sizes say, or with the channels last."""
+    """Return True if a tensor is contiguous or has its channels last."""
     return tensor.is_contiguous() or has_channels_last(tensor)
 
 
 def has_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether its channels are last; so they are, too, where their number or that of all points is one."""
+    """Return True if the channels are last, also where their number or that of all points is one."""
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     return layout is not None and tensor.is_contiguous(memory_format=layout)
 
@@ -126,11 +159,11 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """What a dense copy of the tensor takes."""
+    """Return the bytes of a dense copy of the tensor."""
     return tensor.numel() * tensor.element_size()
 
 
 def copied_bytes(tensor: torch.Tensor) -> int:
-    """What ``contiguous`` in the layout that it suggests takes: nothing where it lies so."""
+    """Return the bytes of a copy in the tensor's suggested layout; 0 where it has that layout."""
     layout = torch._prims_common.suggest_memory_format(tensor)
     return 0 if tensor.is_contiguous(memory_format=layout) else nbytes(tensor)

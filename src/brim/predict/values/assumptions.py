@@ -1,4 +1,4 @@
-"""What a trace takes in the place of values that it does not have: those of weights, and what depends on them.
+"""Assumed values of a trace: those of weights, and of all that depends on them.
 
 Whole numbers and booleans that are computed from such values are assumed: the worst case for memory, or what a run
 that is well would show. Floating-point numbers are made up when the program reads one. Whatever was decided by either
@@ -64,7 +64,7 @@ class Item:
 
 @dataclass(slots=True)
 class Asked:
-    """What a program asked of values that are not known, by the lines that asked (each once, in order)."""
+    """Questions of a program about unknown values, by the lines that asked (each once, in order)."""
 
     routing: bool = False
     finite: bool = False  # whether values are finite
@@ -87,7 +87,7 @@ class Values:
     # -- questions of the program ----------------------------------------------------------------------------------
 
     def read(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
-        """What a question about values (``item``, ``equal``) is answered with; None where it cannot be."""
+        """Return the answer to a question about values (``item``, ``equal``); None where there is none."""
         if func in _COMPARISONS:
             return self._compared(func, args, kwargs)
         if func is not _aten._local_scalar_dense.default:
@@ -107,7 +107,7 @@ class Values:
         return Item(True if args[0].dtype == torch.bool else 1)
 
     def _compared(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
-        """Whether two tensors are the same: a check, which holds, where one is not known."""
+        """Return True if two tensors are equal, or if one is unknown, as such a check passes."""
         sources = [known(one) for one in args[:2]]
         real = [source.value for source in sources if source is not None]
         if len(real) == len(sources):
@@ -149,7 +149,7 @@ class Values:
         return float(max(_SHRINKS ** (self._reads[line] - 1), 1e-30))
 
     def is_made_up(self, tensor: torch.Tensor) -> bool:
-        """Whether a number that is read from ``tensor``, of one element, is made up."""
+        """Return True if the number read from ``tensor``, of one element, is assumed."""
         if tensor.numel() != 1 or not tensor.dtype.is_floating_point or self.strict:
             return False
         source = known(tensor)
@@ -320,7 +320,7 @@ class Values:
         give_later(mask, spread, origin)
 
     def _compare(self, packet: Any, args: tuple[Any, ...], result: torch.Tensor) -> bool:
-        """Of single numbers, as their made-up values compare."""
+        """Compare single numbers by their assumed values."""
         numbers, made_up = [], []
         for arg in args[:2]:
             if not isinstance(arg, torch.Tensor):

@@ -374,7 +374,7 @@ class KnownValues:
 
 
 def _run_or_leave(call: _Call) -> None:
-    """One whose values cannot be computed says so when it is asked."""
+    """Compute the values of a call. A tensor without values says so when it is asked."""
     try:
         call.run()
     except (RuntimeError, IndexError, ValueError):
@@ -412,7 +412,7 @@ def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 @cache
 def _views_first(func: torch._ops.OpOverload) -> bool:
-    """Whether the results lie in the first argument's storage."""
+    """Return True if the results lie in the first argument's storage."""
     return func in _UNSAFE_VIEWS or any(result.alias_info is not None for result in func._schema.returns)
 
 
@@ -423,7 +423,7 @@ def shape_depends_on_values(func: torch._ops.OpOverload) -> bool:
 
 @cache
 def _really(func: torch._ops.OpOverload) -> Callable[..., Any]:
-    """What computes the values of ``func``."""
+    """Return the function that computes the values of ``func``."""
     if func.overloadpacket in _EMPTY:  # a program that reads what it has not written finds zeros
         return lambda *args, **kwargs: func(*args, **kwargs).zero_()
     if func is _aten.histc.default:  # CUDA has it for integers too
@@ -432,7 +432,7 @@ def _really(func: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def fits(tensor: torch.Tensor) -> bool:
-    """Whether its values may be asked for."""
+    """Return True if values of the tensor may be asked for."""
     if tensor.layout is not torch.strided or tensor.dtype not in _KNOWN_DTYPES:
         return False
     if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta":

@@ -21,7 +21,7 @@ from brim.predict.values.known import MADE_UP, forget, known
 
 
 class UnknownNumber(float):
-    """What ``item()`` gives for a value that is not known."""
+    """The result of ``item()`` for an unknown value."""
 
     _values: Values
 
@@ -203,7 +203,7 @@ def unknown_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Valu
 
 
 def mark_made_up(values: Values, args: tuple[Any, ...], result: Any) -> Any:
-    """What was made from an unknown number, or written with one, has values that are made up."""
+    """Mark tensors that were made from an unknown number, or written with one, as assumed."""
     for tensor in (result, args[0] if args else None):
         source = known(tensor)
         if isinstance(tensor, torch.Tensor) and source is not None and not _read_only(tensor, result):

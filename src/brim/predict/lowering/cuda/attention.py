@@ -1,4 +1,4 @@
-"""Which attention kernel CUDA would run, and what each saves for the backward pass.
+"""The attention kernel that CUDA would run, and the tensors that it saves for the backward pass.
 
 Follows ``select_sdp_backend`` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; the kernels themselves are
 called on fake tensors, which gives their outputs and autograd's use of them.
@@ -156,11 +156,11 @@ class _Call:
 
     @property
     def is_half(self) -> bool:
-        """Of the 16-bit types that tensor cores of the GPU take."""
+        """Return True if the dtype is a 16-bit type that the GPU's tensor cores take."""
         return self.query.dtype in (_HALF if self.capability >= (8, 0) else _HALF[:1])
 
     def is_dense(self, *, one_number_a_head: bool, grouped: bool) -> bool:
-        """What every fused kernel asks of strides, lengths, batches and heads (``dense_constraints``).
+        """Return True if strides, lengths, batches and heads suit every fused kernel (``dense_constraints``).
 
         ``one_number_a_head``: strides of heads of one number do not matter. ``grouped``: knows grouped queries.
         """

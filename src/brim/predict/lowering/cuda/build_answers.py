@@ -6,14 +6,14 @@ Without such a build only results are counted, and kernels that may allocate mor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from brim.device.kernels import Script, answers_for, described
+from brim.device.kernels import answers_for, described
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.side_effects import by_brim
 
@@ -53,21 +53,45 @@ _CHOOSE_BY_VALUES = (torch.ops.aten.linalg_matrix_exp.default,)  # by norms, how
 _DEPENDS_ON_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
-def answered_rule(capability: tuple[int, int], keep: Callable[[Kernel], None], otherwise: Rule | None = None) -> Rule:
-    """Return the rule of any kernel. ``keep`` takes cuBLAS's workspace once, ``otherwise`` is for no build."""
+def asking(capability: tuple[int, int], keep: Callable[[Kernel], None]) -> Callable[..., bool]:
+    """Return a function that plays what PyTorch answers for a call; it returns False where there is no answer.
+
+    ``keep`` takes cuBLAS's workspace once.
+    """
+
+    def ask(kernel: Kernel, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        call = described(func, args, kwargs)
+        if call is None:
+            return False
+        with by_brim():
+            answers = answers_for(capability)
+            script = None if answers is None else answers.script(call)
+        if script is not None:
+            # As long as values say, which the device does not compute: there the result may be empty.
+            kernel.play(script, keep, by_values=any(tag in func.tags for tag in _DEPENDS_ON_VALUES))
+        return script is not None
+
+    return ask
+
+
+def answered_rule(ask: Callable[..., bool], otherwise: Rule | None = None) -> Rule:
+    """Return the rule of any kernel. ``otherwise`` is its rule where there is no answer."""
 
     def rule(kernel: Kernel) -> None:
-        script = _script(kernel, capability)
-        if script is not None:
-            _play(kernel, script, keep)
+        if ask(kernel, kernel.func, kernel.args, kernel.kwargs):
             if kernel.func in _CHOOSE_BY_VALUES:
                 kernel.unknown = f"{kernel.func.overloadpacket}: temporaries that values decide on"
         elif otherwise is not None:
             otherwise(kernel)
         elif _may_take_more(kernel):
-            kernel.unknown = f"{kernel.func.overloadpacket}: {TEMPORARIES}"
+            name_temporaries(kernel)
 
     return rule
+
+
+def name_temporaries(kernel: Kernel) -> None:
+    """Name a kernel that also allocates temporaries of unknown size."""
+    kernel.unknown = f"{kernel.func.overloadpacket}: {TEMPORARIES}"
 
 
 def naming_temporaries(rule: Rule) -> Rule:
@@ -75,7 +99,7 @@ def naming_temporaries(rule: Rule) -> Rule:
 
     def naming(kernel: Kernel) -> None:
         rule(kernel)
-        kernel.unknown = f"{kernel.func.overloadpacket}: {TEMPORARIES}"
+        name_temporaries(kernel)
 
     return naming
 
@@ -100,40 +124,3 @@ def _may_take_more(kernel: Kernel) -> bool:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _script(kernel: Kernel, capability: tuple[int, int]) -> Script | None:
-    call = described(kernel.func, kernel.args, kernel.kwargs)
-    if call is None:
-        return None
-    with by_brim():
-        answers = answers_for(capability)
-        return None if answers is None else answers.script(call)
-
-
-def _play(kernel: Kernel, script: Script, keep: Callable[[Kernel], None]) -> None:
-    results = _tensors(kernel.result)
-    # As long as values say, which the device does not compute: there the result may be empty.
-    by_values = any(tag in kernel.func.tags for tag in _DEPENDS_ON_VALUES)
-    handles: dict[int, int] = {}
-    for what, number, bytes in script:
-        if what == "alloc":
-            handles[number] = kernel.temp(bytes)
-        elif what == "out":
-            expected = by_values or bytes == results[number].untyped_storage().nbytes()
-            _emit(kernel, results[number], -1 if expected else bytes)
-        elif what == "free":
-            if by_values:
-                kernel.emit()
-            kernel.free(handles[number])
-        else:
-            keep(kernel)
-    for result in () if by_values else results:
-        kernel.drop(result)  # the real kernel made no storage for it
-
-
-def _emit(kernel: Kernel, result: torch.Tensor, bytes: int) -> None:
-    home = result.untyped_storage()._cdata
-    for index, output in enumerate(kernel.outputs):
-        if output.untyped_storage()._cdata == home:
-            kernel.emit(index, bytes=bytes)

@@ -1,4 +1,4 @@
-"""What convolutions take on CUDA besides their outputs, as far as it follows from their arguments.
+"""Workspaces of convolutions on CUDA, as far as they follow from the arguments.
 
 PyTorch runs the first engine of cuDNN's heuristics with the workspace that it asks for (cudnn/Conv_v8.cpp under
 aten/src/ATen/native). Which one that is cannot be known here, so the trace says so and ``estimation/workspaces.py``

@@ -1,4 +1,4 @@
-"""What CUDA kernels refuse for their dtypes: fake kernels take what PyTorch's for the CPU would take, or anything.
+"""Dtypes that CUDA kernels refuse: fake kernels take what PyTorch's for the CPU would take, or anything.
 
 Follows the checks and the lists of dtypes (``AT_DISPATCH_...``) of the kernels under aten/src/ATen/native/cuda.
 """

@@ -1,4 +1,4 @@
-"""What memory-efficient attention takes besides its outputs.
+"""Temporaries of memory-efficient attention.
 
 Follows transformers/cuda/attention.cu and attention_backward.cu under aten/src/ATen/native, and kernel_backward.h
 under mem_eff_attention there. Of the kernels that mem_eff_attention/kernels/generate_kernels.py lists, the first that

@@ -65,7 +65,7 @@ def _reversed_sums(source: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _looks_at_values(source: torch.Tensor) -> bool:
-    """Whether a backward pass of its own follows that C++ would take otherwise; transforms have their own ways."""
+    """Return True if C++ would read values in the backward pass; transforms have formulas of their own."""
     inside = torch._C._functorch.peek_interpreter_stack() is not None
     floating = source.is_floating_point() or source.is_complex()
     return floating and source.dim() > 0 and source.requires_grad and torch.is_grad_enabled() and not inside

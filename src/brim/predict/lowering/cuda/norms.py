@@ -38,7 +38,7 @@ def _fused(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Fused(torch.autograd.Function):
-    """What derivatives.yaml says of ``_fused_rms_norm``."""
+    """The backward formula of ``_fused_rms_norm`` in derivatives.yaml."""
 
     @staticmethod
     def forward(

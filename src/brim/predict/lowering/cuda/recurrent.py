@@ -181,7 +181,7 @@ def _below_autograd(function: Any, *args: Any) -> Any:
 
 
 class _LstmCell(torch.autograd.Function):
-    """What derivatives.yaml says of ``_thnn_fused_lstm_cell``: gates before and after are kept."""
+    """The backward formula of ``_thnn_fused_lstm_cell`` in derivatives.yaml, which saves gates before and after."""
 
     @staticmethod
     def run(*inputs: Any) -> Any:
@@ -204,7 +204,7 @@ class _LstmCell(torch.autograd.Function):
 
 
 class _GruCell(torch.autograd.Function):
-    """What derivatives.yaml says of ``_thnn_fused_gru_cell``."""
+    """The backward formula of ``_thnn_fused_gru_cell`` in derivatives.yaml."""
 
     @staticmethod
     def run(*inputs: Any) -> Any:

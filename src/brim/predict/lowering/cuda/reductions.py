@@ -1,4 +1,4 @@
-"""What reductions take on CUDA besides their outputs (aten/src/ATen/native/cuda/Reduce.cuh).
+"""Workspaces of reductions on CUDA (aten/src/ATen/native/cuda/Reduce.cuh).
 
 Where few outputs have many inputs each, several blocks of threads work on one output. They leave their parts in
 global memory, with a counter for each output block. How many blocks that are follows from the GPU's multiprocessors.
