@@ -261,7 +261,7 @@ class OutputFolder:
             (staging / name).replace(self.path / name)
         for name in before - entries.keys():
             (self.path / name).unlink()
-        record.keep_files(entries)
+        record.keep_only(entries)
 
 
 def _written(folder: Path, tensors: Tensors, files: Mapping[str, bytes | Path]) -> dict[str, FileEntry]:
