@@ -1,9 +1,9 @@
-"""Every object that the garbage collector knows, those that the program has frozen among them.
+"""List all objects of the garbage collector, those that the program has frozen included.
 
-``gc.get_objects`` leaves out what ``gc.freeze`` has put aside, and the collector has one call to bring all of that
-back and one to put everything aside, what was never frozen included. A program freezes what it has for a reason:
-pages that it shares with processes that it forks, or pauses that it does not want. So what was not frozen is taken
-out of the collector's lists and given to it anew, which puts it among the young again.
+``gc.get_objects`` leaves out objects set aside by ``gc.freeze``, and the collector can only unfreeze or freeze all
+objects at once. A program freezes objects on purpose: to share pages with processes that it forks, or to avoid
+pauses. So objects that were not frozen before are untracked and tracked again, which puts them into the young
+generation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 def _of_python(name: str) -> Any:
-    """A function of Python itself that is given an object; the interpreter's lock is held in it."""
+    """A function of Python's C API that takes an object, called with the interpreter's lock held."""
     function = getattr(ctypes.pythonapi, name)
     function.argtypes, function.restype = (ctypes.py_object,), None
     return function
@@ -28,7 +28,7 @@ _UNTRACK, _TRACK = _of_python("PyObject_GC_UnTrack"), _of_python("PyObject_GC_Tr
 
 
 def all_objects() -> list[Any]:
-    """What the collector knows and what is frozen; that stays frozen, and nothing else is."""
+    """All tracked objects, frozen ones included. The same objects are frozen afterwards as before."""
     if not gc.get_freeze_count():
         return gc.get_objects()
     collects = gc.isenabled()
@@ -46,10 +46,10 @@ def all_objects() -> list[Any]:
 
 
 def _melt(objects: Sequence[Any]) -> None:
-    """Take ``objects`` out of the collector's lists, and back in among the young.
+    """Move ``objects`` out of the permanent generation, into the young one.
 
-    To track what is tracked ends the process, and another thread that fills an empty dictionary tracks it. So both
-    calls for all of them are made without a line of Python in between, where threads take turns.
+    Tracking a tracked object aborts the process, and another thread tracks a dictionary when it first fills it. So
+    both calls are made for all objects without executing Python code in between, where threads switch.
     """
     twice = chain.from_iterable(zip(objects, objects, strict=True))
     deque(map(operator.call, cycle((_UNTRACK, _TRACK)), twice), maxlen=0)

@@ -1,7 +1,7 @@
-"""What the program itself grows by; a process that did the same before no longer shows it.
+"""Growth of the program's own memory in a run, beside tensors, remembered per model.
 
-A run is a process of its own: it loads libraries' code, the tokenizer, heaps and kernels' buffers anew. Whoever plans
-twice in one process sees their size only the first time, so the largest value ever seen for a model is kept.
+A run is a new process: it loads libraries' code, the tokenizer, heaps and kernels' buffers. A process that plans
+twice grows by them only the first time, so the largest value measured for a model is stored.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 
 from brim.run.timing.measurement_cache import Remembered
 
-_METHOD = 1  # raised when what is measured changes
-_WORTH_BYTES = 1 << 20  # a smaller difference is not written down
+_METHOD = 1  # to be raised when the measurement changes
+_WORTH_BYTES = 1 << 20  # a smaller increase is not stored
 
 
 def most_grown(task: str, model: torch.nn.Module, tokens: int, grown_bytes: int) -> int:
