@@ -46,7 +46,7 @@ from brim.run.ranks.model import (
 from brim.run.ranks.plan import with_plan
 from brim.run.ranks.request import SplitRequest, SplitTraining
 from brim.run.ranks.step import Stepper, share_of
-from brim.run.train.finite import check_loss, overflow_told
+from brim.run.train.finite import check_loss, explain_overflow
 from brim.run.train.output_folder import OutputFolder, make_writable
 from brim.run.train.report import Metrics, StepReport, finished
 from brim.run.train.setup import claim, open_batches
@@ -244,11 +244,11 @@ class _Run:
             begin_s = time.perf_counter()
             batch = next(opened.batches)
             lr = request.lr_at(number, steps)
-            told = overflow_told(number + 1, opened.output)
+            explaining = explain_overflow(number + 1, opened.output)
             with (
                 meter.step(number - first),
                 _splits(split, opened.training_model.opened.name, is_first=number == first),
-                told,
+                explaining,
             ):
                 loss = stepper.step(share_of(batch, split, shard, ranks.device), lr=lr, clip_norm=request.clip_norm)
             report = StepReport(

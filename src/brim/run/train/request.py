@@ -1,4 +1,4 @@
-"""What a user asks of a training, and what came of it."""
+"""A training: its options and its result."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1  # as torch.manual_seed
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One training. Amounts are bytes or such as ``"8GiB"``; None leaves a choice to the planner.
+    """The options of a training. Amounts are bytes or strings such as ``"8GiB"``; None leaves a choice to the
+    planner.
 
-    ``disk`` limits what goes to ``disk_folder`` (the temporary folder where None). ``steps`` or ``epochs``, not both;
-    with neither, one epoch. ``clip_norm`` bounds the norm of all gradients together. ``plan`` is a file that ``brim
-    plan`` wrote: it is run as it is. The loss of ``eval_data`` is told every ``eval_every`` steps and at the end.
-    ``report_to``: ``REPORTERS`` that hear every step; None is TensorBoard where it is installed.
-    ``output`` is new or empty, or what ``resume`` goes on with (under the settings that it began with, unless
-    ``change_settings``), or gives way by ``overwrite``. ``lr`` is from 0 on,
-    ``clip_norm`` above 0, both finite. A loss or a weight that is no finite number ends the training, unless
-    ``allow_non_finite``. ``seed`` is what ``torch.manual_seed`` takes.
+    ``disk`` limits the bytes in ``disk_folder`` (None: the temporary folder). ``steps`` or ``epochs``, not both;
+    with neither, one epoch. ``clip_norm`` bounds the norm of all gradients together. ``plan`` is a file written by
+    ``brim plan``, which is followed exactly. The loss of ``eval_data`` is computed every ``eval_every`` steps and at
+    the end. ``report_to``: ``REPORTERS`` that get every step; None is TensorBoard if it is installed.
+    ``output`` is new or empty, or a training that ``resume`` continues (with its settings, unless
+    ``change_settings``), or is replaced with ``overwrite``. ``lr`` is at least 0, ``clip_norm`` above 0, both finite.
+    A loss or a weight that is not finite ends the training, unless ``allow_non_finite``. ``seed`` is as for
+    ``torch.manual_seed``.
     """
 
     model: str | Path
@@ -74,14 +75,14 @@ class Request:
     trust_remote_code: bool = False
 
     def check(self) -> None:
-        """Raise UsageError for what cannot be meant."""
-        _one_of("--method", self.method, ("full", "lora"))
-        _one_of("--optimizer", self.optimizer, OPTIMIZERS)
-        _one_of("--schedule", self.schedule, ("constant", "cosine"))
+        """Raise UsageError for values that are not allowed or contradict each other."""
+        _check_choice("--method", self.method, ("full", "lora"))
+        _check_choice("--optimizer", self.optimizer, OPTIMIZERS)
+        _check_choice("--schedule", self.schedule, ("constant", "cosine"))
         if self.precision is not None:
-            _one_of("--precision", self.precision, PRECISIONS)
+            _check_choice("--precision", self.precision, PRECISIONS)
         for name in self.report_to or ():
-            _one_of("--report-to", name, REPORTERS)
+            _check_choice("--report-to", name, REPORTERS)
         if self.eval_every is not None and self.eval_data is None:
             raise UsageError(
                 f"Cannot use --eval-every {self.eval_every}.", "There is no data to evaluate on.", "Give --eval-data."
@@ -125,9 +126,10 @@ class Request:
         )
 
     def course(self, steps: int) -> dict[str, Any]:
-        """Options that decide the numbers of all steps, beside the model and the data: a resumed training keeps them.
+        """Options, beside model and data, that decide the numbers of all steps: a resumed training must have the
+        same.
 
-        ``steps`` is the length, which counts where the rate falls with it.
+        ``steps`` is the length of the training, which counts if the schedule depends on it.
         """
         return {
             "--method": self.method,
@@ -142,10 +144,11 @@ class Request:
         }
 
     def lr_at(self, step: int, steps: int) -> float:
-        """The rate of step ``step`` of ``steps``, from 0 on: a function of the step alone, so resuming needs no more.
+        """Learning rate of step ``step`` of ``steps``, from 0 on. It depends on the step alone, so resuming needs no
+        state.
 
         It grows linearly over ``warmup`` steps; with ``cosine`` it then falls to 0 (Loshchilov and Hutter, "SGDR",
-        arXiv 1608.03983, one cycle).
+        arXiv 1608.03983, a single cycle).
         """
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
@@ -155,18 +158,18 @@ class Request:
         return self.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _one_of(option: str, value: str, allowed: Any) -> None:
+def _check_choice(option: str, value: str, allowed: Any) -> None:
     if value not in allowed:
         raise UsageError(f"{option} {value} was given.", f"Allowed are {', '.join(allowed)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What came of it. ``losses`` has one value per step of this run, ``measured_bytes`` the peaks of the whole run:
+    """The result of a training. ``losses`` has a value per step of this run, ``measured_bytes`` the run's peaks:
 
-    for RAM the growth of the resident set's high water over the moment before the model was opened, for VRAM what
-    PyTorch reserved, for disk the length of the scratch file. ``step_s`` is the median. ``truncated`` examples were
-    longer than a sequence, and cut. ``precision_origin`` says where the plan's precision is from.
+    for RAM the growth of the resident set's peak since before the model was opened, for VRAM PyTorch's reserved
+    bytes, for disk the length of the scratch file. ``step_s`` is the median. ``truncated`` counts examples cut to the
+    length of a sequence. ``precision_origin`` says how the plan's precision was chosen.
     """
 
     losses: list[float]
@@ -180,7 +183,7 @@ class Training:
     truncated: int = 0
     evaluations: Sequence[EvaluationReport] = ()
     timeline: Timeline = field(compare=False)
-    predicted: Timeline | None = field(default=None, compare=False)  # a step as the plan foresees it, if asked for
+    predicted: Timeline | None = field(default=None, compare=False)  # the plan's predicted step, if requested
 
     def to_json(self) -> dict[str, Any]:
         return {
