@@ -1,4 +1,4 @@
-"""``brim.load`` and generation: a model on disk, inside a budget that also holds while it is being loaded."""
+"""``brim.load``: load a model from disk inside a budget that also holds while it is being loaded."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from brim.techniques import precision as precisions
 from brim.techniques.quantization.technique import Quantization
 from brim.techniques.streaming.weight_streaming import Weights
 
-# What kernels' packing buffers, thread stacks and the heap's slack take beside what is measured and predicted.
+# Packing buffers of kernels, thread stacks and slack of the heap, beside measured and predicted bytes.
 SLACK_BYTES = {RAM: 24 << 20, VRAM: 64 << 20}
-_WARM_SIZE, _WARM_ROWS = 2048, 512  # larger products are cut into such pieces by the libraries themselves
-_PIECE_BYTES = 4 << 20  # that come back from a device to be verified
-_TOTALS = (1024, 512, 256, 128, 64)  # tokens to make room for when nobody says how many
+_WARM_SIZE, _WARM_ROWS = 2048, 512  # the libraries split larger products into such pieces themselves
+_PIECE_BYTES = 4 << 20  # copied from a device at once, to be verified
+_TOTALS = (1024, 512, 256, 128, 64)  # tokens to reserve memory for, tried in this order, when ``inputs`` is None
 
 
 def load(
@@ -49,46 +49,46 @@ def load(
 ) -> nn.Module:
     """Load a model for inference, in a memory budget that also holds while it is loaded.
 
-    The module behaves as if all its weights were in memory; those that do not fit are streamed from RAM or from the
-    checkpoint on disk. What it computes is equal, bit for bit, to a model that is all in memory, as far as the same
-    device computes it: see ``host_compute``. Call it under ``torch.no_grad()``. The KV cache is transformers' own: it
-    counts as activations, up to the tokens of ``inputs``, and nothing keeps it from growing further. Layers that the
-    processor computes keep their part of it in RAM.
+    The module behaves as if all its weights were in memory; weights that do not fit are streamed from RAM or from the
+    checkpoint on disk. Results are equal, bit for bit, to those of a model that is entirely in memory, as far as the
+    same device computes them: see ``host_compute``. Call it under ``torch.no_grad()``. The KV cache is transformers'
+    own: it counts as activations, up to the tokens of ``inputs``, and may grow further. Layers that the processor
+    computes keep their part of the cache in RAM.
 
     Args:
         model: A Hugging Face folder (safetensors), a ``.gguf`` file, or a hub id.
-        vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"90%"`` of all that it has. None: what is free less a tenth.
-        ram: Budget of host memory, written alike: for the growth of the process from this call on, whatever it is
-            for.
-        device: ``"auto"`` (CUDA, else the CPU), ``"cuda"``, ``"xpu"``, ``"npu"``, ``"cuda:1"`` (one of several),
+        vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"90%"`` of its capacity. None: nine tenths of what is free.
+        ram: Budget of host memory, written alike: for the growth of the process from this call on, for any
+            purpose.
+        device: ``"auto"`` (CUDA, else the CPU), ``"cuda"``, ``"xpu"``, ``"npu"``, ``"cuda:1"`` (a GPU by number),
             ``"cpu"``, or ``"emulated"``: a part of RAM plays VRAM.
-        inputs: The largest step to make room for. None: one sequence of 1,024 tokens, or fewer where the budget is
+        inputs: The largest step to reserve memory for. None: one sequence of 1,024 tokens, or fewer if the budget is
             small.
-        dtype: Of the weights. None: as the configuration says.
+        dtype: Type of the weights. None: as in the configuration.
         quantization: ``"int8"``, ``"int4"``, ``"fp8"`` or a ``Quantization``: linear layers in fewer bits, which
-            takes less to hold and to move, and gives other results. The first time, they are quantized into the
-            user's cache folder. None: as stored.
-        host_compute: Whether the processor may compute the blocks that it has in RAM, where that is faster than
-            bringing them to the GPU. Its kernels round otherwise than the GPU's; False keeps every bit.
-        trust_remote_code: Whether Python code in the model's folder may run.
+            take less memory and time to move, and give other results. They are quantized once, into the user's cache
+            folder. None: as stored.
+        host_compute: True lets the processor compute blocks that are in RAM, if that is faster than moving them to
+            the GPU. Its kernels round differently; with False results are equal to the GPU's bit for bit.
+        trust_remote_code: True lets Python code in the model's folder run.
 
     Returns:
         The module. ``module.brim`` is its handle: ``plan``, ``timeline()``, ``remove()``.
 
     Raises:
         ModelError: Files are missing or damaged.
-        BudgetError: Nothing fits; ``smallest_bytes`` says what would.
+        BudgetError: Nothing fits; ``smallest_bytes`` is a sufficient budget.
         UsageError: A value that is not allowed.
-        UnsupportedError: The device, or the model, is one that brim cannot run.
+        UnsupportedError: brim cannot run the model, or on the device.
     """
     if inputs is not None and not isinstance(inputs, Inputs):
         raise UsageError(
             f"brim.load cannot use inputs of type {type(inputs).__name__}.",
-            "They give the size of a step: brim.run.fit.step_memory.Inputs(batch=..., prompt=..., total=...).",
+            "They describe the size of a step: brim.run.fit.step_memory.Inputs(batch=..., prompt=..., total=...).",
         )
-    # What is made in inference mode could never be changed outside of it.
+    # Tensors created in inference mode could never be changed outside of it.
     with on(device) as kind, torch.inference_mode(False):
-        hardware = reading_from(machine(kind), Path(model))  # a first measurement takes RAM of its own for a moment
+        hardware = reading_from(machine(kind), Path(model))  # before start_bytes: measuring takes RAM for a moment
         start_bytes = resident_bytes()
         budget = budgets(hardware, vram, ram, kind)
         if quantization is None:
@@ -108,12 +108,12 @@ def load_opened(
     *,
     host_compute: bool = True,
 ) -> nn.Module:
-    """The weights of an opened model, placed; ``start_bytes`` is the resident set that the budget counts from."""
+    """Place the weights of an opened model; the budget counts from a resident set of ``start_bytes``."""
     module = opened.module
     materialize(module, opened)
     sizes = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
     warm_up(module, hardware, max(size.prompt for size in sizes), device)
-    watch_inference(module, Inputs(prompt=1, total=1))  # what that itself leaves behind is measured too
+    watch_inference(module, Inputs(prompt=1, total=1))  # memory that it leaves behind is measured too
     spent_bytes = spent(start_bytes)
     for size in sizes:
         try:
@@ -137,7 +137,7 @@ def loading_case(
     *,
     host_compute: bool = True,
 ) -> GenerationCase:
-    """What ``brim.load`` asks: as ``brim generate``, of a model that whoever calls it gives a cache of its own."""
+    """The planner's case for ``brim.load``: as for ``brim generate``, but the caller passes the cache."""
     return GenerationCase(
         name=opened.name,
         module=opened.module,
@@ -159,7 +159,7 @@ def loading_case(
 
 
 def by_parameter(opened: OpenedModel) -> dict[str, TensorSource]:
-    """Sources by the name that ``named_parameters`` gives a tensor, which is its first one."""
+    """Sources by the name of a tensor in ``named_parameters``, which is its first name."""
     sources = {}
     for name, _ in opened.module.named_parameters():
         source = opened.sources.get(name) or opened.sources.get(opened.tied.get(name, ""))
@@ -169,7 +169,7 @@ def by_parameter(opened: OpenedModel) -> dict[str, TensorSource]:
 
 
 def verifier(opened: OpenedModel) -> Callable[[str, torch.Tensor], None] | None:
-    """Compares what is read with the checksums that were written with it."""
+    """A function that compares tensors with the recorded checksums; None without any."""
     known = {name: opened.checksums[opened.tied.get(name, name)] for name in opened.checksums}
     if not known:
         return None
@@ -187,24 +187,24 @@ def verifier(opened: OpenedModel) -> Callable[[str, torch.Tensor], None] | None:
 
 
 def _checksum(value: torch.Tensor) -> int:
-    """Of a tensor's bytes, wherever they are; from a device they come in pieces, as RAM may have no room for all."""
-    data, made = value.reshape(-1).view(torch.uint8), Checksum()
+    """Checksum of a tensor's bytes. From a device they come in pieces, as RAM may have no room for all of them."""
+    data, checksum = value.reshape(-1).view(torch.uint8), Checksum()
     for piece in data.split(data.numel() if value.device.type == "cpu" else _PIECE_BYTES):
-        made.update(piece.cpu())
-    return made.value()
+        checksum.update(piece.cpu())
+    return checksum.value()
 
 
 def materialize(module: nn.Module, opened: OpenedModel) -> None:
-    """Parameters on meta become parameters on the CPU that hold nothing yet; buffers are read."""
-    made: dict[int, nn.Parameter] = {}
+    """Replace meta parameters by CPU parameters without memory; read buffers from the files."""
+    parameters: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in list(owner._parameters.items()):
             if parameter is None:
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in parameters:
                 # PyTorch chooses CPU kernels by this flag even under no_grad: another value gives other bits.
-                made[id(parameter)] = nn.Parameter(_hollow(parameter), requires_grad=parameter.requires_grad)
-            owner._parameters[name] = made[id(parameter)]
+                parameters[id(parameter)] = nn.Parameter(_hollow(parameter), requires_grad=parameter.requires_grad)
+            owner._parameters[name] = parameters[id(parameter)]
         for name, buffer in list(owner._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 owner._buffers[name] = _read(opened.sources[_path_of(module, owner, name)])
@@ -230,10 +230,10 @@ def _read(source: TensorSource) -> torch.Tensor:
 def warm_up(
     module: nn.Module, hardware: Hardware, rows: int, device: str = "auto", *, precision: str | None = None
 ) -> None:
-    """Touch the libraries' code and buffers, so that what they take is measured and not guessed.
+    """Load the libraries' code and buffers into memory, so that their bytes are measured and not guessed.
 
-    Matrix libraries keep scratch memory by the size of the product, so the model's own shapes are multiplied.
-    ``precision``: that of a training, which on the CPU goes backward too, and may multiply in another type.
+    Matrix libraries allocate workspaces by the size of the product, so the model's own shapes are multiplied.
+    ``precision``: of a training, which on the CPU also runs backward, and may multiply in another type.
     """
     computed = (p.dtype for p in module.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
     dtype = next(computed, torch.float32)
@@ -254,11 +254,12 @@ def warm_up(
             _load_kernels(x)
     del x
     if accelerator is not None:
-        accelerator.empty_cache()  # but for the libraries' workspaces
+        accelerator.empty_cache()  # workspaces of libraries remain
 
 
 def _warm_step(shapes: Iterable[tuple[int, ...]], rows: int, dtype: torch.dtype) -> None:
-    """What of a decoder's step in that type brings code of its own: products, attention, and both backward."""
+    """Run the operations of a decoder's training step that load their own code: products, attention, both
+    backward."""
     with torch.enable_grad(), torch.autocast("cpu", dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
         for out_features, in_features in shapes:
             weight = torch.zeros(out_features, in_features, requires_grad=True)
@@ -269,9 +270,9 @@ def _warm_step(shapes: Iterable[tuple[int, ...]], rows: int, dtype: torch.dtype)
 
 
 def _load_kernels(states: torch.Tensor) -> None:
-    """What decoders do between products: CUDA loads a kernel's code, to both memories, when it is first launched.
+    """Run the decoder operations between products: CUDA loads a kernel's code, to both memories, at its first launch.
 
-    ``states``: of heads (1, heads, tokens, width).
+    ``states``: attention heads (1, heads, tokens, width).
     """
     table = torch.zeros(8, 256, dtype=states.dtype, device=states.device)
     for heads in (states, states[:, :, -1:]):
@@ -284,7 +285,7 @@ def _load_kernels(states: torch.Tensor) -> None:
         angles = places[None, :, None].float() @ table[:1, None, :32].float()
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = ((turn * 1.0).to(heads.dtype)[:, None] for turn in (angles.cos(), angles.sin()))
-        turned = heads.transpose(1, 2).contiguous().transpose(1, 2)  # as a projection makes them
+        turned = heads.transpose(1, 2).contiguous().transpose(1, 2)  # in the layout of a projection's result
         half = turned.shape[-1] // 2
         turned = turned * cos + torch.cat((-turned[..., half:], turned[..., :half]), dim=-1) * sin
         torch.cat((turned, turned), dim=-2)
@@ -292,7 +293,7 @@ def _load_kernels(states: torch.Tensor) -> None:
 
 
 def spent(start_bytes: int) -> dict[str, int]:
-    """What the program has grown by until now, and the slack, per tier."""
+    """Growth of the program so far plus ``SLACK_BYTES``, per tier."""
     heap.collect_and_trim()
     grown = max(0, resident_bytes() - start_bytes)
     return {RAM: grown + SLACK_BYTES[RAM], VRAM: SLACK_BYTES[VRAM]}
