@@ -18,7 +18,6 @@ from brim.core import Decision, Plan, Timeline
 from brim.core.hardware import DISK
 from brim.memory.checkpoint_writing import Layout
 from brim.memory.tiers import Memory
-from brim.run.fit.stand_in_loss import loss_of
 from brim.run.train import state as training_state
 from brim.run.train.strategy.choice import Choice
 from brim.techniques import precision
@@ -275,3 +274,13 @@ def bytes_at_once(model: nn.Module) -> int:
     """Bytes updated at once: a sixteenth of the trained bytes, as three times as many pass through RAM."""
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return min(BLOCK_BYTES, max(_LEAST_UPDATE_BYTES, trained // 16))
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in a model's output; of a model that gives none, a stand-in with gradients for all of it."""
+    loss: torch.Tensor | None = getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    values = output.values() if isinstance(output, Mapping) else output
+    first: torch.Tensor = output if isinstance(output, torch.Tensor) else next(iter(values))
+    return first if first.dim() == 0 else first.float().mean()

@@ -41,8 +41,8 @@ _FAILED, _REPORTED = "failed", "reported"
 class RankError(BrimError):
     """The error that ended the run on some rank; only rank 0 reports it."""
 
-    def __init__(self, asked: str, found: str = "", todo: str = "", *, exit_code: int = 1) -> None:
-        super().__init__(asked, found, todo)
+    def __init__(self, request: str, reason: str = "", todo: str = "", *, exit_code: int = 1) -> None:
+        super().__init__(request, reason, todo)
         self.exit_code = exit_code
 
 

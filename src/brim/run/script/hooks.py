@@ -9,12 +9,17 @@ Sources: PyTorch, torch/nn/modules/module.py (``_call_impl``: order and argument
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import operator
 import os
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, cycle
 from types import FrameType
 from typing import Any
 
@@ -25,8 +30,6 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 from torch.nn.utils import stateless
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
-
-from brim.run.script.frozen import all_objects
 
 _REST = 20.0  # times the seconds of the last scan of all objects, until the next scan for a few small parameters
 
@@ -301,7 +304,7 @@ def living_of(*kinds: type[Any]) -> list[list[Any]]:
     by_kind: list[list[Any]] = [[] for _ in kinds]
     # By id: a class cannot be a key if its metaclass has an ``__eq__`` but no ``__hash__``.
     lists = {id(cls): by_kind[number] for number, kind in enumerate(kinds) for cls in _with_subclasses(kind)}
-    for value in all_objects():
+    for value in _all_objects():
         if id(type(value)) in lists:
             lists[id(type(value))].append(value)
     return by_kind
@@ -329,3 +332,47 @@ def parameter_bytes(module: nn.Module) -> int:
 
 def _bytes(parameter: torch.Tensor) -> int:
     return 0 if isinstance(parameter, UninitializedParameter) else parameter.numel() * parameter.element_size()
+
+
+def _of_python(name: str) -> Any:
+    """A function of Python's C API that takes an object, called with the interpreter's lock held."""
+    function = getattr(ctypes.pythonapi, name)
+    function.argtypes, function.restype = (ctypes.py_object,), None
+    return function
+
+
+_UNTRACK, _TRACK = _of_python("PyObject_GC_UnTrack"), _of_python("PyObject_GC_Track")
+
+
+def _all_objects() -> list[Any]:
+    """All objects of the garbage collector, frozen ones included. The same objects are frozen afterwards as before.
+
+    ``gc.get_objects`` leaves out objects set aside by ``gc.freeze``, and the collector can only unfreeze or freeze
+    all objects at once. A program freezes objects on purpose: to share pages with processes that it forks, or to
+    avoid pauses. So objects that were not frozen before are untracked and tracked again, which puts them into the
+    young generation.
+    """
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        free = gc.get_objects()
+        gc.unfreeze()
+        objects = gc.get_objects()
+        gc.freeze()
+        _melt(free)
+    finally:
+        if collects:
+            gc.enable()
+    return objects
+
+
+def _melt(objects: Sequence[Any]) -> None:
+    """Move ``objects`` out of the permanent generation, into the young one.
+
+    Tracking a tracked object aborts the process, and another thread tracks a dictionary when it first fills it. So
+    both calls are made for all objects without executing Python code in between, where threads switch.
+    """
+    twice = chain.from_iterable(zip(objects, objects, strict=True))
+    deque(map(operator.call, cycle((_UNTRACK, _TRACK)), twice), maxlen=0)

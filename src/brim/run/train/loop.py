@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from brim.errors import BrimError, BudgetError, is_out_of_memory
 from brim.measure.monitor import Monitor, Usage
 from brim.measure.nvml import busy_share
 from brim.memory import heap
-from brim.run.data.dataset import Batches
+from brim.run.data.dataset import IGNORED, Batches, Dataset, one_pass, open_data
 from brim.run.fit.machine import held_to, on, within_room
-from brim.run.train.evaluation import evaluate, open_evaluation
+from brim.run.fit.step import Fitted
+from brim.run.model.architecture import read_config
+from brim.run.model.opening import read_tokenizer
 from brim.run.train.finite import check_loss, explain_overflow
 from brim.run.train.report import EvaluationReport, Metrics, StepReport, finished
 from brim.run.train.request import Request, Training
@@ -129,7 +132,7 @@ class _Run:
         self.predicted: Timeline | None = None
         self._terms: Terms = replace(setup.terms(), foresee=foresee)
         self._batches: Batches = setup.batches()
-        self._evaluated = open_evaluation(setup.request, setup.folder)
+        self._evaluated = _open_evaluation(setup.request, setup.folder)
         self._steps = setup.steps(self._batches)
         self._saver = Saver(setup)
         self.session, self._next = self._saver.start(self._terms, self._batches)
@@ -181,7 +184,7 @@ class _Run:
             return
         begin_s = time.perf_counter()
         try:
-            loss = evaluate(self.session.fitted, self._evaluated, self._request.seq)
+            loss = _mean_loss(self.session.fitted, self._evaluated, self._request.seq)
         except (RuntimeError, MemoryError, OSError, BudgetError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -303,6 +306,32 @@ class _Run:
         self._saver.close()
         if hasattr(self, "session"):
             self.session.close()
+
+
+def _open_evaluation(request: Request, folder: Path) -> Dataset | None:
+    """The evaluation data, opened and checked like training data; None if there is none."""
+    if request.eval_data is None:
+        return None
+    config = read_config(folder, trust_remote_code=request.trust_remote_code)
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    return open_data(
+        request.eval_data, read_tokenizer(folder, str(request.model)), request.seq, vocab_size=rows
+    )  # fmt: skip
+
+
+def _mean_loss(fitted: Fitted, data: Dataset, seq: int) -> float:
+    """The mean loss over all of ``data``, every token with a label counted once.
+
+    Micro-batches have the shape of the training's, and nothing is stored for a backward pass: memory stays below that
+    of a step's forward pass, so the plan's promise holds.
+    """
+    total, counted = 0.0, 0
+    for batch in one_pass(data, fitted.choice.micro_batch, pad_to=seq):
+        tokens = int((batch["labels"][:, 1:] != IGNORED).sum())  # the first token is not predicted
+        if tokens:
+            total += float(fitted.evaluate(batch)) * tokens
+            counted += tokens
+    return total / counted if counted else math.nan
 
 
 def _gpu_use() -> float | None:
