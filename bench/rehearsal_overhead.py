@@ -64,7 +64,7 @@ def main() -> None:
     environment = find(given.python)
     if environment is None:
         raise SystemExit("There is no CUDA build of PyTorch: see `brim rehearse --help`.")
-    values_library.built(environment.site_packages)  # once for a PyTorch: no part of a rehearsal
+    values_library.build(environment.site_packages)  # once for a PyTorch: no part of a rehearsal
     rows = []
     for name, place in ((name, place) for place in given.made_on for name in given.only):
         with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile("w") as output:

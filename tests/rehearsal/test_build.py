@@ -120,7 +120,7 @@ def test_so_are_its_values(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("one", "another"):
         library.write_text(text)
         assert not values_library.is_built(site)
-        assert values_library.built(site) == values_library.built(site) and values_library.is_built(site)
+        assert values_library.build(site) == values_library.build(site) and values_library.is_built(site)
     assert len(filled) == 2
 
 

@@ -143,7 +143,7 @@ def test_other_processes_on_the_gpu_are_not_taken_for_nothing(
     """Each has a device of its own here: whether they fit on one is not known, and none writes this one's result."""
     found = rehearsed(on_device, tmp_path, program, gpus=2)
     assert (found.ended, found.fits, found.other_processes) == ("finished", None, others)
-    assert "used CUDA, and what they took is not known" in found.message
+    assert "used CUDA, and their memory is not known" in found.message
     assert found.devices == () and found.snapshot is None
 
 

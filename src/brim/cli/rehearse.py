@@ -150,7 +150,7 @@ def _run(request: Request, environment: Environment, folder: Path) -> list[Rehea
     from brim.rehearsal.rehearse import rehearse_program
 
     return rehearse_program(
-        request, environment, folder, output=sys.stderr, told=lambda text: click.echo(text, err=True)
+        request, environment, folder, output=sys.stderr, on_note=lambda text: click.echo(text, err=True)
     )
 
 

@@ -1,5 +1,5 @@
-"""What a forward pass does, seen on fake tensors: the peak of its activations, who reads which parameter, what each
-module computes and moves.
+"""Observe a forward pass on fake tensors: peak of its activations, readers of each parameter, work of each
+module.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ PROMPT, TOKEN = "prompt", "token"  # passes of a generation
 
 
 class ModuleWork(NamedTuple):
-    """What a module's own operations do in a pass, without those of the modules inside it.
+    """Work of a module's own operations in a pass, without the modules inside it.
 
-    ``bytes`` are read and written; ``kernels`` counts operations but views; ``dtype`` is that of most arithmetic.
+    ``bytes`` are read and written; ``kernels`` counts operations except views; ``dtype`` is that of most arithmetic.
     """
 
     flops: int
@@ -44,9 +44,9 @@ PassWork = Mapping[str, ModuleWork]  # by the module's path
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What a step was seen to do. ``uses``: parameter -> the sets of modules that were active when it was read.
+    """Observations of a step. ``uses``: parameter -> the sets of modules that were active when it was read.
 
-    ``passes``: the work of the passes that have a name.
+    ``passes``: the work of the named passes.
     """
 
     step_bytes: int
@@ -54,9 +54,10 @@ class Observation:
     passes: Mapping[str, PassWork] = field(default_factory=dict)
 
     def allows(self, partition: Partition) -> bool:
-        """Whether every block is read only while one of its triggers is being called.
+        """True if every block is read only during a call of one of its triggers.
 
-        A module may read the weights of a child that it never calls (a fused path): that child cannot be moved alone.
+        A module may read the weights of a child that it never calls (a fused path): the child cannot be moved alone
+        then.
         """
         return all(
             any(trigger in active for trigger in block.triggers)
@@ -70,7 +71,7 @@ _GIVEN = frozenset({Category.PARAMETER, Category.BUFFER, Category.INPUT})
 
 
 class StepWatch(RecordingMode):
-    """Records operations as a trace does, without what kernels take inside; notes who reads which parameter."""
+    """Records operations as a trace does, without workspaces of kernels; notes which modules read which parameter."""
 
     def __init__(self, model: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
         super().__init__(Recorder(), ModuleTracker(), Values(), lambda func: None)
@@ -91,19 +92,19 @@ class StepWatch(RecordingMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _running(self) -> frozenset[str]:
-        """The paths of the modules that are being called; "" for one that the model does not have."""
+        """Paths of the modules that are being called; "" for a module that is not the model's."""
         return frozenset(self._paths.get(id(module), "") for module in self.modules.running())
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """While open, what is held at once does not matter: only what is left of it."""
+        """Leave the peak out while the context is open; allocations that remain afterwards count."""
         first = self.recorder.tick()
         yield
         self._pauses.append(range(first, self.recorder.tick()))
 
     @contextlib.contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """While open, the pass ``name`` is made; of several with one name the first counts."""
+        """Record the pass ``name`` while the context is open; of several with the same name the first counts."""
         first = len(self.recorder.runs)
         yield
         self._passes.setdefault(name, range(first, len(self.recorder.runs)))
@@ -113,25 +114,25 @@ class StepWatch(RecordingMode):
 
     def _work(self, indices: range) -> PassWork:
         modules = {-1: "", **{index: self._paths.get(id(part), "") for index, part in self.modules.modules()}}
-        found: dict[str, list[int]] = {}
+        work: dict[str, list[int]] = {}
         most: dict[str, tuple[int, str]] = {}
         for run in self.recorder.runs[indices.start : indices.stop]:
             path, moved = modules.get(run.module, ""), run.read_bytes + run.written_bytes
-            total = found.setdefault(path, [0, 0, 0])
+            total = work.setdefault(path, [0, 0, 0])
             total[0] += run.flops
             total[1] += moved
             total[2] += bool(run.flops or run.written_bytes)
             most[path] = max(most.get(path, (-1, "")), (run.flops, run.dtype))
         return {
             path: ModuleWork(flops=flops, bytes=moved, kernels=kernels, dtype=most[path][1])
-            for path, (flops, moved, kernels) in found.items()
+            for path, (flops, moved, kernels) in work.items()
         }
 
     def peak_bytes(self) -> int:
-        """The most that was held at once of what operations made."""
-        made = [life for life in self.recorder.lives if life.category not in _GIVEN]
-        changes = [(life.born, life.bytes) for life in made]
-        changes += [(life.died, -life.bytes) for life in made if life.died is not None]
+        """Peak of the bytes allocated by operations."""
+        allocated = [life for life in self.recorder.lives if life.category not in _GIVEN]
+        changes = [(life.born, life.bytes) for life in allocated]
+        changes += [(life.died, -life.bytes) for life in allocated if life.died is not None]
         held = peak = 0
         for tick, bytes in sorted(changes):
             before, held = held, held + bytes
@@ -141,9 +142,9 @@ class StepWatch(RecordingMode):
 
 
 def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], StepWatch], None]) -> Observation:
-    """What ``run(call, watch)`` does, where ``call`` is the model on fake tensors under no_grad.
+    """Observe ``run(call, watch)``, where ``call`` is the model on fake tensors under no_grad.
 
-    Raises UnsupportedError when the forward needs values that only a real run has.
+    Raises UnsupportedError if the forward pass needs values of tensors.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad(), torch.inference_mode(False):
         parameters = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
@@ -162,18 +163,18 @@ def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], StepWatch], 
 
         try:
             run(call, watch)
-        except (RuntimeError, UnsupportedError) as error:  # fake kernels raise the first and its kin
+        except (RuntimeError, UnsupportedError) as error:  # fake kernels raise RuntimeError and subclasses
             raise UnsupportedError(
                 f"Cannot predict the activations of {type(model).__name__} without running it.",
                 first_line(error),
                 "Give their size, for instance activations='512MiB'.",
             ) from error
-    uses = {name: frozenset(held) for name, held in watch.uses.items()}
+    uses = {name: frozenset(readers) for name, readers in watch.uses.items()}
     return Observation(step_bytes=watch.peak_bytes(), uses=uses, passes=watch.passes())
 
 
 def watch_example(model: nn.Module, example: Mapping[str, Any] | Sequence[Any]) -> Observation:
-    """One forward pass on an input like ``example``; the input itself is not counted."""
+    """Observe a forward pass on an input like ``example``; the input itself is not counted."""
 
     def run(call: Callable[..., Any], watch: StepWatch) -> None:
         inputs = map_tensors(example, _hollow)
@@ -187,7 +188,7 @@ def watch_example(model: nn.Module, example: Mapping[str, Any] | Sequence[Any]) 
 
 
 def _hollow(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like ``tensor`` on the CPU, without values where operations are fake."""
+    """A tensor like ``tensor`` on the CPU; under a fake mode it has no values."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
@@ -196,7 +197,7 @@ def _faked(fake: FakeTensorMode) -> Callable[[Any], Any]:
         if not isinstance(value, torch.Tensor) or isinstance(value, torch._subclasses.FakeTensor):
             return value
         if value.device.type not in ("cpu", "meta"):
-            return torch.empty(value.shape, dtype=value.dtype)  # where the parameters are, fake as they are
+            return torch.empty(value.shape, dtype=value.dtype)  # on the parameters' device, and fake
         return fake.from_tensor(value)
 
     return convert
@@ -204,7 +205,7 @@ def _faked(fake: FakeTensorMode) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The largest step of generation to make room for.
+    """The largest step of a generation, for which memory is reserved.
 
     Attributes:
         batch: Sequences at once.
@@ -218,7 +219,7 @@ class Inputs:
 
 
 def watch_inference(module: nn.Module, inputs: Inputs) -> Observation:
-    """The prompt's pass and the last token's of a transformers model; its KV cache counts as activations."""
+    """Observe the prompt's pass and the last token's of a transformers model; its KV cache counts as activations."""
     config: Any = module.config
     if not generates(module) or config.is_encoder_decoder:
         return watch_example(module, dummy_inputs(module, inputs.batch, inputs.prompt))
@@ -226,7 +227,7 @@ def watch_inference(module: nn.Module, inputs: Inputs) -> Observation:
     def run(call: Callable[..., Any], watch: StepWatch) -> None:
         with watch.named(PROMPT):
             call(**dummy_inputs(module, inputs.batch, inputs.prompt), use_cache=True, logits_to_keep=1)
-        with watch.uncounted():  # filling the cache at once is only a way to get there
+        with watch.uncounted():  # a run fills the cache token by token, not at once
             past = call(
                 **dummy_inputs(module, inputs.batch, max(inputs.total - 1, 1)), use_cache=True, logits_to_keep=1
             )
@@ -239,12 +240,12 @@ def watch_inference(module: nn.Module, inputs: Inputs) -> Observation:
 
 
 def generates(module: nn.Module) -> bool:
-    """Whether it is one of transformers' models that make text."""
+    """True for a transformers model that generates text."""
     return hasattr(module, "generate") and bool(module.can_generate())  # type: ignore[operator]
 
 
 def dummy_inputs(module: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Inputs of the right kind without values that matter."""
+    """Inputs of the right type and shape, with arbitrary values."""
     config: Any = module.config
     name = getattr(module, "main_input_name", "input_ids")
     if name == "pixel_values":

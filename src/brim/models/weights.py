@@ -15,11 +15,11 @@ from brim.memory.checksums import Checksum
 from brim.models.file_tensor import FileTensor
 from brim.models.opening import OpenedModel
 
-_PIECE_BYTES = 4 << 20  # that come back from a device to be verified
+_PIECE_BYTES = 4 << 20  # copied from a device at once, to be verified
 
 
 def by_parameter(opened: OpenedModel) -> dict[str, TensorSource]:
-    """Sources by the name that ``named_parameters`` gives a tensor, which is its first one."""
+    """Sources by the name of a tensor in ``named_parameters``, which is its first name."""
     sources = {}
     for name, _ in opened.module.named_parameters():
         source = opened.sources.get(name) or opened.sources.get(opened.tied.get(name, ""))
@@ -29,7 +29,7 @@ def by_parameter(opened: OpenedModel) -> dict[str, TensorSource]:
 
 
 def verifier(opened: OpenedModel) -> Callable[[str, torch.Tensor], None] | None:
-    """Compares what is read with the checksums that were written with it."""
+    """A function that compares tensors with the recorded checksums; None without any."""
     known = {name: opened.checksums[opened.tied.get(name, name)] for name in opened.checksums}
     if not known:
         return None
@@ -47,24 +47,24 @@ def verifier(opened: OpenedModel) -> Callable[[str, torch.Tensor], None] | None:
 
 
 def _checksum(value: torch.Tensor) -> int:
-    """Of a tensor's bytes, wherever they are; from a device they come in pieces, as RAM may have no room for all."""
-    data, made = value.reshape(-1).view(torch.uint8), Checksum()
+    """Checksum of a tensor's bytes. From a device they come in pieces, as RAM may have no room for all of them."""
+    data, checksum = value.reshape(-1).view(torch.uint8), Checksum()
     for piece in data.split(data.numel() if value.device.type == "cpu" else _PIECE_BYTES):
-        made.update(piece.cpu())
-    return made.value()
+        checksum.update(piece.cpu())
+    return checksum.value()
 
 
 def materialize(module: nn.Module, opened: OpenedModel) -> None:
-    """Parameters on meta become parameters on the CPU that hold nothing yet; buffers are read."""
-    made: dict[int, nn.Parameter] = {}
+    """Replace meta parameters by CPU parameters without memory; read buffers from the files."""
+    parameters: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in list(owner._parameters.items()):
             if parameter is None:
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in parameters:
                 # PyTorch chooses CPU kernels by this flag even under no_grad: another value gives other bits.
-                made[id(parameter)] = nn.Parameter(_hollow(parameter), requires_grad=parameter.requires_grad)
-            owner._parameters[name] = made[id(parameter)]
+                parameters[id(parameter)] = nn.Parameter(_hollow(parameter), requires_grad=parameter.requires_grad)
+            owner._parameters[name] = parameters[id(parameter)]
         for name, buffer in list(owner._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 owner._buffers[name] = _read(opened.sources[_path_of(module, owner, name)])

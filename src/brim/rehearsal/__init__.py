@@ -1,1 +1,1 @@
-"""Rehearsals: programs run by PyTorch's own CUDA build on GPUs that are not there (``brim.device``)."""
+"""Rehearsals: programs run by PyTorch's own CUDA build on simulated GPUs (``brim.device``)."""

@@ -1,10 +1,10 @@
-"""Which branches of a program depend on a number that one of its lines reads, and which lines keep what it makes: by
-its source, without running it.
+"""Find the branches of a program that depend on a number read by a line, and the lines that accumulate a line's
+result: from the source, without running it.
 
 A number may be stored and compared later (``loss = total.item()``, and lines below ``if loss < best``). It is
-followed through what is assigned in the same function, what it is appended to, what the function returns to its
-caller, and attributes in the methods of one class. Whether such a branch runs is not asked, nor what becomes of an
-argument of another function.
+followed through assignments in the same function, containers that it is appended to, the function's return value and
+attributes in the methods of its class. Whether such a branch is executed is not examined, nor arguments of other
+functions.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
-# Methods by which something takes a value in.
+# Methods by which a container takes a value in.
 _TAKES = frozenset(["append", "appendleft", "extend", "insert", "add", "update", "push", "put", "setdefault"])
-# What these say of a number does not depend on it.
+# Functions whose result does not depend on the value of a number.
 _BLIND = frozenset(["len", "isinstance", "hasattr", "type", "callable", "id"])
 
 _PLACE = re.compile(r"^(?:.* at )?(.+):(\d+)$")
@@ -31,9 +31,9 @@ Scope = ast.Module | Function
 
 @dataclass(frozen=True, kw_only=True)
 class Branch:
-    """The line at which the condition begins, and the function that it is in.
+    """The line where the condition begins, and its function.
 
-    ``reads``: it reads the number itself.
+    ``reads``: the condition itself reads the number.
     """
 
     file: str
@@ -43,40 +43,40 @@ class Branch:
 
 
 def branches_of(frame: FrameType | None) -> tuple[Branch, ...]:
-    """The branches that depend on what the statement reads that ``frame`` is at. In no frame: none."""
+    """The branches that depend on what the current statement of ``frame`` reads; none without a frame."""
     places: list[tuple[CodeType, int]] = []
     while frame is not None:
         places.append((frame.f_code, frame.f_lineno))
         if not _returns(frame.f_code, frame.f_lineno):
             break
         frame = frame.f_back
-    return _found(tuple(places))
+    return _branches_at(tuple(places))
 
 
 def keeping_lines(places: Iterable[str]) -> list[str]:
-    """The lines that add what a line makes to something that they keep: a list, a sum, a cache.
+    """The lines that add a line's result to a list, a sum or a cache that outlives the line.
 
     Args:
-        places: The line and those that called it, innermost first, each ending in a path and a number.
+        places: The line and its callers, innermost first, each ending in a path and a number.
     """
     inner: list[str] = []
     for place in places:
-        found = _PLACE.search(place)
-        source = _source(found[1]) if found else None
-        if found is None or source is None:
+        match = _PLACE.search(place)
+        source = _source(match[1]) if match else None
+        if match is None or source is None:
             break
-        flow = _Flow(source, source.scope_at(int(found[2])), int(found[2]))
+        flow = _Flow(source, source.scope_at(int(match[2])), int(match[2]))
         numbers = sorted(set(flow.keeping_lines()))
-        lines = [f"{Path(found[1]).name}:{line}: {linecache.getline(found[1], line).strip()}" for line in numbers]
+        lines = [f"{Path(match[1]).name}:{line}: {linecache.getline(match[1], line).strip()}" for line in numbers]
         if not flow.is_returned:
             return lines or inner
-        inner = inner or lines  # what a function keeps while it runs is mostly gone when it has returned
+        inner = inner or lines  # a function's local containers are mostly freed when it returns
     return inner
 
 
 @functools.lru_cache(maxsize=4096)
 def _returns(code: CodeType, line: int) -> bool:
-    """Whether what is read there is given to the caller, as it is or in what was made of it."""
+    """True if a value read in that line, or one computed from it, is returned to the caller."""
     source = _source(code.co_filename)
     scope = source.scope(code) if source else None
     if source is None or scope is None or isinstance(scope, ast.Module):
@@ -85,7 +85,7 @@ def _returns(code: CodeType, line: int) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _found(places: tuple[tuple[CodeType, int], ...]) -> tuple[Branch, ...]:
+def _branches_at(places: tuple[tuple[CodeType, int], ...]) -> tuple[Branch, ...]:
     branches: dict[Branch, None] = {}
     for code, line in places:
         source = _source(code.co_filename)
@@ -96,7 +96,7 @@ def _found(places: tuple[tuple[CodeType, int], ...]) -> tuple[Branch, ...]:
 
 
 class _Source:
-    """A file's functions by where they begin."""
+    """A file's functions by name and first line."""
 
     def __init__(self, file: str, tree: ast.Module) -> None:
         self.file, self._tree = file, tree
@@ -123,13 +123,13 @@ class _Source:
     def scope(self, code: CodeType) -> Scope | None:
         if code.co_name == "<module>":
             return self._tree
-        if code.co_name.startswith("<") and code.co_name != "<lambda>":  # a comprehension: a part of what it is in
+        if code.co_name.startswith("<") and code.co_name != "<lambda>":  # a comprehension, in the function around it
             inside = [f for f in self._functions.values() if f.lineno <= code.co_firstlineno <= (f.end_lineno or 0)]
             return max(inside, key=lambda f: f.lineno, default=self._tree)
         return self._functions.get((code.co_name, code.co_firstlineno))
 
     def scope_at(self, line: int) -> Scope:
-        """The innermost function that has the line, or the whole file."""
+        """The innermost function with that line, or the module."""
         around = [f for f in self._functions.values() if f.lineno <= line <= (f.end_lineno or 0)]
         return max(around, key=lambda function: function.lineno, default=self._tree)
 
@@ -144,12 +144,12 @@ class _Source:
 def _source(file: str) -> _Source | None:
     try:
         return _Source(file, ast.parse("".join(linecache.getlines(file))))
-    except (SyntaxError, ValueError, RecursionError):  # the last two: of zero bytes, and of very long expressions
+    except (SyntaxError, ValueError, RecursionError):  # ValueError: null bytes; RecursionError: long expressions
         return None
 
 
 class _Flow:
-    """What becomes of what a line of ``scope`` reads: the names that it goes into (``best``, ``self.best``)."""
+    """Data flow of the values that a line of ``scope`` reads: the names that they reach (``best``, ``self.best``)."""
 
     def __init__(self, source: _Source, scope: Scope, line: int) -> None:
         self._source, self._scope = source, scope
@@ -173,7 +173,7 @@ class _Flow:
         self.is_returned |= isinstance(node, (ast.Return, ast.Yield))
 
     def keeping_lines(self) -> Iterator[int]:
-        """Statements that add it to what they keep."""
+        """Statements that add the value to a container or a sum."""
         for node in self._nodes:
             values = _values(node)
             takes = any(_covers(value, self._line) or _mentions(value, self.tainted) for value in values)
@@ -195,7 +195,7 @@ class _Flow:
 
 
 def _within(scope: Scope) -> Iterator[ast.AST]:
-    """All nodes of a scope, without those of functions and classes that are defined in it."""
+    """All nodes of a scope, without those of functions and classes defined in it."""
     todo: list[ast.AST] = list(ast.iter_child_nodes(scope))
     while todo:
         node = todo.pop()
@@ -205,7 +205,7 @@ def _within(scope: Scope) -> Iterator[ast.AST]:
 
 
 def _covers(node: ast.stmt | ast.expr, line: int) -> bool:
-    """Whether the node, of a compound statement its head, is at that line."""
+    """True if the node, or the head of a compound statement, covers that line."""
     last = node.end_lineno or node.lineno
     body = getattr(node, "body", None)
     if isinstance(node, ast.stmt) and isinstance(body, list):
@@ -217,7 +217,7 @@ def _covers(node: ast.stmt | ast.expr, line: int) -> bool:
 
 
 def _values(node: ast.AST) -> list[ast.expr]:
-    """What the node stores, gives back or iterates over."""
+    """The values that the node stores, returns or iterates over."""
     if isinstance(node, (ast.Assign, ast.AugAssign, ast.NamedExpr)):
         return [node.value]
     if isinstance(node, (ast.AnnAssign, ast.Return, ast.Yield)):
@@ -230,7 +230,7 @@ def _values(node: ast.AST) -> list[ast.expr]:
 
 
 def _targets(node: ast.AST) -> Iterator[str]:
-    """The names that it goes into."""
+    """The names that the node stores into."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             yield from _stored(target)
@@ -243,7 +243,7 @@ def _targets(node: ast.AST) -> Iterator[str]:
 
 
 def _keeps(node: ast.stmt | ast.Call) -> bool:
-    """Whether what it stores into keeps what it had before."""
+    """True if the target of the node's store also retains its earlier content."""
     if isinstance(node, (ast.AugAssign, ast.Call)):
         return True
     if not isinstance(node, ast.Assign):
@@ -263,7 +263,7 @@ def _stored(target: ast.expr) -> Iterator[str]:
 
 
 def _taker(call: ast.Call) -> str:
-    """What takes the call's arguments in: ``losses`` of ``losses.append(...)``."""
+    """Name of the container that takes the call's arguments: ``losses`` of ``losses.append(...)``."""
     function = call.func
     return _dotted(function.value) if isinstance(function, ast.Attribute) and function.attr in _TAKES else ""
 
@@ -278,7 +278,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _mentions(node: ast.expr, names: set[str]) -> bool:
-    """Whether a value that is in one of ``names``, or in a part of it, has a say in ``node``."""
+    """True if ``node`` depends on a value in one of ``names``, or in a part of it."""
     if isinstance(node, Function):
         return False
     if isinstance(node, ast.Call) and _dotted(node.func) in _BLIND:
@@ -304,7 +304,7 @@ def _hangs(test: ast.expr, names: set[str]) -> bool:
 
 
 def _tests(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
-    """Conditions, and what says how often something is done."""
+    """Conditions, and values that decide the number of iterations."""
     for node in nodes:
         if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)):
             yield node.test

@@ -1,5 +1,5 @@
-"""Changes that a rehearsal makes in a program by itself, to see whether it fits with them: each is what an advice of
-``brim.report.phase`` says, for calls of PyTorch and transformers whatever the program's own text is.
+"""Changes to a rehearsed program that show whether it would fit with them. Each is an advice of
+``brim.report.phase``, applied to calls of PyTorch and transformers, without editing the program.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-ALLOCATOR = "allocator:"  # and settings, as in "allocator:expandable_segments:True"
+ALLOCATOR = "allocator:"  # followed by settings: "allocator:expandable_segments:True"
 HALF_BATCH, HALF_SEQUENCE = "half the batch", "half the sequence"
 _BATCH = re.compile(r"(?:[\w-]*batch[_-]?size|batch|bs|[\w-]*_train_batch_size)$")
 _SEQUENCE = re.compile(r"(?:seq|seq[_-]?len(?:gth)?|max[_-](?:seq[_-])?len(?:gth)?|block[_-]size|context[_-]len\w*)$")
 _CHUNK_TOKENS = 256
-_VOCABULARY = 8192  # a last dimension from which on a tensor is taken for logits
-applied: set[str] = set()  # changes that did change something in this process
+_VOCABULARY = 8192  # a tensor whose last dimension is at least this is assumed to hold logits
+applied: set[str] = set()  # changes that had an effect in this process
 
 
 def changed_arguments(change: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """A program's arguments with the batch, or the sequence, halved where they name it; else as they are.
+    """A program's arguments with the batch, or the sequence, halved if an argument names it; else unchanged.
 
-    Where the batch is one sequence, half of it is a sequence of half the length.
+    If the batch is a single sequence, the sequence is halved instead.
     """
     pattern = {HALF_BATCH: _BATCH, HALF_SEQUENCE: _SEQUENCE}.get(change)
     words = list(arguments)
@@ -46,14 +46,14 @@ def _half(number: str) -> str:
 
 
 def apply(changes: Sequence[str]) -> None:
-    """Make ``changes`` in this process, in which PyTorch has just been imported."""
+    """Apply ``changes`` in this process, right after the import of PyTorch."""
     for change in changes:
         if change in _CHANGES:
             _CHANGES[change]()
 
 
 def _of_optimizers(change: str, names: Sequence[str], **settings: Any) -> None:
-    """Make optimizers of ``torch.optim`` with ``settings``, whatever they were asked for."""
+    """Override the ``settings`` of optimizers of ``torch.optim``."""
     import torch
 
     for name in names:
@@ -85,7 +85,7 @@ def _one_by_one() -> None:
 
 
 def _states_in_8_bits() -> None:
-    """By bitsandbytes; a program that cannot import it fails, and then nothing is said of this change."""
+    """Use bitsandbytes; a program that cannot import it fails, and the change is not reported."""
     import bitsandbytes
     import torch
 
@@ -104,9 +104,9 @@ def _around_models(
     before: Callable[[Any], Callable[[], None] | None],
     after: Callable[[Any, Any], Any] = lambda model, output: output,
 ) -> None:
-    """Call ``before`` with each model that the program itself calls, and what it returns when the call is over.
+    """Call ``before`` with each model that the program itself calls, and its result when the call has ended.
 
-    ``after`` is given the model and its output, and returns what the program is given.
+    ``after(model, output)`` returns the output for the program.
     """
     from torch.nn.modules import module as modules
 
@@ -130,7 +130,7 @@ def _around_models(
 
 
 def _checkpointing() -> None:
-    """By the model's own library where it can, else block by block."""
+    """Checkpoint by the model's own library if it can, else block by block."""
     import torch
 
     done: set[int] = set()
@@ -169,8 +169,8 @@ def _autocast() -> None:
     def after(_: Any, output: Any) -> Any:
         if "accelerate.accelerator" not in sys.modules:
             return output
-        short = (torch.bfloat16, torch.float16)  # Accelerate gives outputs of mixed precision in float32
-        return _pytree.tree_map_only(torch.Tensor, lambda one: one.float() if one.dtype in short else one, output)
+        half = (torch.bfloat16, torch.float16)  # Accelerate returns outputs of mixed precision in float32
+        return _pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in half else t, output)
 
     _around_models(before, after)
 
@@ -203,7 +203,7 @@ def _outputs_to_the_cpu() -> None:
 
 
 def _fused_attention() -> None:
-    """Of transformers' models, by PyTorch's own kernel."""
+    """Switch transformers' models to PyTorch's own attention kernel."""
 
     def before(model: Any) -> None:
         for part in model.modules():
@@ -244,7 +244,7 @@ def _checkpoints_to_the_cpu() -> None:
 
 
 def _half_the_batch() -> None:
-    """Of a loader of data; of a command line it is ``changed_arguments``."""
+    """Halve the batch of data loaders; ``changed_arguments`` does it for command lines."""
     from torch.utils.data import DataLoader
 
     make = DataLoader.__init__
@@ -267,8 +267,7 @@ def _halved(count: int) -> int:
 
 
 def _logits_in_16_bits() -> None:
-    """Without the copy that ``.float()`` makes of what looks like logits; Accelerate's own copies stay, as a user
-    cannot leave them out."""
+    """Leave out the copy of logits by ``.float()``. Accelerate's own copies stay, as a user cannot remove them."""
     import torch
 
     to_float = torch.Tensor.float
@@ -287,25 +286,25 @@ def _logits_in_16_bits() -> None:
 
 
 def _loss_in_chunks() -> None:
-    """Cross entropy over classes, some tokens at a time, each part computed again in the backward pass."""
+    """Compute cross entropy over classes some tokens at a time, each chunk again in the backward pass."""
     import torch
     from torch.nn import functional
     from torch.utils.checkpoint import checkpoint
 
-    whole, to_float = functional.cross_entropy, torch.Tensor.float
+    cross_entropy, to_float = functional.cross_entropy, torch.Tensor.float
     _logits_in_16_bits()
 
-    @functools.wraps(whole)
+    @functools.wraps(cross_entropy)
     def in_chunks(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         options = dict(zip(_LOSS_OPTIONS, args, strict=False)) | kwargs
         plain = input.dim() == 2 and target.dim() == 1 and options.get("reduction", "mean") in ("mean", "sum")
         if not plain or options.get("weight") is not None or len(input) <= _CHUNK_TOKENS:
-            return whole(input, target, *args, **kwargs)
+            return cross_entropy(input, target, *args, **kwargs)
         applied.add("loss in chunks")
         summed = options | {"reduction": "sum"}
 
-        def part(logits: Any, wanted: Any) -> Any:
-            return whole(to_float(logits), wanted, **summed)
+        def part(logits: Any, labels: Any) -> Any:
+            return cross_entropy(to_float(logits), labels, **summed)
 
         rows = zip(input.split(_CHUNK_TOKENS), target.split(_CHUNK_TOKENS), strict=True)
         total = torch.stack([checkpoint(part, *row, use_reentrant=False) for row in rows]).sum()

@@ -1,8 +1,8 @@
-"""Values put into force in a process: by its environment, as soon as it has imported PyTorch.
+"""Enforce a mode of values in a process: by its environment, as soon as it has imported PyTorch.
 
-``BRIM_REHEARSAL_VALUES`` is ``whole`` (whole numbers, booleans and few floats are computed, the rest is made up) or
-``all`` (every operator is computed); without it nothing is done. ``startup`` beside this file is a folder for
-``PYTHONPATH``: Python imports its ``sitecustomize`` in every process, so children are under it too.
+``BRIM_REHEARSAL_VALUES`` is ``whole`` (integers, booleans and small floats are computed, other values are made up) or
+``all`` (every operator is computed); without it nothing happens. ``startup`` beside this file is a folder for
+``PYTHONPATH``: Python imports its ``sitecustomize`` in every process, so it holds for children too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VARIABLE = "BRIM_REHEARSAL_VALUES"
 MODES = ("whole", "all")
 STARTUP = Path(__file__).with_name("startup")
 
-# What makes, shapes or describes tensors and runs no kernel, or only looks.
+# Operators that create, reshape or describe tensors without a kernel, or only read them.
 _NO_KERNEL = frozenset(
     """empty empty_strided empty_permuted as_strided view view_as_complex view_as_real _reshape_alias unfold
     resize_ set_ record_stream is_pinned _pin_memory _efficientzerotensor
@@ -36,16 +36,16 @@ _NO_KERNEL = frozenset(
 def environment(mode: str, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
     """The variables with which a process and its children compute values. ``mode``: ``whole`` or ``all``.
 
-    ``inherited``: the environment that they are added to, the one of this process unless told.
+    ``inherited``: the environment to extend; None extends that of this process.
     """
     inherited = os.environ if inherited is None else inherited
-    source = str(Path(__file__).parents[2])  # where brim is: the other interpreter may not have it installed
+    source = str(Path(__file__).parents[2])  # brim's own folder: the other interpreter may not have it installed
     paths = [str(STARTUP), source, *filter(None, inherited.get("PYTHONPATH", "").split(os.pathsep))]
     return {VARIABLE: _checked(mode), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def by_environment() -> None:
-    """Put into force what the environment says, when PyTorch is imported."""
+    """Enforce the mode of the environment when PyTorch is imported."""
     mode = os.environ.get(VARIABLE, "")
     if mode:
         _checked(mode)
@@ -57,7 +57,7 @@ def _put(mode: str) -> None:
 
 
 class InForce:
-    """Values in force in this process."""
+    """The values in force in this process."""
 
     now: InForce | None = None
 
@@ -69,17 +69,17 @@ class InForce:
 
         self.mode, self.reads = mode, Reads()
         self._native = values_library.load(Path(torch.__file__).parents[1])
-        self._libraries: list[torch.library.Library] = []  # what they register ends with them
+        self._libraries: list[torch.library.Library] = []  # their registrations end with them
         self._native.brim_values_mode(int(mode == "all"))
-        self.host_weights: HostWeights | None = None  # where everything is computed, so are weights
+        self.host_weights: HostWeights | None = None  # in mode ``all`` weights are computed too
 
     @classmethod
     def put(cls, mode: str) -> InForce:
-        """Replace the kernels of this process. Once a process: again is an error."""
+        """Replace the kernels of this process. It can be done once in a process."""
         assert cls.now is None, "values are put into force once"
         in_force = cls(_checked(mode))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch warns that kernels are overridden: that is what is wanted
+            warnings.simplefilter("ignore")  # PyTorch warns about overridden kernels
             in_force._callbacks()
             in_force._references()
             in_force._replace()
@@ -91,22 +91,22 @@ class InForce:
 
     @property
     def not_computed(self) -> list[str]:
-        """Operators that the CPU had no kernel for."""
+        """Operators without a kernel for the CPU."""
         return sorted(self._native.brim_values_failed().decode().split())
 
     @property
     def attention(self) -> dict[str, int]:
-        """Which kernels ``scaled_dot_product_attention`` took (flash, efficient, cudnn, math), and how often."""
+        """Count of each kernel that ``scaled_dot_product_attention`` chose (flash, efficient, cudnn, math)."""
         lines = self._native.brim_values_attention().decode().splitlines()
         return {name: int(times) for name, times in map(str.split, lines)}
 
     def _join_device(self) -> None:
-        """Of a device that works behind the program's back, what a stream is ordered after is waited for; whether a
-        graph is being captured is asked."""
+        """Connect to the device: it works asynchronously, so kernels wait for what their stream is ordered after, and
+        it tells whether a graph is being captured."""
         try:
             library = device.loaded().library
         except UnsupportedError:
-            return  # another stand-in for CUDA, which works at once
+            return  # another simulated CUDA, which works synchronously
         functions = (
             library.brim_device_begin_kernel,
             library.brim_device_kernel_access,
@@ -125,8 +125,8 @@ class InForce:
         from brim.rehearsal import made_up
 
         library = torch.library.Library("brim_rehearsal", "DEF")
-        library.define("noted(str what, bool whole) -> ()")
-        library.define("make_up(str name, Tensor[] inputs, int[] whole, float? number, Tensor[] results) -> ()")
+        library.define("noted(str what, bool is_integer) -> ()")
+        library.define("make_up(str name, Tensor[] inputs, int[] integers, float? number, Tensor[] results) -> ()")
         library.impl("noted", self.reads.note, "CompositeExplicitAutograd")
         library.impl("make_up", made_up.fill, "CompositeExplicitAutograd")
         self._libraries.append(library)
@@ -137,7 +137,7 @@ class InForce:
         from brim.rehearsal import references
 
         library = torch.library.Library("aten", "IMPL")
-        for overload, function in references.found():
+        for overload, function in references.overloads():
             library.impl(overload, references.bound(overload, function, self._native.brim_values_seed), "PrivateUse1")
         self._libraries.append(library)
 

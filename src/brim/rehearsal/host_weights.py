@@ -1,7 +1,7 @@
-"""Weights that a program makes on the CPU: the large ones are left as the system gave them, and take no RAM.
+"""Leave large weights that a program creates on the CPU untouched, so that they take no RAM.
 
 They read as zeros. On the device large floats are made up anyway; without this, a model of 8 billion parameters that
-is made on the CPU and sent to the GPU would take 32 GB of the machine that rehearses it.
+is created on the CPU and moved to the GPU would take 32 GB of RAM of the machine that rehearses it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _INITIALISERS = (
 
 
 class HostWeights:
-    """Put into force in a process once PyTorch is there. ``left_bytes``: of weights that were left untouched."""
+    """Replaces initialisers once PyTorch is imported. ``left_bytes``: bytes of the untouched weights."""
 
     def __init__(self) -> None:
         from torch.nn import init

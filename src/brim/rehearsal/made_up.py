@@ -1,4 +1,5 @@
-"""Plausible numbers for what the rehearsal device did not compute, and where programs read them."""
+"""Plausible numbers for values that the rehearsal device did not compute, and a record of where programs read
+them."""
 
 from __future__ import annotations
 
@@ -18,19 +19,19 @@ import torch
 
 from brim.rehearsal.branches import branches_of
 
-PLAUSIBLE = 1.0  # what values.cpp fills floats with
+PLAUSIBLE = 1.0  # values.cpp fills floats with it
 
 _ONE_OF = frozenset(
     """argmax argmin multinomial max min median mode kthvalue cummax cummin nanmedian""".split()  # noqa: SIM905
 )
 _SEVERAL_OF = frozenset(["topk", "sort", "argsort"])
 _COMPARED: dict[str, Callable[[Any, Any], Any]] = {
-    "eq": lambda one, other: one == other,
-    "ne": lambda one, other: one != other,
-    "lt": lambda one, other: one < other,
-    "le": lambda one, other: one <= other,
-    "gt": lambda one, other: one > other,
-    "ge": lambda one, other: one >= other,
+    "eq": lambda left, right: left == right,
+    "ne": lambda left, right: left != right,
+    "lt": lambda left, right: left < right,
+    "le": lambda left, right: left <= right,
+    "gt": lambda left, right: left > right,
+    "ge": lambda left, right: left >= right,
 }
 _UNREAD = frozenset(["native_dropout", "_fused_dropout", "max_pool2d_with_indices", "max_pool3d_with_indices"])
 
@@ -38,26 +39,26 @@ _UNREAD = frozenset(["native_dropout", "_fused_dropout", "max_pool2d_with_indice
 def fill(
     name: str,
     inputs: Sequence[torch.Tensor],
-    whole: Sequence[int],
+    integers: Sequence[int],
     number: float | None,
     results: Sequence[torch.Tensor],
 ) -> None:
-    """Put plausible whole numbers and booleans into results that nothing computed. All tensors are on the host.
+    """Put plausible integers and booleans into results that were not computed. All tensors are on the host.
 
-    ``name``: the operator's; ``inputs``: its first two tensors; ``whole``: its whole numbers, dimensions among them;
-    ``number``: its last number.
+    ``name``: of the operator; ``inputs``: its first two tensors; ``integers``: its integer arguments, dimensions
+    included; ``number``: its last number.
     """
     with torch._C.DisableTorchFunction():
         for result in results:
             if name not in _UNREAD:
-                _fill_whole(name.rstrip("_"), inputs, whole, number, result)
+                _fill_result(name.rstrip("_"), inputs, integers, number, result)
 
 
-def _fill_whole(
-    base: str, inputs: Sequence[torch.Tensor], whole: Sequence[int], number: float | None, result: torch.Tensor
+def _fill_result(
+    base: str, inputs: Sequence[torch.Tensor], integers: Sequence[int], number: float | None, result: torch.Tensor
 ) -> None:
     if result.dtype == torch.int64 and base in _ONE_OF | _SEVERAL_OF and inputs:
-        _fill_places(base, inputs[0], whole, result)
+        _fill_indices(base, inputs[0], integers, result)
     elif base in _COMPARED:
         result.fill_(_compared(base, inputs, number))
     elif base in ("any", "all", "isfinite"):
@@ -66,18 +67,18 @@ def _fill_whole(
         result.zero_()
 
 
-def _fill_places(base: str, source: torch.Tensor, whole: Sequence[int], result: torch.Tensor) -> None:
-    """Places in a dimension of the input: all within it, and spread over it as evenly as they go."""
-    dims = {"topk": whole[1:2], "kthvalue": whole[1:2], "multinomial": []}.get(base, whole[:1])
+def _fill_indices(base: str, source: torch.Tensor, integers: Sequence[int], result: torch.Tensor) -> None:
+    """Indices into a dimension of the input: all valid, and spread over it as evenly as possible."""
+    dims = {"topk": integers[1:2], "kthvalue": integers[1:2], "multinomial": []}.get(base, integers[:1])
     if base in ("argmax", "argmin") and not dims:
         size = source.numel()
     else:
         size = source.shape[dims[0] if dims else -1] if source.dim() else 1
     count = torch.arange(result.numel(), device="cpu")
-    if base in _SEVERAL_OF:  # distinct along the dimension, and each row goes on where the last one ended
+    if base in _SEVERAL_OF:  # distinct along the dimension; each row continues where the last one ended
         moved = result.movedim(dims[0] if dims else -1, -1) if result.dim() else result
         several = moved.shape[-1] if moved.dim() else 1
-        # Once all places were chosen equally often, one further: a whole row is not always in the same order.
+        # After a full cycle over all indices, shift by 1: otherwise an entire row would always have the same order.
         rounds = count // several // (size // math.gcd(several, size))
         moved.copy_(((count + rounds) % size).view(moved.shape))
     else:
@@ -97,10 +98,10 @@ def _compared(base: str, inputs: Sequence[torch.Tensor], number: float | None) -
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """A made-up number that a program looked at, or (``decides``) the branch that depends on it, or the size.
+    """A made-up number that a program read, or (``decides``) a branch or a size that depends on it.
 
-    ``line`` and ``file`` are the program's own where its stack has such, "" where not (in a backward pass). ``what``
-    says which number; of a branch in another line, where it was read.
+    ``line`` and ``file`` are the program's own if its stack has any, else "" (in a backward pass). ``what`` names
+    the number; for a branch in another line, also where it was read.
     """
 
     file: str
@@ -112,14 +113,14 @@ class Read:
 
 
 class Reads:
-    """Where made-up numbers were read, and how often."""
+    """Counts the reads of made-up numbers."""
 
     def __init__(self) -> None:
         self.counts: Counter[Read] = Counter()
         self._lock = threading.Lock()
 
-    def note(self, what: str, whole: bool) -> None:
-        """A number was read by the code that runs. ``whole``: a whole number or a boolean."""
+    def note(self, what: str, is_integer: bool) -> None:
+        """Record that the running code read a number. ``is_integer``: an integer or a boolean."""
         own, inner = _frames(sys._getframe().f_back)  # None in a backward pass, whose threads run no Python
         file, line, function = ("", 0, "") if own is None else _place(own)
         branches = branches_of(inner)
@@ -128,7 +129,7 @@ class Reads:
             for branch in branches_of(own)
             if branch.reads and (branch.file, branch.function) == (file, function)
         }
-        reads = [_read(file, line, function, what, whole or bool(here))]
+        reads = [_read(file, line, function, what, is_integer or bool(here))]
         of = f"{what} of line {line}"
         reads += [
             _read(branch.file, branch.line, branch.function, of, True) for branch in branches if branch not in here
@@ -160,7 +161,7 @@ _OWN = str(Path(__file__).parents[1])
 
 
 def _frames(frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
-    """The innermost frame of the program itself, else of a library that is not PyTorch; and the innermost of both."""
+    """(innermost frame of the program, or of a library other than PyTorch; innermost frame of either)."""
     inner: FrameType | None = None
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,6 +1,6 @@
-"""Processes that a rehearsed program starts: those that use CUDA are counted, as nothing else is known of them.
+"""Count the processes started by a rehearsed program that use CUDA; nothing else about them is recorded.
 
-Each has a device of its own here, where on a machine with GPUs they would share one.
+Each has its own device here, where on a machine with GPUs they would share one.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from pathlib import Path
 from brim.core.files import open_to_write
 from brim.run.script.import_hook import when_imported
 
-VARIABLE = "BRIM_REHEARSAL_OTHERS"  # the file that names them, a line each
-_WATCHED = "BRIM_REHEARSAL_RUN"  # the environment of the program's first process has this one, too
+VARIABLE = "BRIM_REHEARSAL_OTHERS"  # path of a file with a line for each process
+_WATCHED = "BRIM_REHEARSAL_RUN"  # set in the program's first process only
 
 
-def tell_when_cuda_is_used() -> None:
-    """In a process that Python has just started."""
+def record_use_of_cuda() -> None:
+    """Record this process, which has just started, as soon as it uses CUDA."""
     if _WATCHED not in os.environ:
-        when_imported(lambda: sys.modules["torch"].cuda._lazy_call(tell))
+        when_imported(lambda: sys.modules["torch"].cuda._lazy_call(record))
 
 
-def tell() -> None:
-    """That this process uses CUDA. Where the rehearsal has ended, nobody wants to know."""
+def record() -> None:
+    """Record that this process uses CUDA. Errors are ignored: the rehearsal may have ended."""
     with contextlib.suppress(OSError, KeyError):
-        named = os.fdopen(open_to_write(os.environ[VARIABLE], append=True), "a", encoding="utf-8")
-        with named:
-            named.write(f"{os.getpid()}\n")
+        file = os.fdopen(open_to_write(os.environ[VARIABLE], append=True), "a", encoding="utf-8")
+        with file:
+            file.write(f"{os.getpid()}\n")
 
 
 def count(path: Path) -> int:
-    """How many there were."""
+    """Number of recorded processes."""
     return len(set(path.read_text(encoding="utf-8").split())) if path.exists() else 0

@@ -1,7 +1,7 @@
-"""``from_pretrained`` of a transformers model that is not on this machine: made from its configuration, untrained.
+"""Replace ``from_pretrained`` of missing transformers models: they are built from their configuration, untrained.
 
-A configuration that is not here either is the catalog's (``brim.catalog.presets``), for the hub ids that it knows.
-Weights are allocated and not filled: their values are not computed with.
+A configuration that is missing too is the catalog's (``brim.catalog.presets``), for hub ids that it has.
+Weights are allocated but not initialised: their values are not used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from brim.catalog import presets
 from brim.errors import UsageError
 
-_OF_THE_HUB = frozenset(  # what get_config_dict itself uses up
+_OF_THE_HUB = frozenset(  # arguments that get_config_dict consumes
     """cache_dir force_download proxies token local_files_only revision trust_remote_code subfolder _from_pipeline
     _from_auto _commit_hash gguf_file""".split()  # noqa: SIM905
 )
@@ -25,15 +25,15 @@ _CONFIGURATION, _MODELS = "transformers.configuration_utils", "transformers.mode
 
 
 def allow() -> None:
-    """Let transformers, once it is imported, make models that are missing."""
+    """Let transformers, once it is imported, build models that are missing."""
     sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Changes two modules as soon as they are imported; finds nothing itself."""
+    """Patches two modules as soon as they are imported; finds nothing itself."""
 
     def __init__(self) -> None:
-        self._left = {_CONFIGURATION: _let_configurations_be_known, _MODELS: _let_models_be_made}
+        self._left = {_CONFIGURATION: _use_catalog, _MODELS: _build_missing_models}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -42,7 +42,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if change is None:
             return None
         spec = importlib.util.find_spec(fullname)
-        self._left[fullname] = change  # this may have been a question alone
+        self._left[fullname] = change  # the spec may have been looked up without an import
         if spec is not None and spec.loader is not None:
             loader = spec.loader
 
@@ -56,7 +56,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _let_configurations_be_known(module: types.ModuleType) -> None:
+def _use_catalog(module: types.ModuleType) -> None:
     original = module.PreTrainedConfig.get_config_dict.__func__
 
     def get_config_dict(cls: Any, name: Any, /, **named: Any) -> Any:
@@ -72,19 +72,19 @@ def _let_configurations_be_known(module: types.ModuleType) -> None:
     module.PreTrainedConfig.get_config_dict = classmethod(get_config_dict)
 
 
-def _let_models_be_made(module: types.ModuleType) -> None:
+def _build_missing_models(module: types.ModuleType) -> None:
     original = module.PreTrainedModel.from_pretrained.__func__
 
     def from_pretrained(cls: Any, name: Any, /, *arguments: Any, **named: Any) -> Any:
         try:
             return original(cls, name, *arguments, **named)
         except OSError:
-            return _made(cls, name, named)
+            return _build(cls, name, named)
 
     module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
-def _made(cls: Any, name: Any, named: dict[str, Any]) -> Any:
+def _build(cls: Any, name: Any, named: dict[str, Any]) -> Any:
     import torch
 
     from brim.estimation.models import Source, weight_type
@@ -102,5 +102,5 @@ def _made(cls: Any, name: Any, named: dict[str, Any]) -> Any:
         model = cls._from_config(config, dtype=dtype)
     model.to_empty(device=device or "cpu")
     model.tie_weights()
-    model.config.name_or_path = model.name_or_path = str(name)  # by which trainers look for its tokenizer
+    model.config.name_or_path = model.name_or_path = str(name)  # trainers look up its tokenizer by it
     return model.eval()

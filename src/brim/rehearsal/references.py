@@ -1,7 +1,7 @@
-"""What operators compute that have a CUDA kernel and none for the CPU, or one with other results.
+"""Reference results of operators that have a CUDA kernel and none for the CPU, or one with other results.
 
-Each takes a generator (None where nothing is random) and the operator's arguments on the host. They are made of
-operators that the CPU has, in float32 or wider, and are there to be right, not fast.
+Each function takes a generator (None for deterministic ones) and the operator's arguments on the host. They are
+composed of CPU operators, in float32 or wider, for correctness and not for speed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 Reference = Callable[..., Any]
-UNUSED = object()  # a result that nobody reads: left as it is
+UNUSED = object()  # a result that is never read, and left uninitialised
 _references: dict[str, Reference] = {}
 _WITH_OUT = frozenset({"log_sigmoid_backward"})
 
 
-def found() -> Iterator[tuple[OpOverload, Reference]]:
-    """Every overload that there is a reference for."""
+def overloads() -> Iterator[tuple[OpOverload, Reference]]:
+    """Every overload with a reference."""
     for name, function in _references.items():
         packet, _, overload = name.partition(".")
-        operators = getattr(torch.ops.aten, packet, None)  # another version of PyTorch may lack one
+        operators = getattr(torch.ops.aten, packet, None)  # other versions of PyTorch may not have it
         if operators is None:
             continue
         for overload_name in [overload] if overload else operators.overloads():
@@ -36,7 +36,7 @@ def found() -> Iterator[tuple[OpOverload, Reference]]:
 
 
 def bound(overload: OpOverload, function: Reference, seed: Callable[[], int]) -> Callable[..., Any]:
-    """The reference as the dispatcher calls it: with a generator of ``seed``, and something for unused results."""
+    """The reference in the form for the dispatcher: with a generator of ``seed``, and blanks for unused results."""
     types = [str(returned.type) for returned in overload._schema.returns]
 
     def call(*arguments: Any, **named: Any) -> Any:
@@ -65,8 +65,8 @@ def _of(*names: str) -> Callable[[Reference], Reference]:
 # ---------------------------------------------------------------------------------------------------------- dropout
 
 
-def _kept(generator: torch.Generator | None, like: Tensor, p: float) -> Tensor:
-    """True where an element stays."""
+def _keep_mask(generator: torch.Generator | None, like: Tensor, p: float) -> Tensor:
+    """Mask of the elements that dropout retains."""
     return torch.rand(like.shape, generator=generator, device="cpu") >= p
 
 
@@ -74,14 +74,14 @@ def _kept(generator: torch.Generator | None, like: Tensor, p: float) -> Tensor:
 def _native_dropout(generator: torch.Generator | None, input: Tensor, p: float, train: bool | None) -> Any:
     if train is False:
         return input.clone(), torch.ones(input.shape, dtype=torch.bool, device="cpu")
-    kept = _kept(generator, input, p)
-    return input * kept * (1 / (1 - p) if p < 1 else 0.0), kept
+    mask = _keep_mask(generator, input, p)
+    return input * mask * (1 / (1 - p) if p < 1 else 0.0), mask
 
 
 @_of("_fused_dropout")
 def _fused_dropout(generator: torch.Generator | None, input: Tensor, p: float, given: Any = None) -> Any:
-    kept = torch.rand(input.shape, generator=generator, device="cpu") < p  # here p is the part that stays
-    return input * kept / p, kept.to(torch.uint8)
+    mask = torch.rand(input.shape, generator=generator, device="cpu") < p  # here p is the retained share
+    return input * mask / p, mask.to(torch.uint8)
 
 
 @_of("_masked_scale")
@@ -103,7 +103,7 @@ def _wide(value: Tensor) -> Tensor:
 
 
 class _Attention:
-    """Scaled dot-product attention over tensors of (batch, heads, length, width), with what backward needs."""
+    """Scaled dot-product attention over tensors of (batch, heads, length, width), with the state for backward."""
 
     def __init__(
         self,
@@ -143,14 +143,14 @@ class _Attention:
     def output(self, dropped: Tensor | float = 1.0) -> Tensor:
         return (self.weights * dropped) @ self.value
 
-    def of_whole(self, out: Tensor, logsumexp: Tensor) -> _Attention:
-        """The same as a part of a larger attention (a ring's), whose output and log-sum-exp backward is given."""
+    def as_part(self, out: Tensor, logsumexp: Tensor) -> _Attention:
+        """This as a part of a larger attention (a ring's), whose output and log-sum-exp are given to backward."""
         self.logsumexp, self.out = _wide(logsumexp[..., : self.scores.shape[-2]]), _wide(out)
         self.weights = torch.exp(self.scores - self.logsumexp[..., None]).nan_to_num(0.0)
         return self
 
     def gradients(self, gradient: Tensor, dropped: Tensor | float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of query, key, value and bias (of the shape of the scores)."""
+        """Gradients of query, key, value and bias (in the shape of the scores)."""
         wide = _wide(gradient)
         of_value = (self.weights * dropped).transpose(-1, -2) @ wide
         of_weights = (wide @ self.value.transpose(-1, -2)) * dropped
@@ -172,15 +172,15 @@ def _seed(generator: torch.Generator | None, p: float) -> int:
 
 
 def _dropped(seed: Tensor, attention: _Attention, p: float) -> Tensor | float:
-    """What the weights are multiplied by: the seed that forward drew is kept for backward."""
+    """Dropout's factors of the weights, drawn again in backward from the seed of forward."""
     if p <= 0:
         return 1.0
     again = torch.Generator("cpu").manual_seed(int(seed.reshape(-1)[0]))
-    return _kept(again, attention.weights, p) / (1 - p)
+    return _keep_mask(again, attention.weights, p) / (1 - p)
 
 
 def _padded(values: Tensor, length: int) -> Tensor:
-    """The device pads its log-sum-exp to whole tiles."""
+    """Pad as the device pads its log-sum-exp, to full tiles."""
     return torch.nn.functional.pad(values, (0, length - values.shape[-1]), value=math.inf)
 
 
@@ -222,7 +222,7 @@ def _flash_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    attention = _Attention(query, key, value, bias=None, causal=int(is_causal), scale=scale).of_whole(out, logsumexp)
+    attention = _Attention(query, key, value, bias=None, causal=int(is_causal), scale=scale).as_part(out, logsumexp)
     gradients = attention.gradients(grad_out, _dropped(philox_seed, attention, dropout_p))
     return tuple(gradient.to(query.dtype) for gradient in gradients[:3])
 
@@ -267,7 +267,7 @@ def _efficient_backward(
     scale: float | None = None,
 ) -> Any:
     attention = _Attention(query, key, value, bias=attn_bias, causal=int(is_causal), scale=scale)
-    attention = attention.of_whole(out, logsumexp)
+    attention = attention.as_part(out, logsumexp)
     gradients = attention.gradients(grad_out_, _dropped(philox_seed, attention, dropout_p))
     of_bias: Any = UNUSED
     if attn_bias is not None and grad_input_mask[3]:
@@ -344,9 +344,9 @@ def _bmm_dtype(_: Any, self: Tensor, mat2: Tensor, out_dtype: torch.dtype) -> Te
 
 @_of("addmm.dtype", "baddbmm.dtype")
 def _addmm_dtype(
-    _: Any, self: Tensor, one: Tensor, other: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
+    _: Any, self: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
-    return (beta * _wide(self) + alpha * (_wide(one) @ _wide(other))).to(out_dtype)
+    return (beta * _wide(self) + alpha * (_wide(left) @ _wide(right))).to(out_dtype)
 
 
 @_of("_grouped_mm")
@@ -556,12 +556,12 @@ def _conv_depthwise3d(
     return output
 
 
-# ----------------------------------------------------------------------------------------------------- whole numbers
+# ----------------------------------------------------------------------------------------------------------- integers
 
 
 @_of("histc")
 def _histc(_: Any, input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
-    """Of whole numbers too, which the CPU refuses: how many tokens each expert of a mixture gets is counted so."""
+    """Histogram of integers too, which the CPU refuses: a mixture's tokens per expert are counted so."""
     if input.dtype in (torch.float32, torch.float64):
         return torch.histc(input, bins, min, max)
     return torch.histc(input.double(), bins, min, max).to(input.dtype)

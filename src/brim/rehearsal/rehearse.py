@@ -1,4 +1,4 @@
-"""Rehearsals: a program run unchanged on GPUs that are not there, in processes of its own."""
+"""Rehearsals: run an unchanged program on simulated GPUs, in its own processes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from brim.recordings.leaks import recorded_leak
 from brim.rehearsal import force, others, values_library
 from brim.rehearsal.watched import Run, events_after_steps
 
-COPY_LIMIT_BYTES = 32 << 20  # larger copies to a device are left out: what they bring is not computed with
-GPUS_PER_NODE = 8  # of a job that torchrun would start
-FOLDERS = "brim-rehearsal-"  # how the names of temporary folders of rehearsals begin
+COPY_LIMIT_BYTES = 32 << 20  # larger copies to a device are skipped: their values are not computed with
+GPUS_PER_NODE = 8  # of a job under torchrun
+FOLDERS = "brim-rehearsal-"  # prefix of the names of temporary folders
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to rehearse: a file, or with ``is_module`` a dotted name, with its own arguments, on ``gpus`` cards.
+    """A program to rehearse: a file, or with ``is_module`` a dotted name, with its own arguments, on ``gpus`` cards.
 
-    ``ranks``: run these ranks of a job of ``gpus`` ranks, one process each, and no other; empty: one process that
-    sees ``gpus`` cards. ``steps``: end after so many optimizer steps; None: when memory grows no more.
-    ``memory_bytes`` takes the place of the card's. ``alloc_conf``: settings of the allocator in the place of those in
-    the environment. ``changes``: what is changed in the program (``changes.py``).
+    ``ranks``: run only these ranks of a job of ``gpus`` ranks, a process each; empty: a single process that
+    sees ``gpus`` cards. ``steps``: end after so many optimizer steps; None: when memory stops growing.
+    ``memory_bytes`` and ``alloc_conf`` replace the card's memory and the allocator settings of the environment.
+    ``changes``: changes to the program (``changes.py``).
     """
 
     target: str
@@ -63,28 +63,28 @@ class Request:
     changes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        asked = f"Cannot rehearse {self.target}."
+        problem = f"Cannot rehearse {self.target}."
         if self.gpus < 1:
-            raise UsageError(asked, f"gpus is {self.gpus}.", "At least one GPU is needed.")
+            raise UsageError(problem, f"gpus is {self.gpus}.", "At least one GPU is needed.")
         if self.steps is not None and self.steps < 1:
-            raise UsageError(asked, f"steps is {self.steps}.", "At least one step is needed.")
+            raise UsageError(problem, f"steps is {self.steps}.", "At least one step is needed.")
         for rank in self.ranks:
             if not 0 <= rank < self.gpus:
-                raise UsageError(asked, f"There is no rank {rank}.", f"Ranks are 0 to {self.gpus - 1}.")
+                raise UsageError(problem, f"There is no rank {rank}.", f"Ranks are 0 to {self.gpus - 1}.")
         if len(set(self.ranks)) < len(self.ranks):
-            raise UsageError(asked, f"Ranks are {', '.join(map(str, self.ranks))}.", "Name each of them once.")
+            raise UsageError(problem, f"Ranks are {', '.join(map(str, self.ranks))}.", "Name each of them once.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePeak:
-    """The most that one GPU held, in bytes.
+    """Memory peaks of a GPU, in bytes.
 
     Attributes:
         device: Its index.
         allocated_bytes: Of tensors, as ``torch.cuda.max_memory_allocated`` counts.
-        reserved_bytes: Of what the allocator holds for them.
+        reserved_bytes: Of the allocator's segments for them.
         process_bytes: Of the process, its context included, as nvidia-smi counts.
-        cache_flushes: How often the allocator gave cached memory back because the GPU had no more for a request.
+        cache_flushes: How often the allocator returned cached memory because the GPU had no more for a request.
     """
 
     device: int
@@ -96,34 +96,34 @@ class DevicePeak:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """How one process of a rehearsal went.
+    """The result of a process of a rehearsal.
 
     Attributes:
         rank: Its rank; None for a program without ranks.
-        ended: ``"finished"`` by itself, ``"enough"`` (ended after the steps that were wanted), ``"out of memory"``,
-            or ``"failed"`` for another reason.
+        ended: ``"finished"`` by itself, ``"enough"`` (ended after the requested steps), ``"out of memory"``, or
+            ``"failed"`` for another reason.
         message: The program's own error, if there was one.
-        steps: Optimizer steps that were done.
+        steps: Number of optimizer steps.
         grew_until: The last step with a new peak; None without steps.
-        ran_out: How often memory ran out, errors that the program got over included.
+        ran_out: How often memory ran out, errors included from which the program recovered.
         devices: Peaks of every GPU that was used.
         memory_bytes: Memory of one GPU.
-        context_bytes: What the CUDA context takes of it.
-        context_source: Where that figure is from.
-        attention: What ``scaled_dot_product_attention`` chose, and how often.
-        kernels: Attention's kernels by name, and how often they were launched.
+        context_bytes: The part of it that the CUDA context takes.
+        context_source: Source of that figure.
+        attention: Kernels chosen by ``scaled_dot_product_attention``, with counts.
+        kernels: Launched attention kernels by name, with counts.
         reads: Where the program read numbers that were made up.
         not_computed: Operators that were not computed, for lack of a CPU kernel.
-        left_bytes: Of weights that the program made on the CPU and that were left zero, so that they take no RAM.
-        uses_cudnn: Whether cuDNN was used, whose workspaces are not counted.
-        changed: Those of the request's changes that changed something.
-        other_processes: How many processes that the program started used CUDA too, each on a device of its own of
-            which nothing else is known.
+        left_bytes: Of weights that the program created on the CPU and that were left zero, so that they take no RAM.
+        uses_cudnn: True if cuDNN was used, whose workspaces are not counted.
+        changed: The request's changes that had an effect.
+        other_processes: Number of processes that the program started and that used CUDA too, each on its own device.
+            Nothing else about them is known.
         torch: PyTorch's version.
         seconds: The rehearsal's own time, not the GPU's.
-        host_peak_bytes: The most RAM that the process held.
-        snapshot: The recording, in PyTorch's format; None where CUDA was not used.
-        leaks: By device, memory that grows with every step and that no step gives back.
+        host_peak_bytes: Peak RAM of the process.
+        snapshot: The recording, in PyTorch's format; None if CUDA was not used.
+        leaks: By device, memory that grows with every step and is never freed.
     """
 
     rank: int | None
@@ -157,9 +157,9 @@ class Rehearsal:
 
     @property
     def fits(self) -> bool | None:
-        """Whether memory suffices, which it does not where a leak fills it in a number of steps that programs run.
+        """True if memory suffices; False also if a leak fills it within a number of steps that programs run.
 
-        None where the program failed for another reason, or other processes used CUDA.
+        None if the program failed for another reason, or other processes used CUDA.
         """
         if self.ended == "out of memory":
             return False
@@ -175,26 +175,26 @@ def rehearse_program(
     *,
     output: IO[str] | None = None,
     errors: IO[str] | None = None,
-    told: Callable[[str], None] = lambda _: None,
+    on_note: Callable[[str], None] = lambda _: None,
 ) -> list[Rehearsal]:
-    """Run ``request`` with the CUDA build in ``environment``; recordings go into ``folder``. A result for each rank.
+    """Run ``request`` with the CUDA build in ``environment``; recordings go into ``folder``. Returns a result per
+    rank.
 
-    ``output`` and ``errors``: where the program's standard output and errors go, None: to this process's own.
-    ``told`` is given a sentence
-    before what takes long.
+    ``output`` and ``errors`` receive the program's standard output and errors; None: those of this process.
+    ``on_note`` is called with a sentence before anything that takes long.
     """
     if not values_library.is_built(environment.site_packages):
-        told("Building the device's values for this PyTorch, once: half a minute.")
-    values_library.built(environment.site_packages)
+        on_note("Building the device's values for this PyTorch, once: half a minute.")
+    values_library.build(environment.site_packages)
     visible = min(request.gpus, GPUS_PER_NODE) if request.ranks else request.gpus
     settings = DeviceSettings.of(
         request.gpu, gpus=visible, memory_bytes=request.memory_bytes, copy_limit_bytes=COPY_LIMIT_BYTES
     )
     variables = environment.variables(settings, os.environ)
     variables |= force.environment("whole", variables)
-    # Workers that compile would be processes with devices of their own.
+    # Compiling workers would be processes with their own devices.
     variables.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    if environment.first is not None:  # it has to stay the first: behind it are the user's packages, torch among them
+    if environment.first is not None:  # it must stay first: after it come the user's packages, torch among them
         rest = variables["PYTHONPATH"].split(os.pathsep)
         variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(environment.first), *rest]))
     return [
@@ -239,7 +239,7 @@ def _process(
         stdout=output,
         stderr=errors,
         check=False,
-        close_fds=False,  # the program may be one of those that this process was given, as in <(...)
+        close_fds=False,  # the program may be a file descriptor of this process, as in <(...)
     )
     seconds = time.monotonic() - begun_s
     if result.exists():
@@ -251,17 +251,17 @@ def _process(
 
 
 def _death(code: int) -> str:
-    """How a process ended that could not say it itself."""
+    """Describe the end of a process that left no result."""
     if code >= 0:
         return f"its process ended with exit code {code} and left no result"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     return f"its process was ended by {name}" + (
-        ", by which Linux also ends what takes too much RAM" if -code == signal.SIGKILL else ""
+        ", which Linux also sends when RAM runs out" if -code == signal.SIGKILL else ""
     )
 
 
 def _of_rank(rank: int, world_size: int) -> dict[str, str]:
-    """The variables that torchrun gives to a rank, on nodes of 8 GPUs; and no watching of ranks that do not exist."""
+    """torchrun's variables for a rank, on nodes of 8 GPUs; NCCL's monitoring of other ranks is off."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -284,7 +284,7 @@ def _of_rank(rank: int, world_size: int) -> dict[str, str]:
 
 
 def _leaks(document: dict[str, Any], settings: DeviceSettings, snapshot: Path) -> dict[int, Leak]:
-    """What the recording shows, by device."""
+    """Leaks in the recording, by device."""
     steps = document["steps"]
     if 0 < len(steps) < LEAST_STEPS or not snapshot.exists():
         return {}
@@ -314,7 +314,7 @@ def _read(
     count, message = document["other_processes"], document["message"]
     if count and document["ended"] in ("finished", "enough"):
         started = "1 process" if count == 1 else f"{count} processes"
-        message = f"{started} that it started used CUDA, and what they took is not known"
+        message = f"{started} that it started used CUDA, and their memory is not known"
     used = [
         DevicePeak(device=number, **device)
         for number, device in enumerate(document["devices"])
@@ -367,32 +367,31 @@ def rehearse(
     random_weights: bool = False,
     folder: str | Path | None = None,
 ) -> Rehearsal | list[Rehearsal]:
-    """Run a program on a GPU that is not there, by PyTorch's own CUDA build, in a process of its own.
+    """Run a program on a simulated GPU, by PyTorch's own CUDA build, in its own process.
 
     Memory is as on the GPU: allocator, autograd and the choice of kernels are PyTorch's. Kernels compute nothing:
-    whole numbers and small tensors are right, others are made up. What the program writes is written.
+    integers and small tensors are right, other values are made up. Files that the program writes are written.
 
     Args:
-        step: The file of a program; or a function without arguments that makes its model and data on ``"cuda"`` and
-            runs what is to be looked at. A function must be one that pickle, or cloudpickle where it is installed,
-            can take to another process.
+        step: The file of a program; or a function without arguments that creates its model and data on ``"cuda"``
+            and runs the steps of interest. It must be picklable, by pickle or by cloudpickle if that is installed.
         arguments: The program's own command line.
         gpu: A name of the catalog: ``"RTX 4090"``. NVIDIA's cards only.
         gpus: How many of them, at least 1.
-        ranks: Run these ranks (0 to ``gpus`` - 1) of a job of ``gpus`` ranks, one process each; no other rank exists.
-            Empty: one process that sees ``gpus`` cards.
-        steps: Of a program: end it after so many optimizer steps; None: when memory grows no more, 50 at most. Of a
+        ranks: Run only these ranks (0 to ``gpus`` - 1) of a job of ``gpus`` ranks, a process each.
+            Empty: a single process that sees ``gpus`` cards.
+        steps: Of a program: end it after so many optimizer steps; None: when memory stops growing, at most 50. Of a
             function: how often it is called; None: three times.
-        random_weights: Make models that are not here from their configurations, untrained.
-        folder: Where recordings stay. None: they are deleted.
+        random_weights: Build missing models from their configurations, untrained.
+        folder: Folder for recordings. None: they are deleted.
 
     Returns:
-        How it went; with ``ranks``, a list with a result for each.
+        The result; with ``ranks``, a list with a result for each.
 
     Raises:
-        UsageError: There is no CUDA build of PyTorch (neither the one that runs, nor one that ``brim rehearse``
-            fetched), or a value that is not allowed.
-        UnsupportedError: The device cannot play that card.
+        UsageError: There is no CUDA build of PyTorch (neither the running one, nor one fetched by ``brim
+            rehearse``), or a value is not allowed.
+        UnsupportedError: The device cannot simulate that card.
     """
     from brim.device.environment import find
 
@@ -404,8 +403,8 @@ def rehearse(
             "Fetch one: brim rehearse --gpu L40S --yes -m torch.utils.collect_env",
         )
     with temporary_folder(FOLDERS) as scratch:
-        kept = Path(folder) if folder is not None else scratch
-        kept.mkdir(parents=True, exist_ok=True)
+        recordings_folder = Path(folder) if folder is not None else scratch
+        recordings_folder.mkdir(parents=True, exist_ok=True)
         target = str(step) if not callable(step) else str(_program_of(step, scratch, steps or 3))
         request = Request(
             target=target,
@@ -416,7 +415,7 @@ def rehearse(
             steps=None if callable(step) else steps,
             random_weights=random_weights,
         )
-        results = rehearse_program(request, environment, kept)
+        results = rehearse_program(request, environment, recordings_folder)
     return results if ranks else results[0]
 
 
@@ -426,14 +425,14 @@ def _program_of(step: Callable[[], object], folder: Path, steps: int) -> Path:
     except ImportError:
         import pickle as pickler
     file, program = folder / "step.pickle", folder / "step.py"
-    asked, todo = "Cannot run the step in a process of its own.", "Define it in a module, or install cloudpickle."
+    problem, todo = "Cannot run the step in its own process.", "Define it in a module, or install cloudpickle."
     try:
         pickled = pickler.dumps(step)
     except Exception as error:
-        raise UsageError(asked, f"It cannot be pickled: {error}.", todo) from error
-    if pickler.__name__ == "pickle" and b"__main__" in pickled:  # by name alone, which there is another's
+        raise UsageError(problem, f"It cannot be pickled: {error}.", todo) from error
+    if pickler.__name__ == "pickle" and b"__main__" in pickled:  # a reference by name to another __main__
         raise UsageError(
-            asked, "It is defined in this notebook or program itself, and only cloudpickle can pickle that.", todo
+            problem, "It is defined in this notebook or program itself, and only cloudpickle can pickle that.", todo
         )
     file.write_bytes(pickled)
     program.write_text(_CALL.format(paths=sys.path, file=str(file), steps=steps), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What to do where a rehearsed program fails for something that is missing on this machine, not in the program."""
+"""Remedies for rehearsed programs that fail because something is missing on this machine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MODULE = re.compile(r"No module named '([\w.]+)'")
 
 
 def remedy(message: str) -> str:
-    """What to do about a program's error ``message``; "" where it is not known to be of this machine."""
+    """The remedy for a program's error ``message``; "" if the machine is not known to cause it."""
     for pattern, known in _REMEDIES:
         if pattern.search(message):
             return known

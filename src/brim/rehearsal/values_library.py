@@ -1,4 +1,4 @@
-"""The compiled part of values (``values.cpp``): built for the PyTorch that is there, once, in the user's cache."""
+"""The compiled part of values (``values.cpp``): built for the present PyTorch, once, in the user's cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NEW_STRINGS = (2, 7)  # wheels of PyTorch since then use the C++11 ABI of strin
 
 def load(site_packages: Path) -> ctypes.CDLL:
     """The library for the PyTorch of this process, which is in ``site_packages``."""
-    library = ctypes.CDLL(str(built(site_packages)))
+    library = ctypes.CDLL(str(build(site_packages)))
     library.brim_values_replace.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int]
     library.brim_values_error.restype = library.brim_values_failed.restype = ctypes.c_char_p
     library.brim_values_attention.restype = ctypes.c_char_p
@@ -29,10 +29,10 @@ def load(site_packages: Path) -> ctypes.CDLL:
     return library
 
 
-def built(site_packages: Path) -> Path:
-    """Where the library for the PyTorch in ``site_packages`` is; made where it is not there yet, in half a minute.
+def build(site_packages: Path) -> Path:
+    """Path of the library for the PyTorch in ``site_packages``; building it the first time takes half a minute.
 
-    Raises UnsupportedError where there is no C++ compiler, or it fails.
+    Raises UnsupportedError if there is no C++ compiler, or it fails.
     """
     torch = site_packages / "torch"
     version = torch / "version.py"
@@ -50,8 +50,8 @@ def is_built(site_packages: Path) -> bool:
 def _compile(into: Path, torch: Path) -> None:
     match = re.search(r"__version__ = '(\d+)\.(\d+)", (torch / "version.py").read_text(encoding="utf-8"))
     version = (int(match[1]), int(match[2])) if match else _NEW_STRINGS
-    asked = f"Cannot build the values of a rehearsal for the PyTorch in {torch}."
-    compiler = _compiler(asked)
+    problem = f"Cannot build the values of a rehearsal for the PyTorch in {torch}."
+    compiler = _compiler(problem)
     command = [
         *compiler,
         *["-std=c++20", "-O1", "-shared", "-fPIC", "-fvisibility=hidden"],
@@ -66,19 +66,19 @@ def _compile(into: Path, torch: Path) -> None:
         raise OSError(28, "No space left on device")
     errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr.strip()[-400:]]
     raise UnsupportedError(
-        asked,
+        problem,
         f"{compiler[0]} ended with {done.returncode}: {errors[0][:400]}",
         "It needs a C++20 compiler and PyTorch 2.10 or newer. Name another compiler in CXX.",
     )
 
 
-def _compiler(asked: str) -> list[str]:
+def _compiler(problem: str) -> list[str]:
     named = os.environ.get("CXX", "").split()
     for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
         if shutil.which(command[0]):
             return command
     raise UnsupportedError(
-        asked,
+        problem,
         f"There is no C++ compiler: {named[0] if named else 'c++, g++, clang++'} is not on the PATH.",
         "Install one (Debian: apt install g++; Fedora: dnf install gcc-c++), or name it in CXX.",
     )

@@ -1,7 +1,7 @@
-"""A rehearsed program's own process: it runs the program as ``python`` would, and writes down what memory did.
+"""The process of a rehearsed program: runs the program as ``python`` would, and records its memory.
 
 Started as ``python -P -m brim.rehearsal.watched`` with ``BRIM_REHEARSAL_RUN`` (a ``Run`` as JSON) in the environment,
-on the rehearsal device. What is written: a memory snapshot in PyTorch's own format, and a JSON file with the rest.
+on the rehearsal device. It writes a memory snapshot in PyTorch's own format, and a JSON file with the other results.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from brim.run.script.import_hook import when_imported
 from brim.run.script.script import Program, end_as_python, execute
 
 VARIABLE = "BRIM_REHEARSAL_RUN"
-SETTLED = 2  # steps without a new peak after which memory is said to grow no more
+SETTLED = 2  # steps without a new peak after which memory counts as settled
 MOST_EVENTS = 5_000_000
 _OWN = str(Path(__file__).parents[1]) + os.sep
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a process is to rehearse. ``steps``: end after so many optimizer steps; None: when memory grows no more.
+    """The program of a process. ``steps``: end after so many optimizer steps; None: when memory stops growing.
 
-    ``world_size``: ranks of the job that this is one of, 0 for none. ``random_weights``: models that are not there
-    are made from their configurations. ``changes``: made in the program as soon as PyTorch is there. ``parent``: the
-    process that waits for this one, which ends with it.
+    ``world_size``: number of ranks of its job, 0 without ranks. ``random_weights``: build missing models from their
+    configurations. ``changes``: applied to the program as soon as PyTorch is imported. ``parent``: the process that
+    waits for this one; this one ends with it.
     """
 
     target: str
@@ -60,7 +60,7 @@ class Run:
 
 
 class _Enough(BaseException):
-    """Memory has stopped growing, or the steps that were asked for are done: the program ends here."""
+    """Ends the program: memory has stopped growing, or the requested steps are done."""
 
 
 class Watch:
@@ -70,18 +70,18 @@ class Watch:
         self._run = run
         self._steps_of: dict[int, int] = {}  # optimizer -> its steps
         self.steps: list[dict[str, Any]] = []
-        self.ran_out = 0  # how often
-        self.recorded: list[dict[str, int]] = []  # what ``in_use`` gave when the snapshot was written
+        self.ran_out = 0  # number of out-of-memory errors
+        self.recorded: list[dict[str, int]] = []  # ``in_use()`` when the snapshot was written
         self._begun = False
         self._process = os.getpid()
 
     @property
     def here(self) -> bool:
-        """Whether this is the process that is watched, and not one that it has forked."""
+        """True in the watched process, False in a process forked from it."""
         return os.getpid() == self._process
 
     def begin(self) -> None:
-        """PyTorch is there, its CUDA not yet in use."""
+        """Begin after the import of PyTorch, before CUDA is used."""
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -97,10 +97,10 @@ class Watch:
         import torch
 
         if not self.here:
-            others.tell()
+            others.record()
             return
         if torch._C._cuda_isHistoryEnabled():
-            return  # the program records itself
+            return  # the program makes its own recording
         torch.cuda.memory._record_memory_history(
             enabled="all", context="all", stacks="python", max_entries=MOST_EVENTS
         )
@@ -108,7 +108,7 @@ class Watch:
         self._begun = True
 
     def _ran_out(self, device: int, *_: int) -> None:
-        """Where the allocation fails, before anything is undone: this may be the end."""
+        """Called where the allocation fails, before anything is freed: the program may end here."""
         if self.here:
             self.ran_out += 1
             self.write_snapshot()
@@ -127,7 +127,7 @@ class Watch:
             raise _Enough
 
     def _settled(self) -> bool:
-        """Whether neither the peaks nor what is in use between steps grow any more."""
+        """True if neither the peaks nor the bytes in use between steps grow any more."""
         last = [step["devices"] for step in self.steps[-SETTLED - 1 :]]
         if len(last) <= SETTLED or _total_bytes(last[-1]) - _total_bytes(last[0]) > SETTLED * NEGLIGIBLE_BYTES:
             return False
@@ -136,7 +136,7 @@ class Watch:
         return not self._blocks_stay() if ended is None else ended
 
     def _blocks_stay(self) -> bool:
-        """Whether blocks of each step stay in use, by the recording until now."""
+        """True if blocks of each step stay in use, according to the recording so far."""
         import torch
 
         from brim.recordings import snapshot
@@ -153,7 +153,7 @@ class Watch:
         )
 
     def write_snapshot(self) -> None:
-        """The allocator's recording, without frames of ours. Written whole or not at all."""
+        """Write the allocator's recording, without brim's frames, atomically."""
         import torch
 
         if not self._begun:
@@ -166,7 +166,7 @@ class Watch:
 
 
 def peaks() -> list[dict[str, int]]:
-    """Of each device: the most that was allocated, reserved, and taken by the process with its context."""
+    """Peaks of each device: allocated and reserved bytes, and those of the process with its context."""
     import torch
 
     from brim.device import loaded
@@ -185,7 +185,7 @@ def peaks() -> list[dict[str, int]]:
 
 
 def in_use() -> list[dict[str, int]]:
-    """Of each device: the bytes in use, and how many allocations and frees there have been."""
+    """State of each device: bytes in use, and the number of allocations and frees so far."""
     import torch
 
     if not torch.cuda.is_initialized():
@@ -201,7 +201,7 @@ def in_use() -> list[dict[str, int]]:
 
 
 def events_after_steps(steps: Sequence[dict[str, Any]], recorded: Sequence[dict[str, int]]) -> dict[int, list[int]]:
-    """Of each device: how many allocations and frees the recording has after each step."""
+    """By device: number of events of the recording (allocations and frees) after each step."""
     return {
         number: [device["events"] - (step["in_use"][number]["events"] if step["in_use"] else 0) for step in steps]
         for number, device in enumerate(recorded)
@@ -213,23 +213,23 @@ def _total_bytes(devices: Sequence[dict[str, int]]) -> int:
 
 
 def main() -> None:
-    """Run the program that the environment names, and write down what happened whichever way it ends."""
+    """Run the program that the environment names, and record its memory however it ends."""
     run = Run.of_environment()
     end_with_parent(run.parent)
     watch = Watch(run)
     when_imported(watch.begin)
-    if run.random_weights:  # before transformers, which may be what imports PyTorch
+    if run.random_weights:  # before transformers, which may import PyTorch itself
         random_weights.allow()
-    safe = bool(os.environ.get("PYTHONSAFEPATH"))  # of the program: this process has -P in any case
+    safe = bool(os.environ.get("PYTHONSAFEPATH"))  # the program's setting: this process always has -P
     program = Program(target=run.target, arguments=run.arguments, is_module=run.is_module, safe_path=safe)
     error: BaseException | None = None
-    _look_before_leaving(run, watch)
+    _record_before_exit(run, watch)
     try:
         execute(program)
     except BaseException as raised:
         error = raised
     if watch.here:
-        _write_or_tell(run, watch, *_ended(error))
+        _try_to_write(run, watch, *_ended(error))
     if isinstance(error, (_Enough, type(None))):
         sys.exit(0)
     if isinstance(error, SystemExit):
@@ -238,20 +238,20 @@ def main() -> None:
     sys.exit(1)
 
 
-def _look_before_leaving(run: Run, watch: Watch) -> None:
-    """Programs may end by ``os._exit`` so that no library's clearing up is waited for."""
+def _record_before_exit(run: Run, watch: Watch) -> None:
+    """Write the results before ``os._exit``, by which programs skip the cleanup of libraries."""
     leave = os._exit
 
-    def look_and_leave(status: int) -> NoReturn:
+    def record_and_exit(status: int) -> NoReturn:
         try:
             if watch.here:
                 error = SystemExit(status)
-                error.__context__ = sys.exc_info()[1]  # what the program was handling
-                _write_or_tell(run, watch, *_ended(error))
+                error.__context__ = sys.exc_info()[1]  # the exception being handled
+                _try_to_write(run, watch, *_ended(error))
         finally:
             leave(status)
 
-    os._exit = look_and_leave
+    os._exit = record_and_exit
 
 
 def _ended(error: BaseException | None) -> tuple[str, str]:
@@ -263,10 +263,12 @@ def _ended(error: BaseException | None) -> tuple[str, str]:
     if ran_out is error:
         return "out of memory", str(error)
     if isinstance(error, SystemExit):
-        told = f"it ended with exit code {error.code}" if isinstance(error.code, int) else str(error.code)
+        message = f"it ended with exit code {error.code}" if isinstance(error.code, int) else str(error.code)
     else:
-        told = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return ("failed", told) if ran_out is None else ("out of memory", f"{ran_out}\nSo the program failed: {told}")
+        message = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if ran_out is None:
+        return "failed", message
+    return "out of memory", f"{ran_out}\nSo the program failed: {message}"
 
 
 def _ran_out_of_memory(error: BaseException | None) -> BaseException | None:
@@ -283,16 +285,16 @@ def _ran_out_of_memory(error: BaseException | None) -> BaseException | None:
     return None
 
 
-def _write_or_tell(run: Run, watch: Watch, ended: str, told: str) -> None:
+def _try_to_write(run: Run, watch: Watch, ended: str, message: str) -> None:
     try:
-        _write(run, watch, ended, told)
+        _write(run, watch, ended, message)
     except OSError as error:
         Path(run.result).unlink(missing_ok=True)
         write_note(f"cannot write the memory recording: {error}")
 
 
-def _write(run: Run, watch: Watch, ended: str, told: str) -> None:
-    document: dict[str, Any] = {"ended": ended, "message": told, "steps": watch.steps, "devices": []}
+def _write(run: Run, watch: Watch, ended: str, message: str) -> None:
+    document: dict[str, Any] = {"ended": ended, "message": message, "steps": watch.steps, "devices": []}
     document |= {"ran_out": watch.ran_out, "recorded": watch.recorded, "changed": sorted(changes.applied)}
     if "torch" in sys.modules:
         import torch
@@ -340,16 +342,16 @@ def _host_peak_bytes() -> int:
 
 
 def _strip(snapshot: Any) -> None:
-    """Take frames of ours out of every stack: they are below the program's own."""
+    """Remove brim's frames from every stack: they are below the program's own."""
     seen: set[int] = set()
 
     def clean(frames: Any) -> None:
         if not frames or id(frames) in seen:
             return
         seen.add(id(frames))
-        kept = [frame for frame in frames if not frame["filename"].startswith((_OWN, "<frozen runpy>"))]
-        if len(kept) != len(frames):
-            frames[:] = kept
+        remaining = [frame for frame in frames if not frame["filename"].startswith((_OWN, "<frozen runpy>"))]
+        if len(remaining) != len(frames):
+            frames[:] = remaining
 
     for trace in snapshot["device_traces"]:
         for event in trace:

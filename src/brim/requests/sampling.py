@@ -1,4 +1,4 @@
-"""How the next token is chosen, and where a text ends: greedily, or drawn by transformers' own processors."""
+"""Choice of the next token, most likely or drawn by transformers' own processors, and texts that end an answer."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from brim.core.options import option
 from brim.errors import UsageError
 
 _LARGEST_SEED = 2**63 - 1
-# What is taken where neither the user nor the model's generation config says anything: the plain distribution.
+# Defaults if neither the user nor the model's generation config has a value: the plain distribution.
 _NEUTRAL: dict[str, float | int] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """``temperature`` above 0, ``top_p`` in (0, 1] or ``top_k`` from 1 on draw tokens; without any, or with
-    temperature 0, the most likely token is taken.
+    """Settings of sampling. ``temperature`` above 0, ``top_p`` in (0, 1] or ``top_k`` from 1 on draw tokens; without
+    any, or with temperature 0, the most likely token is chosen.
 
-    What is left out is as the model's generation config has it, else 1, 1 and no limit. ``seed``: from 0 to 2^63 - 1;
-    None draws one. The same seed gives the same text for the same prompts in the same batches on the same machine.
+    Omitted settings are those of the model's generation config, else 1, 1 and no limit. ``seed``: from 0 to 2^63 - 1;
+    None draws a seed. The same seed gives the same text for the same prompts in the same batches on the same machine.
     """
 
     temperature: float | None = option(
@@ -39,7 +39,7 @@ class Sampling:
         return self.top_p is not None or self.top_k is not None
 
     def check(self) -> None:
-        """Raise UsageError for what cannot be meant, or would change nothing."""
+        """Raise UsageError for values that are not allowed, or would change nothing."""
         if self.temperature is not None and not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise _bad("--temperature", self.temperature, "It is a number from 0 on.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -64,11 +64,11 @@ class Sampling:
             )
 
     def with_seed(self) -> Sampling:
-        """With a seed that was drawn, where one is needed and none was given."""
+        """These settings with a seed; one is drawn if tokens are drawn and no seed was given."""
         return replace(self, seed=secrets.randbits(32)) if self.draws and self.seed is None else self
 
     def options(self, generation_config: Any) -> dict[str, Any]:
-        """What transformers' ``generate`` takes for it."""
+        """Arguments for transformers' ``generate``."""
         if not self.draws:
             return {"do_sample": False}
         options: dict[str, Any] = {"do_sample": True}
@@ -89,7 +89,7 @@ GREEDY = Sampling()
 
 
 def check_stops(stops: Sequence[str]) -> None:
-    """Raise UsageError for an empty one."""
+    """Raise UsageError for an empty text."""
     if not all(stops):
         raise UsageError("--stop is an empty text.", todo="Give the text that ends the answer.")
 
@@ -101,7 +101,7 @@ def cut(text: str, stops: Sequence[str]) -> str:
 
 
 def withheld(text: str, stops: Sequence[str]) -> int:
-    """How many letters at the end of ``text`` may be the beginning of one of ``stops``."""
+    """Number of characters at the end of ``text`` that may be the beginning of one of ``stops``."""
     return max(
         (size for stop in stops for size in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:size])),
         default=0,

@@ -69,7 +69,7 @@ class Request:
     trust_remote_code: bool = option(False, "Run Python code that comes with the model.")
 
     def check(self) -> None:
-        """Raise UsageError for what cannot be meant."""
+        """Raise UsageError for values that are not allowed or contradict each other."""
         check(self)
         if self.eval_every is not None and self.eval_data is None:
             raise UsageError(
@@ -89,9 +89,9 @@ class Request:
             )
 
     def course(self, steps: int) -> dict[str, Any]:
-        """Options that decide the numbers of all steps, beside the model and the data: a resumed training keeps them.
+        """Return the options, beside model and data, that decide the numbers of all steps; resuming keeps them.
 
-        ``steps`` is the length, which counts where the rate falls with it.
+        ``steps`` is the length of the training, which counts if the schedule depends on it.
         """
         return {
             "--method": self.method,
@@ -106,10 +106,10 @@ class Request:
         }
 
     def lr_at(self, step: int, steps: int) -> float:
-        """The rate of step ``step`` of ``steps``, from 0 on: a function of the step alone, so resuming needs no more.
+        """Return the learning rate of step ``step`` of ``steps``, from 0 on.
 
-        It grows linearly over ``warmup`` steps; with ``cosine`` it then falls to 0 (Loshchilov and Hutter, "SGDR",
-        arXiv 1608.03983, one cycle).
+        It depends on the step alone, so resuming needs no state. It grows linearly over ``warmup`` steps; with
+        ``cosine`` it then falls to 0 (Loshchilov and Hutter, "SGDR", arXiv 1608.03983, one cycle).
         """
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup

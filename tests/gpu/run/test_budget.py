@@ -121,7 +121,7 @@ def test_a_model_that_was_made_in_inference_mode_is_refused() -> None:
 def test_the_smallest_budget_that_a_refusal_names_is_enough() -> None:
     start_anew()
     before = torch.cuda.memory_reserved()
-    with pytest.raises(BudgetError, match="including what PyTorch and cuBLAS hold") as refused:
+    with pytest.raises(BudgetError, match="including the bytes that PyTorch and cuBLAS hold") as refused:
         brim.fit(small_layers(), vram=24 * MIB, ram="1GiB", device="cuda", example=X)
     smallest = refused.value.smallest_bytes["vram"]
     model = small_layers()

@@ -12,7 +12,7 @@ import pytest
 
 from brim import __version__
 from brim.cli import COMMANDS, brim, main
-from brim.cli.options import BYTES
+from brim.cli.options import BUDGET
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -139,7 +139,7 @@ def test_a_machine_without_proc_is_one_error(error, monkeypatch, capsys):
 
 def test_amounts_of_memory_are_options_in_the_usual_writing(capsys):
     @click.command()
-    @click.option("--ram", type=BYTES)
+    @click.option("--ram", type=BUDGET)
     def command(ram: int) -> int:
         return ram
 

@@ -18,5 +18,5 @@ VISION = {
 
 def test_a_composite_model_is_made_in_the_type_of_its_text():
     config = AutoConfig.for_model("qwen3_vl", text_config=TEXT, vision_config=VISION)
-    model = random_weights._made(Qwen3VLForConditionalGeneration, "vlm", {"config": config})
+    model = random_weights._build(Qwen3VLForConditionalGeneration, "vlm", {"config": config})
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

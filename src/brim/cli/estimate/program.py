@@ -90,7 +90,7 @@ def _run(request: Request, environment: Environment) -> tuple[Rehearsal, Timelin
 
     with temporary_folder(FOLDERS) as folder:
         (rehearsal,) = rehearse_program(
-            request, environment, folder, output=sys.stderr, told=lambda text: click.echo(text, err=True)
+            request, environment, folder, output=sys.stderr, on_note=lambda text: click.echo(text, err=True)
         )
         if rehearsal.fits is None:
             raise ModelError(

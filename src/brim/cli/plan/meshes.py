@@ -93,7 +93,7 @@ def _write(path: Path, model: str, options: dict[str, Any], mesh: Mesh, proof: P
     from brim.run.ranks import plan as distributed_plan
 
     engine, precision = engine_of(mesh, options)
-    plan = distributed_plan.made(
+    plan = distributed_plan.new_plan(
         model=model, gpu=options["gpu"], engine=engine, precision=precision, sequence=options["seq"],
         split=mesh.split, checkpointing=mesh.checkpointing, peak_bytes=proof.process_bytes,
         step_s=proof.step_s or mesh.step_s,

@@ -1,4 +1,4 @@
-"""What PyTorch's allocator will reserve of a GPU when a fitted model is called, and the plan that stays within."""
+"""Predict how many bytes PyTorch reserves on a GPU in calls of a fitted model, and plan to stay within the budget."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from brim.techniques.streaming.weight_streaming import Weights
 from brim.techniques.weights import place_weights
 from brim.units import format_bytes
 
-_PROOFS = 8  # plans that are tried, each with less to give to weights and slots than the one before
-_SEGMENT_BYTES = 2 << 20  # what the allocator asks the driver for is a multiple of it
+_PROOFS = 8  # most plans tried, each with less room for weights and slots than the one before
+_SEGMENT_BYTES = 2 << 20  # the allocator requests multiples of it from the driver
 _ENDLESS_BYTES = 1 << 60
 _CUDA = torch.device("cuda")
 
@@ -36,11 +36,12 @@ _CUDA = torch.device("cuda")
 def plan_forward(
     model: nn.Module, hardware: Hardware, budget: Mapping[str, int], need: Need, inputs: Any, device: str
 ) -> tuple[Partition, Plan]:
-    """The fastest plan whose call stays within ``budget``, and the partition it speaks of.
+    """The fastest plan whose call stays within ``budget``, and its partition.
 
-    On a GPU a budget is for all that PyTorch reserves there: cuBLAS's workspace and what lies unused in segments too.
-    So the plan is applied to a copy without values, which is called with ``inputs`` (None: a step takes what
-    ``need`` says), and where that takes more, the next plan has less. Raises BudgetError with the smallest budget.
+    On a GPU the budget covers all bytes that PyTorch reserves, cuBLAS's workspace and unused parts of segments
+    included. So the plan is applied to a copy without values, which is called with ``inputs`` (None: a step takes the
+    bytes of ``need``), and if that exceeds the budget, the next plan gets less. Raises BudgetError with the smallest
+    budget.
     """
     if not _is_reserved(hardware, device):
         return make_plan(model, hardware, budget, need, Weights(), task="forward")
@@ -53,15 +54,15 @@ def plan_forward(
         if not smallest:
             return partition, replace(plan, budget_bytes=dict(budget))
         raise BudgetError(
-            f"Cannot run {type(model).__name__} in {_told(budget)}.",
-            f"The smallest plan takes {_told(smallest)}, including what PyTorch and cuBLAS hold.",
-            f"Give {_told(smallest)} or more.",
+            f"Cannot run {type(model).__name__} in {_in_words(budget)}.",
+            f"The smallest plan takes {_in_words(smallest)}, including the bytes that PyTorch and cuBLAS hold.",
+            f"Give {_in_words(smallest)} or more.",
             smallest_bytes=smallest,
         ) from error
 
 
 def _is_reserved(hardware: Hardware, device: str) -> bool:
-    """Whether PyTorch's CUDA allocator holds what the compute tier does."""
+    """True if PyTorch's CUDA allocator manages the compute tier."""
     return hardware.compute == VRAM and device != "emulated"
 
 
@@ -78,22 +79,22 @@ def _plan(
             return partition, replace(plan, promise=promise)
         spent += round_up(reserved - budget[VRAM], _SEGMENT_BYTES)
     raise BudgetError(
-        f"Cannot run {type(model).__name__} in {_told(budget)}.",
+        f"Cannot run {type(model).__name__} in {_in_words(budget)}.",
         f"{_PROOFS} plans were tried; the last takes {format_bytes(reserved)} of VRAM.",
         smallest_bytes={VRAM: reserved},
     )
 
 
-def _told(amounts: Mapping[str, int]) -> str:
+def _in_words(amounts: Mapping[str, int]) -> str:
     return ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in amounts.items())
 
 
 def reserved_bytes(
     model: nn.Module, partition: Partition, plan: Plan, hardware: Hardware, step_bytes: int, inputs: Any
 ) -> int:
-    """What PyTorch's allocator holds of the GPU at most once ``plan`` is in force and the model is called.
+    """Peak of the bytes that PyTorch's allocator reserves on the GPU while ``plan`` is in force and the model runs.
 
-    What ``model`` itself has there before is let go of first, and not counted. Raises UnsupportedError for a model
+    Bytes that ``model`` itself has there before are freed first, and not counted. Raises UnsupportedError for a model
     that cannot be copied.
     """
 
@@ -108,7 +109,7 @@ def reserved_bytes(
 
 
 def untouched_bytes(model: nn.Module, hardware: Hardware, step_bytes: int, inputs: Any, device: str) -> int:
-    """What the compute tier holds where all of the model is there, as PyTorch has it."""
+    """Bytes of the compute tier that the unplanned model takes, with all of its weights there."""
     if not _is_reserved(hardware, device):
         return step_bytes + sum(tensor_bytes(tensor) for tensor in (*model.parameters(), *model.buffers()))
     return _reserved_bytes(model, lambda copy: copy.to(_CUDA), hardware, step_bytes, inputs)
@@ -117,16 +118,16 @@ def untouched_bytes(model: nn.Module, hardware: Hardware, step_bytes: int, input
 def _reserved_bytes(
     model: nn.Module, prepare: Callable[[nn.Module], nn.Module], hardware: Hardware, step_bytes: int, inputs: Any
 ) -> int:
-    told = on_host(inputs)
+    example = on_host(inputs)
 
     def build() -> Callable[[], None]:
         prepared = prepare(_copy_of(model))
-        hollow = None if told is None else without_values(told)
+        hollow = None if example is None else without_values(example)
         on_gpu = map_tensors(hollow, lambda tensor: tensor.to(_CUDA))
         last: list[Any] = []
 
-        def step() -> None:  # ``out = model(x)`` in a loop: the last output is there while the next one is made
-            again = map_tensors(on_gpu, lambda tensor: tensor)  # a cache in it is what a call writes to
+        def step() -> None:  # as ``out = model(x)`` in a loop: the last output is freed after the next is made
+            again = map_tensors(on_gpu, lambda tensor: tensor)  # new containers: a call writes to a cache among them
             last[:] = [_step(prepared, again, step_bytes)]
 
         return step
@@ -139,11 +140,11 @@ def _copy_of(model: nn.Module) -> nn.Module:
     absent = {name for name, parameter in model.named_parameters() if parameter.device.type == "cpu"}
     try:
         return meta_copy(model, absent=absent, device=_CUDA)
-    except (TypeError, RuntimeError) as error:  # as deepcopy says for locks, handles and tensors with a history
+    except (TypeError, RuntimeError) as error:  # raised by deepcopy for locks, handles and tensors with a history
         raise UnsupportedError(
             f"Cannot predict the GPU memory of {type(model).__name__}.",
             f"It cannot be copied: {first_line(error)}",
-            "Remove from the module what copy.deepcopy cannot copy.",
+            "Remove objects that copy.deepcopy cannot copy from the module.",
         ) from error
 
 
@@ -153,7 +154,7 @@ def _step(model: nn.Module, inputs: Any, step_bytes: int) -> Any:
         return call_with(model, inputs)
     activations = torch.empty(step_bytes, dtype=torch.uint8, device=_CUDA)
     matrix = torch.ones(1, 1, device=_CUDA)
-    matrix @ matrix  # cuBLAS makes its workspace at the first product
+    matrix @ matrix  # cuBLAS allocates its workspace at the first product
     del activations
     return None
 

@@ -1,4 +1,4 @@
-"""From a module and a budget to a plan in force: machine, budgets, pools."""
+"""Machine, budgets and memory pools for a model that is to be fitted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
 ]
 __all__ += ["make_plan", "partitions", "predict", "put_in_force"]
 
-_FREE_SHARE = 0.9  # one block too many turns a run into swapping; a tenth stays free
+_FREE_SHARE = 0.9  # of free memory: a single block too many makes a run swap
 
 
 def forward_need(
@@ -52,7 +52,7 @@ def forward_need(
     example: Mapping[str, Any] | Sequence[Any] | None,
     activations: str | int | None,
 ) -> Need:
-    """What a forward pass on ``example`` takes; else ``activations``, or an eighth of the budget."""
+    """Bytes of a forward pass on ``example``; without it, ``activations``, or an eighth of the budget."""
     seen = None if example is None else watch_example(model, example)
     if activations is not None:
         step_bytes = parse_bytes(activations)
@@ -63,11 +63,11 @@ def forward_need(
 
 @contextlib.contextmanager
 def on(device: str, model: nn.Module | None = None) -> Iterator[Device]:
-    """Within, the current device is the accelerator that ``device`` names (``"cuda:1"``), or else the one that
-    ``model`` is on, so that measuring, planning and allocating use it. Gives the device without its number.
+    """Make the accelerator ``device`` (``"cuda:1"``), or else the one that ``model`` is on, the current device while
+    the context is open, for measuring, planning and allocating. Yields the device without its number.
 
-    Raises UsageError for a name that means no device, and for a model on several of them; UnsupportedError for an
-    accelerator that is not here, or has no streams to move weights by.
+    Raises UsageError for an unknown device, and for a model on several devices; UnsupportedError for an accelerator
+    that is not present, or has no streams to move weights on.
     """
     kind, colon, number = device.partition(":")
     kinds = accelerator.kinds()
@@ -99,10 +99,10 @@ def on(device: str, model: nn.Module | None = None) -> Iterator[Device]:
 
 
 def computing(device: str) -> accelerator.Accelerator | None:
-    """The accelerator that computes where ``device`` (without a number) is asked for; None: the processor does.
+    """The accelerator for ``device`` (without a number); None if the processor computes.
 
-    Raises UnsupportedError for one that is not here, or that has one queue for all its work (MPS): brim moves weights
-    beside what is computed. "cuda" without CUDA is left to the probe, which says what is missing.
+    Raises UnsupportedError if it is not present, or has a single queue for all its work (MPS): brim moves weights
+    while it computes. "cuda" without CUDA is left to the probe, which reports what is missing.
     """
     if device in ("cpu", "emulated"):
         return None
@@ -136,16 +136,15 @@ def computing(device: str) -> accelerator.Accelerator | None:
 
 
 def machine(device: Device) -> Hardware:
-    """What ``device`` names, measured or remembered."""
+    """The hardware of ``device``, measured now or earlier."""
     if device != "emulated":
         return probe(device=device)
     return emulated_hardware(probe(device="cpu"))
 
 
 def capability(hardware: Hardware) -> tuple[int, int]:
-    """Of the GPU: as its driver says if it is the one here, else the catalog's."""
-    # Of what predicts steps only this is needed here, and only for GPUs that are not there: a command that generates
-    # starts sooner without all that it imports.
+    """Compute capability of the GPU: the driver's if the GPU is present, else the catalog's."""
+    # Imported late, for GPUs that are not present: a command that generates starts sooner without the predictor.
     from brim.estimation.estimate import capability_of
     from brim.estimation.simulation import place_of
 
@@ -171,12 +170,12 @@ def emulated_hardware(measured: Hardware) -> Hardware:
     )
 
 
-_LEAST_STATE_BYTES = 128  # of a token: a layer of 64 numbers in two bytes each
+_LEAST_STATE_BYTES = 128  # of a token: a layer of width 64 in two bytes per number
 
 
 def refuse_batch(batch: int, seq: int, ram_bytes: int, *, labels: bool = True) -> None:
-    """Raise BudgetError where the tokens of one step (and their ``labels``) alone are more than there is RAM, or what
-    any model makes of one sequence: to open or to predict such a step would end without memory, or never."""
+    """Raise BudgetError if the tokens of a step (and their ``labels``), or the least states of a sequence in any
+    model, exceed RAM: opening or predicting such a step would run out of memory, or not end."""
     bytes = max((1 + labels) * torch.int64.itemsize * batch, _LEAST_STATE_BYTES) * seq
     if bytes > ram_bytes:
         raise BudgetError(
@@ -197,17 +196,16 @@ def budgets(
     held_vram_bytes: int = 0,
     held_ram_bytes: int = 0,
 ) -> dict[str, int]:
-    """The budget of every tier that compute or weights use: as given, else what is free less a tenth.
+    """The budget of every tier that compute or weights use: as given, else nine tenths of the free memory.
 
-    ``held_vram_bytes`` and ``held_ram_bytes`` are the model's already, so a budget, which is for all of it, has them
-    too.
-    ``"80%"`` is of all that the tier has, whoever holds some of it: the same budget at every start.
-    Where RAM is the compute tier, ``vram`` is its budget too: the smaller of the two holds.
+    A budget covers the entire model, so ``held_vram_bytes`` and ``held_ram_bytes``, which it holds already, count as
+    free. ``"80%"`` is a share of the tier's capacity, used or not: the same budget at every start.
+    If RAM is the compute tier, ``vram`` is a budget for it too: the smaller of the two holds.
     """
     given = {RAM: ram, VRAM: vram}
     if hardware.compute == RAM:
-        whole = hardware.tier(RAM).capacity_bytes
-        amounts = [parse_bytes(value, whole) for value in (vram, ram) if value is not None]
+        capacity_bytes = hardware.tier(RAM).capacity_bytes
+        amounts = [parse_bytes(value, capacity_bytes) for value in (vram, ram) if value is not None]
         budget = {RAM: min(amounts) if amounts else int(free_bytes(RAM) * _FREE_SHARE)}
     else:
         on = computing(device)
@@ -231,8 +229,8 @@ def budgets(
 
 
 def within_room(budget_bytes: Mapping[str, int], *, given: bool) -> dict[str, int]:
-    """The budget where a run begins, after libraries were loaded: checked if it was ``given``, else no more than
-    there is room for. Raises UsageError as ``check_room``."""
+    """The budget at the start of a run, after libraries were loaded: checked if it was ``given``, else limited to the
+    free memory. Raises UsageError as ``check_room``."""
     if given:
         check_room(budget_bytes.get(RAM, 0))
         return dict(budget_bytes)
@@ -241,10 +239,10 @@ def within_room(budget_bytes: Mapping[str, int], *, given: bool) -> dict[str, in
 
 
 def held_to(budget_bytes: Mapping[str, int], device: str) -> Callable[[], AbstractContextManager[None]]:
-    """A limit for what PyTorch's allocator adds on ``device`` from now on: the budget of VRAM.
+    """A context that limits what PyTorch's allocator adds on ``device`` from now on to the budget of VRAM.
 
-    Within what this gives, tensors, workspaces and blocks that the allocator keeps are held to it. For runs that have
-    the process to themselves: what else a program made meanwhile would be held to it as well.
+    The limit covers tensors, workspaces and unused blocks of the allocator. It is for runs that own the process:
+    allocations of other code would be limited as well.
     """
     here = computing(device)
     if here is None or VRAM not in budget_bytes:
@@ -255,13 +253,13 @@ def held_to(budget_bytes: Mapping[str, int], device: str) -> Callable[[], Abstra
 def held_vram_bytes(
     models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer] = (), device: str = "auto"
 ) -> int:
-    """What models, their gradients and their optimizers' states hold now of the memory of ``device``."""
+    """Bytes that models, their gradients and their optimizers' states hold on ``device`` now."""
     on = computing(device)
     return 0 if on is None else _held_bytes(models, optimizers, torch.device(on.type, on.index))
 
 
 def held_ram_bytes(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()) -> int:
-    """The same of RAM."""
+    """Bytes that models, their gradients and their optimizers' states hold in RAM now."""
     return _held_bytes(models, optimizers, torch.device("cpu"))
 
 
@@ -279,7 +277,7 @@ def _held_bytes(
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    """Not of a parameter whose shape is not known yet, nor of one that only wraps others (a sharded one)."""
+    """False for a parameter whose shape is not known yet, and for one that only wraps others (a sharded one)."""
     return not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor)
 
 
@@ -300,14 +298,14 @@ def put_in_force(
 
 
 def make_memory(plan: Plan, hardware: Hardware, device: str, timeline: Timeline) -> Memory:
-    """The pools that ``plan`` was made for, empty."""
+    """Empty pools for ``plan``."""
     budget = plan.budget_bytes
     if hardware.compute == RAM:
         return cpu_memory(timeline, ram_bytes=budget[RAM])
     if device == "emulated":
         return emulated_memory(timeline, vram_bytes=budget[VRAM], ram_bytes=budget[RAM])
     on = computing(device)
-    assert on is not None, "its plan computes in VRAM"
+    assert on is not None, "the plan computes in VRAM"
     current = torch.device(on.type, on.index)
     return device_memory(timeline, vram_bytes=budget[VRAM], ram_bytes=budget[RAM], device=current)
 
@@ -321,7 +319,8 @@ def predict(
     *,
     training: bool = False,
 ) -> WeightStreaming:
-    """The same ``apply`` on fake memory: the handle's timeline is what a run will do. Call the model to go on."""
+    """Apply ``plan`` with fake memory: the handle's timeline is the prediction of a run. Call the model to
+    continue."""
     timeline = Timeline(f"{plan.model} {plan.task}", measured=False)
     memory = fake_memory(
         timeline,
@@ -333,7 +332,7 @@ def predict(
 
 
 def _tokens(example: Mapping[str, Any] | Sequence[Any]) -> int:
-    """How many rows a step multiplies weights by: positions of the largest integer input, else its batch."""
+    """Rows that a step multiplies weights by: positions of the largest integer input, else its batch."""
     values = example.values() if isinstance(example, Mapping) else example
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     integers = [t.numel() for t in tensors if not t.is_floating_point()]

@@ -1,4 +1,4 @@
-"""What the passes of a generation take beside weights and KV cache, seen on fake tensors."""
+"""Memory of a generation's passes beside weights and KV cache, observed on fake tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _NO_LIMIT_BYTES = 1 << 60
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The largest passes: of ``batch`` sequences, the longest of ``prompt`` tokens, ``total`` in the end.
+    """Sizes of the largest passes: ``batch`` sequences, the longest with ``prompt`` tokens at first and ``total`` at
+    last.
 
     ``chunk`` tokens of the prompt go through the model at once; ``padded``: prompts of several lengths; ``drawn``:
     tokens are drawn, which sorts all scores.
@@ -38,20 +39,20 @@ class Sizes:
 
     @property
     def cached(self) -> int:
-        """Tokens that the cache holds in the end: the last one is not given to the model any more."""
+        """Tokens in the cache at the end: the last token is not given to the model any more."""
         return max(self.prompt, self.total - 1)
 
     def placement(self, shape: kv_cache.CacheShape, resting: int) -> kv_cache.Placement:
-        """Of a KV cache of that ``shape``, the oldest ``resting`` tokens in RAM."""
+        """Placement of a KV cache of that ``shape``, with the oldest ``resting`` tokens in RAM."""
         return kv_cache.Placement(
             shape=shape, batch=self.batch, tokens=self.cached, resting=min(resting, self.cached)
         )
 
     def passes(self) -> Iterator[tuple[int, bool]]:
-        """Tokens of each pass, and whether it is one of the largest: the others only fill the cache."""
-        whole, rest = divmod(self.prompt, self.chunk)
-        if whole > 1:
-            yield (whole - 1) * self.chunk, False
+        """(tokens, is_largest) of each pass; passes that are not among the largest only fill the cache."""
+        chunks, rest = divmod(self.prompt, self.chunk)
+        if chunks > 1:
+            yield (chunks - 1) * self.chunk, False
         yield self.chunk, True
         if rest:
             yield rest, True
@@ -63,7 +64,7 @@ class Sizes:
 
 
 def cache_shape(module: nn.Module) -> kv_cache.CacheShape | None:
-    """The KV cache of a decoder; None where its cache stays as the model makes it."""
+    """The KV cache of a decoder; None if the model's own cache is used."""
     model: Any = module
     name = cache_argument(model)
     plain = name in ("cache", "past_key_values") and model._supports_default_dynamic_cache()
@@ -74,59 +75,59 @@ def cache_shape(module: nn.Module) -> kv_cache.CacheShape | None:
         ids = torch.zeros(1, 1, dtype=torch.long)
         inputs = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
         state = {str(name): cache, "use_cache": True} if cache is not None else {}
-        made = call(input_ids=ids, **inputs, **state)
-        filled[0] = cache_of(made) if cache is not None else None
+        output = call(input_ids=ids, **inputs, **state)
+        filled[0] = cache_of(output) if cache is not None else None
 
     watch_step(module, run)
     return kv_cache.shape_of(filled[0])
 
 
 def watch_generation(module: nn.Module, sizes: Sizes, shape: kv_cache.CacheShape | None) -> Observation:
-    """The largest passes of a generation. A planned cache (``shape``) is not counted, the model's own is.
+    """Observe the largest passes of a generation. A planned cache (``shape``) is not counted, the model's own is.
 
-    Raises UnsupportedError when the forward needs values that only a real run has.
+    Raises UnsupportedError if the forward pass needs values of tensors.
     """
     config: Any = module.config
     if config.is_encoder_decoder:
         return watch_step(module, lambda call, watch: _encode_and_decode(module, call, watch, sizes))
     takes = set(inspect.signature(module.forward).parameters)
     name = cache_argument(module)
-    passes = list(sizes.passes()) if name else [(sizes.cached, True)]  # without one, all is computed for each token
+    passes = list(sizes.passes()) if name else [(sizes.cached, True)]  # without a cache: all tokens
 
     def run(call: Callable[..., Any], watch: StepWatch) -> None:
         state: dict[str, Any] = {}
         if shape is not None:
-            state = {str(name): _pretended(module, shape, sizes, watch)}
+            state = {str(name): _fake_cache(module, shape, sizes, watch)}
         begin, cache = 0, next(iter(state.values()), None)
         for tokens, counted in passes:
-            # A recurrent state has taken the padding in: only the prompt has a mask.
+            # A recurrent state includes the padding already: only the prompt has a mask.
             masked = begin == 0 or keeps_keys(module, cache)
             name_of_pass = PROMPT if begin + tokens <= sizes.prompt else TOKEN
             with watch.named(name_of_pass) if counted else watch.uncounted():
-                made = call(**_inputs(sizes, begin, tokens, takes, masked), **state, use_cache=True)
+                output = call(**_inputs(sizes, begin, tokens, takes, masked), **state, use_cache=True)
                 begin += tokens
                 if shape is None and name:
-                    cache = cache_of(made)
+                    cache = cache_of(output)
                     state = {name: cache}
-                del made
+                del output
 
     seen = watch_step(module, run)
     return replace(seen, step_bytes=seen.step_bytes + scores_bytes(module, sizes))
 
 
-def _pretended(
+def _fake_cache(
     module: nn.Module, shape: kv_cache.CacheShape, sizes: Sizes, watch: StepWatch
 ) -> kv_cache.PlannedCache:
     timeline = Timeline("a cache without bytes", measured=False)
     memory = fake_memory(timeline, compute_tier=RAM, compute_bytes=_NO_LIMIT_BYTES, ram_bytes=_NO_LIMIT_BYTES)
     cache = kv_cache.apply(module, sizes.placement(shape, 0), memory)
-    for tensor in cache.tensors:  # what is given to a step is not counted among what it makes
+    for tensor in cache.tensors:  # inputs of a step are not counted among its allocations
         watch.adopt(tensor, Category.INPUT)
     return cache
 
 
 def _inputs(sizes: Sizes, begin: int, tokens: int, takes: set[str], masked: bool) -> dict[str, Any]:
-    """What transformers gives to a model for the next ``tokens`` tokens."""
+    """transformers' inputs of a model for the next ``tokens`` tokens."""
     inputs: dict[str, Any] = {"input_ids": torch.zeros(sizes.batch, tokens, dtype=torch.long)}
     if "position_ids" in takes:
         inputs["position_ids"] = torch.zeros(sizes.batch, tokens, dtype=torch.long)
@@ -138,30 +139,30 @@ def _inputs(sizes: Sizes, begin: int, tokens: int, takes: set[str], masked: bool
 
 
 def _encode_and_decode(module: nn.Module, call: Callable[..., Any], watch: StepWatch, sizes: Sizes) -> None:
-    """The encoder's pass with the first token, and the last token's on a cache of all before it."""
+    """Observe the encoder's pass with the first token, and the last token's with a cache of all earlier ones."""
     ids = torch.zeros(sizes.batch, sizes.prompt, dtype=torch.long)
     mask = {"attention_mask": torch.ones_like(ids)} if sizes.padded else {}
     with watch.named(PROMPT):
-        made = call(input_ids=ids, **mask, decoder_input_ids=ids[:, :1], use_cache=True)
-    encoded = BaseModelOutput(last_hidden_state=made.encoder_last_hidden_state)
-    del made
+        output = call(input_ids=ids, **mask, decoder_input_ids=ids[:, :1], use_cache=True)
+    encoded = BaseModelOutput(last_hidden_state=output.encoder_last_hidden_state)
+    del output
     new = sizes.total - sizes.prompt
     if new > 1:
         before = torch.zeros(sizes.batch, new - 1, dtype=torch.long)
         with watch.uncounted():
-            made = call(encoder_outputs=encoded, **mask, decoder_input_ids=before, use_cache=True)
-            state = cache_input(module, cache_of(made))
-            del made
+            output = call(encoder_outputs=encoded, **mask, decoder_input_ids=before, use_cache=True)
+            state = cache_input(module, cache_of(output))
+            del output
         last = {"decoder_input_ids": before[:, :1], **state}
         with watch.named(TOKEN):
             call(encoder_outputs=encoded, **mask, **last, use_cache=True)
 
 
 def scores_bytes(module: nn.Module, sizes: Sizes) -> int:
-    """Of the last token's logits, generation makes a copy in fp32, and its processors another.
+    """Bytes of copies of the last token's logits: generation copies them in fp32, and its processors again.
 
-    Drawing sorts them (4 bytes a score and 8 for its place), sums their probabilities (4 and 4), marks what is left
-    out (1 and 1), and makes another copy and its probabilities (4 and 4).
+    Drawing sorts them (4 bytes a score and 8 for its index), sums their probabilities (4 and 4), marks excluded
+    tokens (1 and 1), and makes another copy and its probabilities (4 and 4).
     """
     config: Any = module.config
     each = 2 * 4 + (30 if sizes.drawn else 0)

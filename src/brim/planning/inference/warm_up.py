@@ -15,9 +15,9 @@ from brim.planning.inference.machine import computing
 from brim.planning.seconds.measurement_cache import Remembered
 from brim.techniques import precision as precisions
 
-# What kernels' packing buffers, thread stacks and the heap's slack take beside what is measured and predicted.
+# Packing buffers of kernels, thread stacks and slack of the heap, beside measured and predicted bytes.
 SLACK_BYTES = {RAM: 24 << 20, VRAM: 64 << 20}
-_WARM_SIZE, _WARM_ROWS = 2048, 512  # larger products are cut into such pieces by the libraries themselves
+_WARM_SIZE, _WARM_ROWS = 2048, 512  # the libraries split larger products into such pieces themselves
 _METHOD = 1  # raised when the measurement of most_grown changes
 _WORTH_BYTES = 1 << 20  # a smaller difference is not written down
 
@@ -25,10 +25,10 @@ _WORTH_BYTES = 1 << 20  # a smaller difference is not written down
 def warm_up(
     module: nn.Module, hardware: Hardware, rows: int, device: str = "auto", *, precision: str | None = None
 ) -> None:
-    """Touch the libraries' code and buffers, so that what they take is measured and not guessed.
+    """Load the libraries' code and buffers into memory, so that their bytes are measured and not guessed.
 
-    Matrix libraries keep scratch memory by the size of the product, so the model's own shapes are multiplied.
-    ``precision``: that of a training, which on the CPU goes backward too, and may multiply in another type.
+    Matrix libraries allocate workspaces by the size of the product, so the model's own shapes are multiplied.
+    ``precision``: of a training, which on the CPU also runs backward, and may multiply in another type.
     """
     computed = (p.dtype for p in module.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
     dtype = next(computed, torch.float32)
@@ -49,11 +49,12 @@ def warm_up(
             _load_kernels(x)
     del x
     if accelerator is not None:
-        accelerator.empty_cache()  # but for the libraries' workspaces
+        accelerator.empty_cache()  # workspaces of libraries remain
 
 
 def _warm_step(shapes: Iterable[tuple[int, ...]], rows: int, dtype: torch.dtype) -> None:
-    """What of a decoder's step in that type brings code of its own: products, attention, and both backward."""
+    """Run the operations of a decoder's training step that load their own code: products, attention, both
+    backward."""
     with torch.enable_grad(), torch.autocast("cpu", dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
         for out_features, in_features in shapes:
             weight = torch.zeros(out_features, in_features, requires_grad=True)
@@ -64,9 +65,9 @@ def _warm_step(shapes: Iterable[tuple[int, ...]], rows: int, dtype: torch.dtype)
 
 
 def _load_kernels(states: torch.Tensor) -> None:
-    """What decoders do between products: CUDA loads a kernel's code, to both memories, when it is first launched.
+    """Run the decoder operations between products: CUDA loads a kernel's code, to both memories, at its first launch.
 
-    ``states``: of heads (1, heads, tokens, width).
+    ``states``: attention heads (1, heads, tokens, width).
     """
     table = torch.zeros(8, 256, dtype=states.dtype, device=states.device)
     for heads in (states, states[:, :, -1:]):
@@ -79,7 +80,7 @@ def _load_kernels(states: torch.Tensor) -> None:
         angles = places[None, :, None].float() @ table[:1, None, :32].float()
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = ((turn * 1.0).to(heads.dtype)[:, None] for turn in (angles.cos(), angles.sin()))
-        turned = heads.transpose(1, 2).contiguous().transpose(1, 2)  # as a projection makes them
+        turned = heads.transpose(1, 2).contiguous().transpose(1, 2)  # in the layout of a projection's result
         half = turned.shape[-1] // 2
         turned = turned * cos + torch.cat((-turned[..., half:], turned[..., :half]), dim=-1) * sin
         torch.cat((turned, turned), dim=-2)
@@ -87,7 +88,7 @@ def _load_kernels(states: torch.Tensor) -> None:
 
 
 def spent(start_bytes: int) -> dict[str, int]:
-    """What the program has grown by until now, and the slack, per tier."""
+    """Growth of the program so far plus ``SLACK_BYTES``, per tier."""
     heap.collect_and_trim()
     grown = max(0, resident_bytes() - start_bytes)
     return {RAM: grown + SLACK_BYTES[RAM], VRAM: SLACK_BYTES[VRAM]}

@@ -1,4 +1,4 @@
-"""The Timeline that a rehearsed training step foresees: tensors, computing and copies, by the machine's rates."""
+"""Predicted Timeline of a training step: tensors, computing and copies, by the machine's rates."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from brim.predict import cost
 _PHASES = {Phase.FORWARD: FORWARD, Phase.BACKWARD: BACKWARD, Phase.OPTIMIZER: UPDATE}
 
 
-_BEFORE_S = -1.0  # the time of what is there before the step, until the step has its place
+_BEFORE_S = -1.0  # time of tensors that exist before the step, until ``placed`` sets it
 
 
 def step_timeline(
     name: str, trace: Trace, copies: Timeline, blocks: Iterable[str], hardware: Hardware, step_s: float
 ) -> Timeline:
-    """The step of ``trace``, from 0 to ``step_s``; ``placed`` puts it in its place among others.
+    """The step of ``trace``, from 0 to ``step_s``; ``placed`` shifts it to its place in a measured timeline.
 
-    ``copies`` has its COPY events, in order; each way is taken to copy without a pause from the step's beginning on.
-    ``blocks`` are paths of modules: time is told by them, with what they wait.
+    ``copies`` has the COPY events, in order; each link is assumed to copy without pauses from the step's beginning.
+    ``blocks`` are paths of modules: each gets a span of time, its waiting included.
     """
     clock = _Clock(trace, hardware, step_s)
     timeline = Timeline(name, measured=False)
@@ -35,7 +35,7 @@ def step_timeline(
 
 
 def placed(foreseen: Timeline, measured: Timeline) -> Timeline:
-    """``foreseen``, beginning when the first step in ``measured`` does. It is changed in place."""
+    """``foreseen``, shifted in place to begin with the first step in ``measured``."""
     rows = zip(measured.column("kind"), measured.column("time_s"), strict=True)
     start_s = min(measured.column("time_s"), default=0.0)
     begin_s = min((time_s for kind, time_s in rows if kind == EventKind.COMPUTE), default=start_s)
@@ -46,7 +46,7 @@ def placed(foreseen: Timeline, measured: Timeline) -> Timeline:
 
 
 class _Clock:
-    """Seconds by ticks. An operation takes its share of the step's, by its roofline."""
+    """Converts ticks to seconds: the step's seconds are divided among operations in proportion to their rooflines."""
 
     def __init__(self, trace: Trace, hardware: Hardware, step_s: float) -> None:
         self.ops = [op for op in trace.ops if op.step >= 0]
@@ -58,13 +58,13 @@ class _Clock:
         self._ticks = [op.at for op in self.ops]
 
     def at(self, tick: int) -> float:
-        """When the operation began in which something happened."""
+        """Begin of the operation that includes ``tick``."""
         index = bisect_right(self._ticks, tick) - 1
         return self.starts_s[index] if index >= 0 else _BEFORE_S
 
 
 def _write_memory(timeline: Timeline, trace: Trace, clock: _Clock, tier: str) -> None:
-    """Every storage, as the simulation places it: through the caching allocator on CUDA."""
+    """Add every storage as the simulation places it: through the caching allocator on CUDA."""
     ticks = sorted(
         tick
         for storage in trace.storages
@@ -91,7 +91,7 @@ def _write_memory(timeline: Timeline, trace: Trace, clock: _Clock, tier: str) ->
 
 
 def _write_compute(timeline: Timeline, clock: _Clock, blocks: Sequence[str], tier: str) -> None:
-    """A span for each phase, and for each block as long as it is worked on without a break."""
+    """Add a span for each phase, and for each uninterrupted run of a block's operations."""
     owners: dict[str, str] = {}
     for op in clock.ops:
         if op.module not in owners:
@@ -116,10 +116,10 @@ def _write_copies(timeline: Timeline, copies: Timeline, hardware: Hardware) -> N
     for event in copies:
         if event.kind is not EventKind.COPY:
             continue
-        way = event.source, event.tier
-        took_s = hardware.link(*known_way(hardware, *way)).seconds(event.bytes)
-        start_s = free_s.get(way, 0.0)
-        free_s[way] = start_s + took_s
+        link = event.source, event.tier
+        took_s = hardware.link(*known_way(hardware, *link)).seconds(event.bytes)
+        start_s = free_s.get(link, 0.0)
+        free_s[link] = start_s + took_s
         timeline.add(
             EventKind.COPY,
             event.tier,
@@ -132,6 +132,6 @@ def _write_copies(timeline: Timeline, copies: Timeline, hardware: Hardware) -> N
 
 
 def known_way(hardware: Hardware, source: str, target: str) -> tuple[str, str]:
-    """A link that was measured: writing to a drive is taken to be as fast as reading where it was not."""
+    """The link itself if it was measured, else the opposite one: a drive is assumed to write as fast as it reads."""
     have = {(link.source, link.target) for link in hardware.links}
     return (source, target) if (source, target) in have else (target, source)

@@ -1,4 +1,4 @@
-"""What a run is beside its weights: its random generators and its optimizer, as JSON and plain tensors. No pickle."""
+"""State of a run beside its weights: random generators and optimizer, as JSON and plain tensors. No pickle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Go on where ``rng_state`` was taken; of accelerators, those that are there."""
+    """Restore the generators from ``rng_state``, those of accelerators only if they are present."""
     version, words, python_gauss = state["python"]
     random.setstate((version, tuple(words), python_gauss))
     kind, keys, position, has_gauss, gauss = state["numpy"]
@@ -41,9 +41,10 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 
 def optimizer_numbers(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
-    """What of the optimizer is no tensor: its class, the groups' settings, the states that are plain values.
+    """State of the optimizer that is not tensors: its class, the groups' settings, plain values of its states.
 
-    ``names``: parameter -> name. ``beside``: state tensors on the CPU whose parameter is elsewhere.
+    ``names``: parameter -> name. In the result, ``beside`` lists state tensors on the CPU whose parameter is
+    elsewhere.
     """
     values: dict[str, dict[str, Any]] = {}
     beside = []
@@ -73,7 +74,7 @@ def optimizer_layout(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tens
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The state tensors themselves. Raises UnsupportedError for tensors that are not plain ones."""
+    """Every state tensor by name. Raises UnsupportedError for tensor subclasses."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
@@ -93,10 +94,10 @@ def restore_optimizer(
     numbers: Mapping[str, Any],
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Make ``optimizer`` what it was when ``numbers`` and ``tensors`` were taken, bit for bit.
+    """Restore ``optimizer`` to the state of ``numbers`` and ``tensors``, bit for bit.
 
-    Raises ModelError for another class of optimizer or other parameters, naming the first: nothing has changed then.
-    Raises it too for a state of a parameter that is not trained, when it comes.
+    Raises ModelError for another class of optimizer or other parameters, naming the first; nothing has changed then.
+    Raises it too when it comes to a state of a parameter that is not trained.
     """
     restore_settings(optimizer, names, numbers)
     parameters = {name: parameter for parameter, name in names.items()}
@@ -111,13 +112,13 @@ def restore_optimizer(
             raise _another(f"It has a state {key} of {owner}, a parameter that is not trained now.")
         device = "cpu" if name in beside else parameter.device
         optimizer.state[parameter][key] = value.to(device)
-    place_counters(optimizer)  # it may have been stepped in RAM when it was saved
+    place_counters(optimizer)  # it may have stepped in RAM when it was saved
 
 
 def restore_settings(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], numbers: Mapping[str, Any]
 ) -> None:
-    """Of ``restore_optimizer`` only the groups' settings (learning rate and so on), without states."""
+    """Restore only the groups' settings (learning rate and so on), without states."""
     _check_same(optimizer, names, numbers)
     for group, saved in zip(optimizer.param_groups, numbers["groups"], strict=True):
         for key, value in saved["settings"].items():
@@ -157,7 +158,7 @@ def _plain(value: Any) -> Any:
 
 
 def _like(current: Any, value: Any) -> Any:
-    """``value`` in the form that the optimizer has it in."""
+    """``value`` in the optimizer's own form."""
     if isinstance(current, torch.Tensor):
         return torch.full_like(current, value)
     return tuple(value) if isinstance(current, tuple) else value

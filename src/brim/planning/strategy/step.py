@@ -1,6 +1,6 @@
-"""A training plan in force on a model and its optimizer: the techniques composed, and the step through them.
+"""A training plan in force on a model and its optimizer: composes the techniques and takes steps through them.
 
-The same code runs on fake tensors, and that run is the prediction.
+The same code runs on fake tensors; that run is the prediction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from brim.memory.checkpoint_writing import Layout
 from brim.memory.tiers import Memory
 from brim.planning.strategy import state as training_state
 from brim.planning.strategy.choice import Choice
-from brim.planning.strategy.stand_in_loss import loss_of
 from brim.techniques import precision
 from brim.techniques.activation_offload import inplace as inplace_activations
 from brim.techniques.activation_offload import technique as activation_offload
@@ -50,12 +49,12 @@ def apply_choice(
     update_bytes: int | None = None,
     in_place: Sequence[str] | None = None,
 ) -> Fitted:
-    """Put ``plan`` into force. On any failure the model and the optimizer are left as they were.
+    """Enforce ``plan``. After a failure the model and the optimizer are as before.
 
-    ``partition`` is that which the plan's weight streaming decisions speak of; a block without one is resident.
-    ``example`` is an input as the model takes it, for plans with in-place activations. ``update_bytes`` are updated
-    at once (None: as the model is large). ``in_place``: the activations that such a plan was found to have before
-    (None: it is tried out).
+    ``partition`` has the blocks of the plan's weight streaming decisions; a block without a decision is resident.
+    ``example`` is an input of the model, for plans with in-place activations. ``update_bytes`` are updated at once
+    (None: depends on the model's size). ``in_place``: the in-place activations found earlier for such a plan
+    (None: they are searched for).
     """
     fitted = Fitted(model, optimizer, _complete(plan, partition), memory)
     try:
@@ -77,12 +76,12 @@ def _complete(plan: Plan, partition: Partition) -> Plan:
 
 
 class Fitted:
-    """The handle of a model that ``brim.fit`` made fit for training.
+    """The handle of a model that ``brim.fit`` has fitted for training.
 
     Attributes:
         model: The model, in place.
         optimizer: Its optimizer.
-        plan: What was decided and promised.
+        plan: The decisions and their promise.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, memory: Memory) -> None:
@@ -96,7 +95,7 @@ class Fitted:
 
     @property
     def is_partly_updated(self) -> bool:
-        """Whether the step under way has begun to change weights, so that it cannot be repeated as it is."""
+        """True if the current step has begun to change weights, so that it cannot be repeated."""
         return self._stepping or (self.offload is not None and self.offload.partly_updated)
 
     def _apply(
@@ -118,7 +117,7 @@ class Fitted:
             self.in_place = self.hold(inplace_activations.apply(model, example, in_place)).names
         self.streaming = place_weights(model, partition, self.plan, memory, weights, training=True)
         self.hold(self.streaming)
-        if weights.sources and not memory.fake:  # until now parameters held nothing
+        if weights.sources and not memory.fake:  # until now the parameters had no values
             self.precision.take_weights(self.streaming.value)
         if choice.activations:
             self.hold(activation_offload.apply(model, choice.activations, memory))
@@ -136,13 +135,13 @@ class Fitted:
             self.hold(self.offload)
 
     def _streams_trained(self, partition: Partition) -> bool:
-        """Whether blocks that come and go are trained: then they are updated one by one, each in its slot."""
+        """True if blocks that are loaded and dropped are trained: they are updated in their slots, block by block."""
         trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         moving = [b for b in partition.blocks if self.choice.streaming.get(b.name, RESIDENT) != RESIDENT]
         return any(not trained.isdisjoint(block.tensors) for block in moving)
 
     def hold(self, handle: Any) -> Any:
-        """Remove ``handle`` with this one, before those that were held earlier."""
+        """Remove ``handle`` together with this one; the last one held is removed first."""
         self._handles.append(handle)
         return handle
 
@@ -170,7 +169,7 @@ class Fitted:
         return total
 
     def evaluate(self, inputs: Any) -> torch.Tensor:
-        """The loss of a micro-batch, 0-dimensional, without dropout and with nothing kept for a backward pass."""
+        """The loss of a micro-batch, 0-dimensional, without dropout and with nothing stored for a backward pass."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -185,7 +184,7 @@ class Fitted:
             inputs = tree_map_only(torch.Tensor, lambda value: value.to(self.memory.device), micro.inputs)
             output = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(*inputs)
             loss = loss_of(output)
-            # A product with one would be one operation more than plain PyTorch does.
+            # A product with 1 would be an operation that plain PyTorch does not have.
             return loss if micro.weight == 1 else loss * micro.weight
 
     def _updating(self) -> Any:
@@ -200,8 +199,8 @@ class Fitted:
         PyTorch's own function works as well while gradients stay in memory.
 
         Args:
-            max_norm: The largest norm that gradients keep.
-            norm_type: Which norm; ``inf`` is the largest value.
+            max_norm: The largest norm of the gradients.
+            norm_type: The kind of norm; ``inf`` is the largest absolute value.
 
         Returns:
             The norm before clipping, 0-dimensional.
@@ -211,15 +210,16 @@ class Fitted:
             return self.offload.clip_grad_norm_(max_norm, norm_type, parameters=parameters)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    # -- what a checkpoint holds
+    # -- state for checkpoints
 
     def value(self, name: str) -> torch.Tensor:
-        """A parameter or buffer as it is now, wherever it rests."""
+        """The present value of a parameter or buffer, wherever it rests."""
         assert self.streaming is not None, "it is removed"
         return self.streaming.value(name)
 
     def states(self, names: Mapping[torch.Tensor, str]) -> tuple[list[Layout], Iterator[tuple[str, torch.Tensor]]]:
-        """The optimizer's state tensors, announced and then read one at a time. ``names``: parameter -> name."""
+        """Layout of the optimizer's state tensors, and the tensors, read one at a time. ``names``: parameter ->
+        name."""
         layout = training_state.optimizer_layout(self.optimizer, names)
         if self.offload is None:
             return layout, training_state.optimizer_tensors(self.optimizer, names)
@@ -232,7 +232,7 @@ class Fitted:
         numbers: Mapping[str, Any],
         tensors: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
-        """Put back what ``states`` and ``training_state.optimizer_numbers`` gave."""
+        """Restore the results of ``states`` and ``training_state.optimizer_numbers``."""
         if self.offload is None:
             training_state.restore_optimizer(self.optimizer, names, numbers, tensors)
             return
@@ -245,21 +245,21 @@ class Fitted:
             self.offload.load_state(name, tensor)
 
     def timeline(self) -> Timeline:
-        """What memory did since the model was fitted. The fact ``held_bytes.disk``: the peak of the scratch file."""
+        """Memory events since the model was fitted. The fact ``held_bytes.disk`` is the peak of the scratch file."""
         assert self.streaming is not None, "it is removed"
         timeline = self.streaming.timeline()
         timeline.facts[f"held_bytes.{DISK}"] = self.memory.disk_peak_bytes
         return timeline
 
     def close(self) -> None:
-        """Stop moving and close the files; the model and the optimizer are of no use after that."""
+        """Stop moving and close the files; model and optimizer cannot be used afterwards."""
         self.precision.close()
         if self.offload is not None:
-            self.offload.close()  # before the memory that its updates work in
+            self.offload.close()  # before the memory of its updates
         self.memory.close()
 
     def remove(self) -> None:
-        """Give model and optimizer back with everything in memory, as if nothing had been fitted. A second call does
+        """Restore model and optimizer with everything in memory, as if they had never been fitted. A second call does
         nothing.
         """
         while self._handles:
@@ -271,6 +271,16 @@ class Fitted:
 
 
 def bytes_at_once(model: nn.Module) -> int:
-    """How much is updated at once: a sixteenth of what is trained, as what passes through RAM is thrice that."""
+    """Bytes updated at once: a sixteenth of the trained bytes, as three times as many pass through RAM."""
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return min(BLOCK_BYTES, max(_LEAST_UPDATE_BYTES, trained // 16))
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in a model's output; of a model that gives none, a stand-in with gradients for all of it."""
+    loss: torch.Tensor | None = getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    values = output.values() if isinstance(output, Mapping) else output
+    first: torch.Tensor = output if isinstance(output, torch.Tensor) else next(iter(values))
+    return first if first.dim() == 0 else first.float().mean()

@@ -1,4 +1,4 @@
-"""Imported by Python in every process that has this folder on its path; then the one that it hides, if there is."""
+"""Imported by Python in every process with this folder on its path; then imports the sitecustomize that it hides."""
 
 import importlib.machinery
 import importlib.util
@@ -25,6 +25,6 @@ if os.environ.get("BRIM_REHEARSAL_VALUES"):
     by_environment()
 
 if os.environ.get("BRIM_REHEARSAL_OTHERS"):
-    from brim.rehearsal.others import tell_when_cuda_is_used
+    from brim.rehearsal.others import record_use_of_cuda
 
-    tell_when_cuda_is_used()
+    record_use_of_cuda()

@@ -1,1 +1,1 @@
-"""Training checkpoints: written so that a whole one is always there, read with checksums."""
+"""Training checkpoints: written so that a complete one always exists, read with checksums."""

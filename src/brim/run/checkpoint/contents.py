@@ -1,4 +1,4 @@
-"""What goes into a checkpoint so that transformers and peft read it as a model of their own."""
+"""Tensors and files that make a checkpoint a model for transformers and peft."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from brim.memory.checkpoint_writing import Layout
 from brim.run.checkpoint.saver import ADAPTER, MODEL, Tensors
 
 SHARD_BYTES = 5 * 10**9
-# What a tokenizer may consist of; weights and code are not among it.
+# Files of a tokenizer; none of the patterns matches weights or code.
 _TOKENIZER_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -32,10 +32,10 @@ def model_tensors(
     value: Callable[[str], torch.Tensor] | None = None,
     shard_bytes: int | None = SHARD_BYTES,
 ) -> Tensors:
-    """All parameters and persistent buffers of ``module``, tied ones once, by their names in it.
+    """All parameters and persistent buffers of ``module`` by name, tied ones once.
 
-    value: gives a tensor by its name, for modules whose weights rest elsewhere; None: each submodule's own
-    ``state_dict`` does, one at a time.
+    value: returns a tensor by name, for modules whose weights rest elsewhere; None reads each submodule's own
+    ``state_dict``, one at a time.
     """
     tensors = dict(module.named_parameters()) | dict(_persistent_buffers(module))
     layout: list[Layout] = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
@@ -44,8 +44,8 @@ def model_tensors(
 
 
 def model_files(module: torch.nn.Module, source: Path | None = None) -> dict[str, bytes | Path]:
-    """config.json and generation_config.json of ``module`` (a transformers model) as it is now, and the tokenizer's
-    files in the folder ``source``."""
+    """config.json and generation_config.json of ``module`` (a transformers model) in its present state, and the
+    tokenizer's files from the folder ``source``."""
     model: Any = module
     config = copy.deepcopy(model.config)
     config.architectures = [type(module).__name__]
@@ -65,9 +65,9 @@ def tokenizer_files(source: Path | None) -> dict[str, bytes | Path]:
 
 
 def adapter_tensors(module: torch.nn.Module, adapter: str = "default") -> Tensors:
-    """The trained tensors of a peft model under the names that peft gives them in adapter_model.safetensors.
+    """The trained tensors of a peft model under their names in peft's adapter_model.safetensors.
 
-    ``dict(adapter_tensors(module).values)`` has the module's own tensors, to be read into when resuming.
+    The values of ``adapter_tensors(module)`` are the module's own tensors: resuming reads into them.
     """
     from peft import get_peft_model_state_dict
 
@@ -96,7 +96,7 @@ def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Te
 
 
 def _own_value(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """From the part's ``state_dict``, because what a parameter points to may be no value (weight streaming)."""
+    """Read through the part's ``state_dict``: under weight streaming a parameter may hold no value."""
     path, _, own = name.rpartition(".")
     value: torch.Tensor = module.get_submodule(path).state_dict()[own]
     return value

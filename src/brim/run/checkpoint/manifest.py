@@ -1,7 +1,7 @@
-"""What a training checkpoint says about itself: every file, every tensor, a checksum for each and one over all that.
+"""The manifest of a training checkpoint: every file, every tensor, a checksum for each and one over the manifest.
 
-The manifest is the last file of a checkpoint to be written. A folder without one, or with one that its own checksum
-contradicts, is no checkpoint.
+The manifest is written last. A folder without one, or with one that does not match its own checksum, is no
+checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """``checksum`` is of the whole file; of a safetensors file, of its header, as each tensor has its own."""
+    """``checksum`` covers the entire file; of a safetensors file only its header, as each tensor has its own."""
 
     bytes: int
     checksum: str
@@ -44,7 +44,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """``state``: any JSON that the training loop wants back (RNG, position in the data, optimizer's numbers)."""
+    """``state``: JSON that the training loop needs to resume (RNG, position in the data, optimizer's numbers)."""
 
     brim: str
     step: int
@@ -54,7 +54,7 @@ class Manifest:
 
 def to_text(manifest: Manifest) -> str:
     """Raises TypeError when ``state`` is not JSON."""
-    document = json.loads(json.dumps(codec.to_json(manifest, VERSION)))  # keys become what they will be read as
+    document = json.loads(json.dumps(codec.to_json(manifest, VERSION)))  # keys become strings, as after reading
     return json.dumps(document | {"checksum": _digest(document)}, indent=0)
 
 
@@ -86,17 +86,17 @@ def checkpoint_folder(root: Path, step: int) -> Path:
 
 
 def partial_folder(folder: Path) -> Path:
-    """Where a checkpoint is while it is being written or deleted; nobody reads it."""
+    """The hidden folder of a checkpoint while it is written or deleted; readers ignore it."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 def set_aside(folder: Path) -> Path:
-    """Where a checkpoint is while another of the same step takes its place; it still counts."""
+    """The folder of a checkpoint while another of the same step replaces it; it is still valid."""
     return folder.with_name(f"{folder.name}.old")
 
 
 def checkpoint_folders(root: Path) -> list[tuple[int, Path]]:
-    """(step, folder), the newest first; of one step, the one that was set aside last."""
+    """(step, folder), newest first; within a step, the folder that was set aside comes last."""
     if not root.is_dir():
         return []
     folders = [(match, path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()]

@@ -1,4 +1,4 @@
-"""Find the newest training checkpoint that is whole, and read it tensor by tensor."""
+"""Find the newest complete training checkpoint, and read it tensor by tensor."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A whole checkpoint on disk.
+    """A complete checkpoint on disk.
 
-    state: what the training loop gave to ``Checkpointer.save``. files: the safetensors files by name, each with its
-    tensors and their checksums. skipped: one sentence for each newer checkpoint that is damaged.
+    state: as given to ``Checkpointer.save``. files: the safetensors files by name, each with its tensors and their
+    checksums. skipped: one sentence for each newer checkpoint that is damaged.
     """
 
     folder: Path
@@ -37,11 +37,12 @@ class Checkpoint:
     skipped: tuple[str, ...] = ()
 
     def layout(self, stem: str) -> list[Layout]:
-        """(name, dtype, shape) of what ``STEM.safetensors`` or its shards hold; empty where there is none."""
+        """(name, dtype, shape) of the tensors in ``STEM.safetensors`` or its shards; empty if there is no such
+        file."""
         return [(source.name, source.dtype, source.shape) for source, _ in self._stored(stem).values()]
 
     def check(self, stem: str, wanted: Sequence[Layout]) -> None:
-        """Raise ModelError that names the first tensor that is missing, too many or of another dtype or shape."""
+        """Raise ModelError naming the first tensor that is missing, unexpected, or of another dtype or shape."""
         stored = {name: (dtype, tuple(shape)) for name, dtype, shape in self.layout(stem)}
         for name, dtype, shape in wanted:
             if name not in stored:
@@ -57,17 +58,17 @@ class Checkpoint:
             raise self._differs(stem, f"It holds {extra}, for which there is no place.")
 
     def tensors(self, stem: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor in RAM of its own, one at a time, compared with its checksum. Raises ModelError."""
+        """Each tensor in newly allocated RAM, one at a time, checked against its checksum. Raises ModelError."""
         for name, stored in self._stored(stem).items():
             value = torch.empty(stored[0].shape, dtype=stored[0].dtype)
             self._fill(value, stored)
             yield name, value
 
     def read_into(self, stem: str, targets: Mapping[str, torch.Tensor]) -> None:
-        """``check``, then fill ``targets`` (on any device), each compared with its checksum.
+        """``check``, then fill ``targets`` (on any device), each checked against its checksum.
 
-        Takes 1 MiB of RAM beside a target that is contiguous in RAM, otherwise that tensor once more.
-        Raises ModelError, TransferError; the targets' values are then undefined.
+        Takes 1 MiB of RAM beside a target that is contiguous in RAM, otherwise a second copy of that tensor.
+        Raises ModelError, TransferError; the targets' values are undefined then.
         """
         self.check(stem, [(name, target.dtype, tuple(target.shape)) for name, target in targets.items()])
         stored = self._stored(stem)
@@ -80,7 +81,7 @@ class Checkpoint:
                 target.detach().copy_(value)
 
     def _stored(self, stem: str) -> dict[str, tuple[TensorSource, str]]:
-        """Where each tensor is, and its checksum, by name in the files' order."""
+        """(source, checksum) of each tensor by name, in the files' order."""
         tensors: dict[str, tuple[TensorSource, str]] = {}
         for file, entry in sorted(self.files.items()):
             if file == stem + _SUFFIX or file.startswith(f"{stem}-"):
@@ -104,12 +105,12 @@ class Checkpoint:
 
 
 def steps(folder: str | Path) -> list[int]:
-    """The steps of the checkpoints in ``folder``, ascending, whole or not; empty where there is no such folder."""
+    """The steps of the checkpoints in ``folder``, ascending, complete or not; empty if there is no such folder."""
     return sorted({step for step, _ in checkpoint_folders(Path(folder))})
 
 
 def latest(folder: str | Path) -> Checkpoint:
-    """The newest checkpoint in ``folder`` that is whole; every byte is read. Raises ModelError when there is none."""
+    """The newest complete checkpoint in ``folder``, every byte verified. Raises ModelError when there is none."""
     root = Path(folder).absolute()
     skipped: list[str] = []
     for _, path in checkpoint_folders(root):
@@ -125,7 +126,7 @@ def latest(folder: str | Path) -> Checkpoint:
 
 
 def read(folder: str | Path) -> Checkpoint:
-    """The checkpoint in this very folder (``.../step-000120``); every byte is read.
+    """The checkpoint in exactly this folder (``.../step-000120``), every byte verified.
 
     Raises ModelError when anything is missing or damaged.
     """
@@ -137,7 +138,7 @@ def read(folder: str | Path) -> Checkpoint:
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
-    """Compare every byte of the files with ``manifest``. Raises ModelError that names the file and the tensor."""
+    """Compare every byte of the files with ``manifest``. Raises ModelError naming the file and the tensor."""
     for name, entry in manifest.files.items():
         path = folder / name
         try:
@@ -146,11 +147,11 @@ def verify(folder: Path, manifest: Manifest) -> None:
             raise _damaged(folder, f"{name} cannot be read: {error.strerror}.") from error
         if size != entry.bytes:
             raise _damaged(folder, f"{name} is {size} bytes long, not {entry.bytes}.")
-        (_verify_tensors if name.endswith(_SUFFIX) else _verify_whole)(folder, path, entry)
+        (_verify_tensors if name.endswith(_SUFFIX) else _verify_file)(folder, path, entry)
 
 
 def entry_of(path: Path) -> FileEntry:
-    """A file as a manifest has it, every byte read."""
+    """The manifest's entry for a file, computed from every byte of it."""
     if not path.name.endswith(_SUFFIX):
         with _Reader(path) as reader:
             size = path.stat().st_size
@@ -168,7 +169,7 @@ def entry_of(path: Path) -> FileEntry:
     return FileEntry(bytes=size, checksum=header, tensors=tensors)
 
 
-def _verify_whole(folder: Path, path: Path, entry: FileEntry) -> None:
+def _verify_file(folder: Path, path: Path, entry: FileEntry) -> None:
     with _Reader(path) as reader:
         if reader.checksum(0, entry.bytes) != entry.checksum:
             raise _damaged(folder, f"The checksum of {path.name} does not match.")
@@ -189,7 +190,7 @@ def _verify_tensors(folder: Path, path: Path, entry: FileEntry) -> None:
 
 
 class _Reader:
-    """An open file, read in pieces that do not stay in the page cache: a checkpoint is read once."""
+    """An open file, read in pieces that are dropped from the page cache: a checkpoint is read once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,7 +1,7 @@
-"""What brim has written into an output folder: nothing else that lies there is removed or written over.
+"""The record of everything that brim wrote into an output folder; nothing else there is removed or overwritten.
 
-A file with a name like brim's may be the user's: a model of an earlier training, a copied checkpoint that is to last.
-So each checkpoint and each file of the model is listed, by what is in it, before it gets its name.
+A file with a name like brim's may be the user's: a model of an earlier training, a copied checkpoint to preserve.
+So each checkpoint and each file of the model is listed, by a digest of its content, before it gets its name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenFile:
-    """A file that was written; ``checksum`` is a digest of its ``FileEntry``."""
+    """A file written by brim; ``checksum`` is a digest of its ``FileEntry``."""
 
     bytes: int
     mtime_ns: int
@@ -38,7 +38,8 @@ class WrittenFile:
 
 @dataclass(frozen=True, kw_only=True)
 class _Listing:
-    """By name: digests of a checkpoint's manifest, and what a file may hold; hidden folders of unfinished work."""
+    """By name: digests of the manifests of checkpoints, the versions of each file; hidden folders of unfinished
+    work."""
 
     checkpoints: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     files: Mapping[str, tuple[WrittenFile, ...]] = field(default_factory=dict)
@@ -46,9 +47,10 @@ class _Listing:
 
 
 class OutputRecord:
-    """The record of the folder ``root``, read and written anew by each call: threads and processes take turns at it.
+    """The record of the folder ``root``. Every call reads and writes it anew, as several threads and processes use
+    it.
 
-    Where it is missing or damaged, nothing in the folder counts as written by brim.
+    If it is missing or damaged, nothing in the folder counts as written by brim.
     """
 
     def __init__(self, root: Path) -> None:
@@ -58,7 +60,7 @@ class OutputRecord:
 
     @contextmanager
     def unfinished(self, folder: Path) -> Iterator[None]:
-        """``folder`` is listed from before it is made until it is gone; a killed process leaves it listed."""
+        """List ``folder`` until it no longer exists; it stays listed if the process is killed."""
         self.begin(folder)
         try:
             yield
@@ -68,18 +70,18 @@ class OutputRecord:
                     self.end(folder)
 
     def begin(self, folder: Path) -> None:
-        """List the hidden ``folder``, which is about to be made."""
+        """List the hidden ``folder`` before it is created."""
         content = self._read()
         self._write(replace(content, unfinished=tuple(sorted({*content.unfinished, folder.name}))))
 
     def end(self, folder: Path) -> None:
-        """The hidden ``folder`` is gone, or has another name."""
+        """Remove the hidden ``folder`` from the list once it was deleted or renamed."""
         content = self._read()
         if folder.name in content.unfinished:
             self._write(replace(content, unfinished=tuple(n for n in content.unfinished if n != folder.name)))
 
     def remove_unfinished(self) -> None:
-        """Delete what killed processes left."""
+        """Delete the hidden folders of killed processes."""
         for name in self._read().unfinished:
             folder = self._root / name
             if folder.is_dir() and not folder.is_symlink():
@@ -89,21 +91,21 @@ class OutputRecord:
     # -- checkpoints
 
     def add_checkpoint(self, name: str, content: Path) -> None:
-        """The checkpoint in the folder ``content`` is about to get this name."""
+        """List the checkpoint in the folder ``content`` before it is renamed to ``name``."""
         record, digest = self._read(), _manifest_digest(content)
         known = record.checkpoints.get(name, ())
         if digest is not None and digest not in known:
             self._write(replace(record, checkpoints={**record.checkpoints, name: (*known, digest)}))
 
     def has_checkpoint(self, folder: Path) -> bool:
-        """Whether brim wrote the checkpoint under this very name, and nobody has put anything into it."""
+        """True if brim wrote the checkpoint under this name and no file has been added to it."""
         if folder.is_symlink() or _manifest_digest(folder) not in self._read().checkpoints.get(folder.name, ()):
             return False
         return not _others(folder)
 
     def remove_checkpoint(self, folder: Path) -> None:
-        """Delete a checkpoint that has nothing but its own files: out of sight first, as half of one is worse than
-        none."""
+        """Delete a checkpoint that has only its own files. It is hidden first: an incomplete checkpoint must not be
+        visible."""
         hidden = partial_folder(folder)
         with self.unfinished(hidden):
             folder.rename(hidden)
@@ -111,7 +113,7 @@ class OutputRecord:
             shutil.rmtree(hidden)
 
     def forget_checkpoint(self, name: str) -> None:
-        """There is no checkpoint of ours under that name any more: what comes there is the user's."""
+        """Remove ``name`` from the record: a later checkpoint of that name is the user's."""
         record = self._read()
         if name in record.checkpoints:
             self._write(replace(record, checkpoints={n: d for n, d in record.checkpoints.items() if n != name}))
@@ -119,7 +121,7 @@ class OutputRecord:
     # -- files of the model
 
     def add_files(self, entries: Mapping[str, FileEntry], folder: Path) -> None:
-        """The files in ``folder`` are about to get their names in the output folder."""
+        """List the files in ``folder`` before they are moved into the output folder."""
         record = self._read()
         files = {**record.files}
         for name, entry in entries.items():
@@ -128,17 +130,17 @@ class OutputRecord:
             files[name] = (*files.get(name, ()), written)
         self._write(replace(record, files=files))
 
-    def keep_files(self, names: Mapping[str, FileEntry]) -> None:
-        """The files that were added last are there now, and no others."""
+    def keep_only(self, names: Mapping[str, FileEntry]) -> None:
+        """Remove from the record all files but the latest version of each of ``names``."""
         record = self._read()
         self._write(replace(record, files={name: record.files[name][-1:] for name in names}))
 
     def file_names(self) -> list[str]:
-        """Names of files that were written."""
+        """Names of the listed files."""
         return list(self._read().files)
 
     def has_file(self, path: Path) -> bool:
-        """Whether the file is as brim wrote it under this very name."""
+        """True if the file is unchanged since brim wrote it under this name."""
         written = self._read().files.get(path.name, ())
         if path.is_symlink() or not path.is_file() or not written:
             return False
@@ -161,7 +163,7 @@ class OutputRecord:
         try:
             text = regular(self._path).read_text(encoding="utf-8")
             content = codec.from_json(_Listing, json.loads(text), _VERSION)
-        except (FileNotFoundError, ValueError, RecursionError):  # a disk that fails is another matter
+        except (FileNotFoundError, ValueError, RecursionError):  # not OSError: a failing disk must raise
             return _Listing()
         names = (*content.checkpoints, *content.files, *content.unfinished)
         return content if all(Path(name).name == name for name in names) else _Listing()
@@ -175,23 +177,23 @@ class OutputRecord:
 
 
 def remove_listed(folder: Path) -> None:
-    """Delete of the checkpoint ``folder`` what its manifest lists, and the folder where that was all. Without a
-    manifest of brim's nothing is."""
+    """Delete the files of the checkpoint ``folder`` that its manifest lists, then the folder if it is empty. Without
+    a manifest nothing is deleted."""
     if folder.is_symlink():
         return
     try:
         listed = set(read_manifest(folder).files)
     except BrimError:
         return
-    (folder / MANIFEST_NAME).unlink()  # first: what is left is no checkpoint
+    (folder / MANIFEST_NAME).unlink()  # first: the remainder must not count as a checkpoint
     for name in listed:
         (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # others' files are in it
+    with contextlib.suppress(OSError):  # the user's files are in it
         folder.rmdir()
 
 
 def set_aside_foreign(path: Path) -> Path:
-    """Give what lies under ``path``, which is not brim's, a name that nobody takes for a part of a training."""
+    """Rename ``path``, which brim did not write, to a name that no training uses."""
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.kept-{number}")):
         number += 1
@@ -201,12 +203,12 @@ def set_aside_foreign(path: Path) -> Path:
 
 
 def _others(folder: Path) -> set[str]:
-    """Names in a checkpoint that its manifest does not list."""
+    """Names of files in a checkpoint that its manifest does not list."""
     return {entry.name for entry in folder.iterdir()} - {*read_manifest(folder).files, MANIFEST_NAME}
 
 
 def _manifest_digest(folder: Path) -> str | None:
-    """A digest of the checkpoint's manifest, which has checksums of all that it lists; None without one."""
+    """Digest of the checkpoint's manifest, which has the checksums of all files; None without a manifest."""
     try:
         return hashlib.blake2b(regular(folder / MANIFEST_NAME).read_bytes(), digest_size=8).hexdigest()
     except (FileNotFoundError, NotADirectoryError):

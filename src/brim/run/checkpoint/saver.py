@@ -1,4 +1,4 @@
-"""Write training checkpoints: whatever happens, a whole one is there.
+"""Write training checkpoints so that a complete one exists at any time, even if the process is killed.
 
     with Checkpointer(output, keep=2) as keeper:
         ...
@@ -9,12 +9,12 @@
             files=model_files(module, opened.path),
         )
 
-    checkpoint = latest(output)  # checkpoint_reading
+    checkpoint = latest(output)  # run.checkpoint.reading
     checkpoint.read_into("model", {name: tensor})
 
 A checkpoint is a folder ``step-000120`` that transformers (or, with ``adapter_model``, peft) reads as a model:
 safetensors files, config.json and the tokenizer; ``optimizer.safetensors``; ``brim.manifest.json``, the checksums of
-the weights; and ``brim.checkpoint.json``, the manifest of it all, which also has what is not a tensor.
+the weights; and ``brim.checkpoint.json``, the manifest of all files, which also has the state that is not tensors.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ STAGING_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Tensors:
-    """What one safetensors file ``STEM.safetensors`` (or its shards and their index) will hold.
+    """Content of a safetensors file ``STEM.safetensors``, or of its shards and their index.
 
-    stem: MODEL and ADAPTER are what transformers and peft look for. layout: name, dtype and shape of every tensor,
-    tied ones once. values: the tensors, in any order, consumed once and one at a time: a generator over blocks on
-    disk is welcome. shard_bytes: the largest file; None is one file (peft knows no shards).
+    stem: MODEL and ADAPTER are the names that transformers and peft look for. layout: name, dtype and shape of every
+    tensor, tied ones once. values: the tensors in any order, consumed once and one at a time, so it may be a
+    generator that reads from disk. shard_bytes: size of the largest file; None writes a single file (peft knows no
+    shards).
     """
 
     stem: str
@@ -64,10 +65,10 @@ class Tensors:
 class Checkpointer:
     """Writes the checkpoints of one run into ``folder``.
 
-    keep: how many remain, the new one included; the others are deleted once the new one was read back and found
-    whole. protected: checkpoints that are never deleted, as the one that this run streams its weights from.
+    keep: number of checkpoints that remain, the new one included; older ones are deleted after the new one was read
+    back and verified. protected: checkpoints that are never deleted, such as one that this run streams weights from.
     staging: a flat uint8 tensor in RAM that all bytes pass through, so that a pool can count it; without one,
-    ``staging_bytes`` are held during ``save``. A thread writes what is in it while the next tensor is copied.
+    ``staging_bytes`` are allocated during ``save``. A thread writes from it while the next tensor is copied into it.
     """
 
     def __init__(
@@ -105,12 +106,12 @@ class Checkpointer:
         """Write the checkpoint of ``step`` and return its folder.
 
         state: plain JSON values. files: further files by name: their content, or the file to copy. Raises
-        TransferError when the disk refuses; the older checkpoints are untouched then, and it can be called again.
-        Raises UnsupportedError for a dtype that safetensors does not have. Where it is interrupted (Ctrl-C) while
-        it waits for the disk, the checkpoint goes on; ``finish`` waits for it.
+        TransferError when the disk refuses; older checkpoints are unchanged then, and ``save`` can be called again.
+        Raises UnsupportedError for a dtype that safetensors does not have. If it is interrupted (Ctrl-C) while it
+        waits for the disk, writing continues; ``finish`` waits for it.
         """
         self.finish()
-        document = json.loads(json.dumps(state))  # as it is now
+        document = json.loads(json.dumps(state))  # a copy: training changes it meanwhile
         extra = dict(files or {})
         groups = [_plan(file_tensors, extra) for file_tensors in tensors]
         writer = FolderWriter(self._root, step, [plan for group in groups for plan in group])
@@ -138,30 +139,30 @@ class Checkpointer:
     def _complete(
         self, writer: FolderWriter, step: int, state: Mapping[str, Any], files: Mapping[str, bytes | Path]
     ) -> None:
-        """On the thread, when all tensors were written."""
+        """Add the other files and commit; runs on the writer thread after all tensors were written."""
         weights = {
             name: int(tensor.checksum, 16)
             for file, entry in writer.finish_tensors().items()
             if file.startswith(MODEL)
             for name, tensor in entry.tensors.items()
         }
-        if weights:  # for whoever opens the folder as a model
+        if weights:  # checked when the folder is opened as a model
             writer.add(WEIGHTS_MANIFEST_NAME, manifest_text(weights).encode())
         for name, content in files.items():
             writer.add(name, content)
         writer.commit(state)
-        with _told(
+        with _disk_errors(
             f"Cannot delete the checkpoints before step {step} from {self._root}.",
             "The new checkpoint is complete. Delete the older ones by hand.",
         ):
             writer.prune(self._keep, self._protected)
 
     def finish(self) -> None:
-        """Wait for a checkpoint whose ``save`` was interrupted. Raises TransferError when it could not be written."""
+        """Wait for a checkpoint whose ``save`` was interrupted. Raises TransferError if it could not be written."""
         if self._writing is not None:
-            self._writing.join()  # an interrupt while it waits leaves it to be waited for
+            self._writing.join()  # if this is interrupted, ``_writing`` remains to be waited for
             writing, self._writing = self._writing, None
-            with _told(
+            with _disk_errors(
                 f"Cannot write a checkpoint to {self._root}.",
                 "Earlier checkpoints are intact. Free some disk space or choose another folder.",
             ):
@@ -173,23 +174,23 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait, as ``finish`` does."""
+        """Call ``finish``."""
         self.finish()
 
 
 @contextlib.contextmanager
-def _told(asked: str, todo: str) -> Iterator[None]:
-    """The disk's refusals as TransferError."""
+def _disk_errors(problem: str, todo: str) -> Iterator[None]:
+    """Convert errors of the disk to TransferError."""
     try:
         yield
     except OSError as error:
-        raise TransferError(asked, f"{error.strerror or error}.", todo) from error
-    except ModelError as error:  # it was written, and what was read back is not what was written
-        raise TransferError(asked, error.found, "Earlier checkpoints are intact. Check the disk.") from error
+        raise TransferError(problem, f"{error.strerror or error}.", todo) from error
+    except ModelError as error:  # the bytes that were read back differ from those written
+        raise TransferError(problem, error.found, "Earlier checkpoints are intact. Check the disk.") from error
 
 
 def _plan(tensors: Tensors, files: MutableMapping[str, bytes | Path]) -> list[PlannedFile]:
-    """The files that ``tensors`` become; where there are several, their index is added to ``files``."""
+    """The files for ``tensors``; if there are several shards, their index is added to ``files``."""
     for name, dtype, _ in tensors.layout:
         if dtype not in CODES:
             raise UnsupportedError(f"Cannot save {name}.", f"safetensors has no dtype for {dtype}.")
@@ -209,18 +210,18 @@ def _shards(tensors: Tensors) -> list[list[Layout]]:
     if not tensors.layout:
         return []
     shards: list[list[Layout]] = [[]]
-    held_bytes = 0
+    shard_bytes = 0
     for tensor in tensors.layout:
-        if shards[-1] and tensors.shard_bytes is not None and held_bytes + _bytes(tensor) > tensors.shard_bytes:
+        if shards[-1] and tensors.shard_bytes is not None and shard_bytes + _bytes(tensor) > tensors.shard_bytes:
             shards.append([])
-            held_bytes = 0
+            shard_bytes = 0
         shards[-1].append(tensor)
-        held_bytes += _bytes(tensor)
+        shard_bytes += _bytes(tensor)
     return shards
 
 
 def planned_file(name: str, layout: Sequence[Layout], metadata: Mapping[str, str]) -> PlannedFile:
-    """The safetensors file of that name that holds these tensors."""
+    """Header and offsets of a safetensors file with these tensors."""
     header, sources = plan_safetensors(Path(name), layout, dict(metadata))
     return PlannedFile(name=name, header=header, sources=sources)
 

@@ -1,4 +1,4 @@
-"""Bytes on their way to a checkpoint: cut into pieces, copied once, never more of them than a buffer holds."""
+"""Ring buffer between the training and the thread that writes a checkpoint, and the pieces that pass through it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from brim.memory.pool import round_up
 
-_ALIGNMENT_BYTES = 8  # as the checksum wants its words
+_ALIGNMENT_BYTES = 8  # the word size of the checksum
 _PIECE_BYTES = 4 << 20
 
 
 def pieces(tensor: torch.Tensor, limit_bytes: int) -> Iterator[torch.Tensor]:
     """The bytes of ``tensor`` in row-major order as flat uint8 tensors of at most ``limit_bytes`` (8 or more).
 
-    Views where the tensor is contiguous; where it is not, copies of that size, never of the whole.
+    Views if the tensor is contiguous, otherwise copies of one piece at a time.
     """
     tensor = tensor.detach()
     if tensor.is_contiguous():
@@ -35,24 +35,24 @@ def pieces(tensor: torch.Tensor, limit_bytes: int) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Room in a Ring: ``tensor`` is to be filled; ``cost_bytes`` are given back with it."""
+    """Room in a Ring: ``tensor`` is to be filled; ``cost_bytes`` are released with it."""
 
     tensor: torch.Tensor
     cost_bytes: int
 
 
 class Ring:
-    """A flat buffer for one who fills and one who empties it, first in, first out; the filler waits for room."""
+    """A first-in, first-out buffer for one producer and one consumer; the producer waits for room."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer, self._at, self._used_bytes = buffer, 0, 0
-        self._given: queue.SimpleQueue[int] = queue.SimpleQueue()  # no lock that an interrupted filler could keep
-        # Half of it: a piece that does not fit before the end starts at the beginning, and what it skips is lost.
+        self._given: queue.SimpleQueue[int] = queue.SimpleQueue()  # lock-free: an interrupted producer holds no lock
+        # Half of the buffer: a piece that does not fit before the end starts at the beginning and wastes the rest.
         self.piece_bytes = min(_PIECE_BYTES, buffer.numel() // 2 // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES)
         assert self.piece_bytes >= _ALIGNMENT_BYTES, f"{buffer.numel()} bytes are too few"
 
     def take(self, bytes: int, abandoned: Callable[[], bool]) -> Window | None:
-        """Room for ``bytes`` (at most ``piece_bytes``), as soon as there is; None once ``abandoned()``."""
+        """Room for ``bytes`` (at most ``piece_bytes``), as soon as it is free; None once ``abandoned()``."""
         length, end = round_up(bytes, _ALIGNMENT_BYTES), self._buffer.numel()
         begin = self._at if self._at + length <= end else 0
         skipped = 0 if begin == self._at else end - self._at
@@ -65,9 +65,9 @@ class Ring:
         return Window(self._buffer[begin : begin + bytes], skipped + length)
 
     def give(self, window: Window) -> None:
-        """Windows come back in the order in which they were taken."""
+        """Release ``window``. Windows are released in the order in which they were taken."""
         self._given.put(window.cost_bytes)
 
     def wake(self) -> None:
-        """Let the filler look again whether it is abandoned."""
+        """Make a waiting producer check ``abandoned`` again."""
         self._given.put(0)

@@ -23,28 +23,28 @@ class _Piece:
 
 
 class _Abandoned(Exception):
-    """The one who gives the tensors has failed."""
+    """The producer of the tensors has failed."""
 
 
 class WriterThread:
-    """Writes what it is fed, then calls ``complete``; on any failure nothing of the checkpoint is left.
+    """Writes the tensors fed to it, then calls ``complete``; after a failure it removes the incomplete checkpoint.
 
-    All that touches the disk is done here. It ends by itself once ``end`` or ``abandon`` was called.
+    Only this thread touches the disk. It ends after ``end`` or ``abandon`` was called.
     """
 
     def __init__(self, writer: FolderWriter, ring: Ring, complete: Callable[[], None]) -> None:
         self._writer, self._ring, self._complete = writer, ring, complete
-        self._jobs: queue.SimpleQueue[_Piece | bool] = queue.SimpleQueue()  # True: that was all; False: forget it
+        self._jobs: queue.SimpleQueue[_Piece | bool] = queue.SimpleQueue()  # True: all fed; False: abandon
         self._error: BaseException | None = None
         self._failed = threading.Event()
-        # Not a daemon: a program that ends without waiting for it still gets its checkpoint.
+        # Not a daemon: a program that exits without waiting for it still gets its checkpoint.
         self._thread = Worker(self._work, "brim-checkpoint", daemon=False)
         self._thread.start()
 
     def feed(self, first: int, plans: Sequence[PlannedFile], values: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy every tensor of ``plans``, the files from number ``first`` on; waits while the ring is full.
+        """Copy every tensor of ``plans``, whose files begin at number ``first``; waits while the ring is full.
 
-        Returns early when writing has failed: ``wait`` tells.
+        Returns early when writing has failed; ``wait`` raises the error.
         """
         files = {name: first + number for number, plan in enumerate(plans) for name in plan.sources}
         for name, tensor in values:
@@ -68,20 +68,20 @@ class WriterThread:
         return True
 
     def end(self) -> None:
-        """Everything was fed."""
+        """Announce that all tensors were fed."""
         self._jobs.put(True)
 
     def abandon(self) -> None:
-        """What was fed is not to become a checkpoint. Returns when nothing of it is left."""
+        """Discard the checkpoint. Returns when its files are removed."""
         self._jobs.put(False)
         self.join()
 
     def join(self) -> None:
-        """Return when it has ended, however it did."""
+        """Wait until the thread has ended, with or without an error."""
         self._thread.join()
 
     def wait(self) -> None:
-        """Return when the checkpoint is complete. Raises what went wrong."""
+        """Wait until the checkpoint is complete. Raises the error of the thread."""
         self.join()
         if self._error is not None:
             raise self._error
@@ -95,7 +95,7 @@ class WriterThread:
             if not job:
                 raise _Abandoned
             self._complete()
-        except BaseException as error:  # whatever it is, it belongs to the one who waits
+        except BaseException as error:  # ``wait`` raises it in the caller's thread
             self._error = error
             self._failed.set()
             self._ring.wake()

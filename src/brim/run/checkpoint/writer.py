@@ -1,9 +1,9 @@
-"""One checkpoint on its way to the disk: a hidden folder that becomes visible only when all of it is there.
+"""A checkpoint being written: a hidden folder that becomes visible only when it is complete.
 
-The order is what makes it safe: every file is written and fsynced, then the manifest, then the folder; what was
-written is read back and compared; only then is the folder renamed, its parent fsynced, and only then are older
-checkpoints deleted. (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014: a rename is no barrier for
-the data of what is renamed.)
+The order makes it safe: every file is written and fsynced, then the manifest, then the folder; the files are read
+back and compared; only then is the folder renamed, its parent fsynced, and only then are older checkpoints deleted.
+(Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014: a rename is no barrier for the data of the
+renamed file.)
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from brim.run.checkpoint.reading import verify
 from brim.run.checkpoint.record import OutputRecord, set_aside_foreign
 from brim.version import __version__
 
-_SYNC_BYTES = 64 << 20  # what may wait in the page cache until it is brought to the disk
+_SYNC_BYTES = 64 << 20  # most bytes in the page cache before an fsync
 _COPY_BYTES = 1 << 20
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedFile:
-    """A safetensors file to be: its first bytes, and where each tensor goes."""
+    """A safetensors file to be written: its header, and the extent of each tensor."""
 
     name: str
     header: bytes
@@ -67,7 +67,7 @@ class _OpenFile:
 
 
 class FolderWriter:
-    """Writes one checkpoint. Every method raises OSError, or what ``verify`` raises; then ``abandon`` it."""
+    """Writes a checkpoint. After an OSError, or an error of ``verify``, from any method, call ``abandon``."""
 
     def __init__(self, root: Path, step: int, plans: Sequence[PlannedFile]) -> None:
         self._root, self._step, self._plans = root, step, plans
@@ -79,7 +79,7 @@ class FolderWriter:
 
     def create(self) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
-        self._record.remove_unfinished()  # of a run that was killed
+        self._record.remove_unfinished()  # of a killed run
         if os.path.lexists(self._partial):
             set_aside_foreign(self._partial)
         self._record.begin(self._partial)
@@ -91,7 +91,7 @@ class FolderWriter:
             write_all(file.fd, memoryview(plan.header), 0)
 
     def write(self, file: int, name: str, at: int, piece: torch.Tensor) -> None:
-        """The next bytes (flat uint8) of a tensor of the ``file``-th plan; ``at`` of them were written before."""
+        """Write the next bytes (flat uint8) of a tensor in the ``file``-th plan, after the ``at`` already written."""
         open_file = self._open[file]
         write_all(open_file.fd, memoryview(piece.numpy().data), open_file.plan.sources[name].extents[0].offset + at)
         open_file.checksums[name].update(piece)
@@ -101,7 +101,7 @@ class FolderWriter:
             open_file.unsynced_bytes = 0
 
     def finish_tensors(self) -> dict[str, FileEntry]:
-        """Bring the tensors' files to the disk and close them."""
+        """Sync the tensors' files to the disk and close them."""
         while self._open:
             file = self._open[0]
             _sync(file.fd)
@@ -111,7 +111,7 @@ class FolderWriter:
         return self._entries
 
     def add(self, name: str, content: bytes | Path) -> None:
-        """A small file, or a copy of one."""
+        """Write a small file with ``content``, or a copy of the file ``content``."""
         checksum, size = Checksum(), 0
         fd = os.open(self._partial / name, _NEW, 0o666)
         try:
@@ -125,18 +125,18 @@ class FolderWriter:
         self._entries[name] = FileEntry(bytes=size, checksum=f"{checksum.value():016x}", tensors={})
 
     def adopt(self, name: str, entry: FileEntry) -> None:
-        """A file that another process has written into the hidden folder, brought to the disk and read back."""
+        """Add a file that another process has written into the hidden folder, synced and read back."""
         self._entries[name] = entry
 
     def commit(self, state: Mapping[str, Any]) -> None:
-        """Write the manifest, compare all with what is on the disk, and give the folder its name."""
+        """Write the manifest, verify all files on the disk, and rename the folder to its final name."""
         manifest = Manifest(brim=__version__, step=self._step, files=self._entries, state=state)
         self.add(MANIFEST_NAME, to_text(manifest).encode())
         sync_path(self._partial)
         verify(self._partial, manifest)
         old, record = set_aside(self._target), self._record
-        if os.path.lexists(self._target):  # a run that resumed from before it came here again
-            self._give_way(old)
+        if os.path.lexists(self._target):  # this run resumed from an earlier step and reached this one again
+            self._free_name(old)
             if record.has_checkpoint(self._target):
                 record.add_checkpoint(old.name, self._target)
                 self._target.rename(old)
@@ -149,25 +149,25 @@ class FolderWriter:
         if record.has_checkpoint(old):
             record.remove_checkpoint(old)
 
-    def _give_way(self, path: Path) -> None:
-        """Let nothing lie under that name."""
+    def _free_name(self, path: Path) -> None:
+        """Remove brim's checkpoint under that name, or rename whatever else is there."""
         if self._record.has_checkpoint(path):
             self._record.remove_checkpoint(path)
         elif os.path.lexists(path):
             set_aside_foreign(path)
 
     def prune(self, keep: int, protected: Collection[Path]) -> None:
-        """Delete of the older checkpoints that brim wrote here all but the newest ``keep``. Newer ones are of another
-        run: they stay."""
+        """Delete all but the newest ``keep`` of the older checkpoints that brim wrote here. Newer ones belong to
+        another run and stay."""
         older = [(step, path) for step, path in checkpoint_folders(self._root) if step <= self._step]
         older = [(step, path) for step, path in older if self._record.has_checkpoint(path)]
-        kept = sorted({step for step, _ in older})[-keep:]
+        newest = sorted({step for step, _ in older})[-keep:]
         for step, path in older:
-            if step not in kept and path not in protected:
+            if step not in newest and path not in protected:
                 self._record.remove_checkpoint(path)
 
     def abandon(self) -> None:
-        """Close and remove what can be; what cannot, the next checkpoint removes."""
+        """Close and remove the files; the next checkpoint removes what could not be removed now."""
         while self._open:
             with contextlib.suppress(OSError):
                 os.close(self._open.pop().fd)
@@ -178,7 +178,7 @@ class FolderWriter:
 
 
 def written_entry(plan: PlannedFile, checksums: Mapping[str, int]) -> FileEntry:
-    """The file as a manifest has it, once its tensors were written with these checksums."""
+    """The manifest's entry for a file whose tensors were written with these checksums."""
     tensors = {
         name: TensorEntry(dtype=CODES[source.dtype], shape=source.shape, checksum=f"{checksums[name]:016x}")
         for name, source in plan.sources.items()

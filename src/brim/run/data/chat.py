@@ -11,31 +11,30 @@ from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.models.chat_template import apply_template
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# A conversation of more messages is not rendered anew up to each answer, which grows with their square ...
-_FEW_MESSAGES = 32
-_MOST_MESSAGES = (
-    512  # ... unless its template makes other text of words with a mark in them; and then of these at most
-)
+# Most messages of a conversation that is rendered anew up to each answer, which takes quadratic time; the second
+# holds where the template changes words that have a mark in them.
+_FEW_MESSAGES, _MOST_MESSAGES = 32, 512
 _MARK = re.compile("\uf8f0([0-9]+)\uf8f1")  # in characters for private use
 
 Message = dict[str, Any]
-Span = tuple[int, int]  # from, to: characters of the rendered conversation
+Span = tuple[int, int]  # begin, end: characters of the rendered conversation
 Render = Callable[[Sequence[Message], bool], str]  # the messages, and whether the prompt for an answer follows
 
 
 class ChatEncoder:
-    """Applies a tokenizer's chat template.
+    """Encodes conversations with a tokenizer's chat template.
 
-    A template with ``{% generation %}`` marks the answers itself. For any other, an answer begins where the prompt
-    for it ends (the template applied to all that comes before, with its generation prompt, as in inference) and ends
-    where the conversation up to it does, its end-of-turn token included. Both are checked against the rendering of
-    the whole, because some templates render a turn differently once others follow (reasoning is left out); there,
-    the answer's own words are looked for, and then the token that ends the turn. In a long conversation the first
-    answer shows which prompt stands before one and what ends it; words are found by another rendering, in which each
-    message has a mark.
+    A template with ``{% generation %}`` marks the answers itself. With any other template, an answer begins where the
+    generation prompt before it ends (the earlier messages rendered as for inference) and ends where the conversation
+    up to and with it ends, its end-of-turn token included. Both are checked against the rendering of the full
+    conversation, because some templates render a turn differently once others follow (they leave out its reasoning).
+    Where they differ, the answer is located by its own text and by the special token that ends the turn.
 
-    Raises ModelError for a tokenizer without a template, UnsupportedError for one that does not tell where in the
-    text its tokens are.
+    In a long conversation, the first answer shows the prompt before every answer and the ending after it. Messages
+    are located by a second rendering, in which each has a mark.
+
+    Raises ModelError for a tokenizer without a template, UnsupportedError for one that gives no positions of its
+    tokens in the text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -59,7 +58,7 @@ class ChatEncoder:
         self._special = tuple(added | set(tokenizer.all_special_tokens))
 
     def encode(self, row: dict[str, Any], where: str) -> tuple[list[int], list[bool]]:
-        """Token ids, and for each whether it is part of an answer. ``where`` is the line, for errors."""
+        """Token ids, and a flag for each: part of an answer or not. ``where`` names the line in errors."""
         messages, options = row["messages"], {"tools": row["tools"]} if row.get("tools") else {}
         if self._marked:
             encoded = self._applied(
@@ -77,7 +76,7 @@ class ChatEncoder:
         encoded = self._tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         offsets = encoded["offset_mapping"]
         begins = [begin for begin, _ in spans]
-        answers = [bisect_right(begins, begin) - 1 for begin, _ in offsets]  # the last that begins there or before
+        answers = [bisect_right(begins, begin) - 1 for begin, _ in offsets]  # the last that begins at or before
         return list(encoded["input_ids"]), [
             begin < end and answer >= 0 and begin < spans[answer][1]
             for (begin, end), answer in zip(offsets, answers, strict=True)
@@ -110,20 +109,20 @@ class ChatEncoder:
         self, places: dict[int, Span], messages: Sequence[Message], full: str, render: Render, where: str
     ) -> list[Span]:
         spans: list[Span] = []
-        reached = 0  # everything before is accounted for
+        reached = 0  # end of the last message that was located
         for index, message in enumerate(messages):
             words = _words(message)
             begin = None
             if message["role"] == "assistant":
                 begin = _length(render(messages[:index], True) if index else None, full, reached)
             at, after = places.get(index) or (full.find(words, reached if begin is None else begin), -1)
-            said = at + len(words) if after < 0 <= at else after
+            words_end = at + len(words) if after < 0 <= at else after
             if message["role"] != "assistant":
-                reached = max(said, reached)
+                reached = max(words_end, reached)
                 continue
             begin = (at if words else -1) if begin is None else begin
             until = render(messages[: index + 1], False)
-            end = self._end(until, full, begin, said if words and said >= 0 else None)
+            end = self._end(until, full, begin, words_end if words and words_end >= 0 else None)
             if begin < 0 or end <= begin:
                 raise _not_found(index, where)
             spans.append((begin, end))
@@ -133,27 +132,27 @@ class ChatEncoder:
     def _answers_at(
         self, places: dict[int, Span], messages: Sequence[Message], full: str, render: Render, where: str
     ) -> list[Span]:
-        """The same for a long conversation, of which it is known where most messages' words are."""
+        """``_answers_by_prefixes`` for a long conversation: most messages' words are at ``places``."""
         prompt, opening, ending, closing = self._around_an_answer(messages, render, where)
         begins = [*(begin for begin, _ in places.values()), len(full)]
         spans: list[Span] = []
-        reached = passed = 0  # characters and places
+        reached = passed = 0  # end of the last message; number of places up to this message
         for index, message in enumerate(messages):
-            said, after = places.get(index, (None, None))
-            passed += said is not None
+            words_begin, words_end = places.get(index, (None, None))
+            passed += words_begin is not None
             if message["role"] != "assistant":
-                reached = reached if after is None else after
+                reached = reached if words_end is None else words_end
                 continue
-            at = full.find(prompt, reached, begins[passed] if said is None else said) if prompt else -1
-            begin = at + len(prompt) if at >= 0 else -1 if said is None else said
+            at = full.find(prompt, reached, begins[passed] if words_begin is None else words_begin) if prompt else -1
+            begin = at + len(prompt) if at >= 0 else -1 if words_begin is None else words_begin
             if not prompt and full.endswith(opening, reached, max(begin, reached)):
                 begin -= len(opening)
-            if after is not None and ending and full.startswith(ending, after):
-                end = after + len(ending)
+            if words_end is not None and ending and full.startswith(ending, words_end):
+                end = words_end + len(ending)
             else:
-                at = full.find(closing, max(begin, after or 0), begins[passed]) if closing else -1
-                is_closed = at >= 0 and not (after is not None and full[after:at].strip())
-                end = at + len(closing) if is_closed else -1 if after is None else after
+                at = full.find(closing, max(begin, words_end or 0), begins[passed]) if closing else -1
+                is_closed = at >= 0 and not (words_end is not None and full[words_end:at].strip())
+                end = at + len(closing) if is_closed else -1 if words_end is None else words_end
             if begin < 0 or end <= begin:
                 raise _not_found(index, where)
             spans.append((begin, end))
@@ -161,37 +160,37 @@ class ChatEncoder:
         return spans
 
     def _around_an_answer(self, messages: Sequence[Message], render: Render, where: str) -> tuple[str, str, str, str]:
-        """The prompt for an answer; what its turn has before and after its words; the token that ends turns."""
+        """Generation prompt; text of the turn before and after the answer's words; special token that ends a turn."""
         index = next((i for i, message in enumerate(messages) if i and message["role"] == "assistant"), 0)
         before, prompted = (render(messages[:index], more) if index else "" for more in (False, True))
         until = render(messages[: index + 1], False)
         places = _places(messages[: index + 1], until, render) or {}
         begin, end = self._answers_by_prefixes(places, messages[: index + 1], until, render, where)[-1]
-        said, after = places.get(index, (-1, -1))
+        words_begin, words_end = places.get(index, (-1, -1))
         return (
             prompted.removeprefix(before) if prompted.startswith(before) else "",
-            until[begin:said] if said > begin else "",
-            until[after:end] if after > begin else "",
+            until[begin:words_begin] if words_begin > begin else "",
+            until[words_end:end] if words_end > begin else "",
             next((token for token in self._special if until.rstrip().endswith(token)), ""),
         )
 
-    def _end(self, until: str, full: str, begin: int, said: int | None) -> int:
-        """Where the turn that begins at ``begin`` ends: with the special token that ends turns, without space after.
+    def _end(self, until: str, full: str, begin: int, words_end: int | None) -> int:
+        """End of the turn that begins at ``begin``: its closing special token included, the space after it not.
 
-        until: the conversation up to and with the turn. said: where the answer's words end, if they are there.
+        until: the conversation up to and with the turn. words_end: end of the answer's words, if they were located.
         """
-        told = until.rstrip()
-        closing = next((token for token in self._special if told.endswith(token)), None)
+        stripped = until.rstrip()
+        closing = next((token for token in self._special if stripped.endswith(token)), None)
         if full.startswith(until):
-            return len(told) if closing else len(until)
-        at = -1 if closing is None else full.find(closing, begin if said is None else said)
-        if said is not None and full[said:at].strip():
-            return said  # that token ends something else
+            return len(stripped) if closing else len(until)
+        at = -1 if closing is None else full.find(closing, begin if words_end is None else words_end)
+        if words_end is not None and full[words_end:at].strip():
+            return words_end  # that token ends another turn
         return -1 if closing is None or at < 0 else at + len(closing)
 
 
 def _length(part: str | None, full: str, least: int) -> int | None:
-    """How long ``part`` is, if ``full`` begins with it and it reaches ``least``."""
+    """Length of ``part`` if ``full`` begins with it and it is at least ``least`` long, else None."""
     fits = part is not None and full.startswith(part) and len(part) >= least
     return len(part) if part is not None and fits else None
 
@@ -201,8 +200,8 @@ def _words(message: Message) -> str:
 
 
 def _verbatim(message: Message, text: str, at: int) -> Span:
-    """From where to where ``message``'s words, which begin at ``at``, are in ``text``, with the space around them as
-    far as it is there too."""
+    """Span of ``message``'s words, which begin at ``at`` in ``text``, with as much of their surrounding space as the
+    text has."""
     content, words = message["content"], _words(message)
     lead = content.find(words)
     if at >= lead and text.startswith(content, at - lead):
@@ -211,9 +210,9 @@ def _verbatim(message: Message, text: str, at: int) -> Span:
 
 
 def _places(messages: Sequence[Message], full: str, render: Render) -> dict[int, Span] | None:
-    """Where the words of each message are in the templated conversation, as far as they are there as they are.
+    """Span of each message's words in the templated conversation, for messages that appear verbatim.
 
-    None where the template makes other text of words with a mark in their middle.
+    None where the template changes words that have a mark in their middle.
     """
     marked = []
     for index, message in enumerate(messages):
@@ -226,11 +225,11 @@ def _places(messages: Sequence[Message], full: str, render: Render) -> dict[int,
         return None
     places: dict[int, Span] = {}
     reached = removed = 0
-    for found in _MARK.finditer(text):
-        index = int(found[1])
+    for match in _MARK.finditer(text):
+        index = int(match[1])
         words = _words(messages[index])
-        at = found.start() - removed - len(words) // 2
-        removed += len(found[0])
+        at = match.start() - removed - len(words) // 2
+        removed += len(match[0])
         if (
             index not in places
             and index >= next(reversed(places), 0)

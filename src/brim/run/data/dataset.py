@@ -1,4 +1,4 @@
-"""Training data from JSONL and text: tokenised as it is needed, in an order that a seed decides, never all in memory.
+"""Training data from JSONL and text: tokenised on demand, in an order set by a seed, never all in memory.
 
 data = open_data("chat.jsonl", tokenizer, seq=1024, vocab_size=model.config.vocab_size)
 batches = Batches(data, batch=32, seed=0, pad_id=tokenizer.pad_token_id or 0)
@@ -31,7 +31,7 @@ _ROUNDS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One sequence: token ids, and for each its label (itself or IGNORED). The model shifts them."""
+    """Token ids of a sequence, and a label for each: the id itself or IGNORED. The model shifts the labels."""
 
     input_ids: list[int]
     labels: list[int]
@@ -40,7 +40,8 @@ class Example:
 class Dataset(Protocol):
     """Examples by number.
 
-    ``identity`` is a digest of the content and of what shapes it. ``truncated``: how many examples were cut so far.
+    ``identity`` is a digest of the content and of the settings that shape it. ``truncated`` counts examples cut so
+    far.
     """
 
     identity: str
@@ -62,16 +63,17 @@ def open_data(
     too_long: Literal["truncate", "error"] = "truncate",
     pack: bool | None = None,
 ) -> LineDataset | PackedDataset:
-    """JSONL with ``messages``, ``text``, alpaca's ``instruction`` or ShareGPT's ``conversations`` in each line, a
-    ``.json`` file with a list of them, a text file, or a folder of text files (a document each).
+    """Open training data: JSONL with ``messages``, ``text``, alpaca's ``instruction`` or ShareGPT's ``conversations``
+    in each line, a ``.json`` file with a list of such objects, a text file, or a folder of text files (one document
+    each).
 
     seq: the most tokens of a sequence. vocab_size: rows of the model's embedding; a larger token id is an error.
-    too_long: what becomes of a JSONL example of more tokens. pack: sequences of exactly ``seq`` tokens across
-    documents, with EOS between them; None: text files are packed, JSONL is not. Of ``messages`` only the
-    assistant's answers have labels.
+    too_long: truncate a longer JSONL example, or raise an error. pack: sequences of exactly ``seq`` tokens across
+    documents, with EOS between them; None packs text files, not JSONL. In ``messages`` only the assistant's answers
+    have labels.
 
-    Every line of a JSONL file is checked now; tokens are made as examples are asked for, and those of packed text
-    once, into the user's cache folder. Raises UsageError with file and line number for bad data, ModelError for a
+    Every line of a JSONL file is checked now and tokenised when its example is read; packed text is tokenised once,
+    into the user's cache folder. Raises UsageError with file and line number for bad data, ModelError for a
     tokenizer that does not fit.
     """
     if seq < 2:
@@ -93,7 +95,7 @@ def open_data(
 
 
 def _is_jsonl(path: Path) -> bool:
-    """Whether it is JSONL; if not, it is text. Raises UsageError for anything else."""
+    """True for JSONL, False for text. Raises UsageError for anything else."""
     suffix = path.suffix.lower()
     if path.is_dir() or suffix in _TEXT or suffix in _JSONL:
         return suffix in _JSONL and not path.is_dir()
@@ -120,7 +122,7 @@ def _text_files(path: Path) -> list[Path]:
 
 
 class LineDataset:
-    """A line is an example."""
+    """A dataset whose examples are the lines of a file."""
 
     def __init__(
         self, lines: Lines, tokenizer: Any, seq: int, vocab_size: int | None, too_long: Literal["truncate", "error"]
@@ -139,20 +141,20 @@ class LineDataset:
         return len(self._lines)
 
     def example(self, index: int) -> Example:
-        """Raises UsageError with the line's number when nothing of it can be learnt, or it is too long."""
+        """Raises UsageError with the line's number where no token has a label, or the line is too long."""
         row, where = self._lines.row(index), self._lines.where(index)
         ids, learnt = self._encode(row, where)
         if self._vocab_size is not None and ids:
             _check_vocabulary(max(ids), self._vocab_size, self._tokenizer, where)
         if len(ids) > self._seq:
             self._note_cut(index, len(ids), where)
-        if not any(learnt[1 : self._seq]):  # the first token is predicted from nothing
+        if not any(learnt[1 : self._seq]):  # nothing predicts the first token
             raise _nothing_learnt(where, any(learnt[1:]), len(ids), self._seq)
-        labels = [token if told else IGNORED for token, told in zip(ids, learnt, strict=True)]
+        labels = [token if is_label else IGNORED for token, is_label in zip(ids, learnt, strict=True)]
         return Example(input_ids=ids[: self._seq], labels=labels[: self._seq])
 
     def check(self) -> None:
-        """Tokenise every example once, so that a bad one shows now and not in the middle of training."""
+        """Tokenise every example once, so that a bad one raises now and not in the middle of training."""
         for index in range(len(self)):
             self.example(index)
 
@@ -181,7 +183,7 @@ class LineDataset:
 
 
 class PackedDataset:
-    """Documents one after the other, cut every ``seq`` tokens; what is left at the end is not used."""
+    """Concatenated documents, cut every ``seq`` tokens; the remainder at the end is not used."""
 
     truncated = 0
 
@@ -205,15 +207,15 @@ class PackedDataset:
         return Example(input_ids=ids, labels=list(ids))
 
     def check(self) -> None:
-        """Every token was made when it was opened."""
+        """Opening the dataset has tokenised everything already."""
 
 
 class Batches:
     """An endless stream of batches of ``batch`` examples.
 
-    The epochs' examples, each epoch in an order of its own that ``seed`` decides, are one sequence; batch k has those
-    at positions k*batch to (k+1)*batch - 1 of it. So a batch may reach into the next epoch, no example is left out,
-    every batch has the same number of examples, and the position is all that there is to remember.
+    The epochs, each shuffled in its own order set by ``seed``, are concatenated; batch k has the examples at
+    positions k*batch to (k+1)*batch - 1. So a batch may reach into the next epoch, no example is left out, every
+    batch has the same number of examples, and the position is the only state.
     """
 
     def __init__(
@@ -226,12 +228,13 @@ class Batches:
         pad_id: int = 0,
         pad_to: int | None = None,
     ) -> None:
-        """pad_to: every batch is this long (``seq``: always the shape that was promised); None: as its longest."""
+        """pad_to: length of every batch (``seq`` gives the promised shape); None pads to the batch's longest
+        example."""
         if batch < 1:
             raise UsageError(f"Cannot make batches of {batch} examples.", "A batch has at least one.")
         self._dataset, self._batch, self._pad_id, self._pad_to = dataset, batch, pad_id, pad_to
         self._seed, self._shuffle = seed, shuffle
-        self.position = 0  # examples given so far
+        self.position = 0  # examples returned so far
 
     @property
     def truncated(self) -> int:
@@ -244,8 +247,8 @@ class Batches:
     def __next__(self) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``labels``: int64, (batch, length), padded on the right.
 
-        There is no attention mask: under causal attention no token sees what is to its right, and the padding
-        itself has no label. Raises what ``Dataset.example`` raises; the position is then where it was.
+        There is no attention mask: under causal attention no token attends to the padding on its right, and the
+        padding has no label. Raises as ``Dataset.example`` does; the position does not change then.
         """
         examples = [self._example(at) for at in range(self.position, self.position + self._batch)]
         length = self._pad_to or max(len(example.input_ids) for example in examples)
@@ -262,12 +265,12 @@ class Batches:
         return self._dataset.example(index)
 
     def steps(self, epochs: float) -> int:
-        """Batches until every example was given ``epochs`` times."""
+        """Number of batches that cover every example ``epochs`` times."""
         return math.ceil(epochs * len(self._dataset) / self._batch)
 
     @property
     def epoch(self) -> float:
-        """How often the data was gone through."""
+        """Number of passes over the data so far."""
         return self.position / len(self._dataset)
 
     def state_dict(self) -> dict[str, Any]:
@@ -280,9 +283,9 @@ class Batches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, in its order; the size of a batch may be another.
+        """Continue at ``state``'s position, in its order; the batch size may differ.
 
-        Raises UsageError when the data, the tokenizer or the length of sequences are others.
+        Raises UsageError when the data, the tokenizer or the sequence length differ.
         """
         if state["identity"] != self._dataset.identity:
             raise UsageError(
@@ -294,7 +297,7 @@ class Batches:
 
 
 def one_pass(dataset: Dataset, batch: int, *, pad_to: int, pad_id: int = 0) -> Iterator[dict[str, torch.Tensor]]:
-    """Every example once, in the order of the data, as ``Batches`` gives them; the last batch has what is left."""
+    """Every example once, in the order of the data, as ``Batches`` returns them; the last batch may be smaller."""
     for first in range(0, len(dataset), batch):
         examples = [dataset.example(index) for index in range(first, min(first + batch, len(dataset)))]
         yield {
@@ -304,10 +307,10 @@ def one_pass(dataset: Dataset, batch: int, *, pad_to: int, pad_id: int = 0) -> I
 
 
 def shuffled(index: int, count: int, key: str) -> int:
-    """Where ``index`` goes in the permutation of range(count) that ``key`` names; nothing is held in memory.
+    """Image of ``index`` under the permutation of range(count) named by ``key``, computed in constant memory.
 
-    A Feistel network over the smallest even number of bits that holds ``count``, followed until it comes back into
-    the range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, cycle-walking).
+    A Feistel network over the smallest even number of bits that represents ``count``, repeated until the result is
+    in the range (cycle-walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

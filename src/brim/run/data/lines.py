@@ -1,4 +1,4 @@
-"""Examples in a JSONL or JSON file: checked once from beginning to end, then read one by one as they are needed."""
+"""Examples in a JSONL or JSON file: all checked when the file is opened, then read one at a time."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from brim.run.data.rows import FORMS, MESSAGES, TEXT, as_messages
 from brim.units import MIB
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_MAX_LINE_BYTES = 16 * MIB  # a line is held in memory, and its tokens are
+_MAX_LINE_BYTES = 16 * MIB  # a line and its tokens are in memory
 _BOM = b"\xef\xbb\xbf"
 _READ_BYTES = 1 << 20
-# A string, whole or cut off where the bytes end, or what tells how deep a place is. Possessive: the matcher would
-# keep a place to go back to for every letter.
+# A string (complete, or cut off at the end of the bytes), or a bracket or comma that changes or ends a level. The
+# quantifiers are possessive: otherwise the matcher stores a position to backtrack to for every character.
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{},]', re.DOTALL)
 
 
 class Lines:
-    """The lines of a JSONL file that are not blank, or the elements of the list that a ``.json`` file is (one that
-    has an object in each line is read as JSONL). Held in memory: where each is, 24 bytes a line.
+    """Index of a JSONL file's lines that are not blank, or of the elements of a ``.json`` file that is a list (one
+    with an object in each line is read as JSONL). It takes 24 bytes of memory a line.
 
-    ``kind`` is MESSAGES or TEXT, as the first line has it; ``digest`` is of the content. Other forms (``data_rows``)
-    become MESSAGES. Raises UsageError with file and line number for the first line that is not of the form.
+    ``kind`` is MESSAGES or TEXT, as in the first line; ``digest`` is of the content. Other forms (``rows``) become
+    MESSAGES. Raises UsageError with file and line number for the first line of another form.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +57,7 @@ class Lines:
         return len(self._offsets)
 
     def where(self, index: int) -> str:
-        """The line as an error names it."""
+        """The line's name in errors."""
         return self._where(self._numbers[index])
 
     def _where(self, number: int) -> str:
@@ -67,12 +67,12 @@ class Lines:
         with open(self.path, "rb") as file:
             file.seek(self._offsets[index])
             row = _parse(file.read(self._sizes[index]), self.where(index))
-        _check(row, self.kind, self.where(index))  # someone may have changed the file
+        _check(row, self.kind, self.where(index))  # the file may have changed since it was opened
         return row
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Where each line begins, and the line."""
+    """(offset, bytes) of each line."""
     try:
         with regular(path).open("rb") as file:
             number, offset = 0, 0
@@ -87,7 +87,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _is_list(path: Path) -> bool:
-    """Whether a ``.json`` file is one list: with an object in each line it is JSONL by another name."""
+    """True for a ``.json`` file that is a single list; one with an object in each line is JSONL."""
     try:
         with regular(path).open("rb") as file:
             while (raw := file.read(_READ_BYTES)) and not raw.strip(_BOM + b" \t\r\n"):
@@ -98,7 +98,7 @@ def _is_list(path: Path) -> bool:
 
 
 def _read_elements(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Where each element of a JSON list begins, and its text, which nobody has looked into yet."""
+    """(offset, bytes) of each element of a JSON list, not parsed yet."""
     buffer, base, at, depth, begin = b"", 0, 0, 0, 0
     number, ended = 0, False
     try:
@@ -142,7 +142,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
         raise _refused(where, f"It is not JSON: {error}.") from error
     if not isinstance(row, dict):
         raise _refused(where, f"It is not a JSON object but {type(row).__name__}.")
-    return as_messages(row, lambda found: _refused(where, found))
+    return as_messages(row, lambda problem: _refused(where, problem))
 
 
 def _kind(row: dict[str, Any], where: str) -> str:

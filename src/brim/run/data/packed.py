@@ -1,4 +1,4 @@
-"""Text as one long row of tokens on disk, cut into sequences of equal length."""
+"""Text tokenised into a single file of token ids, cut into sequences of equal length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from brim.measure.user_cache import build_once, cache_folder, fingerprint
 from brim.version import __version__
 
 _READ_BYTES = 1 << 18
-_PIECE_CHARACTERS = 1 << 18  # tokenised at once: some 70 thousand tokens
+_PIECE_CHARACTERS = 1 << 18  # tokenised in one call: some 70 thousand tokens
 _TOKENS, _FACTS = "tokens.bin", "tokens.json"
 _DTYPE = np.dtype("<u4")
 
@@ -43,10 +43,11 @@ class TokenRow:
 
 
 def token_row(files: list[Path], documents: Callable[[], Iterable[Iterable[str]]], tokenizer: Any) -> TokenRow:
-    """The tokens of ``documents()``, which are in ``files``, made once and kept in the user's cache folder.
+    """The tokens of ``documents()``, whose text is in ``files``; tokenised once and stored in the user's cache
+    folder.
 
-    A document is given in pieces, each tokenised by itself. Each begins with the BOS token where the tokenizer puts
-    one, and ends with EOS. Raises what ``documents`` raise, and TransferError when the disk refuses.
+    Each piece of a document is tokenised by itself. A document begins with BOS where the tokenizer adds it, and ends
+    with EOS. Raises as ``documents`` does, and TransferError when the disk refuses.
     """
     begins = tokenizer("").input_ids[:1]
     begins = begins if begins == [tokenizer.bos_token_id] else []
@@ -79,7 +80,7 @@ def _write(folder: Path, ids: Iterable[list[int]]) -> None:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Of what decides which tokens a text becomes."""
+    """Digest of all that decides how the tokenizer encodes a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     facts = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     template = json.dumps(tokenizer.chat_template, sort_keys=True)
@@ -89,9 +90,9 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def text_pieces(path: Path) -> Iterator[str]:
-    """A text file, read as it is needed, in pieces that a tokenizer may take one by one.
+    """Read a text file on demand, in pieces that can be tokenised separately.
 
-    They end before a line break that follows a word, where byte-level tokenizers cut anyway.
+    A piece ends before a line break that follows a word, where byte-level tokenizers split anyway.
     Raises UsageError with the number of the line that is not UTF-8.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -126,7 +127,7 @@ def _decoded(decoder: codecs.IncrementalDecoder, raw: bytes, path: Path, line: i
 
 
 def _cut(text: str) -> int:
-    """Where to cut the first piece off ``text``: after the last word of a line, else at a space, else anywhere."""
+    """Length of the first piece of ``text``: up to the last line that ends in a word, else a space, else anywhere."""
     at = _PIECE_CHARACTERS
     while (at := text.rfind("\n", 1, at)) > 0:
         if text[at - 1].isalnum():

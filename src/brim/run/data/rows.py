@@ -1,4 +1,4 @@
-"""Examples as datasets have them, as ``messages`` or ``text``: alpaca's instructions and ShareGPT's conversations."""
+"""Convert the forms of published datasets (alpaca's instructions, ShareGPT's conversations) to ``messages``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORMS = (
     '{"conversations": [{"from": "human", "value": "..."}, ...]}.'
 )
 _INSTRUCTION, _CONVERSATIONS = "instruction", "conversations"
-# Who speaks, as ShareGPT's exports and their descendants write it -> the role of chat templates.
+# Speaker, as ShareGPT's exports and their descendants write it -> role of chat templates.
 _SPEAKERS = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
     "assistant": "assistant", "model": "assistant", "bing": "assistant", "bard": "assistant", "tool": "tool",
@@ -20,8 +20,8 @@ _SPEAKERS = {
 
 
 def as_messages(row: dict[str, Any], refuse: Callable[[str], Exception]) -> dict[str, Any]:
-    """``row`` with ``messages`` made of other forms; as it is where it has ``messages`` or ``text``, or is of no form
-    that is known. Raises ``refuse(what is wrong)``."""
+    """``row`` with another known form converted to ``messages``; rows with ``messages`` or ``text``, and rows of an
+    unknown form, are returned unchanged. Raises ``refuse(problem)``."""
     if MESSAGES in row or isinstance(row.get(TEXT), str):
         return row
     if _CONVERSATIONS in row:
@@ -30,16 +30,16 @@ def as_messages(row: dict[str, Any], refuse: Callable[[str], Exception]) -> dict
 
 
 def _of_instruction(row: dict[str, Any], refuse: Callable[[str], Exception]) -> list[dict[str, Any]]:
-    """Alpaca: what is to be done, perhaps with something to do it to, and the answer."""
+    """Alpaca: an instruction, optionally its input, and the answer."""
     texts = {name: row.get(name) or "" for name in ("system", _INSTRUCTION, "input", "output")}
     for name, text in texts.items():
         if not isinstance(text, str):
             raise refuse(f"{name} is not a string but {type(text).__name__}.")
     if not texts["output"].strip():
         raise refuse("It has an instruction but no output.")
-    asked = "\n\n".join(text for text in (texts[_INSTRUCTION], texts["input"]) if text)
+    question = "\n\n".join(text for text in (texts[_INSTRUCTION], texts["input"]) if text)
     system = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
-    return [*system, {"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]}]
+    return [*system, {"role": "user", "content": question}, {"role": "assistant", "content": texts["output"]}]
 
 
 def _of_conversation(turns: Any, refuse: Callable[[str], Exception]) -> list[dict[str, Any]]:

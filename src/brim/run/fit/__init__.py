@@ -1,1 +1,1 @@
-"""``brim.fit``: a module that exists already, in place, inside a budget."""
+"""``brim.fit``: fit an existing module into a budget, in place."""

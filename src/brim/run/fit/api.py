@@ -1,4 +1,4 @@
-"""``brim.fit``: any ``nn.Module`` that exists already, in place, inside a budget."""
+"""``brim.fit``: fit any existing ``nn.Module`` into a budget, in place."""
 
 from __future__ import annotations
 
@@ -69,37 +69,36 @@ def fit(
     """Fit a module that exists already into a memory budget, in place.
 
     Without ``optimizer``, for inference: blocks that do not fit are streamed while the model runs. With it, for
-    training: gradients and the optimizer's states are in the budget too, and the loop stays as it is:
-    ``loss.backward(); optimizer.step(); optimizer.zero_grad()``. The budget counts the module's tensors and
-    activations. On a machine without CUDA the model computes in RAM, and what does not fit there rests in a scratch
-    file (in the folder that ``BRIM_SCRATCH`` names, else in the temporary one).
+    training: gradients and the optimizer's states count towards the budget too, and the loop stays as it is:
+    ``loss.backward(); optimizer.step(); optimizer.zero_grad()``. The budget covers the module's tensors and
+    activations. On a machine without CUDA the model computes in RAM, and tensors that do not fit there rest in a
+    scratch file (in the folder ``BRIM_SCRATCH``, else in the temporary one).
 
     Args:
-        model: Any module with ordinary parameters, fitted neither as a whole nor in part. One that lies on a GPU
-            stays on that one.
-        optimizer: The one that trains it, of ``torch.optim`` or derived from it. None: inference.
-        vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"90%"`` of all that it has. None: what is free and what the
-            model holds of it already, less a tenth.
-        ram: Budget of host memory, written alike. Where the model computes in RAM, the smaller of the two budgets
+        model: Any module with ordinary parameters of which no part is fitted already. A model on a GPU stays on that
+            GPU.
+        optimizer: The optimizer that trains it, of ``torch.optim`` or derived from it. None: inference.
+        vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"90%"`` of its capacity. None: nine tenths of the free memory
+            and of what the model holds there already.
+        ram: Budget of host memory, written alike. If the model computes in RAM, the smaller of the two budgets
             holds.
-        device: ``"auto"`` (CUDA, else the CPU), ``"cuda"``, ``"xpu"``, ``"npu"``, ``"cuda:1"`` (one of
-            several), ``"cpu"``, or ``"emulated"``: a part of RAM
-            plays VRAM, to try plans without a GPU.
-        example: What the model is called with: a tensor, a tuple or list of positional inputs, or a dictionary of
-            named ones. Activations are predicted from it; nothing is run.
+        device: ``"auto"`` (CUDA, else the CPU), ``"cuda"``, ``"xpu"``, ``"npu"``, ``"cuda:1"`` (a GPU by number),
+            ``"cpu"``, or ``"emulated"``: a part of RAM plays VRAM, to try plans without a GPU.
+        example: Inputs of the model: a tensor, a tuple or list of positional inputs, or a dictionary of named ones.
+            Activations are predicted from it; nothing is run.
         activations: Bytes of a step's activations, instead of an example. With neither, an eighth of the budget is
             set aside.
-        plan: For training: a file that ``brim plan --task train --output`` wrote. Exactly that is done, and the loop
+        plan: For training: a file from ``brim plan --task train --output``. It is followed exactly, and the loop
             gives the model as many rows at once as the plan says.
 
     Returns:
         The handle, also at ``model.brim``: ``plan``, ``timeline()``, ``remove()``.
 
     Raises:
-        BudgetError: Nothing fits; ``smallest_bytes`` says what would.
-        UsageError: Something of another type, a value that is not allowed, or a model that is fitted already.
-        UnsupportedError: Parameters that are more than their bytes: quantized by another library, sharded, sparse, or
-            on the meta device.
+        BudgetError: Nothing fits; ``smallest_bytes`` is a sufficient budget.
+        UsageError: An argument of another type, a value that is not allowed, or a model that is fitted already.
+        UnsupportedError: Parameters with more state than their bytes: quantized by another library, sharded, sparse,
+            or on the meta device.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"Cannot fit a {type(model).__name__}.", "brim.fit takes an nn.Module.")
@@ -109,11 +108,11 @@ def fit(
     refuse_second(model)
     refuse_special_tensors(model)
     inputs = None if example is None else as_arguments(example)
-    # What is made in inference mode could never be changed outside of it.
+    # Tensors created in inference mode could never be changed outside of it.
     with on(device, model) as kind, torch.inference_mode(False):
         hardware = machine(kind)
-        held = [model], [] if optimizer is None else [optimizer]
-        held_vram, held_ram = held_vram_bytes(*held, kind), held_ram_bytes(*held)
+        owners = [model], [] if optimizer is None else [optimizer]
+        held_vram, held_ram = held_vram_bytes(*owners, kind), held_ram_bytes(*owners)
         budget = budgets(hardware, vram, ram, kind, held_vram_bytes=held_vram, held_ram_bytes=held_ram)
         if optimizer is not None:
             return fit_training(model, optimizer, hardware, budget, kind, inputs, activations, plan)

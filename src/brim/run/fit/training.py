@@ -1,4 +1,4 @@
-"""``brim.fit`` with an optimizer: a plan for training steps of a loop that is somebody else's."""
+"""``brim.fit`` with an optimizer: plan the training steps of the user's own loop."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from brim.techniques.optimizer_offload.state_blocks import state_blocks
 from brim.techniques.streaming.weight_streaming import Weights
 from brim.units import parse_bytes
 
-if TYPE_CHECKING:  # plans from files are imported where one is given: a program that fits needs none
+if TYPE_CHECKING:  # imported where a plan file is given: a program that fits needs none
     from brim.planning.file import PlanFile
 
-# A budget that leaves less than this beside a step: a loop of the user's own may take more than the one step that
-# was looked at, so what is freed is not kept there.
+# If the budget leaves less than this beside a step, freed memory is not retained: the user's loop may take more than
+# the step that was predicted.
 _ROOM_BYTES = 128 << 20
 _Example = Mapping[str, Any] | Sequence[Any]
 
@@ -56,7 +56,8 @@ def fit_training(
     activations: str | int | None,
     plan: str | Path | None = None,
 ) -> Fitted:
-    """As ``brim.fit`` says. The loop decides what goes through the model at once; the rest is the plan's."""
+    """Fit for training, as described in ``brim.fit``. The loop decides the rows of a micro-batch, the plan the
+    rest."""
     refuse_second(model)
     start_bytes = resident_bytes() - tensor_bytes_of(model, optimizer)
     reserve = parse_bytes(activations) if activations is not None else budget_bytes[hardware.compute] // 8
@@ -71,7 +72,7 @@ def fit_training(
 
 
 def enforce(search: Search, strategy: TrainingStrategy, start_bytes: int) -> Fitted:
-    """Apply ``strategy``, which ``search`` found. ``start_bytes``: the resident set without model and optimizer."""
+    """Apply ``strategy``, a result of ``search``. ``start_bytes``: the resident set without model and optimizer."""
     model, optimizer, hardware = search.model, search.optimizer, search.hardware
     budget_bytes, device, example = search.budget_bytes, search.device, search.example
     plan = strategy.choice.plan(
@@ -89,14 +90,14 @@ def enforce(search: Search, strategy: TrainingStrategy, start_bytes: int) -> Fit
 
 
 def tensor_bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """What model and optimizer hold of the resident set now."""
+    """Bytes of the resident set that model and optimizer hold now."""
     tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     tensors += [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
     return present_bytes(tensors)
 
 
 def _hold_heap(fitted: Fitted, promised_bytes: int, budget_bytes: int, start_bytes: int) -> None:
-    """Keep the resident set to the budget too: what is freed leaves it, at once where the budget is tight.
+    """Keep the resident set within the budget: freed memory leaves it, at once if the budget is tight.
 
     ``start_bytes`` is the resident set without model and optimizer.
     """
@@ -104,16 +105,16 @@ def _hold_heap(fitted: Fitted, promised_bytes: int, budget_bytes: int, start_byt
     if limits is None or budget_bytes - promised_bytes < _ROOM_BYTES:
         heap.return_freed_memory()
         return
-    kept = HeapRetention(start_bytes + budget_bytes - (limits.promised_bytes - limits.return_above_bytes))
-    weakref.finalize(fitted, kept.close)
-    fitted.hold(kept)
+    retention = HeapRetention(start_bytes + budget_bytes - (limits.promised_bytes - limits.return_above_bytes))
+    weakref.finalize(fitted, retention.close)
+    fitted.hold(retention)
 
 
 class Search:
-    """What a loop that is not brim's own can do, for a model that it trains now.
+    """Search for a strategy for a model that the user's own loop trains.
 
-    ``states_leave`` False: for an optimizer that cannot be stepped block by block. ``in_place`` False: activations
-    are not to be tried in place, which calls the model's hooks on tensors without values when put into force.
+    ``states_leave`` False: for an optimizer that cannot be stepped block by block. ``in_place`` False: in-place
+    activations are not tried, because enforcing them calls the model's hooks on tensors without values.
     Without an ``example``, ``reserve_bytes`` are set aside for a step.
     """
 
@@ -133,15 +134,15 @@ class Search:
         self.model, self.optimizer, self.hardware = model, optimizer, hardware
         self.budget_bytes, self.device, self.example = budget_bytes, device, example
         self._reserve_bytes = reserve_bytes
-        knows_inputs, told = example is not None, on_host(example)
+        knows_inputs, host_example = example is not None, on_host(example)
         rehearsal = Rehearsal(
             name=type(model).__name__,
             model=model,
             partition=checkpointing.partition_of(model),
             weights=Weights(),
             optimizer=lambda copy: meta_copy_optimizer(copy, model, optimizer),
-            inputs=None if example is None else lambda count: without_values(told),
-            batch=1,  # whatever the loop gives at once
+            inputs=None if example is None else lambda count: without_values(host_example),
+            batch=1,  # the loop decides
             hardware=hardware,
             device=device,
             budget_bytes=budget_bytes,
@@ -154,18 +155,18 @@ class Search:
             states_leave=states_leave,
             aside=(lambda choice: 0) if knows_inputs else self._aside,
             finer=True,
-            exact=True,  # what of the program's own optimizer belongs to fewer layers is not known
+            exact=True,  # the states of the program's own optimizer for fewer layers are not known
         )
         self._planner = Planner(case)
 
     def untouched(self) -> Prediction:
-        """What a step takes without brim, its seconds left out."""
+        """Prediction of a step without brim, its seconds left out."""
         return self._planner.predicted(Choice())
 
     def run(self) -> TrainingStrategy:
-        """The fastest that fits. Raises BudgetError.
+        """The fastest strategy that fits. Raises BudgetError.
 
-        For a GPU it names a budget that was proved: a plan for more has other segments than the one that was refused.
+        For a GPU it names a proved budget: a plan for a larger budget has other segments than the refused plan.
         """
         try:
             return self._within(self.budget_bytes)
@@ -182,7 +183,8 @@ class Search:
         return strategy
 
     def follow(self, file: PlanFile) -> TrainingStrategy:
-        """What a file's plan decided, proved for the budget that there is now. Raises UsageError for another's."""
+        """The decisions of a plan file, proved for the present budget. Raises UsageError for another machine's or
+        model's."""
         file.check(model=self.model, hardware=self.hardware, task="train")
         choice = Choice.of(file.plan)
         if choice.in_backward or choice.chunk_tokens or choice.streams or choice.precision != "fp32":
@@ -191,18 +193,18 @@ class Search:
                 "It needs brim's own loop: streamed weights, updates in backward, logits in pieces or autocast.",
                 "Run it by brim train --plan, or plan for file.py:build.",
             )
-        settings = {**file.plan.settings, MICRO_BATCH: 1}  # as here: whatever the loop gives at once
+        settings = {**file.plan.settings, MICRO_BATCH: 1}  # as here: the loop decides
         return follow(self._planner, replace(file.plan, settings=settings), self._planner.case.rehearsal.partition)
 
     def _aside(self, choice: Choice) -> int:
-        """Without an example: gradients, and what was set aside for a step."""
+        """Bytes set aside without an example: gradients, and ``reserve_bytes`` for a step."""
         size = bytes_at_once(self.model)
         blocks = state_blocks(self.model, self.optimizer, block_bytes=size)
         aside_bytes = (
             sum(b.bytes for b in blocks) if choice.gradients == "keep" else _largest(b.bytes for b in blocks)
         )
         if self._planner.case.rehearsal.reserves:
-            # Each of the two passes has a thread, and cuBLAS a workspace for it.
+            # Forward and backward pass have a thread each, with its own cuBLAS workspace.
             aside_bytes += 2 * cublas_workspace_bytes(capability(self.hardware)) + LARGE_SEGMENT_BYTES
         return aside_bytes + self._reserve_bytes
 

@@ -1,4 +1,4 @@
-"""A conversation with a model that stays in force from turn to turn, and so does what its cache holds of them."""
+"""A conversation with a model whose plan and cache stay in force from turn to turn."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from brim.run.generate.request import OpenedRun, Request, opened_for_chat
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One answer. ``stopped``: before its end, by ``stopped`` of ``answer``.
+    """An answer. ``stopped``: the caller's ``stopped`` ended it early.
 
-    ``forgotten``: how many of the oldest messages were left out, as they would not fit. ``reused_tokens`` of
+    ``forgotten``: number of oldest messages that were left out because they did not fit. ``reused_tokens`` of the
     ``prompt_tokens`` were in the cache already.
     """
 
@@ -35,11 +35,11 @@ class Turn:
 
 
 class Conversation:
-    """What was said so far. ``messages`` are as chat templates take them: ``role`` and ``content``."""
+    """The messages so far. ``messages`` are in the form of chat templates: ``role`` and ``content``."""
 
     def __init__(self, run: OpenedRun, request: Request, context: int, cache: Any) -> None:
         self._run, self._request, self.context, self._cache = run, request, context, cache
-        self._cached: list[int] = []  # what the cache was filled with
+        self._cached: list[int] = []  # tokens in the cache
         self._turns = 0
         self.precision = run.precision
         self.messages: list[dict[str, str]] = instructed(request.system)
@@ -47,9 +47,9 @@ class Conversation:
     def answer(
         self, text: str, on_text: Callable[[str], None] = lambda text: None, *, stopped: Callable[[], bool] = bool
     ) -> Turn:
-        """The model's answer to ``text``. ``stopped`` is called after every token; True ends the answer there.
+        """The model's answer to ``text``. ``stopped`` is called after every token; True ends the answer.
 
-        Raises UsageError for a message that is too long for ``context`` by itself.
+        Raises UsageError for a message that is too long for ``context``.
         """
         request, tokenizer = self._request, self._run.tokenizer
         messages = [*self.messages, {"role": "user", "content": text}]
@@ -60,7 +60,7 @@ class Conversation:
         printer = Printer(tokenizer, on_text, request.stop)
         clock = Clock(printer.put)
         sampling = self._run.sampling
-        if sampling.seed is not None:  # each turn draws anew
+        if sampling.seed is not None:  # each turn draws other numbers
             sampling = replace(sampling, seed=sampling.seed + self._turns)
         with seeded(sampling):
             tokens = run_batch(
@@ -70,10 +70,10 @@ class Conversation:
         printer.end()
         self._cached = [*ids.tolist(), *tokens]
         self._turns += 1
-        said = cut(tokenizer.decode(tokens, skip_special_tokens=True), request.stop)
-        self.messages = [*messages, {"role": "assistant", "content": said}]
+        answer = cut(tokenizer.decode(tokens, skip_special_tokens=True), request.stop)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
         return Turn(
-            text=said, token_ids=tokens, stopped=stopped(), forgotten=forgotten, prompt_tokens=len(ids),
+            text=answer, token_ids=tokens, stopped=stopped(), forgotten=forgotten, prompt_tokens=len(ids),
             reused_tokens=reused, s_per_token=clock.s_per_step(),
         )  # fmt: skip
 
@@ -81,27 +81,27 @@ class Conversation:
         tokenizer, chat = self._run.tokenizer, self._request.chat
         if tokenizer.chat_template and chat is not False:
             return encode_chat(tokenizer, messages)
-        # Without a template nothing says where a turn ends: the text goes on as it is.
+        # Without a template nothing marks the end of a turn: the messages are continued as plain text.
         return encode(tokenizer, "\n".join(message["content"] for message in messages), chat)
 
     def _fitting(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], torch.Tensor, int]:
-        """The messages without the oldest turns that leave no room for an answer, their tokens, how many went."""
-        room, kept, forgotten = self.context - self._request.max_new_tokens, messages, 0
+        """Drop the oldest turns that leave no room for an answer; returns messages, their tokens, number dropped."""
+        room, forgotten = self.context - self._request.max_new_tokens, 0
         first = len(instructed(self._request.system))
         while True:
-            ids = self._encoded(kept)
+            ids = self._encoded(messages)
             if len(ids) <= room:
-                return kept, ids, forgotten
-            if len(kept) - first < 3:
+                return messages, ids, forgotten
+            if len(messages) - first < 3:
                 raise UsageError(
                     f"The message has {len(ids)} tokens.",
                     f"A context of {self.context} tokens leaves {room} for it beside the answer.",
                     "Shorten it, give a larger --context or a smaller --max-new-tokens.",
                 )
-            kept, forgotten = [*kept[:first], *kept[first + 2 :]], forgotten + 2
+            messages, forgotten = [*messages[:first], *messages[first + 2 :]], forgotten + 2
 
     def _reused(self, ids: torch.Tensor) -> int:
-        """Cut the cache back to what it shares with ``ids``; at least the last token goes through the model."""
+        """Truncate the cache to its common prefix with ``ids``, without their last token, which must be computed."""
         if self._cache is None:
             return 0
         shared = 0
@@ -120,10 +120,10 @@ def chat(
     on_stage: Callable[[str], None] = lambda stage: None,
     on_loaded: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Conversation]:
-    """A conversation inside the budget; ``request.prompt`` says nothing.
+    """A conversation inside the budget; ``request.prompt`` is ignored.
 
-    ``context``: tokens of all that is said, planned for at once; None is 4,096, or what the model was made
-    for where that is less. Raises what ``generate`` raises.
+    ``context``: most tokens of the conversation, for which memory is planned at once; None is 4,096, or the model's
+    own limit if that is smaller. Raises as ``generate`` does.
     """
     with ExitStack() as stack:
         run, tokens = stack.enter_context(opened_for_chat(request, context, on_stage, on_loaded))

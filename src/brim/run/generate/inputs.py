@@ -1,4 +1,4 @@
-"""Prompts as people give them, and as a model takes them."""
+"""Read prompts, tokenise them, and form batches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from brim.models.chat_template import apply_template
 
 
 def read_prompts(path: Path) -> list[str]:
-    """One prompt per line; in a ``.jsonl`` file each line is an object with ``prompt``. Blank lines are skipped.
+    """Read a prompt per line; in a ``.jsonl`` file each line is an object with ``prompt``. Blank lines are skipped.
 
-    Raises UsageError with the number of a line that is no prompt.
+    Raises UsageError with the number of a line that is not a prompt.
     """
     try:
-        is_pipe = str(path).startswith(("/dev/fd/", "/dev/stdin"))  # by a shell, which writes to it
+        is_pipe = str(path).startswith(("/dev/fd/", "/dev/stdin"))  # a shell's process substitution
         raw = (path if is_pipe else regular(path)).read_bytes()
     except OSError as error:
         raise UsageError(f"Cannot read prompts from {path}.", f"{error.strerror}.", "Check the path.") from error
@@ -57,9 +57,9 @@ def _bad_line(path: Path, number: int, problem: str) -> UsageError:
 
 
 def encode(tokenizer: Any, prompt: str, chat: bool | None, system: str | None = None) -> torch.Tensor:
-    """The prompt as token ids, shape (tokens,). ``chat`` None: the chat template where there is one.
+    """The prompt as token ids, shape (tokens,). ``chat`` None: with the chat template if there is one.
 
-    ``system``: a message before the prompt, which only a chat template has a place for.
+    ``system``: a message before the prompt, which needs a chat template.
     """
     _check_text(prompt)
     chat = bool(tokenizer.chat_template) if chat is None else chat
@@ -85,12 +85,12 @@ def _check_text(prompt: str) -> None:
 
 
 def instructed(system: str | None) -> list[dict[str, str]]:
-    """The beginning of a conversation."""
+    """The first messages of a conversation."""
     return [] if system is None else [{"role": "system", "content": system}]
 
 
 def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
-    """The conversation as token ids, up to where the model answers; shape (tokens,)."""
+    """The conversation as token ids, up to the model's answer; shape (tokens,)."""
     if not tokenizer.chat_template:
         raise UsageError(
             "Cannot apply a chat template to the prompt.", "This model's tokenizer has none.", "Use --no-chat."
@@ -119,16 +119,16 @@ def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Ten
 
 
 def check(module: Any, name: str, rows: Sequence[torch.Tensor], new_tokens: int) -> None:
-    """Raise for tokens that the model does not know, and for more of them than it has positions."""
+    """Raise for tokens outside of the model's vocabulary, and for more tokens than it has positions."""
     vocabulary = module.get_input_embeddings().num_embeddings
     limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
     for number, ids in enumerate(rows, start=1):
-        which = f"Prompt {number}" if len(rows) > 1 else "The prompt"
+        subject = f"Prompt {number}" if len(rows) > 1 else "The prompt"
         if int(ids.max()) >= vocabulary:
             raise ModelError(
-                f"Cannot give {which} to {name}.",
+                f"Cannot give {subject} to {name}.",
                 f"Its tokenizer produces token {int(ids.max())}, and the model knows {vocabulary} tokens.",
-                "Tokenizer and weights are of different models: fetch them again.",
+                "Tokenizer and weights belong to different models: fetch them again.",
             )
         if limit is not None and len(ids) + new_tokens > limit:
             of = f" of prompt {number}" if len(rows) > 1 else ""
@@ -143,7 +143,7 @@ def check(module: Any, name: str, rows: Sequence[torch.Tensor], new_tokens: int)
 class Batch:
     """Sequences that go through the model together. ``ids`` and ``mask`` (0: padding): [sequences, longest]."""
 
-    first: int  # which prompt its first sequence is
+    first: int  # index of its first prompt
     ids: torch.Tensor
     mask: torch.Tensor
 
@@ -153,10 +153,10 @@ class Batch:
 
 
 def batches(rows: Sequence[torch.Tensor], size: int, *, pad: int, pad_left: bool) -> Iterator[Batch]:
-    """``size`` prompts at a time, in the order given.
+    """``size`` prompts at a time, in the given order.
 
-    A decoder goes on from the end of its prompt, so there the padding is on the left; an encoder counts positions
-    from the beginning.
+    A decoder continues from the end of its prompt, so its padding is on the left; an encoder counts positions from
+    the beginning.
     """
     for first in range(0, len(rows), size):
         some = rows[first : first + size]

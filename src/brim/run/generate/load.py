@@ -1,4 +1,4 @@
-"""``brim.load`` and generation: a model on disk, inside a budget that also holds while it is being loaded."""
+"""``brim.load``: load a model from disk inside a budget that also holds while it is being loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from brim.planning.seconds.drives import reading_from
 from brim.techniques.quantization.technique import Quantization
 from brim.techniques.streaming.weight_streaming import Weights
 
-_TOTALS = (1024, 512, 256, 128, 64)  # tokens to make room for when nobody says how many
+_TOTALS = (1024, 512, 256, 128, 64)  # tokens to reserve memory for, tried in this order, when ``inputs`` is None
 
 
 def load(
@@ -40,46 +40,46 @@ def load(
 ) -> nn.Module:
     """Load a model for inference, in a memory budget that also holds while it is loaded.
 
-    The module behaves as if all its weights were in memory; those that do not fit are streamed from RAM or from the
-    checkpoint on disk. What it computes is equal, bit for bit, to a model that is all in memory, as far as the same
-    device computes it: see ``host_compute``. Call it under ``torch.no_grad()``. The KV cache is transformers' own: it
-    counts as activations, up to the tokens of ``inputs``, and nothing keeps it from growing further. Layers that the
-    processor computes keep their part of it in RAM.
+    The module behaves as if all its weights were in memory; weights that do not fit are streamed from RAM or from the
+    checkpoint on disk. Results are equal, bit for bit, to those of a model that is entirely in memory, as far as the
+    same device computes them: see ``host_compute``. Call it under ``torch.no_grad()``. The KV cache is transformers'
+    own: it counts as activations, up to the tokens of ``inputs``, and may grow further. Layers that the processor
+    computes keep their part of the cache in RAM.
 
     Args:
         model: A Hugging Face folder (safetensors), a ``.gguf`` file, or a hub id.
-        vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"90%"`` of all that it has. None: what is free less a tenth.
-        ram: Budget of host memory, written alike: for the growth of the process from this call on, whatever it is
-            for.
-        device: ``"auto"`` (CUDA, else the CPU), ``"cuda"``, ``"xpu"``, ``"npu"``, ``"cuda:1"`` (one of several),
+        vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"90%"`` of its capacity. None: nine tenths of what is free.
+        ram: Budget of host memory, written alike: for the growth of the process from this call on, for any
+            purpose.
+        device: ``"auto"`` (CUDA, else the CPU), ``"cuda"``, ``"xpu"``, ``"npu"``, ``"cuda:1"`` (a GPU by number),
             ``"cpu"``, or ``"emulated"``: a part of RAM plays VRAM.
-        inputs: The largest step to make room for. None: one sequence of 1,024 tokens, or fewer where the budget is
+        inputs: The largest step to reserve memory for. None: one sequence of 1,024 tokens, or fewer if the budget is
             small.
-        dtype: Of the weights. None: as the configuration says.
+        dtype: Type of the weights. None: as in the configuration.
         quantization: ``"int8"``, ``"int4"``, ``"fp8"`` or a ``Quantization``: linear layers in fewer bits, which
-            takes less to hold and to move, and gives other results. The first time, they are quantized into the
-            user's cache folder. None: as stored.
-        host_compute: Whether the processor may compute the blocks that it has in RAM, where that is faster than
-            bringing them to the GPU. Its kernels round otherwise than the GPU's; False keeps every bit.
-        trust_remote_code: Whether Python code in the model's folder may run.
+            take less memory and time to move, and give other results. They are quantized once, into the user's cache
+            folder. None: as stored.
+        host_compute: True lets the processor compute blocks that are in RAM, if that is faster than moving them to
+            the GPU. Its kernels round differently; with False results are equal to the GPU's bit for bit.
+        trust_remote_code: True lets Python code in the model's folder run.
 
     Returns:
         The module. ``module.brim`` is its handle: ``plan``, ``timeline()``, ``remove()``.
 
     Raises:
         ModelError: Files are missing or damaged.
-        BudgetError: Nothing fits; ``smallest_bytes`` says what would.
+        BudgetError: Nothing fits; ``smallest_bytes`` is a sufficient budget.
         UsageError: A value that is not allowed.
-        UnsupportedError: The device, or the model, is one that brim cannot run.
+        UnsupportedError: brim cannot run the model, or on the device.
     """
     if inputs is not None and not isinstance(inputs, Inputs):
         raise UsageError(
             f"brim.load cannot use inputs of type {type(inputs).__name__}.",
-            "They give the size of a step: brim.estimation.step_memory.Inputs(batch=..., prompt=..., total=...).",
+            "They describe the size of a step: brim.estimation.step_memory.Inputs(batch=..., prompt=..., total=...).",
         )
-    # What is made in inference mode could never be changed outside of it.
+    # Tensors created in inference mode could never be changed outside of it.
     with on(device) as kind, torch.inference_mode(False):
-        hardware = reading_from(machine(kind), Path(model))  # a first measurement takes RAM of its own for a moment
+        hardware = reading_from(machine(kind), Path(model))  # before start_bytes: measuring takes RAM for a moment
         start_bytes = resident_bytes()
         budget = budgets(hardware, vram, ram, kind)
         if quantization is None:
@@ -99,12 +99,12 @@ def load_opened(
     *,
     host_compute: bool = True,
 ) -> nn.Module:
-    """The weights of an opened model, placed; ``start_bytes`` is the resident set that the budget counts from."""
+    """Place the weights of an opened model; the budget counts from a resident set of ``start_bytes``."""
     module = opened.module
     materialize(module, opened)
     sizes = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
     warm_up(module, hardware, max(size.prompt for size in sizes), device)
-    watch_inference(module, Inputs(prompt=1, total=1))  # what that itself leaves behind is measured too
+    watch_inference(module, Inputs(prompt=1, total=1))  # memory that it leaves behind is measured too
     spent_bytes = spent(start_bytes)
     for size in sizes:
         try:
@@ -128,7 +128,7 @@ def loading_case(
     *,
     host_compute: bool = True,
 ) -> GenerationCase:
-    """What ``brim.load`` asks: as ``brim generate``, of a model that whoever calls it gives a cache of its own."""
+    """The planner's case for ``brim.load``: as for ``brim generate``, but the caller passes the cache."""
     return GenerationCase(
         name=opened.name,
         module=opened.module,

@@ -1,4 +1,4 @@
-"""Tokens out of a model that is in force: one batch after another."""
+"""Generate tokens with a planned model, batch by batch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from brim.requests.sampling import GREEDY, Sampling, cut, withheld
 from brim.run.generate.inputs import Batch
 from brim.run.generate.plan import Loaded
 
-# Sums of a batch are taken in another order than those of one sequence. What padding that is attended to does to
-# scores is as large as their spread itself; rounding is far from it.
+# A batch sums in another order than a single sequence. Rounding changes scores far less than padding that is attended
+# to, whose effect is as large as their spread.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _HALF_TOLERANCE = 0.1
-CHECKED_TOKENS = 2  # the prompt's pass, and the first that goes on from the cache
+CHECKED_TOKENS = 2  # the prompt's pass, and the first pass that uses the cache
 _WHOLE_PROMPT = ("repetition_penalty", "no_repeat_ngram_size", "encoder_repetition_penalty")
 
 
 class Printer:
-    """Hears the tokens of one sequence and passes on whole words, up to the first of ``stops``."""
+    """Receives the tokens of a sequence and passes on full words, up to the first of ``stops``."""
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None], stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._on_text, self._stops = tokenizer, on_text, stops
@@ -36,7 +36,7 @@ class Printer:
     def put(self, tokens: torch.Tensor) -> None:
         self._tokens += [int(token) for token in tokens]
         text = self._text()
-        if not text.endswith("\ufffd"):  # the middle of a character
+        if not text.endswith("\ufffd"):  # an incomplete character
             self._show(text[: len(text) - withheld(text, self._stops)])
 
     def end(self) -> None:
@@ -54,21 +54,21 @@ class Printer:
 
 @contextmanager
 def seeded(sampling: Sampling) -> Iterator[None]:
-    """Draw by ``sampling.seed`` while within; the program's own generators are as they were afterwards."""
+    """Draw with ``sampling.seed`` while the context is open; the program's own generators are restored afterwards."""
     if not sampling.draws:
         yield
         return
-    assert sampling.seed is not None, "with_seed gives one"
+    assert sampling.seed is not None, "with_seed has set it"
     with torch.random.fork_rng():
         torch.manual_seed(sampling.seed)
         yield
 
 
 class Ending(StoppingCriteria):
-    """Ends each sequence where its new text has one of ``stops``, and all of them where ``stopped`` says so.
+    """Ends each sequence whose new text has one of ``stops``, and all sequences when ``stopped()`` is True.
 
-    ``begin``: how many tokens were there before the first new one. ``lengths``: row -> its new tokens, of the rows
-    that ended so; what others need comes after it in their batch.
+    ``begin``: number of tokens before the first new one. ``lengths``: row -> number of its new tokens, for rows that
+    ended so; later tokens of these rows belong to no text.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ def run_batch(
     ending: Ending | None = None,
     cache: Any = None,
 ) -> list[list[int]]:
-    """The new tokens of every sequence, each up to its end. Sequences that ended are masked until all have.
+    """The new tokens of every sequence, each up to its end. Sequences that have ended are masked until all have.
 
-    ``cache``: a planned one to go on from; else one is made, and gone afterwards. Tokens are drawn by torch's own
-    generators (``seeded``).
+    ``cache``: a planned cache to continue from; None creates one, and frees it at the end. Tokens are drawn by
+    torch's own generators (``seeded``).
     """
     module: Any = loaded.module
     count, longest = batch.ids.shape
@@ -123,7 +123,7 @@ def run_batch(
     cache_context: AbstractContextManager[dict[str, Any]] = _cache(loaded, count, longest, new_tokens)
     if cache is not None:
         cache_context = nullcontext(cache_input(module, cache) | {"use_cache": True})
-    turn = loaded.handle.turns.lock  # the cache's buffers are one batch's
+    turn = loaded.handle.turns.lock  # the cache's buffers serve a single batch at a time
     with turn, cache_context as state, torch.inference_mode():
         out = module.generate(
             batch.ids.to(device),
@@ -142,13 +142,13 @@ def run_batch(
     lengths = ending.lengths if ending is not None else {}
     begin = begin_of(module, batch)
     continuations = [_until_end(row[begin:].tolist()[: lengths.get(index)], ends) for index, row in enumerate(out)]
-    if module.config.is_encoder_decoder:  # what begins the output may be what ends it
+    if module.config.is_encoder_decoder:  # the first output token may be an end token
         return [[int(row[0]), *tokens] for row, tokens in zip(out, continuations, strict=True)]
     return continuations
 
 
 def begin_of(module: Any, batch: Batch) -> int:
-    """How many tokens are in what ``generate`` returns before the first that it made."""
+    """Number of tokens before the first generated one in the result of ``generate``."""
     return 1 if module.config.is_encoder_decoder else batch.ids.shape[1]
 
 
@@ -177,18 +177,18 @@ def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
 
 
 def pad_token(module: Any) -> int:
-    """What ended sequences are filled up with. It is masked: any token would do."""
+    """Token that fills up ended sequences. It is masked: any token would do."""
     config = module.generation_config
     return int(config.pad_token_id if config.pad_token_id is not None else min(_ends(module), default=0))
 
 
-# -- whether sequences may share a batch
+# -- sequences that may share a batch
 
 
 def must_compare(loaded: Loaded, batch: Batch) -> bool:
-    """Whether it takes a try to know that a sequence's tokens do not depend on the others in its batch.
+    """True if only a comparison shows whether a sequence's tokens depend on the others in its batch.
 
-    Attention sees each sequence by itself, but where there is padding; of other states nothing is known.
+    Attention treats each sequence by itself, except for padding; about other states nothing is known.
     """
     shape = loaded.strategy.shape
     return len(batch.ids) > 1 and (batch.padded or shape is None or not shape.only_attention)
@@ -197,19 +197,20 @@ def must_compare(loaded: Loaded, batch: Batch) -> bool:
 def check_batch(loaded: Loaded, batch: Batch, new_tokens: int, name: str) -> Any:
     """Generate the most padded sequence of ``batch`` alone; returns a processor that compares the batch with it.
 
-    A model may let padding into its states, count it as positions, or have no mask at all: nothing in its
+    A model may let padding into its states, count it as positions, or have no mask: its configuration does not say
+    so, two passes show it. Raises UnsupportedError if the model's interface rules it out already.
     configuration says so. Two passes tell. Raises UnsupportedError for what is known before.
     """
     if batch.padded:
         _refuse_unmasked(loaded.module, name)
     row = int(batch.mask.sum(1).argmin())
     ids = batch.ids[row][batch.mask[row].bool()][None]
-    heard = _Heard(0)
+    recorded = _RecordedScores(0)
     alone = Batch(first=row, ids=ids, mask=torch.ones_like(ids))
-    run_batch(loaded, alone, min(new_tokens, CHECKED_TOKENS), processors=[heard])
-    # Scores come in float32 whatever the model computes in; quantized weights' kernels round as bfloat16 does.
+    run_batch(loaded, alone, min(new_tokens, CHECKED_TOKENS), processors=[recorded])
+    # Scores are float32 in every model; kernels for quantized weights round as bfloat16 does.
     tolerance = max((_TOLERANCE.get(p.dtype, _HALF_TOLERANCE) for p in loaded.module.parameters()), default=1e-3)
-    return _Compared(row, heard.scores, name, tolerance)
+    return _ComparedScores(row, recorded.scores, name, tolerance)
 
 
 def _refuse_unmasked(module: Any, name: str) -> None:
@@ -228,8 +229,8 @@ def _not_batchable(name: str, problem: str) -> UnsupportedError:
     )
 
 
-class _Heard(LogitsProcessor):
-    """Keeps the first scores of one sequence and changes nothing."""
+class _RecordedScores(LogitsProcessor):
+    """Records the first scores of a sequence and changes nothing."""
 
     def __init__(self, row: int) -> None:
         self.row = row
@@ -241,8 +242,8 @@ class _Heard(LogitsProcessor):
         return scores
 
 
-class _Compared(LogitsProcessor):
-    """Compares the first scores of a sequence in its batch with those that it has alone."""
+class _ComparedScores(LogitsProcessor):
+    """Compares the first scores of a sequence in its batch with its scores alone."""
 
     def __init__(self, row: int, alone: list[torch.Tensor], name: str, tolerance: float) -> None:
         self._row, self._alone, self._name, self._tolerance = row, list(alone), name, tolerance
@@ -252,11 +253,11 @@ class _Compared(LogitsProcessor):
             expected, actual = self._alone.pop(0), scores[self._row].float().cpu()
             finite = expected.isfinite()
             if not bool(actual[finite].isfinite().all()):
-                raise _not_batchable(self._name, "Padding gives scores that are no numbers.")
+                raise _not_batchable(self._name, "Padding gives scores that are not finite.")
             spread = float(expected[finite].std(correction=0)) if bool(finite.any()) else 0.0
             off = float((expected - actual)[finite].abs().max()) / max(spread, 1e-30) if spread else 0.0
             if off > self._tolerance:
                 raise _not_batchable(
-                    self._name, f"That changes what it computes: scores differ by {off:.2g} of their spread."
+                    self._name, f"Batching changes its results: scores differ by {off:.2g} of their spread."
                 )
         return scores

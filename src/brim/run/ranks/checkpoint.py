@@ -1,8 +1,8 @@
 """Checkpoints of a training over ranks: PyTorch's distributed checkpoint behind brim's manifest and checksums.
 
 Every rank writes its shards as safetensors (``torch.distributed.checkpoint.HuggingFaceStorageWriter``; no pickle),
-rank 0 the manifest, last. Weights and optimizer states go by their names in the whole model, each with its place in
-the whole tensor, so that any number of ranks in any split reads them.
+rank 0 the manifest, last. Weights and optimizer states have their names in the full model and their offsets in the
+full tensors, so that any number of ranks in any split reads them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from brim.run.train.finite import diverged, is_finite
 from brim.run.train.output_folder import OutputFolder
 from brim.run.train.saving import check_same_course
 
-_KEPT = 2
-_READ_BYTES = 1 << 30  # of whole tensors at once where the model itself is written
-_STATE = "optimizer:"  # before the name of an optimizer's state: PARAMETER and its own name
+_KEPT = 2  # checkpoints
+_READ_BYTES = 1 << 30  # of full tensors in memory at once, while the model is exported
+_STATE = "optimizer:"  # prefix of the name of an optimizer's state: PARAMETER:KEY follows
 
 
 class SplitSaver:
@@ -56,7 +56,7 @@ class SplitSaver:
         self._steps_done = 0  # of the optimizer
 
     def start(self, batches: Batches) -> int:
-        """Read the newest whole checkpoint; the number of the step to go on with, 0 where there is none."""
+        """Read the newest complete checkpoint; returns the number of its step, 0 if there is none."""
         if not checkpoint_reading.steps(self._output):
             return 0
         checkpoint = self._ranks.of_first(self._newest)
@@ -87,12 +87,12 @@ class SplitSaver:
         )
 
     def save(self, step: int, batches: Batches) -> None:
-        """A checkpoint after ``step`` steps. Raises on every rank what it raises on any: TransferError when the disk
-        refuses, ModelError for what is not finite."""
+        """Write a checkpoint after ``step`` steps. An error of any rank is raised on all of them: TransferError when
+        the disk refuses, ModelError for values that are not finite."""
         self._ranks.agree(self._check_finite)
         ranks, folder = self._ranks, partial_folder(checkpoint_folder(self._output, step))
         writer = FolderWriter(self._output, step, ())
-        ranks.agree(lambda: _told(folder, writer.create) if ranks.is_first else None)
+        ranks.agree(lambda: _write(folder, writer.create) if ranks.is_first else None)
         with _quiet(), _as_transfer(folder):
             save(
                 self._tensors(),
@@ -101,16 +101,16 @@ class SplitSaver:
         mine = ranks.agree(lambda: self._own_entries(folder))
         gathered: list[Any] | None = [None] * ranks.world if ranks.is_first else None
         dist.gather_object(mine, gathered)
-        ranks.agree(lambda: _told(folder, lambda: self._commit(writer, gathered, batches)) if gathered else None)
+        ranks.agree(lambda: _write(folder, lambda: self._commit(writer, gathered, batches)) if gathered else None)
 
     def _check_finite(self) -> None:
-        """Each rank looks at its own part."""
+        """Check this rank's part."""
         bad = (name for name, tensor in self._tensors().items() if not is_finite(tensor))
         if not self._allow_non_finite and (name := next(bad, None)) is not None:
             raise diverged(name.removeprefix(_STATE))
 
     def _own_entries(self, folder: Path) -> dict[str, Any]:
-        """What this rank has written: PyTorch numbers its files from 1 on by rank."""
+        """Entries of the files that this rank has written: PyTorch numbers them by rank, from 1 on."""
         return {path.name: entry_of(path) for path in folder.glob(f"shard-{self._ranks.rank + 1:05d}-*")}
 
     def _commit(self, writer: FolderWriter, gathered: list[Any], batches: Batches) -> None:
@@ -126,9 +126,9 @@ class SplitSaver:
         writer.prune(_KEPT, ())
 
     def export(self, step: int, batches: Batches, output: OutputFolder | None, *, keep: bool) -> None:
-        """The model itself into the output folder, as transformers reads it, from a last checkpoint that goes
-        again where none were asked for. ``output`` is that folder on the first rank."""
-        if step != self._resumed_at:  # else it is there, and stays
+        """Write the model into the output folder in transformers' form, from a last checkpoint, which is deleted
+        afterwards unless checkpoints were asked for. ``output`` is that folder on the first rank."""
+        if step != self._resumed_at:  # else that checkpoint exists, and stays
             self.save(step, batches)
         keep = keep or step == self._resumed_at
         self._ranks.agree(lambda: self._export(step, output, keep=keep) if output else None)
@@ -136,11 +136,11 @@ class SplitSaver:
     def _export(self, step: int, output: OutputFolder, *, keep: bool) -> None:
         folder = checkpoint_folder(self._output, step)
         if self._recipe.method == "lora":
-            _told(self._output, lambda: self._write_adapter(folder, output))
+            _write(self._output, lambda: self._write_adapter(folder, output))
         else:
             self._write_model(folder, output)
         if not keep:
-            _told(self._output, lambda: OutputRecord(self._output).remove_checkpoint(folder))
+            _write(self._output, lambda: OutputRecord(self._output).remove_checkpoint(folder))
 
     def _write_adapter(self, folder: Path, output: OutputFolder) -> None:
         training_model = open_whole(self._recipe)
@@ -166,13 +166,13 @@ class SplitSaver:
                 yield from read.items()
 
         files = model_files(module, self._recipe.folder)
-        _told(self._output, lambda: output.export(replace(tensors, values=values()), files))
+        _write(self._output, lambda: output.export(replace(tensors, values=values()), files))
 
-    # -- what is saved ---------------------------------------------------------------------------------------------
+    # -- content of a checkpoint
+    # ---------------------------------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Any]:
-        """Trained weights and their optimizer states by name: DTensors say themselves which part of the whole they
-        are."""
+        """Trained weights and their optimizer states by name. A DTensor has its own offsets in the full tensor."""
         named = {name: p for name, p in self._part.named_parameters().items() if p.requires_grad}
         tensors: dict[str, Any] = {name: parameter.detach() for name, parameter in named.items()}
         state = self._part.optimizer.state
@@ -183,7 +183,7 @@ class SplitSaver:
         return tensors
 
     def _make_states(self) -> None:
-        """The optimizer's states as its first step makes them; the step itself changes nothing."""
+        """Create the optimizer's states with a step at rate 0, which changes no weight."""
         optimizer = self._part.optimizer
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -209,7 +209,7 @@ class SplitSaver:
 
 
 def _groups(names: list[str], shapes: dict[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Names whose tensors may be in memory together."""
+    """Names of tensors that are in memory together."""
     group: list[str] = []
     group_bytes = 0
     for name in names:
@@ -223,14 +223,14 @@ def _groups(names: list[str], shapes: dict[str, torch.Tensor]) -> Iterator[list[
         yield group
 
 
-def _told(folder: Path, action: Callable[[], None]) -> None:
+def _write(folder: Path, action: Callable[[], None]) -> None:
     with _as_transfer(folder):
         action()
 
 
 @contextmanager
 def _as_transfer(folder: Path) -> Iterator[None]:
-    """What the disk refuses, as an error of ours."""
+    """Convert errors of the disk to TransferError."""
     try:
         yield
     except (OSError, CheckpointException) as error:
@@ -243,7 +243,7 @@ def _as_transfer(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PyTorch warns of its own use of what it will change."""
+    """Suppress PyTorch's warnings about its own deprecated calls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,8 +1,8 @@
-"""``brim generate --gpus N``: text out of a model whose layers, or whose tensors, lie on several ranks.
+"""``brim generate --gpus N``: generate with a model whose layers, or whose tensors, are split over several ranks.
 
-Every rank goes through transformers' own ``generate`` with its part of the model: hidden states go from rank to rank
-where layers are split, DTensor sends where tensors are, and the scores of the last position reach all of them, so
-that all choose the same token.
+Every rank runs transformers' own ``generate`` with its part of the model. Split layers send hidden states from rank
+to rank, split tensors communicate through DTensor, and the scores of the last position reach all ranks, so that all
+choose the same token.
 """
 
 from __future__ import annotations
@@ -42,39 +42,39 @@ SPLITS = ("layers", "tensors")
 
 @dataclass(frozen=True, kw_only=True)
 class RanksRequest:
-    """One generation over all ranks that were started. ``split``: one of ``SPLITS``."""
+    """A generation over all ranks that were started. ``split``: one of ``SPLITS``."""
 
     generation: Request
     split: str = "layers"
     timeout_s: float = TIMEOUT_S
 
     def check(self) -> None:
-        """Raise UsageError or UnsupportedError for what is not done over ranks."""
-        asked = self.generation
-        asked.check()
+        """Raise UsageError or UnsupportedError for options that several ranks do not support."""
+        generation = self.generation
+        generation.check()
         if self.split not in SPLITS:
             raise UsageError(f"--split {self.split} was given.", f"Allowed are {', '.join(SPLITS)}.")
-        if not isinstance(asked.prompt, str):
+        if not isinstance(generation.prompt, str):
             raise UnsupportedError(
                 "Cannot generate from several prompts with --gpus.", "Ranks take one prompt at a time."
             )
-        alone = {"--vram": asked.vram, "--ram": asked.ram, "--plan": asked.plan}
-        alone["--prefill-chunk"] = None if asked.prefill_chunk == "auto" else asked.prefill_chunk
+        alone = {"--vram": generation.vram, "--ram": generation.ram, "--plan": generation.plan}
+        alone["--prefill-chunk"] = None if generation.prefill_chunk == "auto" else generation.prefill_chunk
         options = [option for option, value in alone.items() if value is not None]
         if options:
             raise UnsupportedError(
                 f"Cannot use {options[0]} with --gpus.", "A rank holds all of its part and streams nothing.",
                 "Leave it out, or generate on one device.",
             )  # fmt: skip
-        if asked.precision is not None and asked.precision not in DTYPES:
+        if generation.precision is not None and generation.precision not in DTYPES:
             raise UnsupportedError(
-                f"Cannot use --precision {asked.precision} with --gpus.", f"Allowed are {', '.join(DTYPES)}."
+                f"Cannot use --precision {generation.precision} with --gpus.", f"Allowed are {', '.join(DTYPES)}."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksAnswer:
-    """What came out of it, on rank 0. ``weights_bytes``: of each rank."""
+    """The result of a generation, on rank 0. ``weights_bytes``: of each rank."""
 
     text: str
     token_ids: list[int]
@@ -98,9 +98,9 @@ def generate(
     on_stage: Callable[[str], None] = lambda stage: None,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> RanksAnswer | None:
-    """Generate with all ranks; rank 0 gives the answer, the others None, in silence.
+    """Generate with all ranks; returns the answer on rank 0, None on the others.
 
-    A rank that fails tells so through rank 0 and ends. Raises UsageError where torchrun, or brim, has not started
+    A rank that fails reports it through rank 0 and ends. Raises UsageError where torchrun, or brim, has not started
     this process.
     """
 
@@ -115,7 +115,7 @@ def generate(
 def _generate(
     request: RanksRequest, ranks: Ranks, on_stage: Callable[[str], None], on_text: Callable[[str], None]
 ) -> RanksAnswer | None:
-    asked = request.generation
+    generation = request.generation
     on_stage("opening the model")
     opened, tokenizer, ids = ranks.agree(lambda: _open(request, ranks.world), in_turn=True)
     on_stage("loading")
@@ -126,11 +126,11 @@ def _generate(
         module = ranks.agree(lambda: _of_layers(opened, ranks))
     weights_bytes = ranks.gathered(sum(_bytes(parameter) for parameter in module.parameters()))
     on_stage("generating")
-    sampling = replace(asked.sampling, seed=ranks.gathered(asked.sampling.with_seed().seed or 0)[0])
-    printer = Printer(tokenizer, on_text, asked.stop)
+    sampling = replace(generation.sampling, seed=ranks.gathered(generation.sampling.with_seed().seed or 0)[0])
+    printer = Printer(tokenizer, on_text, generation.stop)
     options = sampling.options(module.generation_config)
-    ending = Ending(tokenizer, asked.stop, begin=len(ids))
-    if asked.stop:
+    ending = Ending(tokenizer, generation.stop, begin=len(ids))
+    if generation.stop:
         options["stopping_criteria"] = StoppingCriteriaList([ending])
 
     def on_tokens(tokens: torch.Tensor) -> None:
@@ -141,38 +141,38 @@ def _generate(
     with torch.inference_mode(), seeded(sampling):
         out = module.generate(
             ids[None].to(ranks.device), attention_mask=torch.ones_like(ids)[None].to(ranks.device),
-            max_new_tokens=asked.max_new_tokens, num_beams=1, num_return_sequences=1,
+            max_new_tokens=generation.max_new_tokens, num_beams=1, num_return_sequences=1,
             cache_implementation=None, return_dict_in_generate=False, streamer=clock, **options,
         )  # fmt: skip
     printer.end()
     token_ids = out[0, len(ids) :].tolist()[: ending.lengths.get(0)]
     if not ranks.is_first:
         return None
-    text = cut(tokenizer.decode(token_ids, skip_special_tokens=True), asked.stop)
+    text = cut(tokenizer.decode(token_ids, skip_special_tokens=True), generation.stop)
     return RanksAnswer(
         text=text, token_ids=token_ids, split=request.split, weights_bytes=weights_bytes,
-        s_per_token=clock.s_per_step(), precision=precision_of(opened, asked.precision),
+        s_per_token=clock.s_per_step(), precision=precision_of(opened, generation.precision),
         seed=sampling.seed if sampling.draws else None,
     )  # fmt: skip
 
 
 def _open(request: RanksRequest, ranks: int) -> tuple[OpenedModel, Any, torch.Tensor]:
-    """The model with its weights in their files, its tokenizer, and the prompt's tokens."""
+    """The model with its weights still in their files, its tokenizer, and the prompt's tokens."""
     request.check()
-    asked = request.generation
-    assert isinstance(asked.prompt, str)
-    folder = prepare(asked.model, trust_remote_code=asked.trust_remote_code)
-    if asked.verify:
+    generation = request.generation
+    assert isinstance(generation.prompt, str)
+    folder = prepare(generation.model, trust_remote_code=generation.trust_remote_code)
+    if generation.verify:
         verify_files(folder)
-    opened = open_as(folder, asked.precision, trust_remote_code=asked.trust_remote_code)
+    opened = open_as(folder, generation.precision, trust_remote_code=generation.trust_remote_code)
     module: Any = opened.module
     if not module.can_generate() or module.config.is_encoder_decoder:
         raise UnsupportedError(
             f"Cannot generate with {opened.name} over ranks.", f"{type(module).__name__} is not a decoder-only model."
         )
     tokenizer = open_tokenizer(opened)
-    ids = encode(tokenizer, asked.prompt, asked.chat, asked.system)
-    check(module, opened.name, [ids], asked.max_new_tokens)
+    ids = encode(tokenizer, generation.prompt, generation.chat, generation.system)
+    check(module, opened.name, [ids], generation.max_new_tokens)
     tensors = request.split == "tensors"
     split = Split(gpus=ranks, gpus_per_node=ranks, tp=ranks if tensors else 1, pp=1 if tensors else ranks)
     check_sizes(split, sizes_of(module.config.get_text_config(), len(ids)))
@@ -208,11 +208,11 @@ def _of_tensors(opened: OpenedModel, mesh: Any, device: torch.device) -> Any:
     module.requires_grad_(False)
     sharding.apply(module, mesh, sharding.Sharding(zero=0), filler)
     own_shares(module)
-    module.get_output_embeddings().register_forward_hook(_whole)
+    module.get_output_embeddings().register_forward_hook(_full_output)
     return _moved(module, device)
 
 
-def _whole(module: nn.Module, args: Any, output: Any) -> Any:
+def _full_output(module: nn.Module, args: Any, output: Any) -> Any:
     return output.full_tensor() if isinstance(output, DTensor) else output
 
 
@@ -220,7 +220,7 @@ def _whole(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _of_layers(opened: OpenedModel, ranks: Ranks) -> Any:
-    """The model with this rank's layers only; what comes before and behind is with others."""
+    """The model with only this rank's layers; earlier and later layers are on other ranks."""
     module: Any = opened.module
     filler = _filler(opened, ranks.device)
     table, head = module.get_input_embeddings(), module.get_output_embeddings()
@@ -236,19 +236,19 @@ def _of_layers(opened: OpenedModel, ranks: Ranks) -> Any:
     _renumber(module, stage.inner, layers, part)
     dtype = head.weight.dtype
     if not part.embeds:
-        module.set_submodule(names[id(table)], _Room(table.embedding_dim, dtype))
+        module.set_submodule(names[id(table)], _EmptyEmbedding(table.embedding_dim, dtype))
         layers[0].register_forward_pre_hook(_receives(ranks.rank - 1), with_kwargs=True)
     if part.has_head:
-        head.register_forward_hook(_tells(ranks.rank))
+        head.register_forward_hook(_broadcasts(ranks.rank))
     else:
         layers[-1].register_forward_hook(_sends(ranks.rank + 1))
-        setattr(module, names[id(head)], _Hears(head.out_features, dtype, ranks.world - 1))
+        setattr(module, names[id(head)], _ReceivedScores(head.out_features, dtype, ranks.world - 1))
     filler(module, ())
     return _moved(module, ranks.device)
 
 
 def _stages(module: Any, table: nn.Module, head: nn.Module, ranks: int) -> tuple[int, ...]:
-    """Decoding reads all weights for every token: they are dealt out evenly, with those of both ends."""
+    """Layers of each stage, balanced by bytes: decoding reads all weights for every token, embedding and head too."""
     paths = blocks(module)
     layer, embeds, scores = (
         sum(int(p.numel()) for p in part.parameters()) for part in (module.get_submodule(paths[0]), table, head)
@@ -266,7 +266,7 @@ def _stages(module: Any, table: nn.Module, head: nn.Module, ranks: int) -> tuple
 
 
 def _renumber(module: Any, inner: Any, layers: list[nn.Module], part: pipeline.Part) -> None:
-    """The layers count from 0 on, as their cache does: together they are a smaller model."""
+    """Number the layers from 0 on, as the cache does: they form a smaller model."""
     for layer in layers:
         for child in layer.modules():
             if isinstance(vars(child).get("layer_idx"), int):
@@ -275,21 +275,21 @@ def _renumber(module: Any, inner: Any, layers: list[nn.Module], part: pipeline.P
     module.config = inner.config  # by which the cache is made
 
 
-class _Room(nn.Module):
-    """In the place of the token table: the shape of what will be received."""
+class _EmptyEmbedding(nn.Module):
+    """Replaces the token table on later stages: zeros in the shape of the hidden states to be received."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
         self._width, self._dtype = width, dtype
-        # Decoders ask for its device and dtype.
+        # Decoders read its device and dtype.
         self.register_buffer("weight", torch.empty(0, width, dtype=dtype), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.zeros(*ids.shape, self._width, dtype=self._dtype, device=ids.device)
 
 
-class _Hears(nn.Module):
-    """In the place of the output layer: the scores that the last rank has."""
+class _ReceivedScores(nn.Module):
+    """Replaces the output layer on earlier stages: the scores of the last rank."""
 
     def __init__(self, vocabulary: int, dtype: torch.dtype, last: int) -> None:
         super().__init__()
@@ -301,13 +301,13 @@ class _Hears(nn.Module):
         return scores
 
 
-def _tells(rank: int) -> Callable[..., torch.Tensor]:
-    def tell(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+def _broadcasts(rank: int) -> Callable[..., torch.Tensor]:
+    def broadcast(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         scores = output.contiguous()
         dist.broadcast(scores, src=rank)
         return scores
 
-    return tell
+    return broadcast
 
 
 def _receives(source: int) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""Ranks that torchrun started: how they find each other, agree, fail together and never wait for ever.
+"""Ranks started by torchrun: how they meet, agree, fail together and never wait without end.
 
-What a step sends is sent by PyTorch's engine. Beside it there is torchrun's own key-value store, which brim uses for
-what has no place in a step: whether every rank has done its part, how far each has got, and why one gave up.
+PyTorch's engine sends the tensors of a step. For everything else brim uses torchrun's key-value store: whether every
+rank has done its part, how far each has got, and the error of a rank that failed.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from brim.run.ranks.objects import only_plans
 
 T = TypeVar("T")
 
-STORE = "BRIM_RANKS_STORE"  # the variable with the file in which ranks meet that brim has started
+STORE = "BRIM_RANKS_STORE"  # variable with the path of the file store of ranks that brim has started
 _POLL_S = 0.5
-_GRACE_S = 10.0  # for rank 0 to tell what another rank has found
-_FAILED, _TOLD = "failed", "told"
+_GRACE_S = 10.0  # for rank 0 to report the error of another rank
+_FAILED, _REPORTED = "failed", "reported"
 
 
 class RankError(BrimError):
-    """What ended the run on some rank; told by rank 0 alone."""
+    """The error that ended the run on some rank; only rank 0 reports it."""
 
-    def __init__(self, asked: str, found: str = "", todo: str = "", *, exit_code: int = 1) -> None:
-        super().__init__(asked, found, todo)
+    def __init__(self, request: str, reason: str = "", todo: str = "", *, exit_code: int = 1) -> None:
+        super().__init__(request, reason, todo)
         self.exit_code = exit_code
 
 
 def started_as_rank() -> bool:
-    """Whether torchrun, or brim, has started this process as one of several."""
+    """True if torchrun, or brim, has started this process as one of several."""
     meeting = STORE in os.environ or {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     return meeting and {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
 
 
 class Ranks:
-    """This process among those that torchrun started. ``restarts``: how often torchrun has started them again."""
+    """The process group as seen by this process. ``restarts``: how often torchrun has restarted the ranks."""
 
     def __init__(self, store: Store, timeout_s: float) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -63,7 +63,7 @@ class Ranks:
         self._store, self._timeout_s = store, timeout_s
         self._agreements = 0
         self._ending, self._telling = threading.Event(), threading.Lock()
-        beside: Any = store  # a connection of its own: the other may be waiting
+        beside: Any = store  # cloned, as the first connection may be blocked in a wait
         self._watcher = threading.Thread(target=self._watch, args=(beside.clone(),), name="brim-ranks", daemon=True)
 
     @property
@@ -77,9 +77,9 @@ class Ranks:
         return torch.device("cuda", _device_number(self.local_rank, torch.cuda.device_count()))
 
     def agree(self, action: Callable[[], T], *, in_turn: bool = False) -> T:
-        """Do ``action`` on every rank; where it fails on any, all raise that rank's error.
+        """Do ``action`` on every rank; if it fails on any, all raise that rank's error.
 
-        ``in_turn``: a node's first rank does it before its others, which find in the cache what it has made.
+        ``in_turn``: a node's first rank does it before the others, which then find its results in the cache.
         """
         self._agreements += 1
         name = f"agreement-{self._agreements}"
@@ -90,7 +90,7 @@ class Ranks:
             result = action()
         except BrimError as failure:
             error = failure
-        except Exception as failure:  # a defect: its own traceback here, one sentence on the others
+        except Exception as failure:  # a defect: its traceback on this rank, a sentence on the others
             error = failure
         if in_turn and not self.local_rank:
             self._store.set(f"{name}-first-{self.rank // self.per_node}", "")
@@ -102,8 +102,8 @@ class Ranks:
         return result
 
     def of_first(self, action: Callable[[], Any]) -> Any:
-        """What ``action`` gives on rank 0, as JSON has it, on every rank; all raise what it raises there."""
-        name = f"found-{self._agreements}"
+        """Result of ``action`` on rank 0, sent as JSON to every rank; all raise its error."""
+        name = f"result-{self._agreements}"
         self.agree(lambda: self._store.set(name, json.dumps(action())) if self.is_first else None)
         return json.loads(self._store.get(name))
 
@@ -117,13 +117,13 @@ class Ranks:
         return [int(self._store.get(key)) for key in keys]
 
     def _verdict(self, name: str, error: BaseException | None) -> str:
-        """What the first rank that failed says; empty where none did."""
+        """The error of the first rank that failed; empty if none did."""
         self._store.set(f"{name}-{self.rank}", "" if error is None else _text_of(error, self.rank))
         if self.is_first:
             keys = [f"{name}-{rank}" for rank in range(self.world)]
             self._wait(keys)
-            told = [self._store.get(key).decode() for key in keys]
-            self._store.set(name, next((text for text in told if text), ""))
+            texts = [self._store.get(key).decode() for key in keys]
+            self._store.set(name, next((text for text in texts if text), ""))
         else:
             self._wait([name])
         return str(self._store.get(name).decode())
@@ -141,11 +141,11 @@ class Ranks:
             time.sleep(0.02)
 
     def reach(self, step: int) -> None:
-        """Let the others know how far this rank has got."""
+        """Publish the step that this rank has reached."""
         self._store.set(f"reached-{self.rank}", str(step))
 
     def stuck(self, error: Exception) -> RankError:
-        """An error of PyTorch's engine in words: who did not answer."""
+        """Describe an error of PyTorch's engine: which ranks did not answer."""
         reached = {rank: self._reached(rank) for rank in range(self.world)}
         most = max(reached.values())
         behind = [str(rank) for rank, step in reached.items() if step < most]
@@ -159,34 +159,34 @@ class Ranks:
 
     def _reached(self, rank: int) -> int:
         key = f"reached-{rank}"
-        with contextlib.suppress(RuntimeError):  # torchrun, which has the store, is gone
+        with contextlib.suppress(RuntimeError):  # torchrun has ended, and its store with it
             return int(self._store.get(key)) if self._store.check([key]) else 0
         return 0
 
     def give_up(self, error: BaseException) -> NoReturn:
-        """End this rank for ``error``; rank 0 tells of it, also where it is waiting for this one.
+        """End this rank for ``error``; rank 0 reports it, even if it is waiting for this rank.
 
-        Called with what a rank alone has met: others hear of it through the store and end too.
+        The other ranks learn of it through the store and end too.
         """
         code = error.exit_code if isinstance(error, BrimError) else 1
         if self.is_first:
             self._tell(error, code)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, once another rank has ended
-        with contextlib.suppress(RuntimeError):  # torchrun, which has the store, is gone
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by torchrun once another rank has ended
+        with contextlib.suppress(RuntimeError):  # torchrun has ended, and its store with it
             if not isinstance(error, RankError) or not self._store.check([_FAILED]):
                 self._store.set(_FAILED, _text_of(error, self.rank))
             end = time.monotonic() + _GRACE_S
-            while time.monotonic() < end and not self._store.check([_TOLD]):
+            while time.monotonic() < end and not self._store.check([_REPORTED]):
                 time.sleep(_POLL_S / 5)
         self.leave(code)
 
     def _tell(self, error: BaseException, code: int) -> NoReturn:
-        """On rank 0, once, from whichever thread hears of it first."""
+        """Report the error on rank 0, once, in whichever thread learns of it first."""
         if not self._telling.acquire(blocking=False):
             threading.Event().wait()  # the other thread ends the process
         print(f"Error: {str(error) or type(error).__name__}", file=sys.stderr, flush=True)
-        with contextlib.suppress(RuntimeError):  # torchrun, which has the store, may be gone
-            self._store.set(_TOLD, "")
+        with contextlib.suppress(RuntimeError):  # torchrun may have ended, and its store with it
+            self._store.set(_REPORTED, "")
         self.leave(code)
 
     def leave(self, code: int) -> NoReturn:
@@ -203,11 +203,11 @@ class Ranks:
         self._watcher.join()
 
     def _watch(self, store: Store) -> None:
-        """Rank 0 may be in the middle of a collective, where no exception reaches it."""
+        """Poll for errors of other ranks: rank 0 may be inside a collective, which no exception interrupts."""
         while not self._ending.wait(_POLL_S):
             try:
                 failed = store.get(_FAILED).decode() if store.check([_FAILED]) else ""
-            except RuntimeError:  # torchrun, which has the store, is gone
+            except RuntimeError:  # torchrun has ended, and its store with it
                 return
             if failed and not self._ending.is_set():
                 error = _error_of(failed)
@@ -217,7 +217,7 @@ class Ranks:
 
 
 def _device_number(local_rank: int, count: int) -> int:
-    """The GPU of a rank on its machine: where a scheduler lets each rank see its own alone, that one."""
+    """The GPU of a rank on its machine; if a scheduler shows each rank only its own, that GPU."""
     if count == 1:
         return 0
     if local_rank >= count:
@@ -231,10 +231,10 @@ def _device_number(local_rank: int, count: int) -> int:
 
 @contextmanager
 def joined(timeout_s: float) -> Iterator[Ranks]:
-    """This process as one of torchrun's, in a group of NCCL where there are GPUs and of gloo where not.
+    """Join torchrun's process group: NCCL with GPUs, else gloo.
 
-    Where all ranks are on this machine, others cannot connect to them. Raises UsageError where this process was not
-    started by torchrun.
+    If all ranks are on this machine, they listen on the loopback interface only. Raises UsageError if torchrun has
+    not started this process.
     """
     of_one_machine = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
     with on_loopback() if of_one_machine else contextlib.nullcontext(), _joined(timeout_s) as ranks, only_plans():
@@ -255,20 +255,20 @@ def _joined(timeout_s: float) -> Iterator[Ranks]:
         torch.cuda.set_device(_device_number(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()))
         backend = "nccl"
     store, rank, world = _meeting(timeout)
-    turn = store.add(f"runs-{rank}", 1)  # a program may train several times: keys of one run are not another's
+    turn = store.add(f"runs-{rank}", 1)  # a program may train several times, with other keys each time
     engine = PrefixStore(f"engine-{turn}", store)
     try:
         dist.init_process_group(backend, store=engine, rank=rank, world_size=world, timeout=timeout)
     except (dist.DistError, RuntimeError) as error:
         if rank:
-            raise SystemExit(1) from error  # rank 0 tells
+            raise SystemExit(1) from error  # rank 0 reports it
         reason = " ".join(str(error).split())
         raise TransferError(
             f"{world} ranks did not connect within {timeout_s:g} s.",
             f"The rendezvous failed: {reason:.300}",
             "The log of a rank that ended says why; a larger --timeout allows more time.",
         ) from error
-    sys.excepthook = hook  # PyTorch's tells the rank of every traceback from then on, and leaves it at that
+    sys.excepthook = hook  # PyTorch replaces it by one that only prefixes tracebacks with the rank
     ranks = Ranks(PrefixStore(f"brim-{turn}", store), timeout_s)
     ranks.start_watching()
     try:
@@ -279,10 +279,10 @@ def _joined(timeout_s: float) -> Iterator[Ranks]:
 
 
 def _meeting(timeout: datetime.timedelta) -> tuple[Store, int, int]:
-    """The store of all ranks, the number of this one, and how many there are."""
+    """(store of all ranks, this rank, number of ranks)."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if STORE in os.environ:
-        store = FileStore(os.environ[STORE], -1)  # the one that started them removes it
+        store = FileStore(os.environ[STORE], -1)  # removed by the process that started the ranks
         store.set_timeout(timeout)
         return store, rank, world
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # then the store is this process's
@@ -295,7 +295,7 @@ def _meeting(timeout: datetime.timedelta) -> tuple[Store, int, int]:
 
 @cache
 def _loopback_store(port: int) -> Store:
-    """A store that listens to this machine, where PyTorch's own would listen to all. It stays for later trainings."""
+    """A store that listens on the loopback interface; PyTorch's listens on all. It stays open for later trainings."""
     listener = socket.create_server(("127.0.0.1", port))
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 

@@ -1,10 +1,10 @@
-"""What a rank's tensors take, to the byte, as a timeline: every storage from its making until its last owner lets go.
+"""Memory of a rank's tensors, exact to the byte, as a timeline of every storage's allocation and release.
 
-A dispatch mode sees what operations make; what was there before counts from the beginning. What lies in no tensor
-(buffers of gloo or NCCL, scratch memory of kernels) is not seen.
+A dispatch mode sees the results of operations; earlier tensors count from the beginning. Memory outside of tensors
+(buffers of gloo or NCCL, workspaces of kernels) is not seen.
 
-Shards in RAM are counted apart from the rest. On CPUs both lie in RAM: there the rest counts as the GPU's, which the
-CPU plays (``techniques.parallel.sharding_offload``).
+Shards in RAM are counted apart from other tensors. On CPUs both are in RAM: there the other tensors count as VRAM, as
+the CPU plays the GPU (``techniques.parallel.sharding_offload``).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from brim.core.timeline import EventKind
 from brim.predict.host_residency import Resting
 from brim.run.ranks.model import Part
 
-_WATCHED = 4
+_WATCHED = 4  # steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Held:
-    """A storage that is there."""
+class _LiveStorage:
+    """A storage that has not been released."""
 
     number: int
     bytes: int
@@ -46,8 +46,8 @@ class _Held:
 
 class TensorMeter(TorchDispatchMode):
     """Counts the storages in this machine's RAM while it is entered. ``timeline`` has the events, ``peak_bytes`` the
-    most that there was of each tier: all of it is RAM, unless ``offloads``: then RAM has what rests there, and where
-    the ``device`` is the CPU, VRAM has what a GPU would."""
+    peak of each tier. Without ``offloads`` all bytes are RAM's; with it RAM has the offloaded tensors, and if
+    ``device`` is the CPU, VRAM has those that a GPU would hold."""
 
     def __init__(self, name: str, device: torch.device, *, offloads: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -55,15 +55,15 @@ class TensorMeter(TorchDispatchMode):
         self._live_bytes = {RAM: 0, VRAM: 0}
         self.peak_bytes = {RAM: 0, VRAM: 0}
         self._plays_gpu = offloads and device.type == "cpu"
-        self._live: dict[int, _Held] = {}
+        self._live: dict[int, _LiveStorage] = {}
         self._resting = Resting()
-        # gloo's threads let go of storages too; and garbage may be collected, and more let go, while one is counted.
+        # Reentrant: gloo's threads release storages too, and a collection may release more while one is counted.
         self._counting = threading.RLock()
         self._count = 0
         self._begin_s = time.perf_counter()
 
     def hold(self, tensors: Iterable[torch.Tensor], category: str, *, in_ram: bool = False) -> None:
-        """Count what was made before."""
+        """Count tensors that were created before."""
         for tensor in tensors:
             for plain in _plain(tensor):
                 self._notice(plain, "", category, in_ram)
@@ -73,20 +73,20 @@ class TensorMeter(TorchDispatchMode):
         self.peak_bytes = dict(self._live_bytes)
 
     def crossing(self, *, to_ram: bool) -> AbstractContextManager[None]:
-        """While open, what is made is a copy in RAM, or on the device."""
+        """While open, new tensors are copies in RAM, or on the device."""
         return self._resting.crossing(to_ram=to_ram)
 
     def making_in_ram(self) -> AbstractContextManager[None]:
-        """While open, what is made of no tensor lies in RAM."""
+        """While open, tensors created without inputs are in RAM."""
         return self._resting.making()
 
     def rest_in_ram(self, tensor: torch.Tensor) -> None:
-        """Nothing is made while this is entered that would rest elsewhere than its inputs do."""
+        """Nothing to do: within this mode, tensors are created in the tier of their inputs."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(kind.__name__ == "DTensor" for kind in types):  # it runs on this rank's share, which comes back here
+        if any(kind.__name__ == "DTensor" for kind in types):  # it calls this mode again with the local shard
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         results = [
@@ -99,7 +99,7 @@ class TensorMeter(TorchDispatchMode):
         return result
 
     def _rests(self, arguments: Any) -> bool:
-        """Whether tensors made from these arguments rest in RAM, which they do if all arguments do."""
+        """True if tensors made from these arguments are in RAM, which is so if all arguments are."""
         tensors = (leaf for leaf in tree_iter(arguments) if isinstance(leaf, torch.Tensor))
         inputs = [plain for tensor in tensors for plain in _plain(tensor)]
         storages = [self._live.get(tensor.untyped_storage()._cdata) for tensor in inputs]
@@ -107,7 +107,7 @@ class TensorMeter(TorchDispatchMode):
 
     def _notice(self, tensor: torch.Tensor, label: str, category: str, in_ram: bool) -> None:
         storage = tensor.untyped_storage()
-        if storage.device.type != "cpu":  # DTensor tries out shapes on fake tensors, which have no memory
+        if storage.device.type != "cpu":  # DTensor propagates shapes with fake tensors, which have no memory
             return
         key, size = storage._cdata, storage.nbytes()
         if key in self._live:
@@ -116,11 +116,11 @@ class TensorMeter(TorchDispatchMode):
         self._count += 1
         tier = VRAM if self._plays_gpu and not in_ram else RAM
         reference = weakref.ref(storage, lambda _: self._died(key))
-        self._live[key] = entry = _Held(number=self._count, bytes=size, tier=tier, storage=reference)
+        self._live[key] = entry = _LiveStorage(number=self._count, bytes=size, tier=tier, storage=reference)
         self._change(EventKind.ALLOC, entry, label, category)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """FSDP2 frees whole weights, and allocates them again, by resizing their storages."""
+        """Count a resize: FSDP2 frees full weights, and allocates them again, by resizing their storages."""
         before = self._live.get(storage._cdata)
         if before is None or before.bytes == storage.nbytes():
             return
@@ -132,7 +132,7 @@ class TensorMeter(TorchDispatchMode):
     def _died(self, key: int) -> None:
         self._change(EventKind.FREE, self._live.pop(key), "", "")
 
-    def _change(self, kind: EventKind, entry: _Held, label: str, category: str) -> None:
+    def _change(self, kind: EventKind, entry: _LiveStorage, label: str, category: str) -> None:
         tier, size = entry.tier, entry.bytes
         with self._counting:
             self._live_bytes[tier] += size if kind is EventKind.ALLOC else -size
@@ -142,18 +142,17 @@ class TensorMeter(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count all that happens while open, in backward passes too."""
+        """Count every event while open, backward passes included."""
         with mock.patch.object(torch.UntypedStorage, "resize_", _resizing(self)), self:
             yield
 
 
 class Watched:
-    """A rank's memory over the first steps of a run: the first makes the optimizer's states, the others have all.
+    """A rank's memory over the first steps of a run: the first creates the optimizer's states, later ones have them.
 
-    Those others do the same, with all that the first has and its states beside it, and the least of their peaks is
-    told (that of the first, where there is no other): gloo's threads let go of a buffer some time after they have
-    told that it is sent, and what is late in one step is not in all. On a GPU the caching allocator counts,
-    for the whole run, and a timeline has only what rests in RAM.
+    The smallest peak of the later steps is reported (that of the first if there is no other): they do the same, but
+    gloo's threads release a buffer some time after they report it as sent, which is late in some steps and not in
+    all. On a GPU the caching allocator counts, over the entire run, and a timeline has only tensors in RAM.
     """
 
     def __init__(self, part: Part, device: torch.device, rank: int) -> None:
@@ -165,7 +164,7 @@ class Watched:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around step ``number`` of this run, from 0 on."""
+        """Measure step ``number`` of this run, from 0 on."""
         if self._meter is None or number >= _WATCHED:
             yield
             return
@@ -183,14 +182,14 @@ class Watched:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the device; of the CPU all, or what it has in the place of a GPU."""
+        """Peak on the device; on a CPU of all tensors, or of those that a GPU would hold."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return self._most(VRAM if self._offloads else RAM)
 
     @property
     def ram_bytes(self) -> int:
-        """Of what rests in RAM; 0 where nothing does."""
+        """Peak of the tensors offloaded to RAM; 0 without any."""
         return self._most(RAM) if self._offloads else 0
 
     def _most(self, tier: str) -> int:
@@ -204,11 +203,11 @@ class Watched:
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that a wrapper is made of: a DTensor's share, what a collective will have filled."""
+    """The tensors inside a wrapper: a DTensor's shard, a collective's result."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for inner in (getattr(tensor, name) for name in names):
-            if isinstance(inner, torch.Tensor):  # a DTensor names its mesh too
+            if isinstance(inner, torch.Tensor):  # a DTensor also has its mesh
                 yield from _plain(inner)
     else:
         yield tensor

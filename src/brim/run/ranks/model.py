@@ -1,4 +1,4 @@
-"""A rank's part of a model: its stages cut, filled from the files part by part, split, and its optimizer."""
+"""A rank's part of a model: its stages, cut from the model, filled from the files and sharded, and its optimizer."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from brim.techniques.parallel.parallelize import parallelize
 from brim.techniques.parallel.tensor_parts import check_parts, has_transposed
 from brim.techniques.streaming.weight_streaming import Weights
 
-COMPUTES = {"bf16-mixed": torch.bfloat16}  # what weights compute in where it is not their own type
+COMPUTES = {"bf16-mixed": torch.bfloat16}  # compute type of a precision where it differs from the weights'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """One stage of the model on this rank. ``names``: of its parameters in the whole model. ``index`` of ``of``."""
+    """A stage of the model on this rank, number ``index`` of ``of``. ``names``: its parameters' names in the
+    model."""
 
     module: pipeline.Stage
     handle: sharding.Sharded
@@ -44,7 +45,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """All that a rank holds. ``hidden`` and ``dtype``: the width and the type of what stages send each other.
+    """A rank's stages and optimizer. ``hidden`` and ``dtype``: width and type of the tensors between stages.
     ``tied_weight``: a weight that another stage has too."""
 
     chunks: Sequence[Chunk]
@@ -54,7 +55,7 @@ class Part:
     tied_weight: pipeline.TiedWeight | None = None
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """By their names in the whole model, tied ones once."""
+        """Parameters by their names in the full model, tied ones once."""
         parameters: dict[str, nn.Parameter] = {}
         for chunk in self.chunks:
             for name, parameter in chunk.module.named_parameters():
@@ -64,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How every rank makes its part."""
+    """The settings by which every rank builds its part."""
 
     folder: Path
     split: Split
@@ -79,7 +80,7 @@ class Recipe:
 
 
 def open_whole(recipe: Recipe) -> TrainingModel:
-    """The model with its weights still in their files. Raises what ``open_training_model`` does."""
+    """The model with its weights still in their files. Raises as ``open_training_model`` does."""
     return open_training_model(
         recipe.folder, method=recipe.method, precision=recipe.precision, seed=recipe.seed,
         trust_remote_code=recipe.trust_remote_code,
@@ -87,7 +88,7 @@ def open_whole(recipe: Recipe) -> TrainingModel:
 
 
 def check(training_model: TrainingModel, recipe: Recipe) -> None:
-    """Raise UsageError for sizes that do not divide, UnsupportedError for what cannot be split."""
+    """Raise UsageError for sizes that do not divide, UnsupportedError for models that cannot be split."""
     split, config = recipe.split, training_model.module.config
     check_sizes(split, sizes_of(config, recipe.sequence))
     check_experts(split)
@@ -103,10 +104,10 @@ def check(training_model: TrainingModel, recipe: Recipe) -> None:
 
 
 def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: TrainingModel) -> Part:
-    """This rank's part, filled and split over ``mesh`` (axes ``pp``, ``shard`` and ``tp``).
+    """Build this rank's part, filled and sharded over ``mesh`` (axes ``pp``, ``shard`` and ``tp``).
 
-    ``first`` is the whole model as ``open_whole`` gives it; of a model in several chunks it is opened again for each
-    further one. Raises ModelError for files that are damaged.
+    ``first`` is the full model from ``open_whole``; it is opened again for each further chunk of this rank. Raises
+    ModelError for files that are damaged.
     """
     split = recipe.split
     layers = stages_of(
@@ -148,8 +149,8 @@ def _tied_weight(chunks: Sequence[Chunk], tied: str | None, mesh: DeviceMesh) ->
 
 
 def _exchange(own: torch.Tensor, other: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    ways = [dist.P2POp(dist.isend, own, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
-    for work in dist.batch_isend_irecv(ways):
+    transfers = [dist.P2POp(dist.isend, own, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
+    for work in dist.batch_isend_irecv(transfers):
         work.wait()
 
 
@@ -159,7 +160,7 @@ def _chunk(
 ) -> Chunk:  # fmt: skip
     names = {id(parameter): name for name, parameter in training_model.module.named_parameters()}
     stage = pipeline.cut(training_model.module, part)
-    whole = {name: names[id(parameter)] for name, parameter in stage.named_parameters(remove_duplicate=False)}
+    full_names = {name: names[id(parameter)] for name, parameter in stage.named_parameters(remove_duplicate=False)}
     handle = parallelize(
         stage, mesh, recipe.split, dtype=COMPUTES.get(recipe.precision), checkpointed=recipe.checkpointing,
         context=context, fill=Filler(training_model.weights, names, device),
@@ -169,11 +170,11 @@ def _chunk(
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
-    return Chunk(module=stage, handle=handle, names=whole, index=index, of=of)
+    return Chunk(module=stage, handle=handle, names=full_names, index=index, of=of)
 
 
 class Filler:
-    """Reads the parameters of a part from the files, once each. ``names``: of each in the whole model, by its id."""
+    """Reads the parameters of a part from the files, once each. ``names``: id of a parameter -> name in the model."""
 
     def __init__(self, weights: Weights, names: Mapping[int, str], device: torch.device) -> None:
         self._weights, self._names, self._device = weights, names, device
@@ -201,7 +202,7 @@ class Filler:
 
 
 def own_shares(stage: nn.Module) -> None:
-    """A share that is a view of the whole would keep the whole alive."""
+    """Copy local shards that are views, which would keep the full tensors alive."""
     for parameter in stage.parameters():
         local = parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
         if local.untyped_storage().nbytes() > local.numel() * local.itemsize and isinstance(parameter.data, DTensor):

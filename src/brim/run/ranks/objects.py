@@ -1,7 +1,7 @@
-"""Objects that PyTorch's collectives send between ranks, read so that none of them runs code.
+"""Read objects that PyTorch's collectives send between ranks, without running code.
 
-``torch.distributed`` pickles them, and neither gloo nor NCCL knows who is at the other end. What a distributed
-checkpoint sends are plain values, plans of what is written where, and the exceptions of ranks that failed.
+``torch.distributed`` pickles them, and neither gloo nor NCCL authenticates the sender. A distributed checkpoint sends
+plain values, plans of which rank writes which tensors, and the exceptions of ranks that failed.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Reader(pickle.Unpickler):
         if (module, name) in _VALUES:
             return super().find_class(module, name)
         of_plans = module.startswith(_OF_PLANS)
-        found = getattr(importlib.import_module(module) if of_plans else sys.modules.get(module), name, None)
-        if isinstance(found, torch.dtype):
-            return found
-        if isinstance(found, type) and found.__module__ == module:  # no function, and nothing that a module imports
-            plain = dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
-            if issubclass(found, BaseException) or (of_plans and plain):
-                return found
+        loaded = getattr(importlib.import_module(module) if of_plans else sys.modules.get(module), name, None)
+        if isinstance(loaded, torch.dtype):
+            return loaded
+        if isinstance(loaded, type) and loaded.__module__ == module:  # no function, no imported name
+            plain = dataclasses.is_dataclass(loaded) or issubclass(loaded, enum.Enum)
+            if issubclass(loaded, BaseException) or (of_plans and plain):
+                return loaded
         raise pickle.UnpicklingError(f"A rank has sent an object that is no plan and no value: {module}.{name}.")
 
 
 @contextmanager
 def only_plans() -> Iterator[None]:
-    """Within, this process takes no other objects from other ranks."""
+    """Refuse other objects from other ranks while the context is open."""
     with mock.patch.object(distributed_c10d, "_unpickler", Reader):
         yield

@@ -1,4 +1,5 @@
-"""A split as a file: ``brim plan --gpus N --output FILE`` writes it, ``brim train --plan FILE`` reads it."""
+"""Plan file for several ranks: ``brim plan --gpus N --output FILE`` writes it, ``brim train --plan FILE`` reads
+it."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ RUNS = "torch"  # the engine whose plans brim train runs
 
 @dataclass(frozen=True, kw_only=True)
 class SplitPlan:
-    """A mesh and what is promised of it under ``engine`` in ``precision``: bytes of the worst rank's whole process,
-    and seconds of a step."""
+    """A mesh and its promise under ``engine`` in ``precision``: bytes of the worst rank's process, and seconds of a
+    step."""
 
     brim: str
     model: str
@@ -39,11 +40,11 @@ class SplitPlan:
         return codec.to_json(self, VERSION)
 
 
-def made(
+def new_plan(
     *, model: str, gpu: str, engine: str, precision: str, sequence: int, split: Split, checkpointing: str,
     peak_bytes: int, step_s: float,
 ) -> SplitPlan:  # fmt: skip
-    """By this version of brim."""
+    """A plan by this version of brim."""
     return SplitPlan(
         brim=__version__, model=model, gpu=gpu, engine=engine, precision=precision, sequence=sequence,
         split=split, checkpointing=checkpointing, peak_bytes=peak_bytes, step_s=step_s,
@@ -51,7 +52,7 @@ def made(
 
 
 def write(path: str | Path, plan: SplitPlan) -> None:
-    """Raises UsageError where that is impossible."""
+    """Write the plan file. Raises UsageError where that is impossible."""
     try:
         write_text(path, json.dumps(plan.to_json(), indent=1) + "\n")
     except OSError as error:
@@ -59,7 +60,7 @@ def write(path: str | Path, plan: SplitPlan) -> None:
 
 
 def read(path: str | Path) -> SplitPlan:
-    """Raises FormatError for anything else than what ``write`` made."""
+    """Read a plan file. Raises FormatError for a file that ``write`` did not write."""
     try:
         return codec.read(SplitPlan, path, VERSION)
     except FormatError as error:
@@ -70,8 +71,9 @@ def read(path: str | Path) -> SplitPlan:
 
 
 def with_plan(request: SplitRequest, ranks: int) -> SplitRequest:
-    """``request`` as its plan says, where it has one. Raises UsageError for another number of ranks, and for a split
-    or another precision that was given beside it; UnsupportedError for a plan of an engine that does not run here."""
+    """``request`` with the decisions of its plan, if it has one. Raises UsageError for another number of ranks, and
+    for a split or a precision given beside the plan; UnsupportedError for a plan of an engine that does not run
+    here."""
     training = request.training
     if training.plan is None:
         return request
@@ -105,7 +107,7 @@ def with_plan(request: SplitRequest, ranks: int) -> SplitRequest:
 
 
 def _check_runs(path: str | Path, plan: SplitPlan) -> None:
-    """Raise UnsupportedError where what was promised is not what would run."""
+    """Raise UnsupportedError if the promise was made for another engine."""
     if plan.engine == RUNS:
         return
     raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""What a user asks of a training over several ranks, and what came of it."""
+"""A training over several ranks: its options and its result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from brim.techniques.parallel.pipeline import check_halves
 
 _PRECISIONS = ("fp32", "bf16-mixed", "bf16")
 _OPTIMIZERS = ("adamw", "adam", "sgd")
-# Of Request: what a rank cannot do yet, with what the command line calls it.
+# Fields of Request that several ranks do not support -> options of the command line.
 _ALONE = {
     "vram": "--vram", "ram": "--ram", "disk": "--disk", "disk_folder": "--disk",
     "offload_activations": "--offload-activations", "stream_weights": "--stream-weights",
@@ -29,7 +29,8 @@ class SplitRequest(RankOptions):
     stage_layers: tuple[int, ...] = ()
 
     def check(self) -> None:
-        """Raise UsageError for what cannot be meant, UnsupportedError for what ranks cannot do."""
+        """Raise UsageError for options that contradict each other, UnsupportedError for those that ranks do not
+        support."""
         training = self.training
         training.check()
         for field, option in _ALONE.items():
@@ -63,7 +64,7 @@ class SplitRequest(RankOptions):
             )  # fmt: skip
 
     def split(self, ranks: int, per_node: int) -> Split:
-        """The mesh; raises UsageError, naming the nearest that works, where it is not one of ``ranks``."""
+        """The mesh. Raises UsageError, naming the nearest possible mesh, if it does not fit ``ranks``."""
         if self.offload_shards and ranks == 1:
             raise UsageError(
                 "Cannot use --offload-shards on one rank.", "There are no shards on one rank.",
@@ -84,9 +85,9 @@ class SplitRequest(RankOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SplitTraining:
-    """What came of it, on rank 0. ``losses``: of the whole batch, one for each step of this run; ``allocated_bytes``:
-    the most that tensors of each rank took at once, where that was measured; with shards in RAM on its GPU, or what a
-    CPU has in the place of one, and in RAM ``ram_bytes``."""
+    """The result of a training, on rank 0. ``losses``: of the full batch, per step of this run; ``allocated_bytes``:
+    the peak of each rank's tensors, if measured. With shards in RAM, it is the peak on the rank's GPU (or of tensors
+    that a GPU would hold), and ``ram_bytes`` the peak in RAM."""
 
     losses: list[float]
     split: Split

@@ -1,4 +1,4 @@
-"""Ranks on this machine without torchrun: brim starts itself N times, as torchrun would have."""
+"""Start ranks on this machine without torchrun: brim runs itself N times with torchrun's environment."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from brim.processes import bound, python_command, temporary_folder
 from brim.run.ranks.group import STORE
 
 _POLL_S = 0.05
-_GRACE_S = 15.0  # for the others to end by themselves once one has failed
+_GRACE_S = 15.0  # for the other ranks to end by themselves after a failure
 _STOP_S = 5.0
 
 
 def start(ranks: int, words: Sequence[str]) -> int:
-    """Run ``brim WORDS`` on so many ranks; the exit code of the first that fails, 0 where none does.
+    """Run ``brim WORDS`` on so many ranks; returns the exit code of the first that fails, 0 if none does.
 
-    They meet in a file that this user alone can read: nothing listens, and no other user can take part. Nobody
-    outlives this call. Raises TransferError where one was ended by a signal and none of the others has told of it.
+    They meet in a file that only this user can read: nothing listens, and no other user can take part. No rank
+    outlives this call. Raises TransferError if a rank was ended by a signal and no other rank has reported it.
     """
     with temporary_folder("brim-ranks-") as folder:
         shared = {
@@ -41,7 +41,7 @@ def start(ranks: int, words: Sequence[str]) -> int:
 
 
 def _ended(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all have ended, or one has failed and the others were given some time."""
+    """Wait until all have ended, or until a grace period after the first failure; returns the exit code."""
     failed_s: float | None = None
     while any(child.poll() is None for child in children):
         if failed_s is None and any(child.returncode for child in children):
@@ -49,15 +49,15 @@ def _ended(children: Sequence[subprocess.Popen[bytes]]) -> int:
         if failed_s is not None and time.monotonic() > failed_s + _GRACE_S:
             break
         time.sleep(_POLL_S)
-    told = [child.returncode for child in children if child.returncode and child.returncode > 0]
+    failures = [child.returncode for child in children if child.returncode and child.returncode > 0]
     killed = [(rank, -child.returncode) for rank, child in enumerate(children) if (child.returncode or 0) < 0]
-    if killed and (not told or killed[0][0] == 0):  # else rank 0 has told of it
+    if killed and (not failures or killed[0][0] == 0):  # else rank 0 has reported it
         rank, number = killed[0]
         raise TransferError(
             f"{len(children)} ranks were started.", f"Rank {rank} was ended by {signal.Signals(number).name}.",
             "If nobody sent that signal, the system's log tells whether memory ran out.",
         )  # fmt: skip
-    return told[0] if told else 0
+    return failures[0] if failures else 0
 
 
 def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -1,7 +1,7 @@
-"""One training step of a rank: its share of the batch, forward and backward by PyTorch's engine, clipping, update.
+"""A training step of a rank: its share of the batch, forward and backward by PyTorch's engine, clipping, update.
 
-The loss of a batch is a mean over its counted tokens, wherever they are: every micro-batch's own mean is weighed by
-its share of all that counts in the whole batch, on all ranks together.
+The loss of a batch is the mean over its counted tokens, on all ranks: every micro-batch's mean is weighted by its
+share of the batch's counted tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from brim.techniques.parallel import context_parallel, sharding
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """A data-parallel rank's rows of a batch, (rows, tokens) each, and for each micro-batch its weight."""
+    """A data-parallel rank's rows of a batch, (rows, tokens) each, and a weight for each micro-batch."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -38,10 +38,10 @@ class Share:
 
 
 def share_of(batch: dict[str, torch.Tensor], split: Split, shard: int, device: torch.device) -> Share:
-    """What rank ``shard`` of those with the same weights takes of the batch that all ranks have read: some rows, of
-    which those that share a context count their tokens each.
+    """The rows of the batch, which all ranks have read, for data-parallel rank ``shard``; ranks of a context-parallel
+    group have the same rows and count different tokens of them.
 
-    FSDP2 gives the mean of all ranks' gradients, so that weights are as many times larger as there are ranks.
+    Weights are multiplied by the number of ranks, because FSDP2 averages gradients over them.
     """
     rows = split.micro_batch * split.micro_batches
     labels = batch["labels"]
@@ -52,7 +52,7 @@ def share_of(batch: dict[str, torch.Tensor], split: Split, shard: int, device: t
     of_micro = counts.reshape(split.micro_batches, split.micro_batch).sum(1)
     weights = of_micro * split.shards / counted.sum()
     labels = labels[mine].clone()
-    for index in (of_micro == 0).nonzero().flatten().tolist():  # a mean of nothing is no number, even times 0
+    for index in (of_micro == 0).nonzero().flatten().tolist():  # the mean of no tokens is NaN, even times 0
         labels[index * split.micro_batch : (index + 1) * split.micro_batch] = 0
     return Share(
         input_ids=batch["input_ids"][mine].to(device), labels=labels.to(device),
@@ -61,21 +61,21 @@ def share_of(batch: dict[str, torch.Tensor], split: Split, shard: int, device: t
 
 
 class Stepper:
-    """Takes the steps of this rank."""
+    """Executes the training steps of this rank."""
 
     def __init__(self, part: Part, split: Split, mesh: DeviceMesh, device: torch.device, sequence: int) -> None:
         self._part, self._split, self._mesh, self._device = part, split, mesh, device
         self._schedule = _schedule(part, split, mesh, device, sequence) if split.pp > 1 else None
 
     def step(self, share: Share, *, lr: float, clip_norm: float | None) -> float:
-        """One step; the loss of the whole batch, on every rank."""
+        """Take a step; returns the loss of the full batch, on every rank."""
         set_lr(self._part.optimizer, lr)
         own = self._backward(share) if self._schedule is None else self._pipelined(share)
         if self._part.tied_weight is not None:
             self._part.tied_weight.add()
         for chunk in self._part.chunks:
             chunk.handle.settle()
-        loss = self._of_all(own)
+        loss = self._total_loss(own)
         if clip_norm is not None:
             self._clip(clip_norm)
         with self._part.chunks[0].handle.stepping():
@@ -93,7 +93,7 @@ class Stepper:
                 loss = chunk.module(share.input_ids[at], share.labels[at]) * share.weights[index]
                 loss.backward()
             own += _local(loss.detach())
-            del loss  # with what of the graph it would keep through the next forward pass
+            del loss  # it would keep parts of the graph through the next forward pass
         return own
 
     def _pipelined(self, share: Share) -> torch.Tensor:
@@ -108,16 +108,16 @@ class Stepper:
             self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **named)
         return sum((_local(loss.detach()) for loss in losses), torch.zeros((), device=self._device))
 
-    def _of_all(self, own: torch.Tensor) -> float:
-        """The loss of all ranks that have the same weights, from one member of its tensor-parallel group."""
+    def _total_loss(self, own: torch.Tensor) -> float:
+        """The loss of the full batch, counting each tensor-parallel group once."""
         mine = own.to(torch.float64) * (self._mesh["tp"].get_local_rank() == 0)
         dist.all_reduce(mine)
         return float(mine) / self._split.shards
 
     def _clip(self, most: float) -> None:
-        """Scale all gradients so that their norm, over all ranks together, is ``most`` where it is larger.
+        """Scale all gradients so that their norm over all ranks is at most ``most``.
 
-        As ``torch.nn.utils.clip_grad_norm_``, which takes tensors of one mesh and knows no pipeline.
+        Like ``torch.nn.utils.clip_grad_norm_``, which supports neither several meshes nor pipelines.
         """
         trained = [p for group in self._part.optimizer.param_groups for p in group["params"] if p.grad is not None]
         kinds = sharding.by_mesh(trained)
@@ -131,13 +131,13 @@ class Stepper:
             torch.nn.utils.clip_grads_with_norm_(kind, most, square.sqrt())
 
     def _counted_elsewhere(self, parameter: torch.Tensor) -> bool:
-        """Of a table that is the embedding and the output layer, the first stage counts the gradient."""
+        """True for a tied embedding and output table on later stages: the first stage counts its gradient."""
         tied_weight = self._part.tied_weight
         return tied_weight is not None and tied_weight.weight is parameter and self._mesh["pp"].get_local_rank() > 0
 
 
 class _Stage(PipelineStage):
-    """PyTorch's stage of a chunk whose weights are sharded by brim's handle, which knows what ZeRO puts off."""
+    """PyTorch's stage of a chunk whose weights are sharded by brim's handle, which defers ZeRO's reductions."""
 
     def __init__(self, chunk: Chunk, module: torch.nn.Module, **settings: Any) -> None:
         super().__init__(module, chunk.index, chunk.of, **settings)
@@ -153,7 +153,7 @@ class _Stage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The second half of a backward pass, whose gradients are reduced by hand after the last."""
+        """The second half of a backward pass; gradients are reduced explicitly after the last one."""
         self._handle.set_half_backward()
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         if last_backward:
@@ -161,7 +161,7 @@ class _Stage(PipelineStage):
 
 
 class _Wrapped(torch.nn.Module):
-    """A chunk that PyTorch's stage does not take for FSDP's: it would set what the handle sets."""
+    """Hides that a chunk is FSDP's from PyTorch's stage, which would override the handle's settings."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def _as_base(stages: Sequence[Any]) -> list[Any]:
 
 
 def _shapes(chunk: Chunk, split: Split, sequence: int, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What goes in and comes out, so that nothing has to be tried out first."""
+    """Inputs and outputs of a stage, so that PyTorch need not run it to infer them."""
     tokens = torch.empty(split.micro_batch, sequence, dtype=torch.long, device="meta")
     inner = hidden.clone().requires_grad_()
     embeds, has_head = chunk.module.part.embeds, chunk.module.part.has_head

@@ -1,7 +1,7 @@
 """``torchrun ... --no-python brim train``: the same training on every rank, each with its part of the model.
 
-PyTorch's engine sends all that a step sends (FSDP2, DTensor, ``torch.distributed.pipelining``). Rank 0 writes the one
-log; whatever ends one rank ends all of them.
+PyTorch's engine does all communication of a step (FSDP2, DTensor, ``torch.distributed.pipelining``). Rank 0 writes
+the only log; an error of any rank ends all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from brim.run.ranks.model import Part, Recipe, build, check, open_whole
 from brim.run.ranks.plan import with_plan
 from brim.run.ranks.request import SplitRequest, SplitTraining
 from brim.run.ranks.step import Stepper, share_of
-from brim.run.train.finite import check_loss, overflow_told
+from brim.run.train.finite import check_loss, explain_overflow
 from brim.run.train.output_folder import OutputFolder, make_writable
 from brim.run.train.report import Metrics, StepReport, finished
 from brim.run.train.setup import claim, open_batches
@@ -59,11 +59,11 @@ def train(
     on_step: Callable[[StepReport], None] = lambda report: None,
     on_note: Callable[[str], None] = lambda text: None,
 ) -> SplitTraining | None:
-    """Train on all ranks that torchrun has started. Rank 0 gives what came of it, the others None, in silence.
+    """Train on all ranks that torchrun has started. Returns the result on rank 0, None on the others.
 
-    A process that fails tells so through rank 0 and ends: the others may be waiting for it in PyTorch's engine, from
-    where no exception returns. Started again by torchrun, it goes on from the last checkpoint.
-    Raises UsageError where torchrun has not started this process.
+    A rank that fails reports it through rank 0 and ends: the others may be waiting for it inside PyTorch's engine,
+    which no exception interrupts. Restarted by torchrun, the training resumes from the last checkpoint.
+    Raises UsageError if torchrun has not started this process.
     """
 
     def work(ranks: Ranks) -> SplitTraining | None:
@@ -75,7 +75,7 @@ def train(
 
 
 def run_joined(timeout_s: float, work: Callable[[Ranks], T]) -> T:
-    """``work`` as one of the ranks; what it raises is told once, by rank 0, and ends all of them."""
+    """Run ``work`` as a rank; its error is reported once, by rank 0, and ends all ranks."""
     with joined(timeout_s) as ranks:
         try:
             return work(ranks)
@@ -85,7 +85,7 @@ def run_joined(timeout_s: float, work: Callable[[Ranks], T]) -> T:
             ranks.give_up(_in_words(error, ranks))
         except KeyboardInterrupt:
             ranks.leave(128 + signal.SIGINT)
-        except BaseException:  # torchrun's SIGTERM when another rank has ended
+        except BaseException:  # SIGTERM, which torchrun sends when another rank has ended
             ranks.leave(128 + signal.SIGTERM)
 
 
@@ -102,14 +102,14 @@ def _in_words(error: Exception, ranks: Ranks) -> BaseException:
 
 
 def _is_of_engine(error: Exception) -> bool:
-    """Other ranks', or memory's: nothing that this model does."""
+    """True for errors of communication and of memory, which the model does not cause."""
     words = any(word in str(error) for word in _ENGINE_WORDS)
     return isinstance(error, dist.DistError) or words or is_out_of_memory(error)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
-    """What is settled before anything is placed."""
+    """The opened model, data and settings, before anything is placed on a device."""
 
     recipe: Recipe
     training_model: TrainingModel
@@ -120,7 +120,7 @@ class _Opened:
 
 
 class _Run:
-    """A training of this rank from its first step, or the one that it is resumed at, to its last."""
+    """The training of this rank, from its first step, or the step at which it resumes, to its last."""
 
     def __init__(
         self, request: SplitRequest, ranks: Ranks, on_stage: Callable[[str], None],
@@ -144,7 +144,7 @@ class _Run:
             return self._trained(output)
 
     def _trained(self, output: OutputFolder | None) -> SplitTraining | None:
-        """``output`` is the first rank's, for all of them."""
+        """Train; ``output`` is given on the first rank only."""
         ranks, request = self._ranks, self._request.training
         opened = ranks.agree(self._open, in_turn=True)
         ranks.agree(lambda: output.refuse(identities([opened.recipe.folder])) if output else None)
@@ -184,7 +184,7 @@ class _Run:
         )  # fmt: skip
 
     def _claim(self) -> OutputFolder | None:
-        """The folder, which the first rank locks for all of them; on the others, that it can be written to."""
+        """The output folder, locked by the first rank for all; the other ranks only check that it is writable."""
         request = self._request.training
         if self._ranks.is_first:
             return claim(replace(request, overwrite=self._overwrite))
@@ -197,7 +197,7 @@ class _Run:
         self._request = with_plan(self._request, ranks.world)
         self._request.check()
         request = self._request.training
-        refuse_batch(request.batch, request.seq, free_bytes(RAM))  # every rank draws it, and takes its share
+        refuse_batch(request.batch, request.seq, free_bytes(RAM))  # every rank reads the full batch
         split = self._request.split(ranks.world, ranks.per_node)
         folder = prepare(request.model, trust_remote_code=request.trust_remote_code)
         compute = VRAM if ranks.device.type == "cuda" else RAM
@@ -233,16 +233,16 @@ class _Run:
         metrics = Metrics(opened.output, resumed_at=first) if ranks.is_first else None
         for number in range(first, steps):
             ranks.reach(number + 1)
-            # Whoever takes the step, at whatever time: what is drawn is a matter of its number and the place alone.
+            # Random numbers depend only on the step and the place in the mesh, not on the rank or earlier steps.
             torch.manual_seed(hash((request.seed, number, shard, pp)))
             begin_s = time.perf_counter()
             batch = next(opened.batches)
             lr = request.lr_at(number, steps)
-            told = overflow_told(number + 1, opened.output)
+            explaining = explain_overflow(number + 1, opened.output)
             with (
                 meter.step(number - first),
                 _splits(split, opened.training_model.opened.name, is_first=number == first),
-                told,
+                explaining,
             ):
                 loss = stepper.step(share_of(batch, split, shard, ranks.device), lr=lr, clip_norm=request.clip_norm)
             report = StepReport(
@@ -269,7 +269,7 @@ class _Run:
 
 @contextmanager
 def _splits(split: Split, model: str, *, is_first: bool) -> Iterator[None]:
-    """A decoder that counts on whole tensors, or on all its layers, fails in the first step: what that means."""
+    """Explain an error of the first step: a decoder may need whole tensors, or all its layers."""
     try:
         yield
     except Exception as error:
@@ -282,22 +282,22 @@ def _splits(split: Split, model: str, *, is_first: bool) -> Iterator[None]:
 
 
 def _mesh(split: Split, device: torch.device) -> DeviceMesh:
-    """Axes ``pp``, ``shard`` and ``tp``. What is in RAM beside a GPU is sent over gloo: norms, a tied gradient."""
+    """Axes ``pp``, ``shard`` and ``tp``. Tensors in RAM beside a GPU are sent over gloo: norms, a tied gradient."""
     shape, both = (split.pp, split.shards, split.tp), split.offload_shards and device.type == "cuda"
     override: Any = dict.fromkeys(_AXES, _BOTH) if both else None
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=_AXES, backend_override=override)
-    if split.shards > 1 and split.tp > 1:  # norms over both are summed at once
+    if split.shards > 1 and split.tp > 1:  # norms are summed over both axes at once
         mesh["shard", "tp"]._flatten("all_shards", backend_override=_BOTH if both else None)
     return mesh
 
 
 def _take_processors(per_node: int, device: torch.device) -> None:
-    """The CPU takes the optimizer's steps: this rank's share of the node's processors, where torchrun has left it one
-    because nothing else was said (torch/distributed/run.py, ``OMP_NUM_THREADS``)."""
+    """Use this rank's share of the node's processors for the optimizer's steps on the CPU: by default torchrun
+    restricts it to one (torch/distributed/run.py, ``OMP_NUM_THREADS``)."""
     if device.type == "cuda" and os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(max((os.cpu_count() or 1) // per_node, 1))
 
 
 def _resumes(request: SplitRequest, ranks: Ranks) -> bool:
-    """Ranks that torchrun has started again go on, whether they were asked to or not."""
+    """True if the ranks resume: as asked, or because torchrun has restarted them."""
     return request.training.resume or ranks.restarts > 0

@@ -1,9 +1,9 @@
-"""Models that certainly fit: a program whose budget is ample is left alone without predicting its step.
+"""Bounds for models that certainly fit: a program with an ample budget runs without a prediction of its step.
 
-A prediction imports what plans and traces a whole step. For a model that is small beside its budget, a forward pass
-of a copy without values is enough, counted as if nothing that an operation reads or writes were ever freed: an
-operation's backward makes no more than gradients of what it read. That many times ``_ROOM`` must have room, so that
-kernels may take space of their own and a loss outside of the model as well.
+A prediction imports the planner and traces a full step. For a model that is small beside its budget, a forward pass
+of a copy without values is enough. The bound counts everything that an operation reads or writes as if it were never
+freed: the backward pass of an operation allocates no more than gradients of its inputs. ``_ROOM`` times the bound
+must fit, which leaves room for workspaces of kernels and a loss outside of the model.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _META = torch.device("meta")
 _ROOM = 8
 _FREE_SHARE = 0.9
 _DEVICE_BYTES = 256 << 20  # PyTorch's smallest segments on a GPU, and workspaces of libraries
-_LARGEST_STATES = 60  # times those of ``_STATES``: L-BFGS keeps two hundred
-_STATES = 3  # of a parameter in any of PyTorch's optimizers but L-BFGS (Adam with ``amsgrad`` has three)
+_LARGEST_STATES = 60  # times ``_STATES``: L-BFGS has two hundred states of a parameter
+_STATES = 3  # per parameter, the most of PyTorch's optimizers but L-BFGS (Adam with ``amsgrad``)
 
 
 class Ample:
-    """Tells that models fit, as long as all of them together certainly do.
+    """Upper bounds for the models of a program, as long as all of them together certainly fit.
 
-    ``outcomes``: of those models; their bytes are an upper bound, not a prediction.
+    ``outcomes``: of the models that fit; their bytes are upper bounds, not predictions.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -51,9 +51,9 @@ class Ample:
         self.outcomes: list[Outcome] = []
 
     def is_negligible(self, call: Call, least_bytes: int) -> bool:
-        """Whether a call certainly takes less than ``least_bytes``, whatever trains the model.
+        """True if a call certainly takes less than ``least_bytes``, whichever optimizer trains the model.
 
-        Of many models alike, called alike, one is looked at.
+        The answer is reused for models of the same class and shapes that are called with the same shapes.
         """
         model = plain(call.model)
         if plain(call.called) is not model or not _is_plain(model, ()):
@@ -71,7 +71,7 @@ class Ample:
         return True
 
     def outcome(self, call: Call) -> Outcome | None:
-        """None where only a prediction can tell whether the model fits."""
+        """The outcome for a model that certainly fits; None where a prediction is needed."""
         model = plain(call.model)
         optimizers = optimizers_of(model, living_optimizers(call))
         if not self._begin(call, optimizers):
@@ -79,7 +79,7 @@ class Ample:
         room = self._limit_bytes // _ROOM - sum(earlier.untouched_bytes[self._tier] for earlier in self.outcomes)
         most = _held_bytes(model, len(optimizers) if _trains(model, optimizers) else 0)
         if most > room:
-            return None  # the case of most models that get a plan: nothing has been run yet
+            return None  # decided without a forward pass: the case of most models that get a plan
         moved = _moved_bytes_of(model, call)
         if moved is None or most + moved > room:
             return None
@@ -87,7 +87,7 @@ class Ample:
         return self._record(model, optimizers, example, most + moved)
 
     def _begin(self, call: Call, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        """Whether the needs of what is called can be bounded."""
+        """Begin with a call; False if the memory of the called module cannot be bounded."""
         model = plain(call.model)
         if plain(call.called) is not model or not _is_plain(model, optimizers):
             return False
@@ -121,7 +121,7 @@ def _trains(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bo
 
 
 def _limit(settings: Settings) -> tuple[int, str]:
-    """The smallest budget, and the tier that computes; 0 where a budget is more than this machine has."""
+    """(smallest budget, compute tier); the budget is 0 if one of them is more than this machine has."""
     on_gpu = settings.device != "cpu" and torch.cuda.is_available()
     tier = VRAM if on_gpu else RAM
     amounts = {RAM: settings.ram, VRAM: settings.vram}
@@ -134,7 +134,7 @@ def _limit(settings: Settings) -> tuple[int, str]:
         capacity[VRAM] = int(total * memory_fraction())
     if any(count > capacity.get(name, capacity[RAM]) for name, count in budget_bytes.items()):
         return 0, tier
-    if budget_bytes.get(RAM, 0) > ram_room_bytes():  # it may be the model's already: the budget is looked at closely
+    if budget_bytes.get(RAM, 0) > ram_room_bytes():  # the room may exclude RAM that the model has: needs a prediction
         return 0, tier
     if settings.device == "cuda" and not on_gpu:
         return 0, tier
@@ -144,7 +144,7 @@ def _limit(settings: Settings) -> tuple[int, str]:
 
 
 def _is_plain(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    """Whether the needs of model and optimizers can be bounded, and the model can be copied without its values."""
+    """True if memory of model and optimizers can be bounded, and the model can be copied without its values."""
     if moves_itself(model) or any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         return False
     parameter_ids = {id(parameter) for parameter in model.parameters()}
@@ -164,7 +164,7 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _held_bytes(model: nn.Module, optimizers: int) -> int:
-    """Bytes held in the second step: values, gradients, optimizer states and the temporaries of an update."""
+    """Bytes of weights, gradients, optimizer states and temporaries of an update, in the second step."""
     trained = _bytes([p for p in model.parameters() if p.requires_grad])
     return _bytes(_tensors(model)) + trained * (1 + (_STATES + 1) * optimizers)
 
@@ -191,13 +191,13 @@ def _moved_bytes(model: nn.Module, example: Mapping[str, Any] | Sequence[Any]) -
             inputs = map_tensors(example, _hollow)
             with counting:
                 twin(**inputs) if isinstance(inputs, Mapping) else twin(*inputs)
-    except Exception:  # whatever the model's own code raises for tensors without values
+    except Exception:  # the model's own code may raise anything for tensors without values
         return None
     return counting.bytes
 
 
 def _hollow(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without values."""
+    """A copy of ``tensor`` without values."""
     hollow = torch.empty_like(tensor, device=_META)
     return nn.Parameter(hollow, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else hollow
 
@@ -207,7 +207,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class _Counting(TorchDispatchMode):
-    """Counts what every operation reads and writes. Tensors for other devices are made without values too."""
+    """Counts bytes read and written by every operation. Tensors for other devices get no values either."""
 
     bytes = 0
 
@@ -224,8 +224,8 @@ class _Counting(TorchDispatchMode):
         if not all(tensor.is_meta for tensor in read):
             raise RuntimeError("An operation takes one of the program's own tensors, which must not be written to.")
         result = func(*args, **kwargs)
-        whole = func.is_view and func is not _as_strided and isinstance(result, torch.Tensor)
-        if whole and result.numel() == read[0].numel():
-            return result  # a view of the whole tensor: nothing is allocated, not in the backward pass either
+        is_view = func.is_view and func is not _as_strided and isinstance(result, torch.Tensor)
+        if is_view and result.numel() == read[0].numel():
+            return result  # a view of all elements allocates nothing, in the backward pass neither
         self.bytes += _bytes(read) + _bytes(v for v in tree_leaves(result) if isinstance(v, torch.Tensor))
         return result

@@ -1,7 +1,7 @@
-"""``copy.deepcopy`` and pickling of a fitted model give an ordinary one: values in memory, nothing of brim in it.
+"""``copy.deepcopy`` and pickling of a fitted model: they give an ordinary model, with its values in memory.
 
-What brim has put on the model's modules (hooks, attributes of their own) is taken off for the time of copying, and
-every parameter is copied from where it rests.
+brim's hooks and attributes are removed from the modules during the copy, and every parameter is copied from its
+backing store.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _HOOKS = (
     "_load_state_dict_post_hooks",
 )
 _NUMBERED = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-_MARKS = "brim_"  # attributes that say what is in force
+_MARKS = "brim_"  # prefix of attributes that say which plan is in force
 _COPIES, _PICKLES = "__deepcopy__", "__reduce_ex__"
 
 
 def allow_copies(model: nn.Module) -> None:
-    """Let the fitted ``model`` and its parts be copied and pickled, also after it is no longer fitted."""
+    """Let the fitted ``model`` and its parts be copied and pickled, also after the fit was removed."""
     for module in model.modules():
         if _COPIES in vars(module) and not _is_own(vars(module)[_COPIES]):
-            continue  # the program's own way
+            continue  # the program's own method
         vars(module)[_COPIES] = lambda memo, module=module: unfitted_copy(model, module, memo)
         vars(module)[_PICKLES] = lambda protocol, module=module: unfitted_copy(model, module, {}).__reduce_ex__(
             protocol
@@ -43,7 +43,7 @@ def allow_copies(model: nn.Module) -> None:
 
 
 def unfitted_copy(model: nn.Module, part: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy of ``part`` of the fitted ``model`` as it would be if nothing had been fitted."""
+    """A copy of ``part`` of the fitted ``model`` as if it had never been fitted."""
     handle = vars(model).get(HANDLE_ATTRIBUTE)
     streaming: Any = getattr(handle, "streaming", handle)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -56,7 +56,7 @@ def unfitted_copy(model: nn.Module, part: nn.Module, memo: dict[int, Any]) -> nn
 
 
 def has_other_hooks(model: nn.Module) -> bool:
-    """Whether somebody else has put forward hooks on ``model`` or its parts."""
+    """True if ``model`` or its parts have forward hooks that are not brim's."""
     kinds = ("_forward_pre_hooks", "_forward_hooks")
     return any(
         not _is_own(hook) for module in model.modules() for kind in kinds for hook in vars(module)[kind].values()
@@ -65,7 +65,7 @@ def has_other_hooks(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _plain(part: nn.Module) -> Iterator[None]:
-    """Within: the modules of ``part`` have nothing of brim's."""
+    """Remove everything of brim's from the modules of ``part`` while the context is open."""
     before = [(module, dict(vars(module))) for module in part.modules()]
     try:
         for module, values in before:
@@ -80,8 +80,8 @@ def _plain(part: nn.Module) -> Iterator[None]:
 def _strip(module: nn.Module, values: dict[str, Any]) -> None:
     for name, value in values.items():
         if name in _HOOKS:
-            kept = [(number, hook) for number, hook in value.items() if not _is_own(hook)]
-            vars(module)[name] = OrderedDict(kept)
+            others = [(number, hook) for number, hook in value.items() if not _is_own(hook)]
+            vars(module)[name] = OrderedDict(others)
         elif name in _NUMBERED:
             numbers = {n for hooks in _HOOKS for n, hook in values.get(hooks, {}).items() if _is_own(hook)}
             vars(module)[name] = OrderedDict((n, flag) for n, flag in value.items() if n not in numbers)
@@ -96,7 +96,7 @@ def _strip(module: nn.Module, values: dict[str, Any]) -> None:
 
 
 def _is_own(value: Any) -> bool:
-    """Whether ``value`` is brim's: one of its functions, bound methods or objects."""
+    """True if ``value`` is a function, a bound method or an object of brim's."""
     if isinstance(value, types.MethodType):
         return _is_own(value.__self__) or _is_own(value.__func__)
     module = getattr(value, "__module__", None) or ""

@@ -1,4 +1,4 @@
-"""What is done with each model of a program: it is left alone if it fits, else planned and fitted in place."""
+"""Decisions for the models of a program: each is left as it is if it fits, else planned and fitted in place."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ from brim.techniques.streaming.weight_streaming import Weights
 from brim.units import MIB, format_bytes
 
 _ENDLESS_BYTES = 1 << 62
-_LESS = 0.8  # of the bytes that the failed plan promised
-_ATTEMPTS = 8  # budgets that are tried for the one that an error names
-_Fit = Callable[[], Any]  # puts a plan into force
+_LESS = 0.8  # share of the failed plan's promise that the next plan may use
+_ATTEMPTS = 8  # most budgets tried to find the one that an error names
+_Fit = Callable[[], Any]  # enforces a plan
 _Example = Mapping[str, Any] | Sequence[Any] | None
 
 
 @dataclass(eq=False)
 class _Case:
-    """A model about to be called, and what is known of it."""
+    """A model about to be called, and its planning inputs."""
 
     model: nn.Module
     name: str
@@ -76,21 +76,21 @@ class _Case:
     example: _Example
     trains: bool
     share: Mapping[str, int] = field(default_factory=dict)
-    share_of: Callable[[Mapping[str, int]], Mapping[str, int]] = dict  # the model's share of a budget for all
-    notes: set[str] = field(default_factory=set)  # each is written once
-    holder: nn.Module | None = None  # of several models that one optimizer trains
-    has_hooks: bool = False  # of the program's own
+    share_of: Callable[[Mapping[str, int]], Mapping[str, int]] = dict  # budget for all models -> budget for this one
+    notes: set[str] = field(default_factory=set)  # already written
+    holder: nn.Module | None = None  # contains all models that the optimizer trains, if there are several
+    has_hooks: bool = False  # hooks of the program
 
     @property
-    def whole(self) -> nn.Module:
+    def root(self) -> nn.Module:
         return self.holder or self.model
 
 
 class Decisions:
-    """``decide`` is called before the first call of each model. ``outcomes``: its decisions, in that order.
+    """``decide`` is called before the first call of each model. ``outcomes``: the decisions so far.
 
-    ``give_up`` is called for a model that cannot be planned, with the reason; it returns what else will hold it
-    ("unified"), or None. Models in ``bounded`` fit; only an upper bound of their bytes is known.
+    ``give_up(name, reason)`` is called for a model that cannot be planned; it returns the fallback that will hold the
+    model ("unified"), or None. Models in ``bounded`` fit; only an upper bound of their bytes is known.
     """
 
     def __init__(
@@ -101,16 +101,16 @@ class Decisions:
         self._bounded = list(bounded)
         self.hardware: Hardware | None = None
         self._budget: dict[str, int] = {}
-        self._held: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # parts of holders
+        self._partners: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # planned as part of a holder
 
     @property
     def _device(self) -> Device:
-        return self._settings.device  # type: ignore[return-value]  # one of them: it was checked
+        return self._settings.device  # type: ignore[return-value]  # Settings has checked it
 
     def decide(self, call: Call) -> Outcome | None:
         """Raises BudgetError for a model that neither fits nor can be planned."""
         model = plain(call.model)
-        if model in self._held:
+        if model in self._partners:
             return None
         before = self._outcome_of(model)
         if before is not None:
@@ -121,13 +121,13 @@ class Decisions:
                 vars(model)[HANDLE_ATTRIBUTE].remove()
             self.outcomes.remove(before)
         with _on_its_device(self._device, model, call):
-            return self._decided(model, call)
+            return self._decide_on_device(model, call)
 
-    def _decided(self, model: nn.Module, call: Call) -> Outcome:
+    def _decide_on_device(self, model: nn.Module, call: Call) -> Outcome:
         if self.hardware is None:
             self.hardware = machine(self._device)
             models = [model, *call.others, *(m for o in self._bounded if o.model is not None and (m := o.model()))]
-            optimizers = living_optimizers(call)  # the budget is for all of them
+            optimizers = living_optimizers(call)  # the budget covers all of them
             self._budget = budgets(
                 self.hardware, self._settings.vram, self._settings.ram, self._device,
                 held_vram_bytes=held_vram_bytes(models, optimizers, self._device),
@@ -136,7 +136,7 @@ class Decisions:
             if self.hardware.compute == VRAM:
                 self._respect_the_program()
         if self.outcomes:
-            gc.collect()  # a fitted model that the program has dropped is a cycle: it keeps its share until collected
+            gc.collect()  # a dropped fitted model is a reference cycle, which has its share until it is collected
         with same_random_numbers():
             for bounded in self._bounded:
                 self._predict(bounded)
@@ -146,11 +146,11 @@ class Decisions:
         return outcome
 
     def _respect_the_program(self) -> None:
-        """Keep the program's limit on PyTorch's allocator. With an allocator of its own, promises are of tensors."""
+        """Apply the program's own limit on PyTorch's allocator; note if the program has its own allocator."""
         total = self.hardware.tier(VRAM).capacity_bytes if self.hardware is not None else 0
         self._budget = within_fraction(self._budget, memory_fraction(), total)
         if torch.cuda.memory.get_allocator_backend() != "native":
-            self._note("the program has its own allocator: what that reserves beyond tensors is not predicted")
+            self._note("the program has its own allocator: bytes that it reserves beyond tensors are not predicted")
 
     def _outcome_of(self, model: nn.Module) -> Outcome | None:
         return next(
@@ -170,7 +170,7 @@ class Decisions:
             example=self._example(model, call),
             trains=bool(optimizers) or gradients,
         )
-        self._hold_together(case)
+        self._add_partners(case)
         case.share_of = self._share_of(case, [plain(other) for other in call.others], alive)
         case.share = case.share_of(self._budget)
         return case
@@ -184,8 +184,8 @@ class Decisions:
             self._note(f"cannot predict a step of {type(model).__name__}: {error.asked} {error.found}")
             return None
 
-    def _hold_together(self, case: _Case) -> None:
-        """If the optimizer trains parameters of other models too, fit all of them as one."""
+    def _add_partners(self, case: _Case) -> None:
+        """Plan all models together if one optimizer trains parameters of several."""
         foreign = {id(p) for o in case.optimizers for g in o.param_groups for p in g["params"]}
         foreign -= {id(p) for p in case.model.parameters()}
         if not foreign:
@@ -199,22 +199,23 @@ class Decisions:
     def _share_of(
         self, case: _Case, others: Sequence[nn.Module], alive: Sequence[torch.optim.Optimizer]
     ) -> Callable[[Mapping[str, int]], dict[str, int]]:
-        """What this model may take of a budget: decided models keep their promises, later ones what they hold.
+        """The function from a budget for all models to this model's share of it.
 
-        Where that is too little for all, the budget is shared in proportion.
+        Decided models keep their promises, undecided ones the bytes that they hold. If that leaves too little, the
+        budget is divided in proportion to those bytes.
         """
-        mine = {id(part) for part in (*case.whole.modules(), *case.whole.parameters())}
+        mine = {id(part) for part in (*case.root.modules(), *case.root.parameters())}
         decided = [
             outcome
-            for outcome in self.outcomes  # what is gone takes nothing
+            for outcome in self.outcomes  # models that were freed take nothing
             if outcome.model is not None and (model := outcome.model()) is not None and id(model) not in mine
         ]
-        # A decided model waits again for a call that records gradients: its promise is taken off already. One that
-        # has only parameters of this model (torch.fx and torch.export make such) takes nothing more.
+        # A decided model may be waiting for a call that records gradients: its promise is already subtracted. A model
+        # with only this model's parameters (from torch.fx or torch.export) takes nothing more.
         others = [other for other in others if id(other) not in mine and self._outcome_of(other) is None]
         others = [other for other in others if any(id(parameter) not in mine for parameter in other.parameters())]
         rest = sum(held_bytes(other, optimizers_of(other, alive)) for other in others)
-        own = held_bytes(case.whole, case.optimizers) if others else 0
+        own = held_bytes(case.root, case.optimizers) if others else 0
         assert self.hardware is not None
         compute = self.hardware.compute
 
@@ -230,7 +231,7 @@ class Decisions:
         return share_of
 
     def _taken(self, outcome: Outcome, tier: str, budget_bytes: int) -> int:
-        """What a decided model takes of ``tier`` at most where the budget for all is ``budget_bytes``."""
+        """Most bytes of ``tier`` that a decided model takes, given a budget of ``budget_bytes`` for all models."""
         promised, now = outcome.promised_bytes.get(tier, 0), self._budget[tier]
         if budget_bytes == now or outcome.choice != FITTED:
             return promised
@@ -245,20 +246,20 @@ class Decisions:
             name=case.name,
             task="train" if case.trains else "forward",
             choice=UNTOUCHED,
-            parameter_bytes=parameter_bytes(case.whole),
+            parameter_bytes=parameter_bytes(case.root),
             budget_bytes=case.share,
             untouched_bytes={},
             model=weakref.ref(model),
             has_optimizer=bool(case.optimizers),
         )
-        self._held.update([] if case.holder is None else case.holder.children())
+        self._partners.update([] if case.holder is None else case.holder.children())
         self._plan(case, outcome)
         return outcome
 
-    def smaller(self, outcome: Outcome) -> bool:
-        """Put a smaller plan into force after memory ran out under the one of ``outcome``; whether there is one.
+    def shrink(self, outcome: Outcome) -> bool:
+        """Enforce a smaller plan after memory ran out under the plan of ``outcome``; False if there is none.
 
-        Raises BudgetError where none is found; then the model is not fitted any more.
+        Raises BudgetError if no smaller plan exists; the model is not fitted any more then.
         """
         model = None if outcome.model is None else outcome.model()
         if model is None or HANDLE_ATTRIBUTE not in vars(model):
@@ -276,7 +277,7 @@ class Decisions:
         return outcome.choice == FITTED
 
     def _again(self, model: nn.Module, outcome: Outcome, share: Mapping[str, int]) -> _Case:
-        """``model`` with the example that ``outcome`` was decided for."""
+        """The case that led to ``outcome``, with tensors of the same shapes as its inputs."""
         return _Case(
             model=model,
             name=outcome.name,
@@ -287,7 +288,7 @@ class Decisions:
         )
 
     def _predict(self, outcome: Outcome) -> None:
-        """Predict the bytes of the model of ``outcome``, which fits: the other models get the rest."""
+        """Predict the bytes of a model that fits, so that the other models get the rest of the budget."""
         model = None if outcome.model is None else outcome.model()
         if model is not None:
             self._plan(self._again(model, outcome, dict.fromkeys(self._budget, _ENDLESS_BYTES)), outcome)
@@ -301,51 +302,51 @@ class Decisions:
             self._cannot(case, outcome, " ".join(str(error).split("\n")), error)
         except UnsupportedError as error:
             self._cannot(case, outcome, " ".join((error.asked, error.found)), error)
-        except Exception as error:  # whatever the program's own classes raise where a prediction meets them
+        except Exception as error:  # the program's own classes may raise anything on tensors without values
             why = f"{type(error).__name__}: {first_line(error)}"
             self._cannot(case, outcome, why, UnsupportedError(f"Cannot plan {case.name}.", why))
 
     def _planned(self, case: _Case, outcome: Outcome) -> _Fit | None:
         """None where the model fits without a plan. Raises BudgetError and UnsupportedError."""
-        self._refuse_strangers(case)
+        self._refuse_unplannable(case)
         if case.optimizers:
             return self._training(case, outcome)
         return self._gradients(case, outcome) if case.trains else self._forward(case, outcome)
 
-    def _refuse_strangers(self, case: _Case) -> None:
+    def _refuse_unplannable(self, case: _Case) -> None:
         if moves_itself(case.model):
             raise UnsupportedError(f"{case.name} moves its model's weights itself.")
-        if any(isinstance(part, torch.jit.ScriptModule) for part in case.whole.modules()):
+        if any(isinstance(part, torch.jit.ScriptModule) for part in case.root.modules()):
             raise UnsupportedError(f"{case.name} has parts in TorchScript, whose weights brim cannot move.")
-        refuse_special_tensors(case.whole)
-        parameter_ids = {id(p) for p in case.whole.parameters()}
+        refuse_special_tensors(case.root)
+        parameter_ids = {id(p) for p in case.root.parameters()}
         if any(id(p) not in parameter_ids for o in case.optimizers for g in o.param_groups for p in g["params"]):
             raise UnsupportedError("Its optimizer also trains tensors that belong to no module.")
-        if len(_gpus(case.whole.parameters())) > 1:
-            raise UnsupportedError("It lies on several GPUs.")
+        if len(_gpus(case.root.parameters())) > 1:
+            raise UnsupportedError("Its parameters are on several GPUs.")
         if len(case.optimizers) > 1:
             raise UnsupportedError(f"{len(case.optimizers)} optimizers train it.")
 
     def _search(self, case: _Case, optimizer: torch.optim.Optimizer, *, states_leave: bool = True) -> Search:
         assert self.hardware is not None
         reserve = case.share[self.hardware.compute] // 8
-        arguments = (case.whole, optimizer, self.hardware, case.share, self._device)
+        arguments = (case.root, optimizer, self.hardware, case.share, self._device)
         in_place = not case.has_hooks
         if case.example is not None:
             search = Search(*arguments, case.example, reserve, states_leave=states_leave, in_place=in_place)
             try:
                 search.untouched()
                 return search
-            except Exception as error:  # whatever the model's own code raises for tensors without values
+            except Exception as error:  # the model's own code may raise anything for tensors without values
                 case.example = None
                 self._note_once(case, f"cannot predict a step of {case.name}: {first_line(error)}")
         return Search(*arguments, None, reserve, states_leave=states_leave)
 
     def _training(self, case: _Case, outcome: Outcome) -> _Fit | None:
         (optimizer,) = case.optimizers
-        start_bytes = resident_bytes() - tensor_bytes_of(case.whole, optimizer)
-        case.has_hooks = has_other_hooks(case.whole)
-        with unseen(case.whole):
+        start_bytes = resident_bytes() - tensor_bytes_of(case.root, optimizer)
+        case.has_hooks = has_other_hooks(case.root)
+        with unseen(case.root):
             search = self._search(case, optimizer)
             outcome.untouched_bytes = search.untouched().peak_bytes
             if fits(outcome.untouched_bytes, case.share):
@@ -367,37 +368,37 @@ class Decisions:
             return search, search.run()
 
     def _gradients(self, case: _Case, outcome: Outcome) -> _Fit | None:
-        """Gradients are recorded but there is no optimizer: predict with plain SGD, stream without an optimizer."""
+        """A model with gradients but no optimizer: predict with plain SGD, stream without optimizer states."""
         assert self.hardware is not None
-        with unseen(case.whole):
-            plainest = torch.optim.SGD([p for p in case.whole.parameters() if p.requires_grad], lr=0.0)
+        with unseen(case.root):
+            plainest = torch.optim.SGD([p for p in case.root.parameters() if p.requires_grad], lr=0.0)
             vars(plainest)[STAND_IN] = True
             search = self._search(case, plainest)
             outcome.untouched_bytes = search.untouched().peak_bytes
             if fits(outcome.untouched_bytes, case.share):
                 return None
             compute = self.hardware.compute
-            step = max(0, outcome.untouched_bytes[compute] - parameter_bytes(case.whole))
+            step = max(0, outcome.untouched_bytes[compute] - parameter_bytes(case.root))
             need = Need(step_bytes=step, tokens=1)
-            partition, plan = make_plan(case.whole, self.hardware, case.share, need, Weights(), task="train")
-        arguments = (case.whole, partition, plan, self.hardware, Weights(), self._device)
+            partition, plan = make_plan(case.root, self.hardware, case.share, need, Weights(), task="train")
+        arguments = (case.root, partition, plan, self.hardware, Weights(), self._device)
         return lambda: put_in_force(*arguments, training=True)
 
     def _forward(self, case: _Case, outcome: Outcome) -> _Fit | None:
         assert self.hardware is not None
-        model, compute = case.whole, self.hardware.compute
+        model, compute = case.root, self.hardware.compute
         with unseen(model):
             try:
                 # A forward pass may write to its module's attributes.
                 hollow = map_tensors(model, torch.Tensor.detach)
                 need = forward_need(hollow, case.share, self.hardware, case.example, None)
-            except Exception as error:  # whatever the model's own code raises for tensors without values
+            except Exception as error:  # the model's own code may raise anything for tensors without values
                 self._note_once(case, f"cannot predict a step of {case.name}: {first_line(error)}")
                 need = forward_need(model, case.share, self.hardware, None, None)
             inputs = case.example if need.observation is not None else None
-            whole = untouched_bytes(model, self.hardware, need.step_bytes, inputs, self._device)
-            outcome.untouched_bytes = {compute: whole}
-            if whole <= case.share[compute]:
+            needed_bytes = untouched_bytes(model, self.hardware, need.step_bytes, inputs, self._device)
+            outcome.untouched_bytes = {compute: needed_bytes}
+            if needed_bytes <= case.share[compute]:
                 return None
             partition, plan = plan_forward(model, self.hardware, case.share, need, inputs, self._device)
         arguments = (model, partition, plan, self.hardware, Weights(), self._device)
@@ -411,20 +412,20 @@ class Decisions:
         if self.hardware.compute == RAM and outcome.task == "forward":
             heap.return_freed_memory()
             heap.trim()
-        allow_copies(case.whole)
+        allow_copies(case.root)
         outcome.example = as_shapes(case.example, torch.empty, device="meta")
-        repeat_when_out_of_memory(case.model, lambda: self.smaller(outcome), case.example)
+        repeat_when_out_of_memory(case.model, lambda: self.shrink(outcome), case.example)
         compute = self.hardware.compute
         takes, share = handle.plan.promise.peak_bytes[compute], outcome.untouched_bytes.get(compute)
         instead = "" if share is None else f" instead of {format_bytes(share)}"
         self._note(f"{case.name} fitted for {outcome.task}: {format_bytes(takes)} of {compute.upper()}{instead}")
 
-    # -- when it cannot be done
+    # -- models that cannot be planned
 
     def _cannot(self, case: _Case, outcome: Outcome, why: str, error: BrimError) -> None:
         assert self.hardware is not None
         compute = self.hardware.compute
-        holds = outcome.untouched_bytes.get(compute) or held_bytes(case.whole, case.optimizers)
+        holds = outcome.untouched_bytes.get(compute) or held_bytes(case.root, case.optimizers)
         outcome.untouched_bytes = outcome.untouched_bytes or {compute: holds}
         outcome.why = why
         if holds <= case.share[compute] and not isinstance(error, BudgetError):
@@ -452,10 +453,10 @@ class Decisions:
         ) from error
 
     def _sufficient(self, case: _Case, outcome: Outcome, holds: int, error: BrimError) -> dict[str, int]:
-        """The budgets to name, in whole MiB: tried with the very steps that a run with them takes.
+        """Budgets for the error to name, in whole MiB, each tried with the same steps as a run with it.
 
-        A larger budget has other plans than the one that was refused: blocks are cut otherwise, activations lie
-        elsewhere. Without a plan the model takes ``holds``, which does for certain.
+        A larger budget leads to other plans than the refused one: other blocks, other places for activations.
+        Without a plan the model takes ``holds``, which is certainly sufficient.
         """
         assert self.hardware is not None
         most = self._budget_for(case, {self.hardware.compute: holds})
@@ -475,7 +476,7 @@ class Decisions:
         return most
 
     def _budget_for(self, case: _Case, need: Mapping[str, int]) -> dict[str, int]:
-        """The least whole MiB of each tier of ``need`` of which the model's share is that."""
+        """The smallest budgets, in whole MiB, of which the model's share is at least ``need``."""
         budget = dict(self._budget)
         for tier, count in need.items():
 
@@ -494,12 +495,12 @@ class Decisions:
             self._note(text)
 
     def _note(self, text: str) -> None:
-        """One line on stderr."""
+        """Write one line to stderr."""
         write_note(" ".join(text.split()))
 
 
 def _on_its_device(device: Device, model: nn.Module, call: Call) -> AbstractContextManager[object]:
-    """Within, the current GPU is the model's, or else that of its inputs."""
+    """Make the GPU of the model, or else of its inputs, the current one while the context is open."""
     own = _gpus(model.parameters())
     indices = own or _gpus(
         value for value in tree_leaves((call.args, call.kwargs)) if isinstance(value, torch.Tensor)

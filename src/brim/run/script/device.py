@@ -1,8 +1,7 @@
 """``--device cpu``: a program that names CUDA runs on a machine without it, and CUDA means the CPU.
 
-Everything that takes a device goes through PyTorch's own mechanism for overriding functions (``TorchFunctionMode``);
-the functions of ``torch.cuda`` and ``torch.accelerator`` answer as those of a machine with one GPU, whose memory is
-that of the CPU's.
+Every function that takes a device is redirected by PyTorch's own override mechanism (``TorchFunctionMode``). The
+functions of ``torch.cuda`` and ``torch.accelerator`` answer for a machine with one GPU whose memory is the CPU's.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ _AUTOCAST = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype"
 
 
 class PretendedDevice:
-    """CUDA that is the CPU, from ``begin`` to ``end``, in the thread that calls them."""
+    """Makes CUDA mean the CPU, from ``begin`` to ``end``, in the thread that calls them."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
 
     def begin(self) -> None:
         self._stack.enter_context(in_place(_torch_cuda()))
-        # Dynamo would look for the accelerator's streams, of PyTorch's own class.
+        # Dynamo would look up the accelerator's streams by PyTorch's own class.
         self._stack.enter_context(mock.patch.object(torch.accelerator, "is_available", _is_not_compiled))
         for name in _AUTOCAST:
             self._stack.enter_context(mock.patch.object(torch, name, _autocast_of_cpu(getattr(torch, name))))
         self._stack.enter_context(mock.patch.object(torch, "load", _loading(torch.load)))
-        # A data loader pins in a thread of its own, where the mode is not in force.
+        # A data loader pins memory in its own thread, where the mode is not in force.
         self._stack.enter_context(mock.patch.object(pinning, "pin_memory", lambda data, device=None: data))
-        # With a GPU, ``DataParallel`` sends each call's inputs there; without one it calls what it wraps.
-        parallel = sys.modules[nn.DataParallel.__module__]  # its package has a function of the module's name
+        # With a GPU, ``DataParallel`` sends each call's inputs there; without one it calls the wrapped module.
+        parallel = sys.modules[nn.DataParallel.__module__]  # the package has a function of the same name
         self._stack.enter_context(mock.patch.object(parallel, "_get_available_device_type", lambda: None))
         mode = _CudaIsCpu()
         mode.__enter__()  # type: ignore[no-untyped-call]
@@ -72,7 +71,7 @@ class _CudaIsCpu(TorchFunctionMode):
             return False
         if func is torch.Tensor.to:
             args = tuple(_on_cpu(value) for value in args)
-            if len(args) > 1 and isinstance(args[1], int):  # a GPU by its number
+            if len(args) > 1 and isinstance(args[1], int):  # the index of a GPU
                 args = (args[0], _CPU, *args[2:])
         if "device" in kwargs:
             device = kwargs["device"]
@@ -91,7 +90,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _torch_cuda() -> dict[str, Any]:
-    """What to replace in ``torch.cuda``, by name."""
+    """The replacements for attributes of ``torch.cuda``, by name."""
     properties = SimpleNamespace(
         name="CPU", major=0, minor=0, total_memory=psutil.virtual_memory().total, multi_processor_count=1
     )
@@ -101,11 +100,11 @@ def _torch_cuda() -> dict[str, Any]:
         return int(memory.available), int(memory.total)
 
     return {
-        # torch.manual_seed is what seeds the CPU.
+        # torch.manual_seed seeds the CPU.
         **{name: _answering(None) for name in (*_SILENT, *_SEEDS, "set_rng_state", "set_rng_state_all")},
         **{name: _answering(0) for name in (*_NUMBERS, "current_device")},
         **{name: _answering(True) for name in ("is_available", "is_initialized", "is_bf16_supported")},
-        "is_current_stream_capturing": _answering(False),  # streaming asks whether a CUDA graph is captured
+        "is_current_stream_capturing": _answering(False),  # streaming asks whether a CUDA graph is being captured
         "device_count": lambda: 1,
         "get_device_capability": lambda *args: (0, 0),
         "get_device_name": lambda *args: "CPU",
@@ -122,17 +121,17 @@ def _torch_cuda() -> dict[str, Any]:
 
 
 def _is_not_compiled() -> bool:
-    """Whether this is asked by the program as it runs, not by the compiler of a part of it."""
+    """False while Dynamo compiles a part of the program, which must not find an accelerator."""
     return CompileContext.try_get() is None
 
 
 def _answering(value: Any) -> Callable[..., Any]:
-    """A function of its own for each name: Dynamo has a rule for every function object of PyTorch."""
+    """A new function that returns ``value``. One object per name: Dynamo has a rule for every function of PyTorch."""
     return lambda *args, **kwargs: value
 
 
 def _autocast_of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Autocast for CUDA is the CPU's. The older forms without a device mean CUDA."""
+    """Autocast for CUDA becomes the CPU's. Older signatures without a device mean CUDA."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:

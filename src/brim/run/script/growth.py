@@ -1,4 +1,4 @@
-"""How much a program has grown from its first call of a model on, as the kernel and PyTorch count it."""
+"""Growth of a program's memory since its first call of a model, as measured by the kernel and PyTorch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from brim.memory.mapped import present_bytes
 from brim.run.script.settings import Settings
 from brim.units import format_bytes
 
-# Kernels' buffers, threads and what a prediction leaves in caches are beside the tensors that budgets are for.
+# Kernels' buffers, threads and caches of a prediction are outside of the tensors that budgets cover.
 _BESIDE_TENSORS_BYTES = 64 << 20
 
 
 class Growth:
-    """Begins at the first call of a model. Only budgets that were given are compared."""
+    """Growth since the first call of a model, compared only with budgets that were given."""
 
     def __init__(self, settings: Settings, *, on_gpu: bool) -> None:
         amounts = {VRAM: settings.vram} if on_gpu else {RAM: settings.ram, VRAM: settings.vram}
@@ -28,7 +28,8 @@ class Growth:
         self._begin_bytes = self._begin_peak_bytes = 0
 
     def begin(self, model: nn.Module, brim_bytes: int) -> None:
-        """``model`` has been decided on; ``brim_bytes`` of what is resident are what brim holds for it."""
+        """Start measuring after the decision for ``model``; brim holds ``brim_bytes`` of the resident memory for
+        it."""
         if self._budget_bytes is None or self._on_gpu or (counts := _counts()) is None:
             return
         own = brim_bytes or present_bytes([*model.parameters(), *model.buffers()])
@@ -36,7 +37,7 @@ class Growth:
         self._begin_peak_bytes = counts["VmHWM"]
 
     def above(self) -> str | None:
-        """By how much the program is above its budget, in words; None where it is not."""
+        """A sentence on how far the program is above its budget; None if it is not."""
         if self._budget_bytes is None:
             return None
         grown_bytes, allowed_bytes = self._measured_bytes(), self._budget_bytes
@@ -51,16 +52,16 @@ class Growth:
     def _measured_bytes(self) -> int:
         if self._on_gpu:
             if torch.cuda.memory.get_allocator_backend() != "native":
-                return 0  # it does not count
+                return 0  # other backends do not count
             return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
         counts = _counts()
-        if counts is None or counts["VmHWM"] == self._begin_peak_bytes:  # what was before is the program's own
+        if counts is None or counts["VmHWM"] == self._begin_peak_bytes:  # no higher than before the first call
             return 0
         return counts["VmHWM"] - counts["RssFile"] - self._begin_bytes
 
 
 def _counts() -> dict[str, int] | None:
-    """Bytes of the process by the kernel's names: its peak, and what is resident now. None where it does not tell."""
+    """Bytes of the process by the kernel's names (peak and resident); None where the kernel does not report them."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,20 +1,25 @@
-"""Detect the first call of every model of a program through PyTorch's global hooks, which are removed after it.
+"""Detect the first call of every model of a program through PyTorch's global hooks, which are removed afterwards.
 
-A forward pre-hook of all modules is in force until the first model is called. Then the garbage collector lists the
-other models; each of them waits for its own first call with hooks of its own. A global hook on the registration of
-parameters, which costs nothing in a step, installs the forward pre-hook again when another model is made.
+A global forward pre-hook is in force until the first model is called. Then the garbage collector lists the other
+models; each waits for its own first call with hooks of its own. A global hook on the registration of parameters,
+which costs nothing in a step, installs the forward pre-hook again when another model is created.
 
-Sources: PyTorch, torch/nn/modules/module.py (``_call_impl``: in what order hooks run and what they are given).
+Sources: PyTorch, torch/nn/modules/module.py (``_call_impl``: order and arguments of hooks).
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import operator
 import os
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, cycle
 from types import FrameType
 from typing import Any
 
@@ -26,17 +31,15 @@ from torch.nn.utils import stateless
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
-from brim.run.script.frozen import all_objects
-
-_REST = 20.0  # times the seconds of a look at all objects, until the next one for a few small parameters
+_REST = 20.0  # times the seconds of the last scan of all objects, until the next scan for a few small parameters
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """A module is about to be called from outside of any module. ``model`` contains it; mostly it is the same.
+    """A call of a module from outside of any module. ``model`` contains the module; usually it is the same.
 
     ``kwargs`` is None if they are not known. ``others`` are models that have not been called yet.
-    ``optimizers`` are all of the program's, or None if nobody has looked for them.
+    ``optimizers`` are all of the program's, or None if they have not been listed.
     """
 
     model: nn.Module
@@ -63,8 +66,8 @@ class _Waiting:
 class Watcher:
     """Calls ``decide`` before the first call of each model that has parameters.
 
-    The first call after new parameters is looked for among all objects, which takes a while: as soon as there are
-    ``large_bytes`` of them, and else when that adds little to the seconds since the last time.
+    The first call after new parameters scans all objects, which takes a while: at once if the new parameters have
+    ``large_bytes``, else when the scan adds little to the time since the last one.
     """
 
     def __init__(self, decide: Callable[[Call], None], *, large_bytes: int) -> None:
@@ -76,10 +79,10 @@ class Watcher:
         self._waiting: list[_Waiting] = []
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._new_bytes = 0
-        self.busy = False  # while brim itself calls modules
-        self.on_armed: Callable[[bool], None] = lambda armed: None  # told when every call begins or ends to be seen
+        self.busy = False  # True while brim itself calls modules
+        self.on_armed: Callable[[bool], None] = lambda armed: None  # called with the state of the global hook
 
-    # -- coming and going
+    # -- installing and removing hooks
 
     def begin(self) -> None:
         self._registration = global_hooks.register_module_parameter_registration_hook(
@@ -88,7 +91,7 @@ class Watcher:
         self._arm()
 
     def end(self) -> None:
-        """Take every hook off."""
+        """Remove every hook."""
         self._disarm()
         if self._registration is not None:
             self._registration.remove()
@@ -98,8 +101,9 @@ class Watcher:
         self._waiting.clear()
 
     def _arm(self) -> None:
-        """Two hooks: PyTorch gives the keyword arguments to a hook whose number a module has in a certain dictionary,
-        so the first one puts the second one's there. Should that change, it is called without them."""
+        """Install two hooks. PyTorch gives keyword arguments to a hook whose number is in a dictionary of the module,
+        so the first hook inserts the second one's number. Should PyTorch change that, the second is called
+        without."""
         arrive = global_hooks.register_module_forward_pre_hook(_plain(self._arrive))
 
         def mark(module: nn.Module, args: Any) -> None:
@@ -134,7 +138,7 @@ class Watcher:
         if self.busy or (self._new_bytes < self._large_bytes and time.perf_counter() < self._next_s):
             return None
         self._disarm()
-        if os.getpid() != self._pid:  # a worker that was forked off: the models are its parent's
+        if os.getpid() != self._pid:  # a forked worker: the models are its parent's
             self.end()
             return None
         begin_s = time.perf_counter()
@@ -144,7 +148,7 @@ class Watcher:
         return self._first_call(module, args, kwargs, optimizers)
 
     def _find(self) -> list[torch.optim.Optimizer]:
-        """Let every new model wait for its first call. Returns all optimizers."""
+        """Wait for the first call of every new model. Returns all optimizers."""
         modules, optimizers = living_of(nn.Module, torch.optim.Optimizer)
         for model in roots(modules):
             if model in self._known or next(model.parameters(), None) is None or _is_fake(model):
@@ -162,7 +166,7 @@ class Watcher:
     def _wait(self, model: nn.Module) -> None:
         waiting = _Waiting(weakref.ref(model))
 
-        # Quantization registers a module's hooks for its successor, without the mark for keyword arguments.
+        # Quantization copies a module's hooks to its replacement, without the mark for keyword arguments.
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Any:
             return None if self.busy else self._first_call(module, args, kwargs)
 
@@ -204,7 +208,7 @@ class Watcher:
         waiting.stop()
         self._waiting.remove(waiting)
         others = tuple(other for candidate in self._waiting if (other := candidate.model()) is not None)
-        before = {*module._forward_pre_hooks, *module._forward_hooks}  # their numbers are of one series
+        before = {*module._forward_pre_hooks, *module._forward_hooks}  # both number their hooks from one counter
         self.busy = True
         try:
             call = Call(model=model, called=module, args=args, kwargs=kwargs, others=others, optimizers=optimizers)
@@ -217,7 +221,7 @@ class Watcher:
 def _run_new_hooks(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, before: set[int]
 ) -> Any:
-    """Run the hooks added during this call, as PyTorch has already listed the ones that it will run."""
+    """Run the hooks added during this call: PyTorch has already listed the hooks that it will run."""
     new = [(number, hook) for number, hook in module._forward_pre_hooks.items() if number not in before]
     new = [(number, hook) for number, hook in new if not getattr(hook, "brim_watches", False)]
     if not new:
@@ -232,22 +236,22 @@ def _run_new_hooks(
                 result = hook(module, args)
                 args = args if result is None else result if isinstance(result, tuple) else (result,)
     except Exception:
-        raise  # PyTorch calls the hooks that are always to be called
-    except BaseException:  # Ctrl-C: it calls none
+        raise  # PyTorch calls the always-called hooks
+    except BaseException:  # Ctrl-C: PyTorch calls none
         _call_always_called_hooks(module, args, before)
         raise
     return args if kwargs is None else (args, keywords)
 
 
 def _call_always_called_hooks(module: nn.Module, args: tuple[Any, ...], before: set[int]) -> None:
-    """Run the forward hooks that were added during this call, so that they end what the pre-hooks began."""
+    """Run the always-called forward hooks added during this call, which end the work of the pre-hooks."""
     for number, hook in reversed(module._forward_hooks.items()):
         if number in module._forward_hooks_always_called and number not in before:
             hook(module, args, None)
 
 
 def _plain(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that ``copy.deepcopy`` of a module leaves as it is, and that Dynamo does not look into."""
+    """A function that ``copy.deepcopy`` of a module does not copy, and that Dynamo does not trace."""
 
     def call(*args: Any) -> Any:
         return hook(*args)
@@ -262,15 +266,15 @@ def _has(model: nn.Module | None, module: nn.Module) -> bool:
 
 
 def _is_fake(model: nn.Module) -> bool:
-    """Whether ``model`` is left over from a prediction."""
+    """True if ``model`` is left over from a prediction."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
     return fakes is not None and any(isinstance(p, fakes.FakeTensor) for p in model.parameters())
 
 
 def _is_nested_or_traced() -> bool:
-    """Whether this is not a first call to act on: inside another module's, in a backward pass, traced or compiled.
+    """True for calls that are no first call of a model: nested, in a backward pass, traced or compiled.
 
-    Neither is a call by ``torch.func`` with substituted parameters, or over many samples at once.
+    Calls by ``torch.func`` with substituted parameters, or over many samples at once, count as nested too.
     """
     if torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling() or torch._C._get_tracing_state():
         return True
@@ -291,16 +295,16 @@ _CALL_WITH_OTHERS = stateless._functional_call.__code__
 
 
 def living(kind: type[Any]) -> list[Any]:
-    """Every living object of ``kind``, by its true type: a proxy may do anything when its ``__class__`` is read."""
+    """Every living object whose type is ``kind``. ``__class__`` is not read: a proxy may do anything then."""
     return living_of(kind)[0]
 
 
 def living_of(*kinds: type[Any]) -> list[list[Any]]:
-    """As ``living``, for several unrelated ``kinds`` at once: a pass over all objects takes a while."""
+    """As ``living``, for several unrelated ``kinds`` in one pass over all objects, which takes a while."""
     by_kind: list[list[Any]] = [[] for _ in kinds]
-    # By identity: a class is no key where its metaclass has an ``__eq__`` and no ``__hash__``.
+    # By id: a class cannot be a key if its metaclass has an ``__eq__`` but no ``__hash__``.
     lists = {id(cls): by_kind[number] for number, kind in enumerate(kinds) for cls in _with_subclasses(kind)}
-    for value in all_objects():
+    for value in _all_objects():
         if id(type(value)) in lists:
             lists[id(type(value))].append(value)
     return by_kind
@@ -316,10 +320,10 @@ def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
 
 
 def roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules that are not inside another one."""
-    found = {id(module): module for module in modules if "_modules" in vars(module)}
-    below = {id(child) for module in found.values() for child in module._modules.values() if child is not None}
-    return [module for key, module in found.items() if key not in below]
+    """The modules that are not part of another module."""
+    by_id = {id(module): module for module in modules if "_modules" in vars(module)}
+    children = {id(child) for module in by_id.values() for child in module._modules.values() if child is not None}
+    return [module for key, module in by_id.items() if key not in children]
 
 
 def parameter_bytes(module: nn.Module) -> int:
@@ -328,3 +332,47 @@ def parameter_bytes(module: nn.Module) -> int:
 
 def _bytes(parameter: torch.Tensor) -> int:
     return 0 if isinstance(parameter, UninitializedParameter) else parameter.numel() * parameter.element_size()
+
+
+def _of_python(name: str) -> Any:
+    """A function of Python's C API that takes an object, called with the interpreter's lock held."""
+    function = getattr(ctypes.pythonapi, name)
+    function.argtypes, function.restype = (ctypes.py_object,), None
+    return function
+
+
+_UNTRACK, _TRACK = _of_python("PyObject_GC_UnTrack"), _of_python("PyObject_GC_Track")
+
+
+def _all_objects() -> list[Any]:
+    """All objects of the garbage collector, frozen ones included. The same objects are frozen afterwards as before.
+
+    ``gc.get_objects`` leaves out objects set aside by ``gc.freeze``, and the collector can only unfreeze or freeze
+    all objects at once. A program freezes objects on purpose: to share pages with processes that it forks, or to
+    avoid pauses. So objects that were not frozen before are untracked and tracked again, which puts them into the
+    young generation.
+    """
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        free = gc.get_objects()
+        gc.unfreeze()
+        objects = gc.get_objects()
+        gc.freeze()
+        _melt(free)
+    finally:
+        if collects:
+            gc.enable()
+    return objects
+
+
+def _melt(objects: Sequence[Any]) -> None:
+    """Move ``objects`` out of the permanent generation, into the young one.
+
+    Tracking a tracked object aborts the process, and another thread tracks a dictionary when it first fills it. So
+    both calls are made for all objects without executing Python code in between, where threads switch.
+    """
+    twice = chain.from_iterable(zip(objects, objects, strict=True))
+    deque(map(operator.call, cycle((_UNTRACK, _TRACK)), twice), maxlen=0)

@@ -1,4 +1,4 @@
-"""Call back when PyTorch has been imported, without importing it: many programs never do, or only after a while."""
+"""Call back when PyTorch has been imported, without importing it: many programs never do, or only later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 
 
 def when_imported(then: Callable[[], None]) -> None:
-    """Call ``then`` as soon as ``torch`` has been imported as a whole: now, if it has been already."""
+    """Call ``then`` once the import of ``torch`` has finished: now, if it is imported already."""
     if "torch" in sys.modules:
         then()
     else:
@@ -21,7 +21,7 @@ def when_imported(then: Callable[[], None]) -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """The first finder on ``sys.meta_path``; it finds nothing itself, and is removed once ``torch`` is imported.
 
-    Libraries ask where ``torch`` is long before somebody imports it, or without anybody ever doing so.
+    Libraries look up the spec of ``torch`` long before anyone imports it, or without ever importing it.
     """
 
     def __init__(self, then: Callable[[], None]) -> None:
@@ -41,7 +41,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if spec is None or spec.loader is None:
             return spec
         loader = spec.loader
-        others = vars(loader).get("exec_module")  # of another finder that waits for the import
+        others = vars(loader).get("exec_module")  # set by another finder that waits for the import
 
         def exec_module(module: types.ModuleType) -> None:
             if others is None:

@@ -1,4 +1,4 @@
-"""Rehearsing a program's model unnoticed: its random numbers, its output, its hooks and its warnings are its own."""
+"""Predict with a program's model without side effects on its random numbers, output, hooks and warnings."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 @contextlib.contextmanager
 def unseen(model: nn.Module) -> Iterator[None]:
-    """Within: ``model`` may be copied and the copy be called without side effects.
+    """While the context is open, ``model`` may be copied and the copy called without side effects.
 
-    The program's own hooks on modules are removed meanwhile: they would be called with tensors without values.
+    The program's own hooks on modules are removed: they would be called with tensors without values.
     """
     with quiet(), _without_hooks(model), _no_transformers(), torch.inference_mode(False), torch.enable_grad():
         yield
@@ -36,7 +36,7 @@ def unseen(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Within: nothing is printed and no warning is shown; random states are restored at the end."""
+    """Print nothing and show no warning while the context is open; restore random states at the end."""
     with same_random_numbers(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -66,8 +66,8 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
                 hooks = vars(module)[name]
                 if hooks:
                     before.append((module, name, hooks))
-                    kept = [(number, hook) for number, hook in hooks.items() if _is_part_of_model(hook)]
-                    vars(module)[name] = OrderedDict(kept)
+                    own = [(number, hook) for number, hook in hooks.items() if _is_part_of_model(hook)]
+                    vars(module)[name] = OrderedDict(own)
         yield
     finally:
         for module, name, hooks in before:
@@ -76,11 +76,11 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_transformers() -> Iterator[None]:
-    """A program that has not imported transformers has no model of theirs, and importing it takes a second.
+    """Avoid importing transformers, which takes a second: a program without it has none of its models.
 
-    A trace looks for this module of theirs, to replace what models ask of it, and imports it where it is missing.
+    A trace patches this module of transformers, and imports it where it is missing.
     """
-    if "transformers" in sys.modules or torch.cuda.is_initialized():  # what predicts a GPU's memory imports it
+    if "transformers" in sys.modules or torch.cuda.is_initialized():  # predicting a GPU's memory imports it
         yield
         return
     sys.modules[_ASKED] = types.ModuleType(_ASKED)
@@ -92,10 +92,10 @@ def _no_transformers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_dynamo() -> Iterator[None]:
-    """Within, functions that PyTorch hides from Dynamo are called without importing it, which takes a second.
+    """Call functions that PyTorch hides from Dynamo without importing it, which takes a second.
 
-    Their wrappers (torch/_compile.py) import it at their first call; until then nothing is compiled. What a wrapper
-    caches of it is removed at the end. Nothing is done while another thread could see it.
+    Their wrappers (torch/_compile.py) import Dynamo at their first call; until then nothing is compiled. The
+    wrappers' caches are cleared at the end. Nothing is done while another thread could see the stand-in.
     """
     if "torch._dynamo" in sys.modules or threading.active_count() > 1:
         yield
@@ -119,14 +119,14 @@ def without_dynamo() -> Iterator[None]:
 
 
 def _is_part_of_model(hook: Any) -> bool:
-    """PyTorch's own hooks compute (``weight_norm`` makes the weight in one)."""
+    """True for PyTorch's own hooks, which compute (``weight_norm`` computes the weight in one)."""
     return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.")
 
 
 def example_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | Sequence[Any] | None:
-    """The arguments of a call in the form of ``brim.fit``'s example; None if they are unknown or not of one kind.
+    """The arguments of a call in the form of ``brim.fit``'s example; None if they are unknown or mixed in kind.
 
     Raises UnsupportedError for arguments that cannot be copied: a prediction must not write to the program's own.
     """
@@ -134,10 +134,8 @@ def example_of(
         return None
     try:
         args, kwargs = map_tensors((args, dict(kwargs)), torch.Tensor.detach)
-    except Exception as error:  # whatever an object of the program's raises when it is copied
-        raise UnsupportedError(
-            f"Cannot copy what {type(model).__name__} is called with.", first_line(error)
-        ) from error
+    except Exception as error:  # the program's objects may raise anything when they are copied
+        raise UnsupportedError(f"Cannot copy the inputs of {type(model).__name__}.", first_line(error)) from error
     if not kwargs:
         return tuple(args)
     if not args:
@@ -145,7 +143,7 @@ def example_of(
     try:
         parameters = inspect.signature(model.forward).parameters
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # the program's mistake, which its own call will report
+    except (TypeError, ValueError):  # an error of the program, which its own call will raise
         return None
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():

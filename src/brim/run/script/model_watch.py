@@ -1,4 +1,4 @@
-"""A program that has imported PyTorch: brim waits for its first model, and only then imports what plans."""
+"""Watch a program that has imported PyTorch: the planner is imported only when its first model is called."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from brim.run.script.outcome import Outcome
     from brim.run.script.unified import Unified
 
-_LARGE_BYTES = 1 << 20  # of new parameters, to look for their model at once
-_SMALL_SHARE = 64  # a step of less than this part of the budget is not planned
-_LEAST_BYTES = 1 << 30  # the budget of a GPU's memory where none is given: it is more, and to ask sets CUDA up
-_TRIES = 3  # calls of a model with gradients until its optimizer is made
+_LARGE_BYTES = 1 << 20  # of new parameters: their model is looked up at once
+_SMALL_SHARE = 64  # a step that takes less than this part of the budget is not planned
+_LEAST_BYTES = 1 << 30  # assumed for a GPU's memory without a budget: asking for its size initializes CUDA
+_TRIES = 3  # calls of a model with gradients until its optimizer exists
 
 
 class Launched:
-    """What brim does to a program. ``refusal`` is the error with which it ended the program, if any."""
+    """The effects of brim on a program. ``refusal`` is the error with which brim ended it, if any."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.refusal: BrimError | None = None
-        self.is_above_budget = False  # known at the end
+        self.is_above_budget = False  # set at the end
         self._small_bytes = _least_budget_bytes(settings) // _SMALL_SHARE
         self._watcher = Watcher(self._decide, large_bytes=max(1, min(_LARGE_BYTES, self._small_bytes)))
         self._ample: Ample | None = None
@@ -57,7 +57,7 @@ class Launched:
         return [] if self._decisions is None else self._decisions.outcomes
 
     def begin(self) -> None:
-        """PyTorch has just been imported.
+        """Begin right after the import of PyTorch.
 
         Raises UnsupportedError for unified mode without CUDA or RMM, UsageError for a GPU that is not there.
         """
@@ -95,7 +95,7 @@ class Launched:
         self._unified = Unified.for_process(self.settings)
 
     def end(self) -> None:
-        """The program is over."""
+        """End with the program: report growth, spilled bytes and decisions."""
         self._watcher.end()
         above = None if self._growth is None or self._unified is not None else self._growth.above()
         if above is not None:
@@ -104,7 +104,7 @@ class Launched:
             why = f" ({names} as it is: make the largest call first)" if names else ""
             write_note(f"{above}{why}", red=True)
         if self._unified is not None:
-            self._unified.tell(sys.stderr)
+            self._unified.write_summary(sys.stderr)
         if self.settings.report is not None:
             from brim.run.script.report import write_report
 
@@ -113,7 +113,8 @@ class Launched:
             self._device.end()
 
     def explain(self, error: BaseException) -> None:
-        """Write what ``brim explain`` says of an out-of-memory error to stderr; nothing for other errors."""
+        """Write the explanation of ``brim explain`` for an out-of-memory error to stderr; nothing for other
+        errors."""
         from brim.run.script.retry import explanation
 
         for line in explanation(error):
@@ -121,11 +122,11 @@ class Launched:
 
     def _decide(self, call: Call) -> None:
         try:
-            outcome = None if self._is_negligible(call) else self._without_doubt(call) or self._planned(call)
+            outcome = None if self._is_negligible(call) else self._certain(call) or self._planned(call)
         except BrimError as error:
             self.refusal = error
             raise
-        except Exception as error:  # the program is to run as it would without brim
+        except Exception as error:  # the program must run as without brim
             name = type(call.model).__name__
             write_note(f"{name} is left as it is: {type(error).__name__}: {first_line(error)}")
             outcome = None
@@ -163,8 +164,9 @@ class Launched:
             pools = () if outcome is None else outcome.pools
             self._growth.begin(model, sum(pool.held_bytes for pool in pools if pool.tier == RAM))
 
-    def _without_doubt(self, call: Call) -> Outcome | None:
-        """None where a prediction is needed: for the report, and after another model has needed one."""
+    def _certain(self, call: Call) -> Outcome | None:
+        """The outcome for a model that certainly fits; None where a prediction is needed: for the report, and after
+        another model has needed one."""
         if self.settings.report is not None or self._decisions is not None:
             return None
         from brim.run.script.needs import living_optimizers
@@ -181,7 +183,7 @@ class Launched:
         return self._decisions.decide(call)
 
     def _give_up(self, name: str, why: str) -> str | None:
-        """What else can hold a model that cannot be planned."""
+        """The fallback for a model that cannot be planned, or None."""
         if self.settings.mode != "auto" or not torch.cuda.is_available() or self.settings.device == "cpu":
             return None
         from brim.run.script.unified import Unified, is_installed
@@ -200,13 +202,13 @@ def _least_budget_bytes(settings: Settings) -> int:
     budgets = [
         amount_bytes(amount, tier)
         for amount, tier in amounts
-        if amount is not None and not (tier == VRAM and is_share(amount))  # large, and reading it initializes CUDA
+        if amount is not None and not (tier == VRAM and is_share(amount))  # large, and its size initializes CUDA
     ]
     return min([_LEAST_BYTES, free_bytes(RAM), *budgets])
 
 
 def _check_alone(device: str) -> None:
-    """Raise UsageError if the one GPU for the program does not exist, or CUDA has been initialized already."""
+    """Raise UsageError if the program's GPU does not exist, or CUDA has been initialized already."""
     visible = os.environ.get(VISIBLE, "")
     if torch.cuda.is_initialized():
         raise UsageError(
@@ -219,8 +221,8 @@ def _check_alone(device: str) -> None:
 
 
 def _sees_cuda() -> bool:
-    """Whether there is a CUDA device, without setting CUDA up: a program may still choose ``CUDA_VISIBLE_DEVICES``
-    and fork children that use CUDA. NVIDIA's management library tells; where it is missing, CUDA itself has to."""
+    """True if there is a CUDA device. CUDA is not initialized: a program may still set ``CUDA_VISIBLE_DEVICES`` and
+    fork children that use CUDA. NVIDIA's management library is asked; only without it, CUDA itself."""
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"  # PyTorch's own setting, read at each call
     before = os.environ.get(name)
     os.environ[name] = "1"

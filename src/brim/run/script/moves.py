@@ -1,8 +1,8 @@
-"""Models that a program moves to the GPU before they are called: parameters beyond the budget wait on the host.
+"""Defer moves of models to the GPU before their first call: parameters beyond the budget wait on the host.
 
-``module.cuda()`` and ``module.to("cuda")`` move every parameter with a call that a ``TorchFunctionMode`` sees. While
-a plan may follow, parameters beyond the budget stay where they are; the model's first call decides where each goes.
-Buffers and plain tensors move as usual.
+``module.cuda()`` and ``module.to("cuda")`` move every parameter with a call that a ``TorchFunctionMode`` intercepts.
+While a plan may follow, parameters beyond the budget stay on the host; the model's first call decides where each
+goes. Buffers and plain tensors move as usual.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 class DeferredMoves(TorchFunctionMode):
     """Lets ``limit_bytes`` of parameters move to a device of ``kind``; the rest waits for ``finish`` or a plan.
 
-    ``limit_bytes`` is called at the first move: a share of the device's memory is not known before that is in use.
+    ``limit_bytes`` is called at the first move: a share of the device's memory is unknown before CUDA is initialized.
     """
 
     def __init__(self, limit_bytes: Callable[[], int], kind: str = "cuda") -> None:
@@ -60,7 +60,7 @@ class DeferredMoves(TorchFunctionMode):
         leave(self)
 
     def finish(self, model: nn.Module) -> None:
-        """Move the waiting parameters of ``model`` to where the program wanted them."""
+        """Move the waiting parameters of ``model`` to the device that the program chose."""
         for parameter in model.parameters():
             reference, device = self._waiting.pop(id(parameter), (None, None))
             if reference is not None and reference() is parameter:

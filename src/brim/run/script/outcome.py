@@ -1,4 +1,4 @@
-"""The decision for a model of a program: a record for reports, and for what is left of the budget."""
+"""Decision for a model of a program, recorded for reports and to compute the rest of the budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-if TYPE_CHECKING:  # a program whose budget is ample does without
+if TYPE_CHECKING:  # a program with an ample budget does without
     from brim.core import Plan, Timeline
     from brim.memory.pool import Pool
 
@@ -18,7 +18,7 @@ UNTOUCHED, FITTED = "untouched", "fitted"
 
 @dataclass(kw_only=True, eq=False)
 class Outcome:
-    """The decision for a model. ``untouched_bytes``: what it would take without a plan, as far as that is known.
+    """Decision for a model. ``untouched_bytes``: bytes without a plan, as far as they are known.
 
     ``timeline`` and ``pools`` are set if it was fitted; the model itself is not kept alive.
     """
@@ -35,7 +35,7 @@ class Outcome:
     pools: tuple[Pool, ...] = ()
     model: weakref.ref[nn.Module] | None = None
     has_optimizer: bool = False
-    example: Any = None  # of the call, as tensors without bytes
+    example: Any = None  # inputs of the call, as tensors without values
 
     @property
     def promised_bytes(self) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""What ``brim run --report`` writes: the outcome for each model and the memory over time, as a page or as JSON."""
+"""Report of ``brim run --report``: the outcome for each model and the memory over time, as a page or as JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_report(path: Path, settings: Settings, outcomes: Sequence[Outcome], un
 
 
 def report(settings: Settings, outcomes: Sequence[Outcome], unified: Unified | None) -> dict[str, Any]:
-    """The report as JSON values. Amounts are bytes by tier; ``held_bytes`` is what brim's pools held at most."""
+    """The report as JSON values. Amounts are bytes by tier; ``held_bytes`` is the peak of brim's pools."""
     return {
         "mode": settings.mode,
         "device": settings.device,
@@ -66,7 +66,7 @@ def report(settings: Settings, outcomes: Sequence[Outcome], unified: Unified | N
 
 
 def _techniques(outcome: Outcome) -> dict[str, dict[str, int]]:
-    """How many blocks had which choice, by technique."""
+    """Number of blocks per choice, by technique."""
     assert outcome.plan is not None
     counts_by_technique: dict[str, dict[str, int]] = {}
     for decision in outcome.plan.decisions:

@@ -1,7 +1,7 @@
-"""When memory runs out despite a plan: repeat the call with a smaller plan where that is safe, else explain it.
+"""Repeat a call with a smaller plan when memory runs out despite a plan, or explain the error.
 
-A forward pass is safe to repeat while it has had no side effects: no buffer has been written to, and the random
-numbers are put back. A step of the optimizer or a backward pass is not repeated: some of it may have been done.
+A forward pass can be repeated while it has had no side effects: no buffer was written to, and the random state can be
+restored. A step of the optimizer or a backward pass is never repeated: a part of it may be done already.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from brim.run.script.copies import has_other_hooks
 
 
 def explanation(error: BaseException) -> list[str]:
-    """The lines of ``brim explain`` for an out-of-memory error; none for another."""
+    """The lines of ``brim explain`` for an out-of-memory error; an empty list for other errors."""
     if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
         return []
     from brim.report.oom.reader import primary, read_oom
 
     try:
         message = primary(read_oom("".join(traceback.format_exception(error))))
-    except FormatError:  # PyTorch says it in words that are not known yet
+    except FormatError:  # the wording of another PyTorch
         return ["memory ran out, with a message that brim explain does not know"]
     helpful = [advice for advice in message.advice if advice.helps]
     lines = [f"{number}. {advice.text}" for number, advice in enumerate(helpful, 1)]
     return [f"{message.family} on {message.device}: {message.cause.replace('_', ' ')}", message.why, *lines]
 
 
-def repeat_when_out_of_memory(model: nn.Module, smaller: Callable[[], bool], example: Any) -> None:
-    """Let a call of ``model``, which is fitted, be repeated once ``smaller`` has put a smaller plan into force.
+def repeat_when_out_of_memory(model: nn.Module, shrink: Callable[[], bool], example: Any) -> None:
+    """Repeat a call of the fitted ``model`` that runs out of memory, after ``shrink`` has enforced a smaller plan.
 
     ``example`` are the inputs that it was planned for; the first call with larger ones is reported on stderr.
     """
     mine = vars(model)
     inner: Callable[..., Any] = mine.get("_call_impl") or types.MethodType(type(model)._call_impl, model)
-    mine["_call_impl"] = _Repeating(model, inner, smaller, _numbers(example))
+    mine["_call_impl"] = _Repeating(model, inner, shrink, _elements(example))
 
 
-def _numbers(inputs: Any) -> int:
+def _elements(inputs: Any) -> int:
     """The number of elements of all tensors in ``inputs``."""
     return sum(value.numel() for value in tree_leaves(inputs) if isinstance(value, torch.Tensor))
 
 
 def repeat_no_more(model: nn.Module) -> None:
-    """Undo it; nothing where it was not done."""
+    """Undo ``repeat_when_out_of_memory``; does nothing if it was not called."""
     call = vars(model).get("_call_impl")
     if isinstance(call, _Repeating):
         del vars(model)["_call_impl"]
@@ -62,13 +62,13 @@ def repeat_no_more(model: nn.Module) -> None:
 
 
 class _Repeating:
-    """Replaces the call of a fitted model. It is removed with the fit: ``smaller`` fits anew and installs another."""
+    """The call of a fitted model. It is removed with the fit; ``shrink`` fits again and installs a new one."""
 
     def __init__(
-        self, model: nn.Module, inner: Callable[..., Any], smaller: Callable[[], bool], foreseen: int
+        self, model: nn.Module, inner: Callable[..., Any], shrink: Callable[[], bool], planned_elements: int
     ) -> None:
-        self._model, self.inner, self._smaller = weakref.ref(model), inner, smaller
-        self._foreseen = foreseen  # elements of the inputs that it was planned for; 0: they were not known
+        self._model, self.inner, self._shrink = weakref.ref(model), inner, shrink
+        self._planned_elements = planned_elements  # of the inputs; 0 if they were unknown
         self._torchdynamo_disable = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,12 +76,12 @@ class _Repeating:
         assert model is not None, "it is being called"
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
-        if self._foreseen and (count := _numbers((args, kwargs))) > self._foreseen:
+        if self._planned_elements and (count := _elements((args, kwargs))) > self._planned_elements:
             write_note(
                 f"{type(model).__name__} is called with {count:,} numbers and was planned for "
-                f"{self._foreseen:,}: activations may go beyond the budget"
+                f"{self._planned_elements:,}: activations may go beyond the budget"
             )
-            self._foreseen = 0  # reported once
+            self._planned_elements = 0  # reported once
         versions = [buffer._version for buffer in model.buffers()]
         random_states = torch.get_rng_state(), accelerator.random_states()
         try:
@@ -100,12 +100,12 @@ class _Repeating:
         return model(*args, **kwargs)
 
     def _make_room(self, failed: Exception) -> None:
-        """Raises ``failed`` where there is no smaller plan."""
-        traceback.clear_frames(failed.__traceback__)  # they hold the tensors of the call that failed
+        """Enforce a smaller plan; raises ``failed`` if there is none."""
+        traceback.clear_frames(failed.__traceback__)  # they refer to the tensors of the failed call
         try:
-            if self._smaller():
+            if self._shrink():
                 return
             failed.add_note("brim: the smallest plan was already in force.")
-        except Exception as error:  # the program is to see its own error, not one of a search for less
+        except Exception as error:  # the program must see its own error, not one of the search for a smaller plan
             failed.add_note(f"brim: no smaller plan: {' '.join(str(error).split())}")
         raise failed

@@ -1,7 +1,7 @@
-"""``brim run``: a program that knows nothing of brim, run inside a budget.
+"""``brim run``: run an unmodified program inside a budget.
 
-Nothing heavy is imported here. PyTorch is watched for, and what plans is imported when the program has called its
-first model.
+Nothing heavy is imported here: the planner is imported when the program, having imported PyTorch, first calls a
+model.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def run(program: Program, settings: Settings) -> int:
-    """Run ``program`` in this process and return 0, a refusal's exit code, or 3 for a program that took more than its
-    budget.
+    """Run ``program`` in this process and return 0, the exit code of a refusal, or 3 if the program took more than
+    its budget.
 
-    What else ends the program is passed on to the interpreter: ``SystemExit`` as it is; any other exception after its
-    traceback was written to stderr as ``python`` writes it.
+    ``SystemExit`` is passed on to the interpreter; so is any other exception, after its traceback was written to
+    stderr as ``python`` writes it.
     """
     watched = watch(settings)
     try:
@@ -51,7 +51,7 @@ def _error_of(program: Program) -> BaseException | None:
 
 
 def _tell(error: BaseException, watched: Watched) -> int:
-    """Outside of any ``except``: the program's own ``sys.excepthook`` finds nothing being handled."""
+    """Called outside of any ``except``, so that the program's ``sys.excepthook`` finds no exception being handled."""
     refusal = None if watched.launched is None else watched.launched.refusal
     if refusal is not None and error is refusal:
         sys.stdout.flush()
@@ -63,7 +63,7 @@ def _tell(error: BaseException, watched: Watched) -> int:
 
 
 class Watched:
-    """A process that is being watched. ``launched`` is there once PyTorch has been imported."""
+    """A watched process. ``launched`` is set once PyTorch has been imported."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -72,7 +72,7 @@ class Watched:
         self._ended = False
 
     def begin(self) -> None:
-        """PyTorch has been imported."""
+        """Called when PyTorch has been imported."""
         from brim.run.script.model_watch import Launched
 
         self.launched = Launched(self.settings)
@@ -80,16 +80,16 @@ class Watched:
 
     @property
     def is_above_budget(self) -> bool:
-        """Whether the program took more than its budget, once it has ended."""
+        """True if the program took more than its budget; known once it has ended."""
         return self.launched is not None and self.launched.is_above_budget
 
     def explain(self, error: BaseException) -> None:
-        """If ``error`` is an out-of-memory error, write what ``brim explain`` says of it to stderr."""
+        """Write the explanation of ``brim explain`` to stderr if ``error`` is an out-of-memory error."""
         if self.launched is not None:
             self.launched.explain(error)
 
     def end(self) -> None:
-        """The program is over, and this is not a child of it that was forked off."""
+        """End the watch with the program, except in a forked child."""
         if os.getpid() != self._pid or self._ended:
             return
         self._ended = True
@@ -101,11 +101,11 @@ class Watched:
             write_report(self.settings.report, self.settings, [], None)
 
 
-_watched: list[Watched] = []  # at most one: it is the process that is watched
+_watched: list[Watched] = []  # at most one entry: the process
 
 
 def watch(settings: Settings) -> Watched:
-    """Watch this process from now on. Raises UsageError when it is watched already, and for a GPU that is hidden."""
+    """Watch this process from now on. Raises UsageError if it is watched already, and for a GPU that is hidden."""
     if _watched and _watched[0]._pid == os.getpid():
         raise UsageError(
             "Cannot set a budget for this process.",
@@ -115,7 +115,7 @@ def watch(settings: Settings) -> Watched:
     watched = Watched(settings)
     _watched[:] = [watched]
     if settings.index is not None:
-        settings.show_alone(os.environ)  # before any CUDA is there to read it
+        settings.show_alone(os.environ)  # before CUDA reads it
     changes_devices = settings.device == "cpu" or settings.index is not None
     if settings.mode != "off" or changes_devices or settings.report is not None:
         when_imported(watched.begin)
@@ -123,5 +123,5 @@ def watch(settings: Settings) -> Watched:
 
 
 def is_watched() -> bool:
-    """Whether this process has a budget from ``brim run`` or ``brim.auto``."""
+    """True if this process has a budget from ``brim run`` or ``brim.auto``."""
     return bool(_watched) and _watched[0]._pid == os.getpid()

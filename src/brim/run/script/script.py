@@ -1,7 +1,7 @@
-"""A script or a module run as ``python`` runs it: as ``__main__`` of this process, with its own tracebacks.
+"""Run a script or a module as ``python`` does: as ``__main__`` of this process, with its own tracebacks.
 
-Sources: CPython, Modules/main.c and Python/pythonrun.c (what ``__main__``, ``sys.argv`` and ``sys.path`` hold, and
-how an exception ends the process); coverage.py, which replaces ``__main__`` in the same way.
+Sources: CPython, Modules/main.c and Python/pythonrun.c (values of ``__main__``, ``sys.argv`` and ``sys.path``, and
+the end of a process by an exception); coverage.py, which replaces ``__main__`` in the same way.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _OWN = str(Path(__file__).parents[2]) + os.sep
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What to run: a file (or a folder or archive with a ``__main__.py``), or with ``is_module`` a dotted name.
+    """A program: a file (or a folder or archive with a ``__main__.py``), or with ``is_module`` a dotted name.
 
-    With ``safe_path`` it does not import from the folder of its file, or as a module from the current one
+    With ``safe_path`` it does not import from the folder of its file, or, as a module, from the current folder
     (``python -P``).
     """
 
@@ -36,14 +36,14 @@ class Program:
 
 
 def execute(program: Program) -> None:
-    """Run ``program`` as ``__main__``. Whatever it raises comes out as it is; ``end_as_python`` ends the process."""
+    """Run ``program`` as ``__main__``. Exceptions pass through; ``end_as_python`` ends the process."""
     main = types.ModuleType("__main__")
     vars(main).update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
     if program.is_module:
         sys.argv = ["-m", *program.arguments]
         _set_first_path(os.getcwd(), safe=program.safe_path)  # noqa: PTH109
-        runpy._run_module_as_main(program.target)  # type: ignore[attr-defined]  # what `python -m` itself calls
+        runpy._run_module_as_main(program.target)  # type: ignore[attr-defined]  # as `python -m` does
         return
     sys.argv = [program.target, *program.arguments]
     if pkgutil.get_importer(program.target) is not None:
@@ -55,7 +55,7 @@ def execute(program: Program) -> None:
 
 
 def _set_first_path(folder: str, *, safe: bool) -> None:
-    """Python put the folder of its own script first, unless it was started with ``-P``."""
+    """Replace the first path: the folder of Python's own script, unless Python was started with ``-P``."""
     if not sys.flags.safe_path:
         del sys.path[0]
     if not safe:
@@ -63,13 +63,13 @@ def _set_first_path(folder: str, *, safe: bool) -> None:
 
 
 def _execute_file(main: types.ModuleType, target: str) -> None:
-    # As Python has it since 3.9: absolute, and otherwise as it was typed.
+    # As in Python since 3.9: absolute, and otherwise unchanged.
     path = target if os.path.isabs(target) else os.path.join(os.getcwd(), target)  # noqa: PTH109, PTH117, PTH118
     loader: importlib.machinery.SourceFileLoader | importlib.machinery.SourcelessFileLoader
     if path.endswith(".pyc"):
         loader = importlib.machinery.SourcelessFileLoader("__main__", path)
         code = loader.get_code("__main__")
-        assert code is not None, "a file without source is code or an error"
+        assert code is not None, "a file without source has code or raises"
     else:
         loader = importlib.machinery.SourceFileLoader("__main__", path)
         with io.open_code(path) as file:
@@ -79,9 +79,9 @@ def _execute_file(main: types.ModuleType, target: str) -> None:
 
 
 def end_as_python(error: BaseException) -> None:
-    """Print ``error`` as ``python script.py`` would, and nothing more when it reaches the interpreter.
+    """Print ``error`` as ``python script.py`` would; the interpreter prints nothing more when it gets the error.
 
-    The interpreter does the rest: exit code 1, or for Ctrl-C death by the signal, after threads and ``atexit``.
+    The interpreter sets exit code 1, or dies by the signal for Ctrl-C, after threads and ``atexit``.
     """
     strip(error)
     try:
@@ -100,18 +100,18 @@ def end_as_python(error: BaseException) -> None:
 
 
 def strip(error: BaseException) -> None:
-    """Take brim's frames out of the traceback of ``error`` and of what it came from, unless brim raised it itself.
+    """Remove brim's frames from the tracebacks of ``error`` and its causes, except of errors that brim raised.
 
-    An error raised in this file is the program's: it could not be compiled.
+    An error raised in this file is the program's: its code does not compile.
     """
-    todo: list[BaseException | None] = [error]
+    queue: list[BaseException | None] = [error]
     seen: set[int] = set()
-    while todo:
-        current = todo.pop()
+    while queue:
+        current = queue.pop()
         if current is None or id(current) in seen:
             continue
         seen.add(id(current))
-        todo += [current.__cause__, current.__context__]
+        queue += [current.__cause__, current.__context__]
         frames = [frame for frame, _ in traceback.walk_tb(current.__traceback__)]
         raised_here = frames and _is_own(frames[-1]) and frames[-1].f_code.co_filename != __file__
         if not raised_here or isinstance(current, KeyboardInterrupt):
@@ -123,12 +123,12 @@ def _is_own(frame: types.FrameType) -> bool:
 
 
 def _without_own(trace: types.TracebackType | None) -> types.TracebackType | None:
-    kept = []
+    frames = []
     while trace is not None:
         if not _is_own(trace.tb_frame):
-            kept.append(trace)
+            frames.append(trace)
         trace = trace.tb_next
     stripped: types.TracebackType | None = None
-    for entry in reversed(kept):
+    for entry in reversed(frames):
         stripped = types.TracebackType(stripped, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return stripped

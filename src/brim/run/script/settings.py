@@ -1,4 +1,4 @@
-"""The settings of ``brim run``: a leaf module, which needs no PyTorch."""
+"""Settings of ``brim run``: a leaf module, which needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from brim.units import parse_bytes
 
 MODES = ("auto", "stream", "unified", "off")
 DEVICES = ("auto", "cuda", "cpu")
-VISIBLE = "CUDA_VISIBLE_DEVICES"  # what CUDA reads when it is first used
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # read by CUDA when it is initialized
 REPORTS = (".html", ".json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of ``brim run``. A budget of None: nine tenths of what is free.
+    """Settings of ``brim run``. A budget of None is nine tenths of the free memory.
 
-    ``device`` is one of ``DEVICES``, or one GPU of several ("cuda:1"):
-    the program then sees no other. ``report``: where to write what was decided for the program's models.
+    ``device`` is one of ``DEVICES``, or a GPU by number ("cuda:1"): the program then sees no other. ``report``: the
+    file for a report on the decisions for the program's models.
     """
 
     vram: str | int | None = option(None, VRAM_HELP)
@@ -51,7 +51,7 @@ class Settings:
                 raise UsageError(f"brim run has no {name} {value!r}.", f"Allowed are {', '.join(allowed)}.")
         for amount in (self.vram, self.ram):
             if amount is not None:
-                parse_bytes(amount, 1)  # of a share, only whether it is one
+                parse_bytes(amount, 1)  # checks the syntax of a share
         if self.report is not None and self.report.suffix not in REPORTS:
             raise UsageError(
                 f"Cannot write a report to {self.report}.",
@@ -61,14 +61,14 @@ class Settings:
 
     @property
     def index(self) -> int | None:
-        """The number of the one GPU for the program; None without one."""
+        """The number of the program's only GPU; None if it was not chosen by number."""
         number = self.device.partition(":")[2]
         return int(number) if number else None
 
     def show_alone(self, environment: MutableMapping[str, str]) -> None:
-        """Let a process with this environment, and those that it starts, see that GPU alone.
+        """Let a process with this environment, and its children, see only the chosen GPU.
 
-        What they call ``cuda`` is that one, in every thread.
+        It is ``cuda`` in every thread.
 
         Raises UsageError where ``CUDA_VISIBLE_DEVICES`` does not list it.
         """
@@ -81,7 +81,8 @@ class Settings:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> Settings:
-        """From ``BRIM_VRAM``, ``BRIM_RAM``, ``BRIM_MODE``, ``BRIM_DEVICE``, ``BRIM_REPORT``; an empty one is none."""
+        """Settings from ``BRIM_VRAM``, ``BRIM_RAM``, ``BRIM_MODE``, ``BRIM_DEVICE``, ``BRIM_REPORT``, where not
+        empty."""
         values: dict[str, Any] = {}
         for name in ("vram", "ram", "mode", "device", "report"):
             value = environment.get(f"BRIM_{name.upper()}", "")

@@ -1,8 +1,8 @@
 """Unified memory: VRAM until a budget is reached, and beyond it host memory that the GPU reads over the link.
 
-For programs that cannot be taken apart (tensors without modules, CUDA code of one's own): PyTorch allocates through
-RMM, for whatever purpose. Unlike a plan, this does not know what will be needed next, and bytes on the host are read
-at the link's rate each time: the statistics say how many there are.
+For programs without modules to plan (plain tensors, custom CUDA code): PyTorch allocates everything through RMM.
+Unlike a plan, this does not know which bytes will be needed next, and bytes on the host are read at the link's rate
+each time: the statistics say how many there are.
 
 Sources: RMM's Python interface (``rmm.mr``, ``rmm.allocators.torch``); PyTorch, torch/cuda/memory.py
 (``CUDAPluggableAllocator``, ``MemPool``).
@@ -23,7 +23,7 @@ from brim.run.script.settings import Settings
 from brim.units import format_bytes, parse_bytes
 
 _FREE_SHARE = 0.9
-_WARN_SHARE = 0.1  # of the bytes asked for: from there on the time goes where the host's bytes are read
+_WARN_SHARE = 0.1  # of the allocated bytes: from there on, reading the host's bytes dominates the time
 _TODO = "Install brim[unified] on a machine with an NVIDIA GPU, or use --mode stream."
 
 
@@ -35,15 +35,15 @@ class Resource(Protocol):
 
 
 def is_installed() -> bool:
-    """Whether RMM is installed. It is not imported."""
+    """True if RMM is installed. It is not imported."""
     return importlib.util.find_spec("rmm") is not None
 
 
 class Spilling:
-    """Bytes from ``device`` up to ``limit_bytes``, and from ``host`` beyond, up to ``host_limit_bytes``.
+    """Allocates from ``device`` up to ``limit_bytes``, and beyond that from ``host``, up to ``host_limit_bytes``.
 
-    Its ``allocate`` and ``deallocate`` are what RMM's ``CallbackMemoryResource`` calls. A request that the device
-    refuses goes to the host as well. Where both are full: MemoryError, as RMM has it.
+    ``allocate`` and ``deallocate`` are callbacks of RMM's ``CallbackMemoryResource``. A request that the device
+    refuses goes to the host as well. If both are full it raises MemoryError, as RMM does.
     """
 
     def __init__(self, device: Resource, host: Resource, *, limit_bytes: int, host_limit_bytes: int) -> None:
@@ -51,17 +51,17 @@ class Spilling:
         self.limit_bytes, self.host_limit_bytes = limit_bytes, host_limit_bytes
         self.held_bytes = self.peak_bytes = 0
         self.spilled_bytes = self.spilled_peak_bytes = 0
-        self.asked_bytes = self.asked_spilled_bytes = 0  # over all time
+        self.total_bytes = self.total_spilled_bytes = 0  # allocated over the entire run
         self._on_host: set[int] = set()
-        self._lock = threading.RLock()  # while it is held the garbage collector may free a tensor
+        self._lock = threading.RLock()  # reentrant: the garbage collector may free a tensor while it is locked
 
     def allocate(self, nbytes: int, stream: Any) -> int:
         with self._lock:
-            self.asked_bytes += nbytes
+            self.total_bytes += nbytes
             if self.held_bytes + nbytes <= self.limit_bytes:
                 try:
                     address = self._device.allocate(nbytes, stream)
-                except MemoryError:  # somebody else uses the device too
+                except MemoryError:  # another process uses the device too
                     return self._spill(nbytes, stream)
                 self.held_bytes += nbytes
                 self.peak_bytes = max(self.peak_bytes, self.held_bytes)
@@ -79,7 +79,7 @@ class Spilling:
         self._on_host.add(address)
         self.spilled_bytes += nbytes
         self.spilled_peak_bytes = max(self.spilled_peak_bytes, self.spilled_bytes)
-        self.asked_spilled_bytes += nbytes
+        self.total_spilled_bytes += nbytes
         return address
 
     def deallocate(self, ptr: int, nbytes: int, stream: Any) -> None:
@@ -98,13 +98,13 @@ class Spilling:
             "vram_peak": self.peak_bytes,
             "spilled_now": self.spilled_bytes,
             "spilled_peak": self.spilled_peak_bytes,
-            "asked": self.asked_bytes,
-            "asked_spilled": self.asked_spilled_bytes,
+            "asked": self.total_bytes,
+            "asked_spilled": self.total_spilled_bytes,
         }
 
 
 class AfterItsStream:
-    """Host memory that is freed when the work that was given to its stream is done: kernels may still read it."""
+    """Host memory that is freed after all work queued on its stream: kernels may still read it until then."""
 
     def __init__(self, upstream: Resource) -> None:
         self._upstream = upstream
@@ -118,20 +118,20 @@ class AfterItsStream:
 
 
 class Unified:
-    """Unified memory in force. ``spilling`` tells what went where."""
+    """Unified memory in force. ``spilling`` counts the bytes on either side."""
 
     def __init__(self, spilling: Spilling, allocator: Any, leave: Callable[[], None]) -> None:
         self.spilling, self._allocator, self._leave = spilling, allocator, leave
 
     @classmethod
     def for_process(cls, settings: Settings) -> Unified:
-        """From now on PyTorch allocates unified memory in all threads. Must be called before CUDA is first used.
+        """Let PyTorch allocate unified memory in all threads. Must be called before CUDA is first used.
 
         Raises UnsupportedError without CUDA or RMM, or when CUDA is in use already; UsageError for more managed
         memory than the device has free.
         """
         allocator = _allocator()
-        try:  # first of all: whatever else asks PyTorch about the device has it set up its own allocator
+        try:  # first: any other question to PyTorch about the device initializes its own allocator
             torch.cuda.memory.change_current_allocator(allocator)
         except RuntimeError as error:
             raise UnsupportedError(
@@ -143,7 +143,7 @@ class Unified:
 
     @classmethod
     def for_thread(cls, settings: Settings) -> Unified:
-        """From now on this thread allocates unified memory, through PyTorch's caching allocator.
+        """Let this thread allocate unified memory, through PyTorch's caching allocator.
 
         For one model of a program whose other models are planned. Threads of the backward pass allocate as before.
         """
@@ -158,14 +158,14 @@ class Unified:
         return cls(spilling, (allocator, pool), leave)
 
     def statistics(self) -> dict[str, int]:
-        """Bytes: held at most, spilled now and at most, and asked for over all time."""
+        """Bytes: peak in VRAM, spilled now and at the peak, and allocated over the entire run."""
         return self.spilling.statistics()
 
-    def tell(self, stream: TextIO) -> None:
-        """One line on what spilled, where anything did."""
+    def write_summary(self, stream: TextIO) -> None:
+        """Write one line on the spilled bytes, if there are any."""
         spilling = self.spilling
-        if spilling.asked_spilled_bytes:
-            share = spilling.asked_spilled_bytes / max(1, spilling.asked_bytes)
+        if spilling.total_spilled_bytes:
+            share = spilling.total_spilled_bytes / max(1, spilling.total_bytes)
             slow = (
                 " Reading them takes most of the time: a plan (--mode stream) reads ahead."
                 if share >= _WARN_SHARE
@@ -177,27 +177,27 @@ class Unified:
             )
 
     def end(self) -> None:
-        """Allocate as before, where that can be undone."""
+        """Allocate as before, if that is possible."""
         self._leave()
 
 
 def _allocator() -> Any:
-    """RMM's allocator for PyTorch. Nothing is allocated, and CUDA is not set up."""
-    asked = "Cannot use unified memory."
+    """RMM's allocator for PyTorch. Nothing is allocated, and CUDA is not initialized."""
+    problem = "Cannot use unified memory."
     if not torch.cuda.is_available():
-        raise UnsupportedError(asked, "torch sees no CUDA device here.", _TODO)
+        raise UnsupportedError(problem, "torch sees no CUDA device here.", _TODO)
     if not is_installed():
-        raise UnsupportedError(asked, "RMM is not installed.", _TODO)
+        raise UnsupportedError(problem, "RMM is not installed.", _TODO)
     from rmm.allocators.torch import rmm_torch_allocator
 
     return rmm_torch_allocator
 
 
 def _spilling(settings: Settings) -> Spilling:
-    """The resource that RMM's allocator uses from now on."""
+    """Create the resource for RMM's allocator and put it into force."""
     import rmm
 
-    # RMM's figure: PyTorch's comes from the driver too, but with PyTorch's own allocator set up on the way.
+    # RMM's figure: asking PyTorch would initialize PyTorch's own allocator.
     free, total = map(int, rmm.mr.available_device_memory())
     limit = int(free * _FREE_SHARE) if settings.vram is None else parse_bytes(settings.vram, total)
     if limit == 0:
@@ -223,7 +223,7 @@ def _host_bytes(settings: Settings) -> int:
 
 
 def check_managed(wanted_bytes: int, free_bytes: int, *, insist: bool) -> None:
-    """Raises UsageError for more managed memory than the device has free: that has hung drivers."""
+    """Raise UsageError for more managed memory than the device has free, which has hung drivers."""
     if wanted_bytes > free_bytes and not insist:
         raise UsageError(
             f"Cannot use {format_bytes(wanted_bytes)} of managed memory.",

@@ -1,1 +1,1 @@
-"""``brim train``: one loop over a plan's schedule, inside a budget."""
+"""``brim train``: a training loop that follows a plan, inside a budget."""

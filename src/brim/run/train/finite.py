@@ -1,4 +1,4 @@
-"""Whether what is to be saved is a model at all: in a training that has diverged, values are no finite numbers."""
+"""Refuse to save a model that has diverged: its values are not finite numbers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from brim.errors import ModelError
 from brim.run.checkpoint import reading as checkpoint_reading
 from brim.run.train.report import StepReport
 
-_FLOAT8_PIECE = 1 << 20  # elements that are widened at once: there is no minimum of 8-bit floats
+_FLOAT8_PIECE = 1 << 20  # elements converted at once: aminmax does not support 8-bit floats
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite numbers. It reads them once and takes no memory for it.
+    """True if all values are finite numbers. It reads them once and allocates nothing for it.
 
-    Of a tensor that is split over ranks, this rank's part.
+    Of a tensor that is split over ranks it checks this rank's part.
     """
     tensor = tensor.detach()
     if hasattr(tensor, "to_local"):
@@ -28,14 +28,14 @@ def is_finite(tensor: torch.Tensor) -> bool:
         return True
     if tensor.element_size() == 1:
         return all(is_finite(piece.float()) for piece in tensor.reshape(-1).split(_FLOAT8_PIECE))
-    least, most = torch.aminmax(tensor)  # either is NaN where any value is
+    least, most = torch.aminmax(tensor)  # NaN if any value is NaN
     return math.isfinite(least.item()) and math.isfinite(most.item())
 
 
 def finite(
     values: Iterable[tuple[str, torch.Tensor]], names: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``values`` as they come; raises ModelError at the first of ``names`` (None: any) that is not finite."""
+    """Pass ``values`` on; raise ModelError at the first of ``names`` (None: any) that is not finite."""
     for name, value in values:
         if (names is None or name in names) and not is_finite(value):
             raise diverged(name)
@@ -53,14 +53,14 @@ def diverged(name: str) -> ModelError:
 
 
 def check_loss(report: StepReport, output: Path) -> None:
-    """Raise ModelError for a loss that is no finite number. Nothing of that step was saved."""
+    """Raise ModelError for a loss that is not a finite number. Nothing of that step has been saved."""
     if not math.isfinite(report.loss):
         raise _spoilt(report.step, f"Its loss is {report.loss}.", output)
 
 
 @contextlib.contextmanager
-def overflow_told(step: int, output: Path) -> Iterator[None]:
-    """Non-fused optimizers multiply tensors by numbers: PyTorch refuses one that the tensors' type cannot hold."""
+def explain_overflow(step: int, output: Path) -> Iterator[None]:
+    """Explain PyTorch's error for an update's factor, of a non-fused optimizer, that overflows the tensors' type."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""``brim train``: one loop over a plan's schedule, which goes one rung down when memory runs out after all."""
+"""``brim train``: a training loop that follows a plan, and changes to a smaller one if memory runs out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from brim.errors import BrimError, BudgetError, is_out_of_memory
 from brim.measure.monitor import Monitor, Usage
 from brim.measure.nvml import busy_share
 from brim.memory import heap
+from brim.models.architecture import read_config
+from brim.models.opening import read_tokenizer
 from brim.planning.inference.machine import held_to, on, within_room
 from brim.planning.strategy.state import restore_rng, rng_state
-from brim.run.data.dataset import Batches
-from brim.run.train.evaluation import evaluate, open_evaluation
-from brim.run.train.finite import check_loss, overflow_told
+from brim.planning.strategy.step import Fitted
+from brim.run.data.dataset import IGNORED, Batches, Dataset, one_pass, open_data
+from brim.run.train.finite import check_loss, explain_overflow
 from brim.run.train.report import EvaluationReport, Metrics, StepReport, finished
 from brim.run.train.request import Request, Training
 from brim.run.train.saving import Saver
@@ -43,13 +46,13 @@ def train(
     on_evaluation: Callable[[EvaluationReport], None] = lambda report: None,
     foresee: bool = False,
 ) -> Training:
-    """Train inside the budget. ``on_stage`` hears what is being done, ``on_step`` every step, ``on_note`` surprises,
-    ``on_evaluation`` the loss of ``eval_data``.
-    With ``foresee`` the result has the Timeline of a step as the plan foresees it, which takes one more tracing.
+    """Train inside the budget. ``on_stage`` is called with each stage, ``on_step`` with each step's report,
+    ``on_note`` with unexpected events, ``on_evaluation`` with the loss of ``eval_data``. With ``foresee`` the result
+    has the plan's predicted Timeline of a step, which takes an additional tracing.
 
-    Writes ``metrics.jsonl`` and checkpoints into the output folder, and at the end the model itself. Raises
-    UsageError and ModelError for what was given, BudgetError (with the smallest budget that does) when nothing fits,
-    ModelError for a loss that is no number, TransferError when a disk refuses.
+    Writes ``metrics.jsonl`` and checkpoints into the output folder, and at the end the model. Raises UsageError and
+    ModelError for invalid inputs, BudgetError (with the smallest sufficient budget) when nothing fits, ModelError for
+    a loss that is not finite, TransferError when a disk refuses.
     """
     request.check()
     with on(request.device) as device:
@@ -85,7 +88,7 @@ def _train(
                 run = _Run(setup, on_note, on_evaluation, foresee=foresee)
                 try:
                     enter("training")
-                    with limited():  # a step that passes it is taken again under a smaller plan
+                    with limited():  # a step that exceeds the limit is repeated under a smaller plan
                         run.train(on_step)
                     enter("saving")
                     run.finish()
@@ -99,7 +102,7 @@ def _train(
 
 
 def _ran_out(stage: str, error: BaseException) -> BudgetError:
-    """The error when memory ran out outside of a step, where no smaller plan helps."""
+    """The error for memory that ran out outside of a step, where a smaller plan does not help."""
     return BudgetError(
         f"The training stopped while {stage}.",
         f"The system has no more memory: {' '.join(str(error).split()) or type(error).__name__:.300}",
@@ -108,7 +111,7 @@ def _ran_out(stage: str, error: BaseException) -> BudgetError:
 
 
 class _Run:
-    """A training from its first step, or the one that it is resumed at, to its last."""
+    """A training from its first step, or the step at which it resumes, to its last."""
 
     def __init__(
         self,
@@ -129,7 +132,7 @@ class _Run:
         self.predicted: Timeline | None = None
         self._terms: Terms = replace(setup.terms(), foresee=foresee)
         self._batches: Batches = setup.batches()
-        self._evaluated = open_evaluation(setup.request, setup.folder)
+        self._evaluated = _open_evaluation(setup.request, setup.folder)
         self._steps = setup.steps(self._batches)
         self._saver = Saver(setup)
         self.session, self._next = self._saver.start(self._terms, self._batches)
@@ -161,7 +164,7 @@ class _Run:
             before = self._batches.state_dict()
             report = self._one_step(next(self._batches), before)
             if report is None:
-                continue  # the rung was changed, and with it perhaps the step to go on with
+                continue  # the rung has changed, and perhaps the next step with it
             self.losses.append(report.loss)
             self.times_s.append(report.step_s)
             self._metrics.write(report)
@@ -171,17 +174,17 @@ class _Run:
             every = self._request.save_every
             if every and self._next % every == 0 and self._next < self._steps:
                 self._saver.save(self.session, self._next, self._batches)
-            told = self._request.eval_every
-            if self._next == self._steps or (told and self._next % told == 0):
+            evaluates_every = self._request.eval_every
+            if self._next == self._steps or (evaluates_every and self._next % evaluates_every == 0):
                 self._evaluate()
 
     def _evaluate(self) -> None:
-        """The loss of the data that was given for that; where memory runs out, one rung down and once more."""
+        """Compute and report the loss of ``eval_data``; if memory runs out, change the rung and repeat."""
         if self._evaluated is None:
             return
         begin_s = time.perf_counter()
         try:
-            loss = evaluate(self.session.fitted, self._evaluated, self._request.seq)
+            loss = _mean_loss(self.session.fitted, self._evaluated, self._request.seq)
         except (RuntimeError, MemoryError, OSError, BudgetError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -194,22 +197,22 @@ class _Run:
             return
         step = self._next
         self._one_rung_down(failure)
-        if self._next == step:  # else the steps from there on are repeated, and this with them
+        if self._next == step:  # else the steps from there on are repeated, and this evaluation with them
             self._evaluate()
 
     def _one_step(self, batch: dict[str, torch.Tensor], before: dict[str, Any]) -> StepReport | None:
-        """One step, or None when it has to be repeated because memory ran out."""
+        """Take a step; returns None if it must be repeated because memory ran out."""
         rng = rng_state()
         lr = self._request.lr_at(self._next, self._steps)
         moved = dict(self.session.fitted.memory.recorder.copied_bytes)
         with Monitor() as monitor:
             begin_s = time.perf_counter()
-            with overflow_told(self._next + 1, self._setup.output.path):
+            with explain_overflow(self._next + 1, self._setup.output.path):
                 loss, failure = self._attempt(batch, lr)
             step_s = time.perf_counter() - begin_s
             usage = monitor.usage()
         if failure is not None:
-            self._batches.load_state_dict(before)  # what is saved now must be the step's beginning, whoever reads it
+            self._batches.load_state_dict(before)  # saved state must be that of the step's beginning
             restore_rng(rng)
             self._one_rung_down(failure)
             return None
@@ -234,7 +237,7 @@ class _Run:
         )
 
     def _attempt(self, batch: dict[str, torch.Tensor], lr: float) -> tuple[float, str | None]:
-        """The loss, or why memory ran out. In a call of its own: the error would keep the step's tensors alive."""
+        """The loss, or why memory ran out. A separate call: the error would keep the step's tensors alive."""
         session = self.session
         set_lr(session.fitted.optimizer, lr)
         try:
@@ -246,7 +249,7 @@ class _Run:
             return math.nan, " ".join(str(error).split()) or type(error).__name__
 
     def _one_rung_down(self, failure: str) -> None:
-        """Save the state from before the step, free everything, and open the model again one rung further down."""
+        """Save the state from before the step, free everything, and open the model again on the next rung."""
         heap.collect_and_trim()
         session, step = self.session, self._next
         if not session.fitted.is_partly_updated:
@@ -273,12 +276,12 @@ class _Run:
         self._on_note(text)
 
     def finish(self) -> None:
-        """The trained model into the output folder itself."""
+        """Write the trained model into the output folder."""
         self.disk_bytes = self.session.fitted.memory.disk_peak_bytes
         self._saver.export(self.session, self._next, self._batches)
 
     def result(self, usage: Usage) -> Training:
-        """What came of it, once it is closed. ``usage`` is that of the whole run."""
+        """The result after ``close``. ``usage`` covers the entire run."""
         promised = self.session_plan.promise.peak_bytes
         measured = {RAM: usage.ram_growth_bytes, VRAM: usage.vram_reserved_bytes, DISK: self.disk_bytes}
         return Training(
@@ -305,15 +308,41 @@ class _Run:
             self.session.close()
 
 
+def _open_evaluation(request: Request, folder: Path) -> Dataset | None:
+    """The evaluation data, opened and checked like training data; None if there is none."""
+    if request.eval_data is None:
+        return None
+    config = read_config(folder, trust_remote_code=request.trust_remote_code)
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    return open_data(
+        request.eval_data, read_tokenizer(folder, str(request.model)), request.seq, vocab_size=rows
+    )  # fmt: skip
+
+
+def _mean_loss(fitted: Fitted, data: Dataset, seq: int) -> float:
+    """The mean loss over all of ``data``, every token with a label counted once.
+
+    Micro-batches have the shape of the training's, and nothing is stored for a backward pass: memory stays below that
+    of a step's forward pass, so the plan's promise holds.
+    """
+    total, counted = 0.0, 0
+    for batch in one_pass(data, fitted.choice.micro_batch, pad_to=seq):
+        tokens = int((batch["labels"][:, 1:] != IGNORED).sum())  # the first token is not predicted
+        if tokens:
+            total += float(fitted.evaluate(batch)) * tokens
+            counted += tokens
+    return total / counted if counted else math.nan
+
+
 def _gpu_use() -> float | None:
-    """The share of time in which the GPU in use was computing of late; None without one, or where it is not told."""
+    """Recent share of time in which the GPU in use computed; None without a GPU, or if it does not report it."""
     if not torch.cuda.is_initialized():
         return None
     return busy_share(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
 
 
 def _in_words(session: Session) -> str:
-    """The plan that is in force, in a few words."""
+    """A short description of the plan in force."""
     choice = session.fitted.choice
     words = [f"micro-batches of {choice.micro_batch}"]
     if choice.in_place:

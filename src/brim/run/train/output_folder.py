@@ -1,8 +1,8 @@
-"""The folder that a training writes to: one training's alone, and nothing is lost that was there before.
+"""The output folder of a training: locked for that training, without loss of files that were there before.
 
-The lock is flock(2) on a file in it. The kernel lets go of it however the process ends, SIGKILL included. On NFS,
-Linux takes it on the server, so it holds between machines that mount the folder; where a file system has no locks at
-all, training goes on without, with a warning.
+The lock is flock(2) on a file in the folder. The kernel releases it however the process ends, SIGKILL included. On
+NFS, Linux takes it on the server, so it holds between machines that mount the folder; on a file system without locks
+training continues without one, after a warning.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from brim.run.checkpoint.reading import entry_of
 from brim.run.checkpoint.record import RECORD_NAME, OutputRecord, remove_listed, set_aside_foreign
 from brim.run.checkpoint.saver import ADAPTER, MODEL, Tensors, planned_file
 from brim.run.checkpoint.writer import written_entry
-from brim.run.train.report import METRICS_FILE, WANDB_RUN, steps_told
+from brim.run.train.report import METRICS_FILE, WANDB_RUN, logged_steps
 
 LOCK_FILE = ".brim.lock"
 _BEGUN = {LOCK_FILE, METRICS_FILE, "tensorboard", "wandb", WANDB_RUN}
-_HIDDEN = re.compile(r"\..+\.partial")  # what a killed process left, which nobody reads
+_HIDDEN = re.compile(r"\..+\.partial")  # left by a killed process; readers ignore them
 _OF_MODEL = re.compile(rf"({MODEL}|{ADAPTER})(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class OutputFolder:
-    """``path``, which this process has locked until ``release`` (or the end of the ``with`` block).
+    """``path``, locked by this process until ``release`` (or the end of the ``with`` block).
 
-    resume: a training that was begun there goes on. overwrite: what is there gives way. ``reads`` are the files and
-    folders that the training reads: none of them is written to, by whatever name.
+    resume: continue the training in the folder. overwrite: replace its contents. ``reads`` are the files and folders
+    that the training reads: none of them is written to, under any name.
 
-    Raises UsageError where the folder cannot be written to, holds something else than what may be resumed, or belongs
-    to a training that is under way.
+    Raises UsageError if the folder cannot be written to, holds something other than a training to resume, or belongs
+    to a running training.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class OutputFolder:
         self._record = OutputRecord(path)
         self._lock: int | None = None
         self._check()
-        self._made = not path.exists()
+        self._created = not path.exists()
         make_writable(path)
         try:
             self._take_lock()
@@ -77,21 +77,21 @@ class OutputFolder:
         self.release()
 
     def release(self) -> None:
-        """Let others have it. Nothing is left where nothing was written."""
+        """Release the lock. A folder created here is removed if nothing was written into it."""
         if self._lock is not None:
             with contextlib.suppress(OSError):
                 if _is(self._lock, self.path / LOCK_FILE):
                     (self.path / LOCK_FILE).unlink()
             os.close(self._lock)
             self._lock = None
-        if self._made:
+        if self._created:
             with contextlib.suppress(OSError):  # it is not empty
                 self.path.rmdir()
 
     def begin(self) -> None:
-        """A training begins anew: checkpoints of the one before go, or they would be taken for this one's.
+        """Delete the checkpoints of an earlier training, which would be taken for this one's.
 
-        Of each, that is what its manifest lists; folders without a manifest are the user's.
+        Only files listed in their manifests are deleted; folders without a manifest are the user's.
         """
         try:
             self._record.remove_unfinished()
@@ -106,7 +106,7 @@ class OutputFolder:
             ) from error
 
     def refuse(self, reads: Mapping[Identity, Path]) -> None:
-        """Raise UsageError if this training reads the folder or anything in it. Adds ``reads`` to what it reads."""
+        """Raise UsageError if this training reads the folder or anything in it. Adds ``reads`` to its inputs."""
         self._reads.update(reads)
         for identity, path in identities([self.path]).items():
             if identity not in self._reads:
@@ -118,11 +118,11 @@ class OutputFolder:
                 "Give another --output.",
             )
 
-    # -- whose it is
+    # -- ownership of the folder
 
     def _check(self) -> None:
         """Raise UsageError if the contents of the folder belong to something else."""
-        path, asked = self.path, f"Cannot write a training to {self.path}."
+        path, problem = self.path, f"Cannot write a training to {self.path}."
         if not path.exists():
             return
         self.refuse({})
@@ -135,27 +135,27 @@ class OutputFolder:
         if checkpoint_folders(path):
             if not self._resume:
                 raise UsageError(
-                    asked,
+                    problem,
                     "It has checkpoints of another training.",
                     "Continue that one with --resume, or give another --output. --overwrite deletes them.",
                 )
             return
         begun = all(name in _BEGUN or _HIDDEN.fullmatch(name) for name in names)
-        steps = steps_told(path)
+        steps = logged_steps(path)
         if begun and (self._resume or not steps):
             return
         if begun:
-            problem = f"It has the log of another training: {steps} steps, and no checkpoint."
+            reason = f"It has the log of another training: {steps} steps, and no checkpoint."
         else:
             shown = ", ".join(sorted(names - _BEGUN)[:3])
-            problem = f"It is not empty: it has {shown}{', ...' if len(names - _BEGUN) > 3 else ''}"
-            problem += ", and no checkpoint to resume from." if self._resume else "."
+            reason = f"It is not empty: it has {shown}{', ...' if len(names - _BEGUN) > 3 else ''}"
+            reason += ", and no checkpoint to resume from." if self._resume else "."
         raise UsageError(
-            asked, problem, "Give another --output. --overwrite replaces the contents by the trained model."
+            problem, reason, "Give another --output. --overwrite replaces the contents by the trained model."
         )
 
     def _take_lock(self) -> None:
-        import fcntl  # not everywhere where the command line is
+        import fcntl  # missing on some systems that have the command line
 
         path = self.path / LOCK_FILE
         while True:
@@ -183,37 +183,37 @@ class OutputFolder:
                 return
             if _is(fd, path):
                 break
-            os.close(fd)  # who had it has just deleted it
+            os.close(fd)  # its holder has just deleted it
         self._lock = fd
         since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         document = json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since})
-        with contextlib.suppress(OSError):  # a full disk: only the words of another one's refusal
+        with contextlib.suppress(OSError):  # a full disk: only the text of another training's error is lost
             os.ftruncate(fd, 0)
             os.pwrite(fd, document.encode(), 0)
 
     def _open_lock(self, path: Path) -> int:
-        """The lock's file. Raises UsageError where another file has its name, which would be emptied."""
-        asked = f"Cannot write a training to {self.path}."
+        """The lock's file descriptor. Raises UsageError if another file has its name, which would be emptied."""
+        problem = f"Cannot write a training to {self.path}."
         try:
             fd = open_to_write(path)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EMLINK, errno.EINVAL, errno.EISDIR, errno.ENXIO):
-                raise UsageError(asked, f"{LOCK_FILE} in it cannot be the training's lock: {error.strerror}.",
+                raise UsageError(problem, f"{LOCK_FILE} in it cannot be the training's lock: {error.strerror}.",
                                  "Delete it, or give another --output.") from error  # fmt: skip
             raise _not_writable(self.path, error) from error
         if os.fstat(fd).st_size and not _holder(fd):
             os.close(fd)
             raise UsageError(
-                asked, f"{LOCK_FILE} in it is no lock of a training.", "Move it away, or give another --output."
+                problem, f"{LOCK_FILE} in it is no lock of a training.", "Move it away, or give another --output."
             )
         return fd
 
-    # -- the model itself
+    # -- the exported model
 
     def refuse_foreign(self, names: Iterable[str]) -> None:
-        """Raise UsageError if the model cannot get these names: files have them that brim did not write here.
+        """Raise UsageError if the model's files would replace files that brim did not write here.
 
-        Where the folder is to be overwritten, they give way.
+        If the folder is to be overwritten, they are replaced.
         """
         for path in () if self._overwrite else (self.path / name for name in sorted(names)):
             if os.path.lexists(path) and not self._record.has_file(path):
@@ -224,11 +224,11 @@ class OutputFolder:
                 )
 
     def export(self, tensors: Tensors, files: Mapping[str, bytes | Path]) -> None:
-        """The model into the folder: written beside and brought to the disk, then renamed, its weights last.
+        """Write the model into the folder: to a hidden folder, synced, then renamed file by file, its weights last.
 
-        What an earlier training wrote of its model goes; files that brim did not write stay, under another name
-        where they are in the way, unless the folder is to be overwritten. Raises TransferError when the disk refuses,
-        and what ``values`` raise; what was there is as it was then.
+        Files of an earlier model by brim are deleted; other files stay, renamed if they are in the way, unless the
+        folder is to be overwritten. Raises TransferError when the disk refuses, and errors of ``values``; earlier
+        files are unchanged then.
         """
         try:
             self._record.remove_unfinished()
@@ -248,7 +248,7 @@ class OutputFolder:
             ) from error
 
     def _put(self, staging: Path, entries: Mapping[str, FileEntry]) -> None:
-        """Let the files get their names, the last one last, and delete those of the model before."""
+        """Rename the files to their final names, in order, and delete the files of the previous model."""
         record = self._record
         for path in (self.path / name for name in entries):
             if os.path.lexists(path) and not self._overwrite and not record.has_file(path):
@@ -261,11 +261,11 @@ class OutputFolder:
             (staging / name).replace(self.path / name)
         for name in before - entries.keys():
             (self.path / name).unlink()
-        record.keep_files(entries)
+        record.keep_only(entries)
 
 
 def _written(folder: Path, tensors: Tensors, files: Mapping[str, bytes | Path]) -> dict[str, FileEntry]:
-    """Write the model into ``folder`` and bring it to the disk; its files, the weights last."""
+    """Write the model into ``folder`` and sync it; returns its files, the weights last."""
     for name, content in files.items():
         (folder / name).write_bytes(content.read_bytes() if isinstance(content, Path) else content)
         sync_path(folder / name)
@@ -276,7 +276,7 @@ def _written(folder: Path, tensors: Tensors, files: Mapping[str, bytes | Path]) 
 
 
 def make_writable(output: Path) -> None:
-    """Make the folder. Raises UsageError where it cannot be written to."""
+    """Create the folder. Raises UsageError if it cannot be written to."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output):
@@ -290,12 +290,12 @@ def _not_writable(output: Path, error: OSError) -> UsageError:
 
 
 def _is_of_model(name: str) -> bool:
-    """Whether transformers or peft would take this file for weights, or for what says where they are."""
+    """True if transformers or peft would read this file as weights or their index."""
     return _OF_MODEL.fullmatch(name) is not None or name in {"adapter_config.json", WEIGHTS_MANIFEST_NAME}
 
 
 def _is(fd: int, path: Path) -> bool:
-    """Whether ``fd`` is what lies under ``path`` now."""
+    """True if ``fd`` and ``path`` are the same file."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
@@ -303,7 +303,7 @@ def _is(fd: int, path: Path) -> bool:
 
 
 def _holder(fd: int) -> str:
-    """Who has the lock, in words; nothing where that is not told."""
+    """A description of the lock's holder; empty if it is unknown."""
     try:
         holder = json.loads(os.pread(fd, 1000, 0))
         return f": process {holder['process']} on {holder['host']}, since {holder['since']}"

@@ -1,4 +1,4 @@
-"""A training by a plan that was made before: what it settles, and the blocks that it speaks of."""
+"""Train by a plan file: the options that it settles, and the blocks that its decisions are for."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _ORDERS = ("micro_batch", "checkpointing", "offload_activations", "offload_optim
 
 
 def with_plan(request: Request, file: PlanFile) -> Request:
-    """``request`` with the values of the plan: the batch and its length, the method, optimizer and precision, and the
+    """``request`` with the values of the plan: batch, sequence length, method, optimizer and precision, and the
     budget where none is given.
 
     Raises UsageError for an option that differs from the plan, or sets what the plan decides.
     """
     if file.plan.task != "train":
         raise UsageError(f"Cannot train with the plan {request.plan}.", f"It is for the task {file.plan.task}.")
-    asked = file.request
-    asked.check()
+    planned_request = file.request
+    planned_request.check()
     try:
         choice = Choice.of(file.plan)
     except (KeyError, AssertionError) as error:
         raise FormatError(f"{request.plan} is not a valid plan.", f"It is damaged: {error!r}.") from error
-    planned: dict[str, Any] = {name: getattr(asked, name) for name in _SETTLED}
-    planned["precision"] = precision_of(asked, file.hardware.compute)[0]
+    planned: dict[str, Any] = {name: getattr(planned_request, name) for name in _SETTLED}
+    planned["precision"] = precision_of(planned_request, file.hardware.compute)[0]
     if choice.precision != planned["precision"]:
         problem = f"Its precision is {choice.precision}, but its request has {planned['precision']}."
         raise FormatError(f"{request.plan} is not a valid plan.", problem)
@@ -60,7 +60,7 @@ def with_plan(request: Request, file: PlanFile) -> Request:
 
 
 def partition_of(model: nn.Module, plan: Plan, stay: Collection[str]) -> Partition:
-    """The blocks that ``plan`` speaks of. Raises UsageError where the model has no such blocks."""
+    """The blocks that ``plan`` has decisions for. Raises UsageError if the model has no such blocks."""
     names = Choice.of(plan).streaming.keys()
     for partition in partitions(model, Need(step_bytes=0, stay=frozenset(stay))):
         if names <= {block.name for block in partition.blocks}:

@@ -1,4 +1,4 @@
-"""What a training says while it runs: a line per step on the terminal, in ``metrics.jsonl`` and in TensorBoard."""
+"""Reports of a running training: a line per step on the terminal, in ``metrics.jsonl`` and in TensorBoard."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ WANDB_RUN = "wandb-run-id"
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One step. ``moved_bytes`` is keyed by way (``ram->disk``); what went to disk wears a drive. ``gpu_use`` is the
-    share of the last moments in which the GPU computed; None where there is none."""
+    """Report of a step. ``moved_bytes`` is keyed by link (``ram->disk``); bytes written to disk wear a drive.
+    ``gpu_use`` is the recent share of time in which the GPU computed; None without a GPU."""
 
     step: int  # from 1 on
     steps: int
@@ -49,7 +49,7 @@ class StepReport:
 
     @property
     def written_bytes(self) -> int:
-        """To disk."""
+        """Bytes written to disk."""
         return sum(count for way, count in self.moved_bytes.items() if way.endswith("->disk"))
 
     def to_json(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class StepReport:
         return values | {"tokens_per_s": self.tokens_per_s, "written_bytes": self.written_bytes}
 
     def line(self) -> str:
-        """For people."""
+        """The line for the terminal."""
         peaks = ", ".join(f"{tier.upper()} {format_bytes(count)}" for tier, count in self.peak_bytes.items())
         moved = "".join(f"  {way} {format_bytes(count)}" for way, count in self.moved_bytes.items() if count)
         used = "" if self.gpu_use is None else f"  GPU {self.gpu_use:.0%}"
@@ -79,18 +79,17 @@ class EvaluationReport:
         return {"step": self.step, "eval_loss": self.loss, "eval_s": self.seconds}
 
     def line(self) -> str:
-        """For people."""
+        """The line for the terminal."""
         perplexity = math.exp(self.loss) if self.loss < 700 else math.inf
         return f"step {self.step}  evaluation: loss {self.loss:.4f}, perplexity {perplexity:.4g}"
 
 
 class Metrics:
-    """Appends each step to ``metrics.jsonl`` in ``folder``, and tells it to the ``reporters`` of ``report_to``.
+    """Appends each step to ``metrics.jsonl`` in ``folder``, and to the ``reporters`` of ``report_to``.
 
-    None is TensorBoard where that is installed. ``settings`` are what the training was asked for, for those who show
-    it.
-    Steps from ``resumed_at`` on that the file has already (written after the last checkpoint) are dropped first.
-    Raises TransferError when the disk refuses.
+    ``report_to`` of None is TensorBoard if it is installed. ``settings`` are the training's options, for reporters
+    that show them. When resuming, steps after ``resumed_at`` that the file already has (written after the last
+    checkpoint) are dropped first. Raises TransferError when the disk refuses.
     """
 
     def __init__(
@@ -102,10 +101,10 @@ class Metrics:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._path = folder / METRICS_FILE
-        with self._told():
+        with self._disk_errors():
             folder.mkdir(parents=True, exist_ok=True)
-            kept = _until(self._path, resumed_at) if resumed_at and self._path.exists() else []
-            write_text(self._path, "".join(f"{line}\n" for line in kept), alone=True)
+            lines = _lines_until(self._path, resumed_at) if resumed_at and self._path.exists() else []
+            write_text(self._path, "".join(f"{line}\n" for line in lines), alone=True)
             self._file = os.fdopen(open_to_write(self._path, append=True), "a", encoding="utf-8")
         names = set(report_to) if report_to is not None else {"tensorboard"} if has_tensorboard() else set()
         self._boards: list[_Board | _Wandb] = []
@@ -134,16 +133,16 @@ class Metrics:
                 self._boards.append(board)
 
     def note(self, step: int, text: str) -> None:
-        """Something that happened between steps."""
+        """Record an event between steps."""
         self._append({"step": step, "note": text})
 
     def _append(self, document: Mapping[str, Any]) -> None:
-        with self._told():
+        with self._disk_errors():
             self._file.write(json.dumps(document) + "\n")
             self._file.flush()
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _disk_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -157,7 +156,7 @@ class Metrics:
         for board in self._boards:
             with _or_without(board.name):
                 board.close()
-        with contextlib.suppress(OSError):  # what could not be flushed was told by the write
+        with contextlib.suppress(OSError):  # the write has already raised for bytes that cannot be flushed
             self._file.close()
 
     def __enter__(self) -> Metrics:
@@ -171,7 +170,7 @@ class Metrics:
 
 @contextlib.contextmanager
 def _or_without(name: str) -> Iterator[None]:
-    """A disk that refuses what is only shown does not end a training: its own course is in ``metrics.jsonl``."""
+    """Continue without a reporter that the disk refuses: ``metrics.jsonl`` has the same numbers."""
     try:
         yield
     except OSError as error:
@@ -181,12 +180,12 @@ def _or_without(name: str) -> Iterator[None]:
 
 
 def finished(done: int, steps: int, output: Path) -> str:
-    """What is said of a training that is resumed after its last step."""
+    """The note for a training that is resumed after its last step."""
     return f"The training is finished: it has done {done} of {steps} steps. Its model is in {output}."
 
 
-def steps_told(folder: Path) -> int:
-    """How many steps the ``metrics.jsonl`` in ``folder`` has; 0 where there is none."""
+def logged_steps(folder: Path) -> int:
+    """Number of steps in the ``metrics.jsonl`` of ``folder``; 0 if there is none."""
     path = folder / METRICS_FILE
     if not path.is_file():
         return 0
@@ -194,36 +193,36 @@ def steps_told(folder: Path) -> int:
         return sum('"loss"' in line for line in file)
 
 
-def _until(path: Path, step: int) -> list[str]:
-    """Lines up to ``step``; a last line that a killed run left unfinished is dropped."""
-    kept = []
+def _lines_until(path: Path, step: int) -> list[str]:
+    """Lines up to ``step``; an incomplete last line of a killed run is dropped."""
+    lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             number = json.loads(line)["step"]
         except (ValueError, KeyError, TypeError):
             continue
         if number <= step:
-            kept.append(line)
-    return kept
+            lines.append(line)
+    return lines
 
 
 def has_tensorboard() -> bool:
-    """Whether TensorBoard's files can be written: its package is optional."""
+    """True if TensorBoard, an optional package, is installed."""
     return is_installed("tensorboard")
 
 
 def is_installed(package: str) -> bool:
-    """Whether ``package`` can be imported, without doing so."""
+    """True if ``package`` can be imported; it is not imported."""
     if package in sys.modules:
         return sys.modules[package] is not None
     return importlib.util.find_spec(package) is not None
 
 
-_boards = itertools.count()  # two of one second have names of their own
+_boards = itertools.count()  # makes names unique within a second
 
 
 class _Board:
-    """TensorBoard's files. What an earlier run logged after ``resumed_at`` is marked as void."""
+    """TensorBoard's files. Steps of an earlier run after ``resumed_at`` are marked as void."""
 
     name = "TensorBoard"
 
@@ -231,27 +230,27 @@ class _Board:
         from tensorboard.compat.proto import event_pb2, summary_pb2
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        # One file for each run of a training, in their order by name, as TensorBoard reads them.
+        # A file for each run of a training, in their order by name, as TensorBoard reads them.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_boards)}"
         (folder / "tensorboard").mkdir(exist_ok=True)
         self._file = (folder / "tensorboard" / name).open("xb", buffering=0)
         with contextlib.ExitStack() as undo:
             undo.callback(self._file.close)
             began = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write(self._made(file_version="brain.Event:2"))
-            self._write(self._made(step=resumed_at + 1, session_log=began))
+            self._write(self._record(file_version="brain.Event:2"))
+            self._write(self._record(step=resumed_at + 1, session_log=began))
             undo.pop_all()
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._write(self._made(step=step, summary=self._summary(value=values)))
+        self._write(self._record(step=step, summary=self._summary(value=values)))
 
-    def _made(self, **values: Any) -> bytes:
+    def _record(self, **values: Any) -> bytes:
         record: bytes = self._event(wall_time=time.time(), **values).SerializeToString()
         return record
 
     def _write(self, event: bytes) -> None:
-        """At once and in this thread: torch's SummaryWriter has one of its own, whose failures end in a traceback."""
+        """Write at once and in this thread: errors in the thread of torch's SummaryWriter end in a traceback."""
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         record = io.BytesIO()
@@ -265,9 +264,9 @@ class _Board:
 
 
 class _Wandb:
-    """A run of Weights & Biases, in its own files below ``folder``; a resumed training goes on with its run.
+    """A run of Weights & Biases, with its files below ``folder``; a resumed training continues its run.
 
-    ``WANDB_PROJECT``, ``WANDB_MODE`` and the others of its environment variables say where it goes.
+    ``WANDB_PROJECT``, ``WANDB_MODE`` and its other environment variables decide where it is sent.
     """
 
     name = "wandb"
@@ -298,7 +297,7 @@ def _scalars(report: StepReport) -> dict[str, float]:
 
 
 def check_reporters(report_to: Sequence[str] | None) -> None:
-    """Raise UnsupportedError for one whose package is missing, before anything takes long."""
+    """Raise UnsupportedError for a reporter whose package is missing, before anything takes long."""
     for name in report_to or ():
         if name != "none" and not is_installed(name):
             raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""What came of a training, and the choices of its request."""
+"""The result of a training, and the choices that its request takes from the planner."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def orders_of(request: Request) -> Orders:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What came of it. ``losses`` has one value per step of this run, ``measured_bytes`` the peaks of the whole run:
+    """The result of a training. ``losses`` has a value per step of this run, ``measured_bytes`` the run's peaks:
 
-    for RAM the growth of the resident set's high water over the moment before the model was opened, for VRAM what
-    PyTorch reserved, for disk the length of the scratch file. ``step_s`` is the median. ``truncated`` examples were
-    longer than a sequence, and cut. ``precision_origin`` says where the plan's precision is from.
+    for RAM the growth of the resident set's peak since before the model was opened, for VRAM PyTorch's reserved
+    bytes, for disk the length of the scratch file. ``step_s`` is the median. ``truncated`` counts examples cut to the
+    length of a sequence. ``precision_origin`` says how the plan's precision was chosen.
     """
 
     losses: list[float]
@@ -44,7 +44,7 @@ class Training:
     truncated: int = 0
     evaluations: Sequence[EvaluationReport] = ()
     timeline: Timeline = field(compare=False)
-    predicted: Timeline | None = field(default=None, compare=False)  # a step as the plan foresees it, if asked for
+    predicted: Timeline | None = field(default=None, compare=False)  # the plan's predicted step, if requested
 
     def to_json(self) -> dict[str, Any]:
         return {

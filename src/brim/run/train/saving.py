@@ -1,4 +1,4 @@
-"""A training's checkpoints: what goes into them, and how a session begins from one."""
+"""Save a training's checkpoints, and open a session from one."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from brim.run.train.session import Session, Terms
 from brim.run.train.setup import Setup
 
 _OPTIMIZER, _PRECISION = "optimizer", "precision"
-_FIXED = ("MODEL", "--method", "--optimizer", "--precision")  # of which a checkpoint's tensors are made
+_FIXED = ("MODEL", "--method", "--optimizer", "--precision")  # they shape a checkpoint's tensors
 _SAMPLE_BYTES = 64
-_OF_NO_STEP = ("_name_or_path", "transformers_version")  # of a configuration
-# Between steps, when a step's activations are gone: less than they take in any model worth a checkpoint.
+_OF_NO_STEP = ("_name_or_path", "transformers_version")  # entries of a configuration without effect on steps
+# Allocated between steps, when activations are freed: less than they take in any model worth a checkpoint.
 _STAGING_BYTES = 8 << 20
 
 
@@ -41,11 +41,11 @@ class Saver:
         self._setup = setup
         self._identity = _identity(setup.folder)
         self._checkpointer = Checkpointer(setup.output.path, staging_bytes=_STAGING_BYTES)
-        self._saved: set[int] = set()  # they are whole: a damaged one of an earlier run is written again
-        self.notes: list[str] = []  # about checkpoints that were passed over
+        self._saved: set[int] = set()  # complete ones: a damaged one of an earlier run is written again
+        self.notes: list[str] = []  # about checkpoints that were skipped
 
     def start(self, terms: Terms, batches: Batches) -> tuple[Session, int]:
-        """A session and the number of the step that it goes on with; 0 without ``resume``.
+        """Open a session; returns it with the number of its next step, 0 without ``resume``.
 
         Raises UsageError for a checkpoint of another model, method, optimizer, precision or of other data.
         """
@@ -60,7 +60,7 @@ class Saver:
         return self._open(terms, batches, checkpoint, rung, plan)
 
     def restart(self, terms: Terms, batches: Batches, rung: int) -> tuple[Session, int]:
-        """From the last checkpoint, or the beginning where there is none, on another rung."""
+        """Open a session on another rung, from the last checkpoint, or from the beginning without one."""
         output = self._setup.output.path
         checkpoint = checkpoint_reading.latest(output) if checkpoint_reading.steps(output) else None
         if checkpoint is None:
@@ -88,7 +88,7 @@ class Saver:
             )
             batches.load_state_dict(checkpoint.state["data"])
             self.notes += checkpoint.skipped
-            self._checkpointer.protect(checkpoint.folder)  # weights rest there, and the tokenizer is copied from it
+            self._checkpointer.protect(checkpoint.folder)  # weights are streamed, and the tokenizer copied, from it
         folder = self._setup.folder if checkpoint is None or terms.method == "lora" else checkpoint.folder
         session = Session.open(terms, folder, name=self._setup.name, rung=rung, plan=plan, has_holes=has_holes)
         try:
@@ -96,18 +96,18 @@ class Saver:
                 self._restore(session, checkpoint)
             session.begin()
             if checkpoint is None:
-                torch.manual_seed(terms.seed)  # whatever opening drew
+                torch.manual_seed(terms.seed)  # opening may have drawn random numbers
                 return session, 0
             restore_rng(checkpoint.state["rng"])
         except BaseException:
             session.close()
             raise
         self._saved.add(checkpoint.step)
-        self.notes += _other_sums(Plan.from_json(checkpoint.state["plan"]), session.plan)
+        self.notes += _rounding_notes(Plan.from_json(checkpoint.state["plan"]), session.plan)
         return session, checkpoint.step
 
     def _course(self, terms: Terms, batches: Batches) -> dict[str, Any]:
-        """What a training keeps to from its beginning to its end, by option."""
+        """Options that must stay the same from the training's beginning to its end."""
         course = self._setup.request.course(self._setup.steps(batches))
         return {"MODEL": self._identity, **course, "--precision": terms.precision}
 
@@ -121,7 +121,7 @@ class Saver:
         fitted.load_states(_names(session), checkpoint.state["optimizer"], checkpoint.tensors(_OPTIMIZER))
 
     def save(self, session: Session, step: int, batches: Batches) -> None:
-        """A checkpoint after ``step`` steps; nothing where this run has written one of that step already."""
+        """Write a checkpoint after ``step`` steps, unless this run has written it already."""
         if step in self._saved:
             return
         tensors, files = self._model(session)
@@ -147,18 +147,19 @@ class Saver:
         self._saved.add(step)
 
     def export(self, session: Session, step: int, batches: Batches) -> None:
-        """The model itself into the output folder, as transformers or peft read it; and a last checkpoint."""
+        """Write the model into the output folder, in the form of transformers or peft; with ``save_every`` also a
+        last checkpoint."""
         if self._setup.request.save_every:
             self.save(session, step, batches)
         self._setup.output.export(*self._model(session))
 
     def refuse_foreign(self, session: Session) -> None:
-        """Raise UsageError if the output folder has other files under the names that the model will get."""
+        """Raise UsageError if files in the output folder that brim did not write have names of the model's files."""
         tensors, files = self._model(session)
         self._setup.output.refuse_foreign([*files, f"{tensors.stem}.safetensors"])
 
     def _model(self, session: Session) -> tuple[Tensors, dict[str, bytes | Path]]:
-        """What is trained, as it is now, read from wherever it is, one tensor at a time."""
+        """The trained tensors as they are now, read from their backing store one at a time, and the other files."""
         training_model = session.training_model
         if training_model.method == "lora":
             tensors = adapter_tensors(training_model.module)
@@ -166,7 +167,7 @@ class Saver:
         else:
             tensors = model_tensors(training_model.module, value=session.fitted.value)
             files = model_files(training_model.module, training_model.opened.path)
-        # Of a model that is trained as a whole, buffers may well hold infinities, as masks do.
+        # Buffers of a fully trained model may hold infinities, as masks do: only its parameters are checked.
         names = None if training_model.method == "lora" else set(_names(session).values())
         return self._finite(tensors, names), files
 
@@ -186,15 +187,15 @@ def _names(session: Session) -> dict[torch.Tensor, str]:
 def check_same_course(
     theirs: Mapping[str, Any], ours: Mapping[str, Any], folder: Path, *, model: str, may_change: bool
 ) -> list[str]:
-    """Raise UsageError unless a training by the options ``ours`` may go on from the checkpoint in ``folder``.
+    """Raise UsageError unless a training with the options ``ours`` may resume from the checkpoint in ``folder``.
 
-    Steps taken under other options would make a model that neither of them makes. ``may_change``: those that a
-    checkpoint does not depend on may be others, for which notes are returned.
+    Steps under different options would give a model that neither set of options gives. ``may_change``: options that
+    the checkpoint's tensors do not depend on may differ; each gives a note.
     """
-    asked = f"Cannot resume training from {folder}."
+    problem = f"Cannot resume training from {folder}."
     if not ours.keys() <= theirs.keys():
         raise ModelError(
-            asked,
+            problem,
             "It does not record the model and settings of its training: an older version of brim wrote it.",
             "Resume with the version of brim that wrote it, or give another --output to train anew.",
         )
@@ -208,12 +209,12 @@ def check_same_course(
             if may_change:
                 continue
             todo = "Resume with the settings that it began with, or add --change-settings to go on with these."
-        raise UsageError(asked, f"{option} differs: that training began {began}, not {now}.", todo)
+        raise UsageError(problem, f"{option} differs: that training began {began}, not {now}.", todo)
     return [f"{option} is {ours[option]} from here on; it was {before} before." for option, before in changed.items()]
 
 
-def _other_sums(before: Plan, now: Plan) -> list[str]:
-    """A note where the plan in force adds in another order than the one that the checkpoint was written under."""
+def _rounding_notes(before: Plan, now: Plan) -> list[str]:
+    """A note if the plan in force sums in another order than the plan of the checkpoint."""
     theirs, ours = Choice.of(before), Choice.of(now)
     changed = [
         f"{name} of {count} (before: {earlier})"
@@ -229,12 +230,12 @@ def _other_sums(before: Plan, now: Plan) -> list[str]:
 
 
 def _identity(folder: Path) -> str:
-    """A digest of the configuration, every tensor's name and form and a few bytes from its middle: what tells models
-    apart at once, and two trainings of the same model too."""
+    """A digest of the configuration, every tensor's name, type and shape and a few bytes from its middle: cheap, and
+    different even between two trainings of the same model."""
     digest = hashlib.blake2b(digest_size=16)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kept = {key: value for key, value in config.items() if key not in _OF_NO_STEP}
-    digest.update(json.dumps(kept, sort_keys=True).encode())
+    settings = {key: value for key, value in config.items() if key not in _OF_NO_STEP}
+    digest.update(json.dumps(settings, sort_keys=True).encode())
     for name, source in sorted(read_checkpoint(folder).items()):
         digest.update(f"{name} {source.dtype} {list(source.shape)}".encode())
         extent = source.extents[0]

@@ -1,4 +1,4 @@
-"""From a model on disk to a model in training inside a budget: opened, planned, placed."""
+"""Open a model on disk, plan its training inside a budget, and place its weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from brim.techniques.checkpointing import technique as checkpointing
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a session keeps to on whatever rung. The RAM budget counts from a resident set of ``start_bytes``."""
+    """Settings of a session that hold on every rung. The RAM budget counts from ``start_bytes`` of resident set."""
 
     method: Method
     precision: str
@@ -58,13 +58,13 @@ class Terms:
     start_bytes: int
     trust_remote_code: bool = False
     plan: PlanFile | None = None
-    foresee: bool = False  # whether a session has the Timeline that its plan foresees
+    foresee: bool = False  # predict the Timeline of a step
 
 
 class Session:
-    """A model in training. ``rung`` is where on the ladder its plan stands; ``planned``: it is none of the rungs.
+    """A model in training. ``rung`` is its plan's place on the ladder; ``planned``: the plan is none of the rungs.
 
-    ``foreseen`` is a step from 0 s on, as it was predicted.
+    ``foreseen`` is the predicted step, beginning at 0 s.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Session:
     ) -> None:
         self.terms, self.training_model, self.fitted = terms, training_model, fitted
         self.rung, self.planned, self.foreseen = strategy.rung, strategy.planned, foreseen
-        self._kept_heap: HeapRetention | None = None
+        self._heap_retention: HeapRetention | None = None
         self._heap_limits = heap_limits
-        assert fitted.streaming is not None, "it is in force"
+        assert fitted.streaming is not None, "streaming is in force"
         blocks = [name for name, _ in fitted.streaming.blocks]
         self._spans = ComputeSpans(training_model.module, blocks, fitted.memory, fitted.optimizer)
 
@@ -95,12 +95,12 @@ class Session:
         plan: Plan | None = None,
         has_holes: bool = False,
     ) -> Session:
-        """Open the model ``name`` in ``folder``, choose what to do, place the weights.
+        """Open the model ``name`` in ``folder``, choose a strategy, place the weights.
 
-        With ``terms.plan`` that is done and nothing else; so is ``plan``, that of an earlier run, where it still fits
-        and is still what was ordered. With ``rung`` it is the first rung from there on that fits, and with neither
-        the fastest way that is known to fit. ``has_holes``: this process has trained before, on a rung above. Raises
-        BudgetError when nothing fits, UsageError where ``terms.plan`` was made for something else.
+        ``terms.plan`` is followed exactly; so is ``plan``, of an earlier run, if it still fits and obeys the orders.
+        With ``rung`` the first rung from there on that fits is taken, with neither the fastest strategy that fits.
+        ``has_holes``: this process has trained before, on an earlier rung. Raises BudgetError when nothing fits,
+        UsageError if ``terms.plan`` was made for something else.
         """
         training_model = open_training_model(
             folder,
@@ -123,42 +123,42 @@ class Session:
         if terms.foresee:
             foreseen = replace(rehearsal, partition=strategy.partition).foresee(strategy.choice, promise.step_s)
             heap.collect_and_trim()
-        assert rehearsal.inputs is not None, "they are token numbers"
+        assert rehearsal.inputs is not None, "training_case has set them"
         fitted = _place(terms, training_model, settled, strategy.partition, rehearsal.inputs(1))
         return cls(terms, training_model, fitted, strategy, limits, foreseen)
 
     def begin(self) -> None:
-        """Steps come now, once what a checkpoint had is in place: reading that leaves holes of other sizes than steps
-        do, so only from here on freed memory is kept for what comes next.
+        """Begin with steps after a checkpoint was restored: reading it leaves holes of other sizes than steps do, so
+        only from here on freed memory is retained for reuse.
         """
         if self._heap_limits is not None:
             heap.collect_and_trim()
-            self._kept_heap = HeapRetention(self.terms.start_bytes + self._heap_limits.return_above_bytes)
+            self._heap_retention = HeapRetention(self.terms.start_bytes + self._heap_limits.return_above_bytes)
 
     @property
     def plan(self) -> Plan:
         return self.fitted.plan
 
     def timelines(self) -> tuple[Timeline, Timeline | None]:
-        """What was measured, and what was foreseen beside it. No more is recorded after that."""
+        """The measured timeline, and the predicted one. Recording ends."""
         self._spans.close()
         measured = self.fitted.timeline()
         return measured, None if self.foreseen is None else placed(self.foreseen, measured)
 
     def close(self) -> None:
-        """Let everything go without bringing it back into memory."""
+        """Free everything without loading it into memory."""
         self._spans.close()
         self.fitted.close()
         del self.training_model, self.fitted
-        if self._kept_heap is not None:
-            self._kept_heap.close()
+        if self._heap_retention is not None:
+            self._heap_retention.close()
         heap.collect_and_trim()
 
 
 def _heap_limits(terms: Terms, prediction: Prediction, *, has_holes: bool) -> HeapLimits | None:
-    """Where tensors are in the heap and the budget has room, what is freed is kept: fresh pages are dear.
+    """Limits for retaining freed memory where tensors are in the heap and the budget has room: fresh pages are slow.
 
-    A heap that was kept on a rung above has holes that only watching gives back.
+    A heap retained on an earlier rung has holes that only a watched heap returns.
     """
     if terms.hardware.compute != RAM:
         return None
@@ -174,7 +174,7 @@ def _place(terms: Terms, training_model: TrainingModel, plan: Plan, partition: P
 
 
 def training_case(terms: Terms, training_model: TrainingModel) -> Case:
-    """What ``brim train`` is to choose."""
+    """The case for the planner of ``brim train``."""
     model, orders = training_model.module, terms.orders
 
     def inputs(count: int) -> dict[str, torch.Tensor]:
@@ -214,19 +214,19 @@ def training_case(terms: Terms, training_model: TrainingModel) -> Case:
 
 
 def _chosen(planner: Planner, terms: Terms, rung: int | None, plan: Plan | None) -> TrainingStrategy:
-    """What is to be done, as ``Session.open`` says."""
+    """Choose the strategy, as described in ``Session.open``."""
     case = planner.case
 
-    def followed(made: Plan) -> TrainingStrategy:
-        return follow(planner, made, partition_of(case.rehearsal.model, made, case.stay))
+    def follow_plan(given: Plan) -> TrainingStrategy:
+        return follow(planner, given, partition_of(case.rehearsal.model, given, case.stay))
 
     if terms.plan is not None and rung is None:
-        strategy = followed(terms.plan.plan)
+        strategy = follow_plan(terms.plan.plan)
         check_promise(terms.plan.plan, strategy.prediction.peak_bytes, case.rehearsal.spent_bytes())
         return strategy
     if plan is not None and _is_ordered(terms.orders, Choice.of(plan), case.rehearsal.model):
         with contextlib.suppress(BudgetError):
-            return followed(plan)
+            return follow_plan(plan)
     (strategy,) = search_training(planner, start=rung or 0)
     return strategy
 

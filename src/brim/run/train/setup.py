@@ -1,4 +1,4 @@
-"""What of a training is settled before the model is opened: the machine, the budget, the folders, the data."""
+"""Settings of a training that are decided before the model is opened: machine, budget, folders, data."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from brim.run.train.session import Terms
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """``folder`` has the model, ``output`` is where everything goes, this training's alone. ``plan`` is what was
-    planned before."""
+    """``folder`` has the model, ``output`` belongs to this training alone. ``plan`` is the given plan file."""
 
     request: Request
     hardware: Hardware
@@ -40,17 +39,17 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """The model's, also where training goes on from a checkpoint of it."""
+        """Name of the model, also when training resumes from a checkpoint of it."""
         model = Path(self.request.model).expanduser()
         return model.resolve().stem if model.is_file() else model.resolve().name if model.exists() else str(model)
 
     def precision(self) -> tuple[str, str]:
-        """The precision of this training, and where it is from."""
+        """The precision of this training, and how it was chosen."""
         name, origin = training_precision(self.request.precision, self.hardware.compute)
         return name, origin if self.plan is None else "by the plan"
 
     def terms(self) -> Terms:
-        """The RAM budget counts from this call on."""
+        """The session's settings. The RAM budget counts from this call on."""
         request = self.request
         return Terms(
             method=request.method,
@@ -72,7 +71,7 @@ class Setup:
         )
 
     def batches(self) -> Batches:
-        """The data, opened and checked. Every batch is as long as ``seq``: the shapes that are promised."""
+        """The data, opened and checked. Every batch has the length ``seq``, as promised."""
         return open_batches(self.request, self.folder)
 
     def steps(self, batches: Batches) -> int:
@@ -82,7 +81,7 @@ class Setup:
 
 
 def open_batches(request: Request, folder: Path) -> Batches:
-    """The data for the model in ``folder``, opened and checked, in batches that are all as long as ``seq``."""
+    """The data for the model in ``folder``, opened and checked, in batches of the length ``seq``."""
     config = read_config(folder, trust_remote_code=request.trust_remote_code)
     rows = getattr(config.get_text_config(), "vocab_size", None)
     tokenizer = read_tokenizer(folder, str(request.model))

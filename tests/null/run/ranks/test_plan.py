@@ -22,7 +22,7 @@ SPLIT = Split(
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
-    made = distributed_plan.made(
+    made = distributed_plan.new_plan(
         model="llama", gpu="H100 SXM", engine="torch", precision="bf16-mixed", sequence=256, split=SPLIT,
         checkpointing="full", peak_bytes=1 << 30, step_s=0.5,
     )  # fmt: skip

@@ -471,7 +471,7 @@ def test_what_cannot_be_copied_leaves_the_program_as_it_is(both: Run) -> None:
         ram="8MiB",
     )
     same(plain, ended)
-    assert ended.err.startswith("brim: cannot predict a step of Guarded: Cannot copy what Guarded is called with.")
+    assert ended.err.startswith("brim: cannot predict a step of Guarded: Cannot copy the inputs of Guarded.")
     assert len(ended.err.splitlines()) == 1
 
 

@@ -119,17 +119,17 @@ def test_threads_do_not_lose_count() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert made.held_bytes == made.spilled_bytes == 0 and made.asked_bytes == 800 * MIB
+    assert made.held_bytes == made.spilled_bytes == 0 and made.total_bytes == 800 * MIB
 
 
 def test_what_spilled_is_told_and_warned_of_where_it_is_much() -> None:
     made = spilling(Ledger(0), Ledger(1 << 40))
     unified, stream = Unified(made, None, lambda: None), io.StringIO()
-    unified.tell(stream)
+    unified.write_summary(stream)
     assert stream.getvalue() == "", "nothing spilled: nothing to tell"
     for _ in range(8):
         made.allocate(MIB, None)
-    unified.tell(stream)
+    unified.write_summary(stream)
     assert "at most 4 MiB were in RAM, 50% of the bytes allocated. Reading them takes most" in stream.getvalue()
 
 

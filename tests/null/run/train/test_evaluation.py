@@ -142,14 +142,14 @@ def test_what_it_takes_is_less_than_what_a_step_takes(
 def test_an_evaluation_that_runs_out_of_memory_is_repeated_with_a_smaller_plan(
     llama: Path, text: Path, held_out: Path, tmp_path: Path, quick_trainings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate, failures = training.evaluate, [BudgetError("memory", "is short")]
+    mean_loss, failures = training._mean_loss, [BudgetError("memory", "is short")]
 
     def failing(*arguments: Any) -> float:
         if failures:
             raise failures.pop()
-        return evaluate(*arguments)
+        return mean_loss(*arguments)
 
-    monkeypatch.setattr(training, "evaluate", failing)
+    monkeypatch.setattr(training, "_mean_loss", failing)
     made = train(request(llama, text, tmp_path / "a", steps=2, eval_data=held_out))
     assert [one.step for one in made.evaluations] == [2]
     assert "memory ran out" in made.notes[0]
