@@ -101,8 +101,8 @@ def _disown_what_lives() -> None:
     """Models and optimizers that are alive in this process are not the program's: brim is not to see them."""
     strangers = [one for found in hooks.living_of(nn.Module, torch.optim.Optimizer) for one in found]
     disowned = {id(one): one for one in strangers}  # kept alive, so that no new object gets such an identity
-    known = hooks.all_objects
-    hooks.all_objects = lambda: [one for one in known() if id(one) not in disowned]  # type: ignore[assignment]
+    known = hooks._all_objects
+    hooks._all_objects = lambda: [one for one in known() if id(one) not in disowned]  # type: ignore[assignment]
 
 
 def program(name: str, *arguments: str) -> Program:

@@ -376,9 +376,8 @@ def _option(field: OptionField, *, only_given: bool) -> click.Option:
     elif several:
         settings["callback"] = lambda context, parameter, values: values or None
     return click.Option(
-        [*field.flags, field.name], type=_type(field), is_flag=False, metavar=option.metavar,
-        help=option.help or None, **settings,
-    )  # fmt: skip
+        [*field.flags, field.name], type=_type(field), metavar=option.metavar, help=option.help or None, **settings
+    )
 
 
 def _type(field: OptionField) -> Any:

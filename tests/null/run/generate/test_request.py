@@ -222,7 +222,7 @@ def test_requests_that_cannot_be_meant_are_refused(saved: Any) -> None:
         ({"prompt": []}, "no prompts"),
         ({"prompt": ["hi"], "batch": 0}, "--batch 0"),
         ({"prompt": ["hi"], "prefill_chunk": -1}, "--prefill-chunk"),
-        ({"prompt": ["hi"], "max_new_tokens": 0}, "0 new tokens"),
+        ({"prompt": ["hi"], "max_new_tokens": 0}, "--max-new-tokens 0"),
         ({"prompt": ["hi", LONG * 5]}, "of prompt 2"),
         ({"prompt": ["hi"], "max_new_tokens": 600}, "made for 512"),
         ({"prompt": ["hi"], "plan": "some.json", "ram": "1GiB"}, "The plan decides that"),
