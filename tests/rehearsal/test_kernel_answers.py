@@ -96,6 +96,18 @@ def test_a_process_that_cannot_begin_gives_no_answer_and_nothing_is_kept(on_devi
     assert not (tmp_path / "answers.jsonl").exists()
 
 
+def test_without_a_compiler_there_is_no_answer_and_the_reason_is_kept(
+    on_device: OnDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    unbuilt = replace(on_device.environment, folder=tmp_path / "builds")
+    answers = KernelAnswers(unbuilt, DeviceSettings.of("H100"), tmp_path / "answers.jsonl")
+    assert answers.script(SORT) is None
+    assert answers.problem == "There is no C compiler: cc, gcc, clang is not on the PATH."
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
 def _full(path: Path) -> None:
     path.parent.mkdir()
     path.symlink_to("/dev/full")

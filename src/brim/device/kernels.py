@@ -51,6 +51,7 @@ class KernelAnswers:
         self._process: subprocess.Popen[str] | None = None
         self._owner = 0
         self._known = _read(path)
+        self.problem = ""  # the reason why the process did not start
 
     def script(self, call: Call) -> Script | None:
         """Return what the call allocates. None: PyTorch refuses the call, or the process does not start."""
@@ -85,7 +86,9 @@ class KernelAnswers:
                 process.stdin.flush()
                 if select.select([process.stdout], [], [], _LONGEST_WAIT_S)[0]:
                     return json.loads(process.stdout.readline())
-            except (BrimError, OSError, ValueError):
+            except BrimError as error:
+                self.problem = error.found
+            except (OSError, ValueError):
                 pass
             self.close()
         return None

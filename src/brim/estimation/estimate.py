@@ -15,6 +15,7 @@ from brim.allocator.config import AllocatorConfig
 from brim.allocator.device_memory import SimulatedDevice
 from brim.core import EventKind, Hardware, Timeline, Trace
 from brim.core.leak import MOST_STEPS, Leak, full_step
+from brim.device.kernels import answers_for
 from brim.errors import BrimError, ModelError, OperationError, UnsupportedError, failed_import
 from brim.estimation import growth as growing
 from brim.estimation.bounds import Margin, margins
@@ -298,7 +299,8 @@ class Study:
         notes += self.place.notes
         notes += self._emptied(timeline)
         if any(name.endswith(TEMPORARIES) for name in self.trace.not_modelled):
-            notes.append(_ANSWERED)
+            answers = answers_for(self.capability)
+            notes.append(f"{_ANSWERED}. {answers.problem}" if answers and answers.problem else _ANSWERED)
         notes.append(f"CUDA context of {self.place.context.bytes:,} B: {self.place.context.source}")
         return tuple(notes)
 

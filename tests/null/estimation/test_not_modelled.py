@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
 
 import brim
+from brim.device.kernels import KernelAnswers
+from brim.errors import UnsupportedError
 
 OF_TOKENS = (
     "gpt2", "bert-base", "t5-small", "bart-base", "opt-125m", "bloom-560m", "llama-3.2-1b", "gemma-2-2b",
@@ -16,17 +20,32 @@ OF_TOKENS = (
 OF_IMAGES = ("vit-b-16", "swin-tiny")
 
 
-def test_a_kernel_that_may_take_more_is_named_and_the_answer_says_what_knows_it() -> None:
-    def build() -> Callable[[], object]:
-        matrix = torch.rand(64, 64, device="cuda")
-        return lambda: torch.linalg.qr(matrix)
+def _factored() -> Callable[[], object]:
+    matrix = torch.rand(64, 64, device="cuda")
+    return lambda: torch.linalg.qr(matrix)
 
-    estimate = brim.estimate(build)
+
+def test_a_kernel_that_may_take_more_is_named_and_the_answer_says_what_knows_it() -> None:
+    estimate = brim.estimate(_factored)
     assert estimate.not_modelled == ("aten.linalg_qr: its temporaries",)
     assert [note for note in estimate.notes if "CUDA build answers" in note]
     plain = brim.estimate(lambda: lambda: torch.rand(64, 64, device="cuda") @ torch.rand(64, 64, device="cuda"))
     assert plain.not_modelled == ()
     assert not [note for note in plain.notes if "CUDA build answers" in note]
+
+
+def test_a_build_that_cannot_answer_is_named_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelAnswers, "_begun", _without_a_compiler)
+    answers = KernelAnswers(cast(Any, None), cast(Any, None), tmp_path / "answers.jsonl")
+    for module in ("predict.lowering.cuda.build_answers", "estimation.estimate"):
+        monkeypatch.setattr(f"brim.{module}.answers_for", lambda capability: answers)
+    estimate = brim.estimate(_factored)
+    assert estimate.not_modelled == ("aten.linalg_qr: its temporaries",)
+    assert any("There is no C compiler" in note for note in estimate.notes)
+
+
+def _without_a_compiler(answers: KernelAnswers) -> NoReturn:
+    raise UnsupportedError("Cannot compile the rehearsal device.", "There is no C compiler.", "Install one.")
 
 
 @pytest.mark.thorough
