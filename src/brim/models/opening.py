@@ -122,7 +122,7 @@ def precision_of(opened: OpenedModel, asked: str | None) -> tuple[str, str]:
         return asked, ASKED
     config = json.loads(regular(opened.path / "config.json").read_bytes())
     source = Source(name=opened.name, library="transformers", config=config, folder=opened.path)
-    return dtype_name(opened.module), weight_type(source).told
+    return dtype_name(opened.module), weight_type(source).origin_and_type
 
 
 def dtype_name(module: torch.nn.Module) -> str:

@@ -78,7 +78,7 @@ def _precision(request: Request, machine: Machine, subjects: Subjects) -> tuple[
         return precision_of(request, machine.hardware.compute)
     if request.precision is not None:
         return request.precision, ASKED
-    return subjects.open(request, machine).precision, weight_type(described_source(request.model)).told
+    return subjects.open(request, machine).precision, weight_type(described_source(request.model)).origin_and_type
 
 
 def _refuse_scores(request: Request, machine: Machine, subjects: Subjects) -> None:
