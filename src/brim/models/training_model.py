@@ -32,7 +32,7 @@ class TrainingModel:
 
     @property
     def base(self) -> str:
-        """What an adapter says that it belongs to."""
+        """The base model's name that an adapter's files give."""
         return str(self.opened.path)
 
     @property
@@ -41,7 +41,7 @@ class TrainingModel:
 
     @property
     def stay(self) -> frozenset[str]:
-        """Parameters that no file has: made here, and not streamed from one."""
+        """Parameters that no file has: created here, and not streamed."""
         return frozenset(n for n, _ in self.module.named_parameters() if n not in self.weights.sources)
 
 
