@@ -271,8 +271,7 @@ def wrong_size(config: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def class_of(config: Any, names: Iterable[str], autos: Iterable[str]) -> Any:
-    """transformers' class of one of ``names``, else the class that one of the ``autos`` has for the config, or
-    None."""
+    """transformers' class of one of ``names``, else that of an auto class in ``autos`` for the config, or None."""
     import transformers
 
     for name in names:

@@ -206,8 +206,7 @@ class _Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """Peaks of the caching allocator's allocated and reserved bytes; partial where memory ran out
-    (``out_of_memory``)."""
+    """Peaks of the caching allocator's allocated and reserved bytes; partial if ``out_of_memory``."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -232,8 +231,7 @@ class Replay:
     def peaks(
         self, sizes: Sequence[int] | None, place: Place, *, ends: bool = False, device: DeviceMemory | None = None
     ) -> Peaks:
-        """Peaks with ``sizes`` by the storage's position (None: the trace's own). ``ends``: memory is limited to the
-        GPU's."""
+        """Peaks with ``sizes`` by the storage's position (None: the trace's). ``ends``: limit memory to the GPU's."""
         sizes = list(self._sizes if sizes is None else sizes)
         for index in self._cublas:
             sizes[index] = place.cublas_workspace_bytes or sizes[index]
@@ -307,8 +305,7 @@ def _added_up(trace: Trace) -> Timeline:
 def phases(trace: Trace, timeline: Timeline) -> tuple[tuple[str, int], ...]:
     """The name and the first event's number of each part of each step, in a simulated ``timeline``.
 
-    Parts are told by their allocations; recomputation by checkpointing is part of the backward pass. Building has no
-    name.
+    Parts are told by their allocations; recomputation belongs to the backward pass. Building has no name.
     """
     born, ops = {storage.id: storage.born for storage in trace.storages}, trace.ops
     begins = [op.at for op in ops]

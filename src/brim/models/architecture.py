@@ -213,10 +213,10 @@ def _check_fit(directory: Path, module: Any, info: dict[str, Any]) -> None:
             "Fetch the checkpoint again; if it is of another architecture, correct config.json.",
         )
     if left_out := sorted(info["unexpected_keys"]):
-        warnings.warn(_told_left_out(directory, module, left_out), stacklevel=4)
+        warnings.warn(_left_out_warning(directory, module, left_out), stacklevel=4)
 
 
-def _told_left_out(directory: Path, module: Any, names: list[str]) -> str:
+def _left_out_warning(directory: Path, module: Any, names: list[str]) -> str:
     """The warning for tensors of the files that the model has no place for, as transformers warns of them."""
     layers = {found[0] for name in names if (found := re.match(r".*?\.\d+(?=\.)", name))}
     layers -= {name for name, _ in module.named_modules()}

@@ -183,8 +183,7 @@ def _model_class(path: Path, config: Any) -> Any:
 
 
 def _weights(path: Path, reader: Any, module: Any) -> tuple[list[Layout], Iterator[tuple[str, torch.Tensor]]]:
-    """The layout of the file to write, and its tensors one at a time: dequantized, and arranged as transformers
-    does."""
+    """The new file's layout, and its tensors one at a time: dequantized, and arranged as transformers does."""
     from transformers import modeling_gguf_pytorch_utils
 
     legacy: Any = modeling_gguf_pytorch_utils
@@ -251,8 +250,7 @@ def _dequantize(path: Path, tensor: Any) -> Any:
 
 
 def _has_new_loader(architecture: str) -> bool:
-    """Return True if transformers loads the architecture by its new loader, which cannot convert one tensor at a
-    time."""
+    """Return True if transformers has a new loader for it, which cannot convert one tensor at a time."""
     from transformers.integrations import gguf as integration
 
     return architecture in getattr(integration, "GGUF_ARCHS", ())

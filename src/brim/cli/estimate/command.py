@@ -33,15 +33,7 @@ if TYPE_CHECKING:
     from brim.report.html.page import View
 
 _MOST_MODULES = 12
-_BESIDE_PROGRAM = (
-    "--alloc-conf",
-    "--gpu",
-    "--html",
-    "--json",
-    "--vram",
-    "-h",
-    "--help",
-)  # also allowed after the program
+_BESIDE_PROGRAM = ("--alloc-conf", "--gpu", "--html", "--json", "--vram", "-h", "--help")  # also after it
 _PROCESS = "with {} of CUDA context, as nvidia-smi counts"
 
 
@@ -52,7 +44,7 @@ class _Command(Command):
         words = args[: args.index("--") if "--" in args else None]
         at = self._program_at(words)
         if at is not None:
-            ours, own = self._told_apart(words[at + 1 :])
+            ours, own = self._split_words(words[at + 1 :])
             if own:
                 click.echo(f"Given to the program: {shlex.join(own)}", err=True)
             args = [*words[: at + 1], *ours, "--", *own, *args[len(words) + 1 :]]
@@ -72,7 +64,7 @@ class _Command(Command):
             at += 2 if self._takes_value(words[at]) else 1
         return at if at < len(words) and is_program(words[at]) else None
 
-    def _told_apart(self, words: list[str]) -> tuple[list[str], list[str]]:
+    def _split_words(self, words: list[str]) -> tuple[list[str], list[str]]:
         """Split the words after a program into our options and the program's own arguments."""
         ours: list[str] = []
         own: list[str] = []

@@ -92,10 +92,8 @@ def _alone(model: str, batch: int, options: dict[str, Any]) -> Row:
     if not answer.proposals:
         return Row(gpus=1, summary="does not fit", tokens=tokens)
     best = answer.proposals[0]
-    summary, peak = (
-        ", ".join(effect.what for effect in best.techniques) or "all in VRAM",
-        best.plan.promise.peak_bytes,
-    )
+    summary = ", ".join(effect.what for effect in best.techniques) or "all in VRAM"
+    peak = best.plan.promise.peak_bytes
     offload = any(peak.get(tier) for tier in ("ram", "disk"))
     return Row(gpus=1, summary=summary, tokens=tokens, step_s=best.step_s, peak_bytes=dict(peak), offload=offload)
 

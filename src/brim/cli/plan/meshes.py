@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool) -> int | None:
-    """Search, prove and print, and write the best to ``output``; where nothing fits, print what would. Return the
-    exit code."""
+    """Search, prove and print, and write the best to ``output``; if nothing fits, print what would. The exit code."""
     from brim.cli.console import Console
 
     _check(options)

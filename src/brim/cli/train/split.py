@@ -17,8 +17,7 @@ from brim.requests.train import RankOptions, Request
 
 
 def asked_for(ranks: Mapping[str, Any]) -> bool:
-    """Return whether torchrun started this process. Raises UsageError for ``ranks`` (options that were given) without
-    it."""
+    """Return whether torchrun started this process. Raises UsageError for given options ``ranks`` without it."""
     under = under_torchrun()
     if ranks and not under:
         flag = next(field.flag for field in option_fields(RankOptions) if field.name in ranks)

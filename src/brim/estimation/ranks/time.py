@@ -26,7 +26,7 @@ _EXPERT_PRODUCT_S = 9e-6
 class StageTime:
     """A pipeline rank's seconds per micro-batch (through all its chunks), and once per step.
 
-    ``communicates_s``: of these, seconds of waiting for others. ``once_s``: gradients' reduction, weights' gathering, the
+    ``communicates_s``: of these, seconds of waiting. ``once_s``: gradients' reduction, weights' gathering, the
     optimizer. ``weight_s``: of ``backward_s``, the second half of a zero-bubble pipeline's backward pass.
     """
 
@@ -108,8 +108,7 @@ def node_rate(split: Split, gpu: catalog.Gpu, ram_bytes_per_s: float | None = No
 
 
 def host_s(ops: Iterable[Op], split: Split, ram_bytes_per_s: float) -> float:
-    """Seconds of the CPU's work on shards in RAM, by the bytes that it moves at its rate, which a node's ranks
-    share."""
+    """Seconds of the CPU's work on shards in RAM: their bytes at its rate, which a node's ranks share."""
     rate = ram_bytes_per_s / min(split.gpus, split.gpus_per_node)
     return sum(op.read_bytes + op.written_bytes for op in ops) / rate
 
@@ -156,8 +155,7 @@ def stage_time(
 
 
 def played_s(stages: Sequence[StageTime], split: Split) -> float:
-    """Seconds from the first turn of any pipeline rank to the last, each begun when its rank and its inputs are
-    ready.
+    """Seconds from the first turn of any pipeline rank to the last, each begun once its rank and inputs are ready.
 
     A forward pass needs the forward of the part before, a backward pass (in a zero-bubble pipeline its first half)
     that of the part behind; a rank's chunks take equal shares of its seconds.

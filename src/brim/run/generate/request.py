@@ -110,8 +110,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput(Figures):
-    """The results of several prompts. ``s_per_token`` is of a step, which makes a token of each of ``batch``
-    sequences.
+    """The results of several prompts. ``s_per_token`` is of a step: a token for each of ``batch`` sequences.
 
     ``tokens`` were made for all prompts together in ``seconds``, prompts' passes included and loading not.
     """
