@@ -104,6 +104,6 @@ def with_adapters(module: nn.Module, seed: int) -> Any:
 
 
 def make_optimizer(name: str, module: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """The optimizer of what is trained in ``module``; by PyTorch's fused kernels, which take nothing."""
+    """The optimizer of the trained parameters, by PyTorch's fused kernels, which allocate nothing."""
     options = {"fused": True} if name in optimizers.FUSED else {}
     return optimizers.make(name, [p for p in module.parameters() if p.requires_grad], lr, **options)

@@ -185,7 +185,7 @@ def _run_named(
 def _run(
     mode: RecordingMode, build: Callable[[], Callable[[], Any]], steps: int, most_steps: int, growth: _Growth
 ) -> Callable[[], Any]:
-    """Build and step; what was built lives as long as the step that is returned."""
+    """Build and step; built objects live as long as the step that is returned."""
     step = build()
     if not callable(step):
         raise UsageError("build() must return the step to trace, a function.", f"It returned {type(step).__name__}.")
@@ -215,7 +215,7 @@ def _written(mode: RecordingMode, target: str, model: str, leak: Leak | None) ->
 
 
 def _notes(values: Values) -> dict[str, str]:
-    """Return the unknown values that the program asked for, by subject."""
+    """Return the notes on unknown values that the program read, by subject."""
     questions, notes = values.questions, {}
     if questions.routing:
         notes["routing"] = _ROUTING_NOTES["crowded" if values.crowded else "balanced"]

@@ -432,7 +432,7 @@ def _really(func: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def fits(tensor: torch.Tensor) -> bool:
-    """Return True if values of the tensor may be asked for."""
+    """Return True if values of the tensor may be computed."""
     if tensor.layout is not torch.strided or tensor.dtype not in _KNOWN_DTYPES:
         return False
     if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta":
