@@ -91,17 +91,17 @@ def brim() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and give its exit code: 0, a BrimError's own, 2 for wrong usage, 130 after Ctrl-C, 143 after
-    SIGTERM, 1 where the output cannot be written. (Where nobody reads it any more, click ends the program with 1.)
+    """Run one command and return its exit code: 0, a BrimError's own, 2 for wrong usage, 130 after Ctrl-C, 143 after
+    SIGTERM, 1 where the output cannot be written. (If the output's reader has gone, click ends the program with 1.)
 
-    Expected failures are told on stderr without a traceback; any other exception is a bug and keeps its own.
+    Expected failures go to stderr without a traceback; any other exception is a bug and keeps its own.
     """
     try:
         with standard_streams():
             outcome = _outcome(arguments)
     except OutputError:
         return 1
-    if callable(outcome):  # a program of the user's: signals, warnings and exceptions are its own again
+    if callable(outcome):  # a user's program: signals, warnings and exceptions are its own again
         return int(outcome())
     return outcome if isinstance(outcome, int) else 0
 
@@ -122,7 +122,7 @@ def _outcome(arguments: Sequence[str] | None) -> Any:
         return error.exit_code
     except (click.Abort, KeyboardInterrupt, Terminated) as signal:
         return _ended_by(signal)
-    except (MemoryError, RuntimeError, OSError) as error:  # click.Abort is a RuntimeError, and above
+    except (MemoryError, RuntimeError, OSError) as error:  # click.Abort is a RuntimeError, and handled above
         if (behind := _signal_behind(error)) is not None:
             return _ended_by(behind, error)
         if _lacks_proc(error):
@@ -132,7 +132,7 @@ def _outcome(arguments: Sequence[str] | None) -> Any:
             return _ended_by_others(error)
         click.echo(f"Error: {_memory_ran_out(error)}", err=True)
         return BudgetError.exit_code
-    except Exception as error:  # psutil's own are no OSErrors
+    except Exception as error:  # psutil's own errors are no OSErrors
         if (behind := _signal_behind(error)) is not None:
             return _ended_by(behind, error)
         if not _lacks_proc(error):
@@ -142,8 +142,8 @@ def _outcome(arguments: Sequence[str] | None) -> Any:
 
 
 def _ended_by_others(error: Exception) -> int:
-    """The exit code for what a library raised when it was imported, or a model when it was called. Anything else is
-    a bug of brim's, and is raised."""
+    """The exit code for an exception of a library's import or of a model's call. Any other is a bug of brim's, and is
+    raised."""
     refusal: BrimError | None = failed_import(error)
     if refusal is not None and (signal := last_signal()) is not None:  # it cut an import short
         return _ended_by(signal, error)
@@ -158,7 +158,7 @@ def _ended_by_others(error: Exception) -> int:
 
 
 def _ended_by(signal: BaseException, error: Exception | None = None) -> int:
-    """``error``: what its exception became on its way."""
+    """Report the signal and return its exit code. ``error``: the exception that replaced the signal's."""
     terminated = isinstance(signal, Terminated)
     reason = "" if error is None else printable(" ".join(str(error).split()))
     became = f" ({type(error).__name__}: {reason:.300})" if error is not None else ""
@@ -167,8 +167,8 @@ def _ended_by(signal: BaseException, error: Exception | None = None) -> int:
 
 
 def _signal_behind(error: BaseException | None) -> BaseException | None:
-    """The signal while whose exception passed ``error`` was raised: by what was half entered when it came, such as a
-    mode of PyTorch's that is left before it is in force."""
+    """The signal's exception that led to ``error``: half-entered contexts raise others, such as a mode of PyTorch's
+    that is left before it is in force."""
     while error is not None and not isinstance(error, KeyboardInterrupt | Terminated):
         error = error.__cause__ or error.__context__
     return error
@@ -182,7 +182,7 @@ _NO_PROC = UnsupportedError(
 
 
 def _lacks_proc(error: Exception) -> bool:
-    """Whether psutil failed, itself or by a file that it opened, because there is no ``/proc``."""
+    """Return whether psutil failed, itself or on a file that it opened, because ``/proc`` is missing."""
     of_psutil = type(error).__module__.startswith("psutil")
     opened = isinstance(error, FileNotFoundError) and str(error.filename).startswith("/proc/")
     return sys.platform == "linux" and (of_psutil or opened) and not Path("/proc/self").exists()
@@ -199,7 +199,7 @@ def _memory_ran_out(error: BaseException) -> BudgetError:
 
 @contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
-    """Warnings as people read them: without the source line that raised them."""
+    """Print warnings without the source line that raised them."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         click.echo(f"Warning: {printable(str(message))}", err=True)

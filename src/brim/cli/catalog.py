@@ -97,7 +97,7 @@ def _per_s(rate: float | None, unit: str) -> str:
 
 
 def _print(columns: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> None:
-    """A row a line, however narrow the terminal: what it is given to, such as grep, reads lines."""
+    """Print a row a line, however narrow the terminal: readers such as grep read lines."""
     widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
     for row in (columns, *rows):
         cells = [

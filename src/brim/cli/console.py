@@ -1,4 +1,4 @@
-"""The one way to print tables, bars and styled lines: what is printed is of any origin, and is never an order."""
+"""The only printer of tables, bars and styled lines: text of any origin, from which a terminal takes no commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EVERY_S = 10.0
 
 
 class Console(rich.console.Console):
-    """rich's, where texts are no markup, and hold nothing that a terminal would obey."""
+    """rich's console, with texts taken literally: no markup, and no control characters."""
 
     def __init__(self, *, stderr: bool = False, highlight: bool = True, soft_wrap: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=highlight, soft_wrap=soft_wrap, markup=False, emoji=False)
@@ -40,7 +40,7 @@ class Console(rich.console.Console):
 
 
 class WorkStatus(Status):
-    """What is being done: on a terminal at its bottom, elsewhere a line of the log every ten seconds."""
+    """The work in progress: at the bottom of a terminal, elsewhere a line of the log every ten seconds."""
 
     def __init__(self, status: RenderableType, *, console: Console, **options: Any) -> None:
         super().__init__(_text(status), console=console, **options)
@@ -74,7 +74,7 @@ class WorkStatus(Status):
         super().update(None if status is None else _text(status), **options)
 
     def line(self, text: str) -> None:
-        """Print a line of which there may be many: all of them on a terminal, elsewhere one in ten seconds."""
+        """Print a line of a long series: every line on a terminal, elsewhere one in ten seconds."""
         if self.console.is_terminal:
             self.console.print(text, highlight=False)
             return

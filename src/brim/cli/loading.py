@@ -1,8 +1,8 @@
-"""How commands load PyTorch, and how they show that weights are loaded.
+"""Load PyTorch in commands, and show the loading of weights.
 
-What PyTorch's modules make is kept out of every later search for garbage. PyTorch and transformers make two million
-objects while they load, and nearly all of them stay to the end. Each full collection looks at every one, and the
-interpreter makes several more as it exits: of a command of ten seconds two and a half, for nothing found.
+PyTorch's and transformers' imports create two million objects, and nearly all of them stay to the end. Each full
+garbage collection visits every one, and the interpreter makes several more as it exits: of a command of ten seconds
+two and a half, for nothing found. So these objects are frozen out of later collections.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from brim.units import format_bytes
 if TYPE_CHECKING:
     from rich.status import Status
 
-MODELS = "transformers.modeling_utils"  # what all models of transformers are made of
+MODELS = "transformers.modeling_utils"  # the base of all models of transformers
 
 
 def load(*modules: str) -> None:
-    """Import ``modules``, and let nothing that is there after it be looked at for garbage again.
+    """Import ``modules``, and exclude all objects that exist then from garbage collection.
 
-    For commands whose process does nothing else. At its exit no more cycles are collected; what closes files and ends
-    threads there runs as ever.
+    For commands whose process does nothing else. At its exit no more cycles are collected; handlers that close files
+    and end threads there run as ever.
     """
     from brim.cli.console import Console
 
     _freeze_at_exit()
-    gc.collect()  # a frozen cycle is never freed: of a caller in this process it may hold memory, files and threads
+    gc.collect()  # a frozen cycle is never freed: a caller's may hold memory, files and threads
     before = gc.isenabled()
     gc.disable()
     try:
@@ -44,16 +44,16 @@ def load(*modules: str) -> None:
             gc.enable()
 
 
-def loading_bar(status: Status, *, told: bool = True) -> Callable[[int, int], None]:
-    """What hears how many bytes of weights have been loaded, of how many: ``status`` shows them as a bar.
+def loading_bar(status: Status, *, enabled: bool = True) -> Callable[[int, int], None]:
+    """Return a function that shows the loaded and the total bytes of weights as a bar of ``status``.
 
-    On a terminal only; not where nothing is to be ``told`` but JSON.
+    Elsewhere than on a terminal it shows a line; it shows nothing unless ``enabled``, as with --json.
     """
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
     def show(done: int, total: int) -> None:
-        if not told:
+        if not enabled:
             return
         if not status.console.is_terminal:
             status.update(f"loading weights, {format_bytes(done)} of {format_bytes(total)}")
@@ -68,5 +68,5 @@ def loading_bar(status: Status, *, told: bool = True) -> Callable[[int, int], No
 
 @cache
 def _freeze_at_exit() -> None:
-    """Once, and before PyTorch loads: what is registered first for the exit runs last."""
+    """Register once, before PyTorch loads: handlers registered first run last at exit."""
     atexit.register(gc.freeze)

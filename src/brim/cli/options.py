@@ -1,4 +1,4 @@
-"""What several commands share: amounts of memory as options, and JSON alone on stdout."""
+"""Options that several commands share, such as amounts of memory, and their output: JSON alone on stdout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class _Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """``8GiB``, ``512MB`` or plain bytes, given to the command as a number of bytes."""
+    """``8GiB``, ``512MB`` or plain bytes; the command gets a number of bytes."""
 
     name = "bytes"
 
@@ -34,7 +34,7 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
 
 
 class _Budget(_Bytes):
-    """The same, or a share such as ``80%``, given to the command as it is written: of what is known later."""
+    """Bytes, or a share such as ``80%``, which the command gets as text: its whole is known later."""
 
     name = "bytes|%"
 
@@ -47,7 +47,7 @@ class _Budget(_Bytes):
 
 
 class _Model(click.ParamType):  # type: ignore[type-arg]
-    """A model that has to be there: said before PyTorch is loaded, which takes seconds."""
+    """A model that must exist: checked before PyTorch is loaded, which takes seconds."""
 
     name = "model"
 
@@ -62,7 +62,7 @@ class _Model(click.ParamType):  # type: ignore[type-arg]
 
 
 class _DescribedModel(_Model):
-    """The same where a configuration will do, or a name of the catalog."""
+    """A model, or a configuration, or a name of the catalog."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         from brim.estimation.models import find_model
@@ -83,7 +83,7 @@ class _DescribedModel(_Model):
 
 
 class _Device(click.Choice):  # type: ignore[type-arg]
-    """Where to compute. Of several GPUs one by its number; whether it is there is for the command to say."""
+    """The device to compute on. One of several GPUs has its number; the command checks that it exists."""
 
     def __init__(self, *accelerators: str) -> None:
         super().__init__(["auto", *accelerators, "cpu"])
@@ -105,7 +105,7 @@ class _Gpu(click.ParamType):  # type: ignore[type-arg]
         return str(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Short names, in one word as shells take them."""
+        """Complete short names, in one word as shells take them."""
         from brim import catalog
 
         cards = map(catalog.gpu, catalog.gpu_names())
@@ -114,11 +114,11 @@ class _Gpu(click.ParamType):  # type: ignore[type-arg]
 
 
 def paths(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Completed by the shell, as names of files and folders."""
+    """Let the shell complete names of files and folders."""
     return [CompletionItem(incomplete, type="file")]
 
 
-# Kinds of files that brim writes, each with what such a file begins with.
+# Kinds of files that brim writes, with the first bytes of each.
 HTML = ("a page", (b"<!doctype html>",))
 JSON = ("a JSON document", (b"{",))
 SVG = ("an SVG picture", (b"<svg", b"<?xml"))
@@ -128,8 +128,8 @@ _MOST_FIRST_BYTES = 64
 
 
 class OutputFile(click.Path):
-    """A file in a folder that exists, new or of the ``kinds`` that are written there: said at once, not after a run
-    of hours. What else is there was named by mistake, and stays."""
+    """A file in an existing folder, new or of the ``kinds`` that are written there; any other file stays, as it was
+    named by mistake. Checked at once, not after a run of hours."""
 
     def __init__(self, *kinds: tuple[str, tuple[bytes, ...]]) -> None:
         super().__init__(path_type=Path, dir_okay=False, writable=True)
@@ -145,21 +145,21 @@ class OutputFile(click.Path):
         return path
 
     def further(self, path: Path, params: Mapping[str, Any]) -> Iterator[Path]:
-        """Files beside ``path`` that may be written too, as far as they are there or were given as well."""
+        """Files beside ``path`` that may be written too, if they exist or are given."""
         yield from ()
 
     def _is_own(self, path: Path) -> bool:
         try:
             with path.open("rb") as file:
                 first = file.read(_MOST_FIRST_BYTES)
-        except OSError:  # it may be written and not read
+        except OSError:  # it may be writable and not readable
             return False
         return not first or any(first.lower().startswith(begin.lower()) for _, many in self._kinds for begin in many)
 
 
 class Command(click.Command):
-    """A command that writes to none of the files that it reads, whatever their names (links, mounts, ``..``), and no
-    two results to one file."""
+    """A command that never writes to a file that it reads, whatever its name (links, mounts, ``..``), nor two results
+    to one file."""
 
     def invoke(self, ctx: click.Context) -> Any:
         read, written = identities(self._inputs(ctx)), set[Path]()
@@ -173,7 +173,7 @@ class Command(click.Command):
         return super().invoke(ctx)
 
     def _outputs(self, ctx: click.Context) -> Iterator[tuple[click.Parameter, Path]]:
-        """Files by option; a pipe or a device takes what comes."""
+        """Yield output files by option, without pipes and devices."""
         for parameter in self.params:
             path = ctx.params.get(parameter.name or "")
             if not isinstance(parameter.type, OutputFile) or path is None or (path.exists() and not path.is_file()):
@@ -195,7 +195,7 @@ class Command(click.Command):
 
 
 class Finite(click.FloatRange):
-    """A number that is one, within the range."""
+    """A number within the range, not NaN."""
 
     name = "number"
 
@@ -207,7 +207,7 @@ class Finite(click.FloatRange):
 
 
 class _NumberOr(click.ParamType):  # type: ignore[type-arg]
-    """A whole number, or one of ``words``, given to the command as what it stands for."""
+    """A whole number, or one of ``words``, which stand for values."""
 
     def __init__(self, words: Mapping[str, Any], least: float | None) -> None:
         self._words, self._range = words, click.IntRange(min=None if least is None else int(least))
@@ -221,7 +221,7 @@ class _NumberOr(click.ParamType):  # type: ignore[type-arg]
 
 
 class _TextOr(click.ParamType):  # type: ignore[type-arg]
-    """Any text; one of ``words`` is given to the command as what it stands for."""
+    """Any text; one of ``words`` stands for its value."""
 
     name = "text"
 
@@ -233,7 +233,7 @@ class _TextOr(click.ParamType):  # type: ignore[type-arg]
 
 
 class _Room(click.ParamType):  # type: ignore[type-arg]
-    """``DIR``, ``DIR:200GiB`` or ``DIR:40%``, given to the command as (folder, amount or None)."""
+    """``DIR``, ``DIR:200GiB`` or ``DIR:40%``; the command gets (folder, amount or None)."""
 
     name = "folder[:bytes|:%]"
 
@@ -248,7 +248,7 @@ class _Room(click.ParamType):  # type: ignore[type-arg]
 
 
 class _Word(click.Choice):  # type: ignore[type-arg]
-    """One of ``words``, given to the command as what it stands for."""
+    """A choice of ``words``, which stand for values."""
 
     def __init__(self, words: Mapping[str, Any]) -> None:
         super().__init__(list(words))
@@ -258,7 +258,7 @@ class _Word(click.Choice):  # type: ignore[type-arg]
         return self._words[super().convert(value, param, ctx)]
 
 
-_ANY = 1  # a whole to try a share on
+_ANY = 1  # any total, to check that a share can be parsed
 
 
 class _ProgramWord(click.types.UnprocessedParamType):
@@ -287,7 +287,7 @@ class _Numbers(click.ParamType):  # type: ignore[type-arg]
 
 
 class _Names(click.ParamType):  # type: ignore[type-arg]
-    """``q_proj,v_proj``, given to the command as a tuple."""
+    """``q_proj,v_proj``; the command gets a tuple."""
 
     name = "names"
 
@@ -321,7 +321,7 @@ _KINDS: dict[str, Any] = {
 def command(
     request: type[T], *, cls: type[Command] = Command, **settings: Any
 ) -> Callable[[Callable[[T], Any]], click.Command]:
-    """Make a command of a function that takes a ``request``: its options are that dataclass's."""
+    """Make a command of a function that takes a ``request``; the fields of that dataclass become options."""
 
     def decorate(function: Callable[[T], Any]) -> click.Command:
         @functools.wraps(function)
@@ -402,7 +402,7 @@ def _type(field: OptionField) -> Any:
 
 
 def html_field() -> Any:
-    """``--html``: None, or where ``write_html`` is to write."""
+    """``--html``: the path of the report, or None."""
     return option(None, kind="html", help="Also write a report with pictures: one file, no network.")
 
 
@@ -412,7 +412,7 @@ def json_field() -> Any:
 
 
 def readable(text: str) -> str:
-    """``text`` with nothing in it that a terminal would obey, line ends included."""
+    """``text`` without characters that control a terminal, line ends included."""
     return printable(text, one_line=True)
 
 

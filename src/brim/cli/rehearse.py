@@ -49,7 +49,7 @@ _RANKS = "Other ranks were taken to do the same as this one."
 
 
 class _SnapshotFile(OutputFile):
-    """One file, or one for each rank."""
+    """A file, or one for each rank."""
 
     def further(self, path: Path, params: Mapping[str, Any]) -> Iterator[Path]:
         yield from (_of_rank(path, rank) for rank in params["ranks"])
@@ -108,8 +108,8 @@ def rehearse(options: RehearseOptions) -> int:
         )
     for text in settings:
         if text != BEST:
-            AllocatorConfig.parse(text)  # now, and not when all has run
-    # As after estimate's; a program's own -- is given twice.
+            AllocatorConfig.parse(text)  # check now, before the run
+    # As in ``brim estimate``; a program's own -- is given twice.
     arguments = arguments[1:] if arguments[:1] == ("--",) else arguments
     request = Request(target=target, arguments=arguments, is_module=module is not None, **options.request)
     environment = prepare(
@@ -123,7 +123,7 @@ def rehearse(options: RehearseOptions) -> int:
             request,
             partial(_run_again, environment=environment),
             most=options.trials,
-            told=lambda text: click.echo(text, err=True),
+            report=lambda text: click.echo(text, err=True),
         )
         explained = [_explained(rehearsal, settings, again) for rehearsal in rehearsals]
         if options.as_json:
@@ -146,7 +146,7 @@ def confirmed(what: str) -> bool:
 
 
 def _run(request: Request, environment: Environment, folder: Path) -> list[Rehearsal]:
-    """What the program prints goes to stderr: stdout is the command's."""
+    """Run the program with its output on stderr: stdout is the command's."""
     from brim.rehearsal.rehearse import rehearse_program
 
     return rehearse_program(
@@ -175,7 +175,7 @@ def _of_rank(path: Path, rank: int) -> Path:
 
 
 def _run_again(request: Request, environment: Environment) -> list[Rehearsal]:
-    """What the program prints was printed the first time."""
+    """Run the program again without its output, which was printed the first time."""
     from brim.rehearsal.rehearse import FOLDERS, rehearse_program
 
     with temporary_folder(FOLDERS) as scratch, Path(os.devnull).open("w") as nowhere:
@@ -218,7 +218,7 @@ def _headline(request: Request, rehearsal: Rehearsal) -> str:
 
 
 def _how_closely(request: Request, rehearsal: Rehearsal) -> str:
-    """How close to the end of memory a program came that fits; "" where there is room for what is not known."""
+    """How close to the end of memory a fitting program came; "" with room for the unknown."""
     over_bytes = _upper_bound_bytes(request, rehearsal) - rehearsal.memory_bytes
     flushes = max((device.cache_flushes for device in rehearsal.devices), default=0)
     parts = [f"though the safe upper bound is {format_bytes(over_bytes)} above the memory"] if over_bytes > 0 else []
@@ -229,7 +229,7 @@ def _how_closely(request: Request, rehearsal: Rehearsal) -> str:
 
 
 def _upper_bound_bytes(request: Request, rehearsal: Rehearsal) -> int:
-    """A safe bound of what the process takes on the GPU of which it takes most."""
+    """A safe bound of the process's memory, on the GPU where it is largest."""
     return max((device.process_bytes for device in rehearsal.devices), default=0) + _margin(request).bytes
 
 
@@ -304,7 +304,7 @@ def _read(read: dict[str, Any]) -> str:
 
 
 def notes_of(rehearsal: Rehearsal) -> list[str]:
-    """What was assumed, and what cannot be known."""
+    """Assumptions, and limits of the rehearsal."""
     notes = [_OTHERS] if rehearsal.other_processes else []
     if rehearsal.ran_out and rehearsal.fits is not False:
         times = "once" if rehearsal.ran_out == 1 else f"{rehearsal.ran_out} times"
@@ -331,7 +331,7 @@ def _document(
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
-    def one(rehearsal: Rehearsal, more: Explained | None) -> dict[str, Any]:
+    def process(rehearsal: Rehearsal, more: Explained | None) -> dict[str, Any]:
         body = asdict(rehearsal) | {"fits": rehearsal.fits, "notes": notes_of(rehearsal)}
         del body["snapshot"]
         body["upper_bound_bytes"] = _upper_bound_bytes(request, rehearsal)
@@ -342,7 +342,7 @@ def _document(
         "arguments": list(request.arguments),
         "gpu": request.gpu,
         "gpus": request.gpus,
-        "processes": [one(*pair) for pair in zip(rehearsals, explained, strict=True)],
+        "processes": [process(*pair) for pair in zip(rehearsals, explained, strict=True)],
     }
 
 
@@ -386,7 +386,7 @@ def _values(vary: str) -> tuple[str, list[str]]:
 def _vary(
     request: Request, environment: Environment, folder: Path, option: str, values: Sequence[str], as_json: bool
 ) -> int:
-    """The largest of the values that fits: between one that does and one that does not, the middle is tried."""
+    """Print the largest value that fits, found by bisection."""
     tried: dict[str, list[Rehearsal]] = {}
 
     def fits(value: str) -> bool:
@@ -430,7 +430,7 @@ def _vary(
 
 
 def largest_that_fits(values: Sequence[str], fits: Callable[[str], bool]) -> str | None:
-    """The last of ``values`` for which ``fits``, where no value after one that does not fit does. None: not one."""
+    """The last of ``values`` for which ``fits``, if no value after one that does not fit does. None: none fits."""
     count = bisect_left(values, True, key=lambda value: not fits(value))
     return values[count - 1] if count else None
 

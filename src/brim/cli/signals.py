@@ -1,4 +1,4 @@
-"""SIGTERM as an exception of the main thread, and no signal lost on its way."""
+"""SIGTERM as an exception of the main thread; no signal is lost."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from brim import threads
 
 _AGAIN_S = 0.01
-_OPERATION_S = 3.0  # that nothing which is only looked at takes
-_received: list[type[BaseException]] = []  # since signals are exceptions, in the command that runs
+_OPERATION_S = 3.0  # longer than any operation on fake tensors takes
+_received: list[type[BaseException]] = []  # by the running command, since signals are exceptions
 _CALLED_BY_CPP = frozenset({"__torch_dispatch__", "__torch_function__", "find_torch_dispatch_rule"})
 
 
@@ -41,11 +41,11 @@ def signals_as_exceptions() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         raised[signal.SIGINT] = KeyboardInterrupt
 
-    awaited: list[FrameType] = []  # in which an exception is raised soon
+    awaited: list[FrameType] = []  # frames in which an exception is about to be raised
     _received.clear()
 
     def send_again(number: signal.Signals) -> None:
-        # By another thread: sent here, it would be heard before this function is left, and be dropped once more.
+        # By another thread: sent from here, it would arrive before this function returns, and be dropped once more.
         again = threading.Timer(_AGAIN_S, _send, (number, main))
         again.daemon = True
         threads.start(again)
@@ -53,18 +53,18 @@ def signals_as_exceptions() -> Iterator[None]:
     def hear(number: int, frame: FrameType | None) -> None:
         error = raised[signal.Signals(number)]
         _received.append(error)
-        asked = _asked_for_it(frame)
-        if asked is None or awaited or sys.gettrace() is not None:  # a second one, or a debugger's
+        caller = _asked_for_it(frame)
+        if caller is None or awaited or sys.gettrace() is not None:  # a second one, or a debugger's
             _forget(awaited)
             raise error
-        awaited.append(asked)
+        awaited.append(caller)
         _raise_in(awaited, error)
-        watch = threading.Timer(_OPERATION_S, insist, (signal.Signals(number), asked))
+        watch = threading.Timer(_OPERATION_S, insist, (signal.Signals(number), caller))
         watch.daemon = True
         threads.start(watch)
 
-    def insist(number: signal.Signals, asked: FrameType) -> None:
-        if asked in awaited:
+    def insist(number: signal.Signals, caller: FrameType) -> None:
+        if caller in awaited:
             _send(number, main)
 
     def hook(dropped: sys.UnraisableHookArgs) -> None:
@@ -94,7 +94,7 @@ def last_signal() -> BaseException | None:
 
 
 def _asked_for_it(frame: FrameType | None) -> FrameType | None:
-    """The code that called the operation that is being dispatched to a mode; None where none is."""
+    """The code that called the operation being dispatched to a mode; None where there is none."""
     torch: Any = sys.modules.get("torch")
     if not hasattr(torch, "_C"):
         return None

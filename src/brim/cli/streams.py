@@ -1,7 +1,7 @@
-"""Standard streams as a command may find them: closed, full, or of few letters.
+"""Standard streams in any state: closed, full, or of a limited encoding.
 
-What cannot be written to the standard output is an error, told once. What cannot be written to the standard error
-stops nothing: there is nobody to tell.
+A failed write to the standard output is an error, reported once. A failed write to the standard error is ignored:
+there is nowhere to report it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from brim.printable import printable
 
 
 class OutputError(Exception):
-    """The standard output does not take what was written."""
+    """The standard output cannot be written."""
 
 
 class _Output(io.FileIO):
-    """The standard output: its failures are told from those of every other file, and once."""
+    """The standard output; its failures are distinguished from those of other files, and reported once."""
 
     failed = False
 
     def write(self, data: Any) -> int:
-        if self.failed:  # what is still held is tried again as the process ends
+        if self.failed:  # the buffer is written again as the process ends
             return memoryview(data).nbytes
         try:
             return super().write(data)
@@ -38,10 +38,10 @@ class _Output(io.FileIO):
 
 
 class _Terminal(io.TextIOWrapper):
-    """A terminal, which is given texts and no orders: names, messages and a model's words can hold any character.
+    """A terminal that gets text without control characters: names, messages and a model's words can hold any.
 
-    rich writes its colours and bars past that (``rich_proxied_file``); its texts are looked at by ``Console``. A
-    carriage return at the beginning is that of a library's own bar.
+    rich writes its colours and bars past that (``rich_proxied_file``); ``Console`` checks its texts. A leading
+    carriage return is that of a library's own bar.
     """
 
     def write(self, text: str) -> int:
@@ -55,7 +55,7 @@ class _Terminal(io.TextIOWrapper):
 
 
 class _Unfiltered:
-    """What rich takes for the terminal."""
+    """The terminal as rich writes to it."""
 
     def __init__(self, terminal: _Terminal) -> None:
         self._terminal = terminal
@@ -68,7 +68,7 @@ class _Unfiltered:
 
 
 class _Notes(io.FileIO):
-    """The standard error: what it does not take is lost."""
+    """The standard error: failed writes are dropped."""
 
     def write(self, data: Any) -> int:
         try:
@@ -85,7 +85,7 @@ def standard_streams() -> Iterator[None]:
     """
     _open_what_is_closed()
     before = sys.stdout, sys.stderr
-    if not _is_file(sys.stdout, 1) or not _is_file(sys.stderr, 2):  # somebody captures them
+    if not _is_file(sys.stdout, 1) or not _is_file(sys.stderr, 2):  # captured by a caller
         yield
         return
     replacements = [_replacement(stream, kind) for stream, kind in zip(before, (_Output, _Notes), strict=True)]
@@ -96,16 +96,16 @@ def standard_streams() -> Iterator[None]:
     except OutputError as error:
         replacements[1].write(f"Error: Cannot write the output: {error}.\n")
         raise
-    finally:  # they may live on, in what writes logs
+    finally:  # handlers of logs may keep the streams
         with contextlib.suppress(OutputError, OSError):
             replacements[0].flush()
         sys.stdout, sys.stderr = before
 
 
 def _open_what_is_closed() -> None:
-    """A closed stream's number would be given to the next file that is opened, and be written to by libraries.
+    """Open closed streams: the next file would get a closed stream's number, and libraries would write to it.
 
-    As others do, a closed output is opened so that writing fails, and a closed input so that it is at its end.
+    As usual, a closed output is opened so that writing fails, and a closed input so that it is at its end.
     """
     for number, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:

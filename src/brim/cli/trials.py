@@ -1,4 +1,4 @@
-"""A program that ran out of memory, rehearsed again with what would help, until it fits."""
+"""Rehearse a program that ran out of memory again, with changes that may help, until it fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOGETHER = "Do these together: "
 class Trials:
     """Rehearses a request again with changes, each once, until it fits or ``most`` were tried.
 
-    ``rehearse`` gives a result for each rank; ``told`` is given a sentence on each trial.
+    ``rehearse`` returns a result for each rank; ``report`` gets a sentence on each trial.
     """
 
     def __init__(
@@ -30,41 +30,41 @@ class Trials:
         rehearse: Callable[[Request], Sequence[Rehearsal]],
         *,
         most: int,
-        told: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
-        self._request, self._rehearse, self._left, self._told = request, rehearse, most, told
+        self._request, self._rehearse, self._left, self._report = request, rehearse, most, report
         self._results: dict[Request, Sequence[Rehearsal]] = {}
 
     def revised(self, advice: Sequence[_Advice]) -> list[_Advice]:
-        """The advice with what its rehearsals gave as ``rehearsed``: what fits, what was not tried, what ran out
-        again, what does not help."""
-        helpful = [one | {"rehearsed": None} for one in advice if one["helps"]]
+        """The advice with its rehearsals' results as ``rehearsed``, in order: fits, not tried, ran out again, does
+        not help."""
+        helpful = [item | {"rehearsed": None} for item in advice if item["helps"]]
         tried_settings = False
-        for one in helpful:
-            is_setting = one["change"].startswith(ALLOCATOR)
-            if not one["change"] or one["change"] == ALLOCATOR or (is_setting and tried_settings):
+        for item in helpful:
+            is_setting = item["change"].startswith(ALLOCATOR)
+            if not item["change"] or item["change"] == ALLOCATOR or (is_setting and tried_settings):
                 continue
             tried_settings |= is_setting
-            self._try(one, (one["change"],))
-            if _fits(one):
+            self._try(item, (item["change"],))
+            if _fits(item):
                 break
-        ran_out = [one for one in helpful if one["rehearsed"] and not _fits(one)]
+        ran_out = [item for item in helpful if item["rehearsed"] and not _fits(item)]
         if len(ran_out) > 1 and not any(map(_fits, helpful)):
             helpful.append(self._together(ran_out))
-        order = sorted(helpful, key=lambda one: 0 if _fits(one) else 2 if one["rehearsed"] else 1)
-        return [_in_words(one) for one in order] + [one for one in advice if not one["helps"]]
+        order = sorted(helpful, key=lambda item: 0 if _fits(item) else 2 if item["rehearsed"] else 1)
+        return [_in_words(item) for item in order] + [item for item in advice if not item["helps"]]
 
     def _together(self, advice: Sequence[_Advice]) -> _Advice:
-        changes = tuple(one["change"] for one in advice)
+        changes = tuple(item["change"] for item in advice)
         text = f"{_TOGETHER}{', '.join(changes)}."
-        paste = "; ".join(one["paste"] for one in advice if one["paste"])
+        paste = "; ".join(item["paste"] for item in advice if item["paste"])
         together = {"text": text, "paste": paste, "helps": True, "change": " + ".join(changes), "rehearsed": None}
         self._left = max(self._left, 1)
         self._try(together, changes)
         return together
 
     def _try(self, advice: _Advice, changes: Sequence[str]) -> None:
-        """Rehearse with ``changes``; a program that fails for another reason then tells nothing."""
+        """Rehearse with ``changes``; the result of a program that fails for another reason is dropped."""
         request = with_changes(self._request, changes)
         if request == self._request:
             return
@@ -72,7 +72,7 @@ class Trials:
             if self._left <= 0:
                 return
             self._left -= 1
-            self._told(f"Rehearsing it again with: {' + '.join(changes)}.")
+            self._report(f"Rehearsing it again with: {' + '.join(changes)}.")
             self._results[request] = self._rehearse(request)
         results = self._results[request]
         if any(result.fits is None or not set(request.changes) <= set(result.changed) for result in results):
@@ -91,7 +91,7 @@ class Trials:
 
 
 def with_changes(request: Request, changes: Iterable[str]) -> Request:
-    """The request with changes made: in its arguments where they name what is changed, in its process otherwise."""
+    """Apply changes to the request: to its arguments where they name what is changed, else to its process."""
     for change in changes:
         arguments = changed_arguments(change, request.arguments)
         if change.startswith(ALLOCATOR):

@@ -40,7 +40,7 @@ def of_precision(precision: str | None, origin: str) -> str:
 
 
 def of_exceeded(sentences: Sequence[str], console: Console) -> int:
-    """Write in red what was measured above its budget or its promise. The exit code: that of what does not fit."""
+    """Write measurements above their budget or promise in red. Return the exit code of a misfit."""
     for sentence in sentences:
         console.print(sentence, style="bold red", markup=False, highlight=False, soft_wrap=True)
     return ABOVE_BUDGET if sentences else 0

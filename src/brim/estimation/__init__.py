@@ -1,1 +1,1 @@
-"""What a step will take: build it on fake tensors, simulate its memory, sum up where the bytes go."""
+"""Estimate a step: build it on fake tensors, simulate its memory, sum up where the bytes go."""

@@ -1,4 +1,4 @@
-"""Settings under which a step fits that does not as it was asked for: each one is estimated."""
+"""Other settings under which a step that does not fit would fit; each one is estimated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from brim.estimation.estimate import Study
 from brim.estimation.workload import Workload
 from brim.techniques import optimizers
 
-_SHOWN, _TRACED = 3, 6  # settings that are told, and steps that are traced for them at most
+_SHOWN, _TRACED = 3, 6  # settings that are suggested at most, and steps that are traced to find them
 _SHORTEST = 128  # tokens
 _BITS = {"fp32": 32, "bf16-mixed": 32, "fp16-mixed": 32, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 _FLOATING = ("fp32", "bf16-mixed", "fp16-mixed", "bf16")  # precisions that all weights are in
@@ -33,10 +33,10 @@ class Alternative:
 
 
 def alternatives(study: Study, largest_batch: int | None) -> tuple[Alternative, ...]:
-    """The first settings that fit where ``study`` does not, from those that change least.
+    """The first settings that fit where ``study`` does not, smallest changes first.
 
-    ``largest_batch`` is what is known of the batch: it is among them. There are none for a program and for a step of
-    the user's own, which have their settings inside.
+    ``largest_batch`` is the largest batch known to fit: it is among them. A program and a user's own step have their
+    settings inside and get no suggestions.
     """
     available = study.place.available_bytes
     if study.source.library == "python" or available is None:
@@ -55,25 +55,25 @@ def alternatives(study: Study, largest_batch: int | None) -> tuple[Alternative, 
     return tuple(found)
 
 
-def _changes(asked: Workload, largest_batch: int | None) -> Iterator[dict[str, Any]]:
-    """Changes of a workload, those first that leave most as it is."""
-    lower = [name for name in ("bf16", "fp8", "int8", "int4") if _BITS[name] < _BITS[asked.precision or "fp32"]]
-    batch = [{"batch": largest_batch}] if largest_batch and largest_batch < asked.batch else []
-    shorter = [{"seq": asked.seq // part} for part in (2, 4) if asked.seq and asked.seq // part >= _SHORTEST]
-    if asked.task == "generate":
+def _changes(workload: Workload, largest_batch: int | None) -> Iterator[dict[str, Any]]:
+    """Yield changes of a workload, the smallest first."""
+    lower = [name for name in ("bf16", "fp8", "int8", "int4") if _BITS[name] < _BITS[workload.precision or "fp32"]]
+    batch = [{"batch": largest_batch}] if largest_batch and largest_batch < workload.batch else []
+    shorter = [{"seq": workload.seq // part} for part in (2, 4) if workload.seq and workload.seq // part >= _SHORTEST]
+    if workload.task == "generate":
         yield from batch
         yield from ({"precision": name} for name in lower)
         yield from shorter
         return
     yield from batch
-    full = {"checkpointing": "full"} if asked.checkpointing != "full" else {}
+    full = {"checkpointing": "full"} if workload.checkpointing != "full" else {}
     if full:
         yield full
     if "bf16" in lower:
         yield {"precision": "bf16"}
         yield {**full, "precision": "bf16"}
     yield from shorter
-    if asked.method == "full":
+    if workload.method == "full":
         half = {"precision": "bf16"} if "bf16" in lower else {}
         yield {**half, "optimizer": "adamw8bit", **full}
         yield {"method": "lora", **half}
@@ -84,17 +84,17 @@ def _changes(asked: Workload, largest_batch: int | None) -> Iterator[dict[str, A
         yield {"precision": "int4", **full}
 
 
-def _changed(asked: Workload, changes: dict[str, Any]) -> Workload | None:
-    """The workload with ``changes``; None where they do not go with the rest of it, or change nothing."""
+def _changed(workload: Workload, changes: dict[str, Any]) -> Workload | None:
+    """Apply ``changes`` to the workload; None where they conflict with the rest of it, or change nothing."""
     try:
-        changed = replace(asked, **changes)
+        changed = replace(workload, **changes)
     except BrimError:
         return None
-    return None if changed == asked else changed
+    return None if changed == workload else changed
 
 
 def _parameters(study: Study) -> int:
-    """How many parameters the model has; 0 where some are quantized, and their bytes do not tell."""
+    """The model's number of parameters; 0 where some are quantized, as their bytes do not tell."""
     if study.workload.precision not in _FLOATING:
         return 0
     held = study.estimate().at_peak_bytes["parameters"]
@@ -102,7 +102,7 @@ def _parameters(study: Study) -> int:
 
 
 def _least_bytes(workload: Workload, parameters: int) -> int:
-    """What no trace of ``workload`` is below: weights, and in full training gradients and states."""
+    """A lower bound for the trace of ``workload``: weights, and in full training gradients and states."""
     weights = parameters * _BITS[workload.precision or "fp32"] // 8
     if workload.task == "generate" or workload.method == "lora":
         return weights
@@ -112,10 +112,10 @@ def _least_bytes(workload: Workload, parameters: int) -> int:
 
 
 def _process_bytes(study: Study, workload: Workload) -> int | None:
-    """The peak of the process under ``workload``; None where it does not fit, or the model does not do it."""
+    """The peak of the process under ``workload``; None where it does not fit or the model does not support it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of settings that mean nothing to the model: told once
+            warnings.simplefilter("ignore")  # the first estimate has warned already
             found = Study(study.source, workload, study.place, None, study.alloc_conf).estimate()
     except BrimError:
         return None

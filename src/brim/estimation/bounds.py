@@ -1,4 +1,4 @@
-"""How much more a step may take than predicted: a sum of named margins, each with its reason."""
+"""Margins above a predicted step: how many bytes more it may take, each with its reason."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _AscendingDevice(SimulatedDevice):
 def margins(
     trace: Trace, timeline: Timeline, place: Place, alloc_conf: str, crowded: Trace | None = None
 ) -> tuple[Margin, ...]:
-    """What to add to ``timeline``'s process bytes for a safe bound. Empty for a trace of the CPU.
+    """Margins to add to ``timeline``'s process bytes for a safe bound. Empty for a trace of the CPU.
 
     ``crowded``: the step of a mixture of experts traced with all tokens at the same experts.
     """
@@ -73,7 +73,7 @@ def _addresses(trace: Trace, timeline: Timeline, alloc_conf: str) -> Margin:
 
 
 def context_margin(place: Place) -> Margin:
-    """How much larger the CUDA context may be than ``place`` says; 0 bytes where it is the largest known."""
+    """Bytes by which the CUDA context may be larger than ``place`` says; 0 where it is the largest known."""
     largest = max(catalog.known_contexts(), key=lambda context: context.bytes)
     if place.context in catalog.known_contexts() and place.context.cuda:
         why = "this GPU's context was measured before kernels were loaded; the largest known one has more of them"
@@ -83,7 +83,7 @@ def context_margin(place: Place) -> Margin:
 
 
 def _convolutions(trace: Trace, timeline: Timeline, place: Place, alloc_conf: str) -> Margin:
-    """What the most demanding engine adds. cuDNN tries the next engine when one has no room (Conv_v8.cpp)."""
+    """The workspace of the most demanding engine. cuDNN tries the next engine when one has no room (Conv_v8.cpp)."""
     if not any(base_name(op.name) in CONVOLUTIONS for op in trace.ops):
         return Margin(name="convolution workspaces", bytes=0, why="")
     reserved = timeline.peak_bytes.reserved
@@ -112,7 +112,7 @@ def _not_modelled(trace: Trace) -> Margin:
 
 
 def _routing(crowded: Trace | None, timeline: Timeline, alloc_conf: str) -> Margin:
-    """The same step with every token at the same experts, simulated. Experts that run grouped take no more for it."""
+    """Simulate the same step with every token at the same experts. Experts that run grouped need no more for it."""
     if crowded is None:
         return Margin(name="routing", bytes=0, why="")
     worst = simulate(crowded, None, alloc_conf).peak_bytes.reserved

@@ -1,4 +1,4 @@
-"""What lies in memory at the peak: by category and by module."""
+"""Memory at the peak, by category and by module."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ OUTSIDE = "(outside of modules)"
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """Bytes of tensors at the peak of what is allocated. Both tables have the same sum.
+    """Bytes of tensors at the peak of allocated memory. Both tables have the same sum.
 
-    ``rounding_bytes`` is what their blocks are larger: ``peak_bytes.allocated`` is the sum and it.
+    ``rounding_bytes`` is added by rounding to blocks: ``peak_bytes.allocated`` is the sum and it.
     """
 
     by_category: dict[str, int]
@@ -37,12 +37,12 @@ class Breakdown:
 
 
 def at_peak(trace: Trace, timeline: Timeline) -> Breakdown:
-    """The storages that are alive when the most is allocated (the first time that it is)."""
+    """Break down the storages that are alive at the (first) peak of allocated memory."""
     categories: dict[str, int] = dict.fromkeys(NAMES.values(), 0)
     modules: dict[str, int] = defaultdict(int)
     storages = {storage.id: storage for storage in trace.storages}
     rounding = 0
-    for storage_id, block_bytes in _held(timeline).items():
+    for storage_id, block_bytes in _block_bytes(timeline).items():
         storage = storages[storage_id]
         # The simulated GPU may have another workspace than the traced one; it is never rounded.
         bytes = block_bytes if storage.category is Category.WORKSPACE else storage.bytes
@@ -53,8 +53,8 @@ def at_peak(trace: Trace, timeline: Timeline) -> Breakdown:
     return Breakdown(by_category=categories, by_module=dict(largest_first), rounding_bytes=rounding)
 
 
-def _held(timeline: Timeline) -> dict[int, int]:
-    """Storage -> bytes of its block, at the peak."""
+def _block_bytes(timeline: Timeline) -> dict[int, int]:
+    """Map each storage to the bytes of its block, at the peak."""
     kinds, sizes, ids = (timeline.column(name) for name in ("kind", "bytes", "storage"))
     live_bytes = peak = at = 0
     for index, (kind, bytes) in enumerate(zip(kinds, sizes, strict=True)):
@@ -71,7 +71,7 @@ def _held(timeline: Timeline) -> dict[int, int]:
 
 
 def folded(by_module: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Modules that differ in a number only, as one row: ``model.layers.*.mlp`` -> (bytes, how many)."""
+    """Merge modules whose paths differ in a number only: ``model.layers.*.mlp`` -> (bytes, count)."""
     rows: dict[str, list[int]] = {}
     for path, bytes in by_module.items():
         name = ".".join("*" if part.isdigit() else part for part in path.split("."))

@@ -1,4 +1,4 @@
-"""``brim.estimate``: what a training or generation step takes, from a model's configuration alone."""
+"""``brim.estimate``: memory and seconds of a training or generation step, from a model's configuration alone."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from brim.predict.lowering.cuda.build_answers import TEMPORARIES
 from brim.predict.tracer import trace
 from brim.units import format_bytes
 
-_MOST_BYTES = 1 << 56  # of one tensor: sums of many are still integers of 64 bits
+_MOST_BYTES = 1 << 56  # of one tensor: sums of many still fit into 64-bit integers
 _ANSWERED = (
     "not modelled: PyTorch's CUDA build answers what these kernels allocate; `brim rehearse` downloads a build where "
     "none is installed"
 )
-_STEPS = {"train": 2, "generate": 1}  # the first training step makes the optimizer's state, the second has it
+_STEPS = {"train": 2, "generate": 1}  # the first training step creates the optimizer's state, the second has it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class PeakBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a step takes. A step that does not fit is described as if memory had no end.
+    """The memory and time of a step. A step that does not fit is described as if memory were unlimited.
 
     Attributes:
         model: The model's name.
@@ -118,7 +118,7 @@ class Estimate:
         return f"as it is, by {self.by}" if self.is_program else self.workload.describe()
 
     def describe(self) -> str:
-        """What was asked, in one line."""
+        """The workload in one line."""
         return f"{self.title}: {self.settings}"
 
     @property
@@ -129,7 +129,7 @@ class Estimate:
 
     @property
     def context_bytes(self) -> int:
-        """What the process holds beside the allocator."""
+        """Bytes of the process outside the allocator."""
         return self.at_peak_bytes["context"]
 
     def to_json(self) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def estimate(
 
 
 class Study:
-    """One model and workload on one GPU: traced once, looked at from several sides."""
+    """A model and workload on one GPU: traced once, examined from several sides."""
 
     def __init__(
         self, source: Source, workload: Workload, place: Place, hardware: Hardware | None, alloc_conf: str
@@ -271,7 +271,7 @@ class Study:
         )
 
     def _leak(self) -> Leak | None:
-        """The leak that the trace shows, and the step in which it fills this GPU."""
+        """The leak in the trace, and the step in which it fills this GPU."""
         leak, available_bytes = self.trace.leak, self.place.available_bytes
         if leak is None or available_bytes is None:
             return leak
@@ -280,13 +280,13 @@ class Study:
         return replace(leak, full_step=full_step(leak, available_bytes, replay.peak_bytes.allocated, reserved))
 
     def _crowded(self) -> Trace | None:
-        """The same step with all tokens at the same experts, where what it takes depends on that."""
+        """The same step with all tokens at the same experts, where its memory depends on that."""
         if "routing" not in self.trace.notes:
             return None
         return traced(Job(self.source, self.workload), self.capability, "crowded")
 
     def _timeline(self) -> tuple[Timeline, str]:
-        """What memory does on this GPU, or, with what failed, on one without end."""
+        """The timeline on this GPU; if the step does not fit, in unlimited memory, with the failure."""
         timeline = simulate(self.trace, self.place, self.alloc_conf)
         failed = timeline.out_of_memory
         if failed is None:
@@ -305,7 +305,7 @@ class Study:
         return tuple(notes)
 
     def _emptied(self, timeline: Timeline) -> list[str]:
-        """What is said where the step fits because the allocator gives blocks back that it had kept."""
+        """A note for a step that fits only because the allocator gives cached blocks back."""
         if EventKind.SEGMENT_FREE not in timeline.column("kind"):
             return []
         held = Replay(self.trace, self.alloc_conf).peaks(None, self.place).reserved_bytes
@@ -317,7 +317,7 @@ class Study:
         ]
 
     def growth(self) -> growing.Growth:
-        """How the peak grows with batch and sequence, from traces at other sizes."""
+        """Growth of the peak with batch and sequence, from traces at other sizes."""
         tracer = growing.Tracer(place=self.place, alloc_conf=self.alloc_conf, sample=self._sample, again=self._again)
         return growing.solve(tracer, self.job, self.trace)
 
@@ -335,31 +335,31 @@ class Study:
 
 
 def traced(job: Job, capability: tuple[int, int], routing: str = "balanced", *, checked: bool = True) -> Trace:
-    """The trace of a job; of a long generation, a few tokens are traced and repeated where that is exact.
+    """Trace a job; of a long generation, trace a few tokens and repeat them where that is exact.
 
-    ``checked`` False: another size of this workload was found to repeat exactly, and this one is taken to.
+    ``checked=False``: another size of this workload was found to repeat exactly, so this one is assumed to.
     """
-    asked = job.workload
-    new = asked.new_tokens or DEFAULT_NEW_TOKENS
-    if asked.task != "generate" or job.source.library != "transformers" or new <= TRACED_TOKENS + 1:
+    workload = job.workload
+    new = workload.new_tokens or DEFAULT_NEW_TOKENS
+    if workload.task != "generate" or job.source.library != "transformers" or new <= TRACED_TOKENS + 1:
         return _traced(job, capability, routing)
-    brief = Job(job.source, replace(asked, new_tokens=TRACED_TOKENS), asked=asked)
+    brief = Job(job.source, replace(workload, new_tokens=TRACED_TOKENS), full=workload)
     few = _traced(brief, capability, routing)
     job.adopt(brief)
-    job.template = None  # what follows is longer than the deep trace that it tells of
-    if brief.workload.new_tokens is None:  # it does not generate text
+    job.template = None  # the shallow trace is not that of what follows, which is longer
+    if brief.workload.new_tokens is None:  # generates no text
         return few
     job.workload = replace(brief.workload, new_tokens=new)
     far = None
     if checked or job.has_windows:
-        later = Job(job.source, brief.workload, asked=asked, later=new - TRACED_TOKENS)
+        later = Job(job.source, brief.workload, full=workload, later=new - TRACED_TOKENS)
         far = _traced(later, capability, routing)
     trace = extend_tokens(few, new, far)
     return trace if trace is not None else _traced(Job(job.source, job.workload), capability, routing)
 
 
 def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
-    """The trace of a job; of a deep model, a few layers are traced and repeated where that is exact."""
+    """Trace a job; of a deep model, trace a few layers and repeat them where that is exact."""
     with quiet():
         depth = find_depth(job.source)
         if depth is not None:
@@ -376,7 +376,7 @@ def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") ->
 
 
 def _traced_whole(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
-    """Whatever goes wrong in building or running the model is one clear error."""
+    """Trace every layer. Any failure to build or run the model becomes one clear error."""
     try:
         with quiet():
             return trace(
@@ -406,15 +406,15 @@ def _failed(job: Job, error: BaseException) -> ModelError:
 
 
 def hardware_of(gpu: str | catalog.Gpu | Hardware | None) -> Hardware | None:
-    """The GPU with its rates; None where seconds cannot be told, as the catalog has no rate of it."""
+    """The GPU with its rates; None where the catalog lacks a rate, so that seconds are unknown."""
     if gpu is None or isinstance(gpu, Hardware):
         return gpu
     card = catalog.gpu(gpu) if isinstance(gpu, str) else gpu
     return card.hardware() if card.flops_per_s and card.bytes_per_s else None
 
 
-def _check_bytes(made: Trace, source: Source) -> None:
-    largest = max((storage.bytes for storage in made.storages), default=0)
+def _check_bytes(trace: Trace, source: Source) -> None:
+    largest = max((storage.bytes for storage in trace.storages), default=0)
     if largest > _MOST_BYTES:
         raise ModelError(
             f"Cannot estimate a step of {source.name}.",

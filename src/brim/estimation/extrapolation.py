@@ -359,7 +359,7 @@ class _Rule:
 
 
 class _Rules:
-    """The rule of every event, from three traces with no copy, one copy and two copies of what is inserted."""
+    """The rule of every event, from three traces: with no inserted copy, one copy and two copies."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Inputs of the right kind, shape and dtype for a model of transformers or diffusers; their values never matter."""
+"""Inputs of the right kind, shape and dtype for models of transformers or diffusers; their values never matter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from brim.estimation.workload import Workload
 DEFAULT_TOKENS = 4096
 _TEXT_TOKENS = 77  # of CLIP's text encoder, whose output conditions diffusion models
 _IMAGE_PIXELS = 224
-# Of diffusers' FluxPipeline: latents of 128 x 128, two by two in a token, and T5's text.
+# Sizes in diffusers' FluxPipeline: latents of 128 x 128, 2 x 2 of them to a token, and T5's text.
 _FLUX_IMAGE_TOKENS, _FLUX_TEXT_TOKENS = 64 * 64, 512
 IMAGES = {"FluxTransformer2DModel": "an image of 1024 x 1024 pixels, 4,096 tokens"}  # where no setting says the size
 
@@ -23,9 +23,9 @@ Inputs = dict[str, Any]
 
 
 def default_tokens(model: nn.Module) -> int:
-    """The sequence length where none is given: 4,096, or what the model was made for if that is less."""
+    """The default sequence length: 4,096, or the model's maximum if that is less."""
     config: Any = model.config
-    if hasattr(getattr(config, "text_config", None), "to_dict"):  # a configuration, not a dictionary of other meaning
+    if hasattr(getattr(config, "text_config", None), "to_dict"):  # not a dictionary of another meaning
         config = config.text_config
     names = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "seq_length")
     sizes = [getattr(config, name, None) for name in names]
@@ -34,7 +34,7 @@ def default_tokens(model: nn.Module) -> int:
 
 
 def forward_inputs(model: nn.Module, workload: Workload) -> Inputs:
-    """What one forward pass of a transformers model gets, without labels."""
+    """Inputs of one forward pass of a transformers model, without labels."""
     kind, batch = getattr(model, "main_input_name", "input_ids"), workload.batch
     config: Any = model.config
     makers = {
@@ -61,7 +61,7 @@ def forward_inputs(model: nn.Module, workload: Workload) -> Inputs:
 
 
 def training_inputs(model: nn.Module, workload: Workload) -> Inputs:
-    """Forward inputs and labels of the shape that the model's loss wants."""
+    """Forward inputs, and labels of the shape that the model's loss expects."""
     inputs, batch = forward_inputs(model, workload), workload.batch
     accepted = inspect.signature(model.forward).parameters
     config: Any = model.config
@@ -79,7 +79,7 @@ def training_inputs(model: nn.Module, workload: Workload) -> Inputs:
 
 
 def takes_tokens(model: nn.Module, *, generates: bool) -> bool:
-    """Whether the sequence length matters to the model. It does not include generated tokens."""
+    """Return whether the model takes a sequence length, not counting generated tokens."""
     kind = getattr(model, "main_input_name", "")
     if "return_loss" in inspect.signature(model.forward).parameters:
         return True
@@ -87,7 +87,7 @@ def takes_tokens(model: nn.Module, *, generates: bool) -> bool:
 
 
 def takes_text_alone(model: nn.Module) -> bool:
-    """Whether a forward pass gets token ids and nothing else."""
+    """Return whether a forward pass takes token ids only."""
     contrastive = "return_loss" in inspect.signature(model.forward).parameters
     return getattr(model, "main_input_name", "input_ids") == "input_ids" and not contrastive
 
@@ -107,7 +107,7 @@ def _labels(model: nn.Module, inputs: Inputs, workload: Workload) -> torch.Tenso
 
 
 def diffusion_inputs(model: nn.Module, workload: Workload) -> Inputs:
-    """One denoising step of a UNet or transformer of diffusers, or one pass of an autoencoder."""
+    """Inputs of one denoising step of a diffusers UNet or transformer, or of one pass of an autoencoder."""
     config: Any = model.config
     batch, name = workload.batch, type(model).__name__
     dtype = next(model.parameters()).dtype
@@ -146,7 +146,7 @@ def diffusion_inputs(model: nn.Module, workload: Workload) -> Inputs:
 
 
 def _flux_inputs(config: Any, workload: Workload, dtype: torch.dtype) -> Inputs:
-    """One denoising step of an image of 1024 x 1024 pixels, as diffusers' FluxPipeline makes it by default."""
+    """Inputs of one denoising step of a 1024 x 1024 image, by the defaults of diffusers' FluxPipeline."""
     batch, tokens = workload.batch, workload.seq or _FLUX_TEXT_TOKENS
     inputs: Inputs = {
         "hidden_states": torch.zeros(batch, _FLUX_IMAGE_TOKENS, config.in_channels, dtype=dtype, device="cuda"),
@@ -162,7 +162,7 @@ def _flux_inputs(config: Any, workload: Workload, dtype: torch.dtype) -> Inputs:
 
 
 def position_tables(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Learned tables of text positions by name, and how many tokens each has room for."""
+    """Yield learned tables of text positions by name, with the number of tokens in each."""
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]
         if not isinstance(module, nn.Embedding) or "relative" in leaf or "vision" in name:
@@ -175,7 +175,7 @@ def position_tables(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def check_positions(model: nn.Module, limits: Mapping[str, int], tokens: int) -> None:
-    """A learned table of positions ends; a real run would fail there and a fake one does not notice."""
+    """Raise an error for more tokens than a learned table of positions has: fake tensors would not notice."""
     for name, limit in limits.items():
         if tokens > limit:
             raise UsageError(
@@ -202,5 +202,5 @@ def _side(size: Any) -> tuple[int, int]:
 
 
 def is_multimodal(config: Any) -> bool:
-    """Whether a configuration has parts for images or sounds."""
+    """Return whether a configuration has parts for images or sounds."""
     return any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))

@@ -1,4 +1,4 @@
-"""What MODEL names: a catalog entry, a folder, a config.json or ``file.py:factory``; no weights are read."""
+"""Resolve MODEL: a catalog entry, a folder, a config.json or ``file.py:factory``; no weights are read."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from brim.core.files import regular
 from brim.errors import ModelError, UnsupportedError, UsageError
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-# Not *_layer, which is a place, counted from the end where it is negative.
+# Not *_layer: that is an index, negative where it counts from the end.
 _SIZE = re.compile(r"(^|_)((hidden|vocab|intermediate)_size|n_layer|layers|heads?|embd|experts|channels)$|^d_")
-_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")  # by transformers' common names
-# What libraries make a list or a loop of; more than 10,000 is a mistake that would take hours to build.
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")  # transformers' common names
+# Settings that become a list or a loop in a library; more than 10,000 is a mistake that would take hours to build.
 _COUNT = re.compile(r"(^|_)(n_layer|layers|blocks|depths?|stages|experts|heads?|groups)$")
 _MOST = 10_000
-_TEXT = re.compile("text|language|llm|decoder|thinker")  # how configurations name the part that most weights are in
-_NOT_SIZES = ("model_type", "auto_map", "quantization_config")  # of a configuration, when it is built from
+_TEXT = re.compile("text|language|llm|decoder|thinker")  # how configurations name the part with most weights
+_NOT_SIZES = ("model_type", "auto_map", "quantization_config")  # keys of a configuration that is passed in, not sizes
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightType:
-    """The floating type of a model's weights, as PyTorch names it (``"bfloat16"``), and where that is written."""
+    """The floating type of a model's weights, as PyTorch names it (``"bfloat16"``), and its origin."""
 
     dtype: str
     origin: str
 
     @property
-    def told(self) -> str:
+    def origin_and_type(self) -> str:
         """``by text_config.dtype of its configuration (bfloat16)``."""
         return f"by {self.origin} ({self.dtype})"
 
@@ -48,7 +48,7 @@ class Source:
     """A model to be built.
 
     ``architecture`` is its class in ``library``; ``factory`` replaces both for user code. ``quantization`` is the
-    method by which its weights are quantized, and ``folder`` is where its weights are if they are here.
+    method that quantizes its weights, and ``folder`` holds its weights if they are on this machine.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Source:
     architecture: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     factory: Callable[[], Any] | None = None
-    file: str = ""  # that the factory is in
+    file: str = ""  # that defines the factory
     quantization: str = ""
     folder: Path | None = None
 
@@ -100,7 +100,7 @@ def find_model(model: str | Path | Callable[[], Any]) -> Source:
 
 
 def weights_of(path: Path) -> list[Path]:
-    """The weights' files where MODEL is only that: a checkpoint, or a folder of them without a config.json."""
+    """The weight files of a MODEL that is a checkpoint, or a folder of checkpoints without a config.json."""
     if path.is_file():
         return [path] if path.suffix in _WEIGHTS else []
     if not path.is_dir() or (path / "config.json").exists():
@@ -109,19 +109,19 @@ def weights_of(path: Path) -> list[Path]:
     return next((files for files in files_by_suffix if files), [])
 
 
-def _of_file(path: Path, asked: Path) -> Source:
+def _of_file(path: Path, argument: Path) -> Source:
     try:
         config = json.loads(regular(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         hint = "Give a folder with a config.json, a config.json, a name of the catalog or file.py:function."
-        if (asked / "model_index.json").exists():
+        if (argument / "model_index.json").exists():
             hint = "This is a diffusers pipeline: give the folder of one of its models, as in unet/."
-        raise ModelError(f"{asked} was given as the model.", f"There is no {path}.", hint) from error
+        raise ModelError(f"{argument} was given as the model.", f"There is no {path}.", hint) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"Cannot read {path}.", f"It is not a model's configuration: {error}.") from error
     if not isinstance(config, dict):
         raise ModelError(f"Cannot read {path}.", f"It holds a {type(config).__name__}, not a JSON object.")
-    name = asked.name if asked.is_dir() else asked.parent.name or asked.stem
+    name = argument.name if argument.is_dir() else argument.parent.name or argument.stem
     if isinstance(config.get("_class_name"), str):
         return Source(name=name, library="diffusers", architecture=config["_class_name"], config=config)
     return replace(_of_transformers(path, name, config), folder=path.parent)
@@ -160,7 +160,7 @@ def _of_transformers(path: Path, name: str, config: dict[str, Any]) -> Source:
 
 
 def quantization_of(config: Mapping[str, Any]) -> str:
-    """The method by which a configuration says that weights are quantized: ``"awq"``; ``""`` for floating weights."""
+    """The method by which a configuration quantizes its weights: ``"awq"``; ``""`` for floating weights."""
     for _, part in parts_of(config):
         if quantization := part.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
@@ -169,7 +169,7 @@ def quantization_of(config: Mapping[str, Any]) -> str:
 
 
 def check_not_quantized(source: Source) -> None:
-    """Raise UnsupportedError for quantized weights, which are modelled in a precision that is asked for only."""
+    """Raise UnsupportedError for quantized weights: brim models only quantization that ``--precision`` requests."""
     if source.quantization:
         raise UnsupportedError(
             f"{source.name} was given as the model.",
@@ -179,8 +179,8 @@ def check_not_quantized(source: Source) -> None:
 
 
 def weight_type(source: Source) -> WeightType:
-    """The type that transformers loads the weights in: the configuration's, else the checkpoint's, else that of a
-    part of the configuration. float32, which is PyTorch's, where nothing says it."""
+    """The type in which transformers loads the weights: the configuration's, else the checkpoint's, else that of a
+    part of the configuration. float32, PyTorch's default, where none is given."""
     if source.library != "transformers":
         return WeightType(dtype="float32", origin="default")
     named = [(path, dtype) for path, part in parts_of(source.config) if (dtype := _dtype_of(part)) is not None]
@@ -194,7 +194,7 @@ def weight_type(source: Source) -> WeightType:
 
 
 def parts_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The configuration and those in it by path, the outer ones and those of text first."""
+    """Yield the configuration and the nested ones with their paths, the outer ones and those of text first."""
     level: list[tuple[str, Mapping[str, Any]]] = [("", config)]
     while level:
         yield from level
@@ -216,7 +216,7 @@ def _dtype_of(part: Mapping[str, Any]) -> str | None:
 
 
 def _stored_dtype(folder: Path) -> str | None:
-    """The type of the first floating tensor, by which transformers goes too; None: no safetensors are there."""
+    """The type of the first floating tensor, which transformers uses too; None without safetensors."""
     from brim.memory.checkpoint_files import read_checkpoint  # it imports PyTorch, which takes seconds
 
     if not any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
@@ -232,7 +232,7 @@ def _known(architecture: str) -> bool:
 
 
 def transformers_config(source: Source) -> Any:
-    """The transformers config object. Raises ModelError where transformers does not accept it."""
+    """Build the transformers config object. Raises ModelError where transformers rejects it."""
     from transformers import AutoConfig
 
     settings = {key: value for key, value in source.config.items() if key not in _NOT_SIZES}
@@ -254,8 +254,8 @@ def transformers_config(source: Source) -> Any:
 
 
 def wrong_size(config: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """The first size in a model's configuration, or a part of it, that no model has: to be refused before anything is
-    made of it. transformers builds a model of -3 layers without a word: it has none."""
+    """The first impossible size in a model's configuration or a part of it. Checked before building: transformers
+    builds a model of -3 layers without an error, with no layers."""
     todo: list[tuple[str, Any]] = [*config.items()][::-1]
     while todo:
         name, value = todo.pop()
@@ -271,7 +271,7 @@ def wrong_size(config: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def class_of(config: Any, names: Iterable[str], autos: Iterable[str]) -> Any:
-    """transformers' class of one of these names, else what one of these auto classes has for the config, or None."""
+    """transformers' class of one of ``names``, else that of an auto class in ``autos`` for the config, or None."""
     import transformers
 
     for name in names:
@@ -294,7 +294,7 @@ def _of_python(path: Path, attribute: str) -> Source:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickling look their module up
     if (beside := str(path.resolve().parent)) not in sys.path:
-        sys.path.insert(0, beside)  # for what it imports, now and in the function
+        sys.path.insert(0, beside)  # for its imports, now and in the function
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""The optimizers that ``brim estimate`` knows by name, as their libraries make them by default."""
+"""The optimizers that ``brim estimate`` knows by name, with their libraries' defaults."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _scales(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _beside_the_state(parameter: nn.Parameter) -> list[torch.Tensor]:
-    """What the compiled update of one parameter allocates while it runs."""
+    """Temporary tensors of the compiled update of one parameter."""
     if not _is_quantized(parameter):
         return []
     multiprocessors = torch.cuda.get_device_properties(parameter.device).multi_processor_count
@@ -81,5 +81,5 @@ def _beside_the_state(parameter: nn.Parameter) -> list[torch.Tensor]:
 
 
 def make_optimizer(name: str, parameters: list[nn.Parameter]) -> Optimizer:
-    """An optimizer by its name in ``workload.OPTIMIZERS``, its library's defaults everywhere else."""
+    """Build an optimizer by its name in ``workload.OPTIMIZERS``, with its library's defaults."""
     return AdamW8bit(parameters) if name == "adamw8bit" else make(name, parameters)

@@ -1,8 +1,8 @@
-"""Where the step of an ordinary program, which an estimate is of, is not the one that brim's own commands make.
+"""Differences between the step of an ordinary program, which an estimate is of, and that of brim's own commands.
 
 An estimate is of a program as the libraries' manuals have it: transformers' model and its ``generate``, optimizers by
-their defaults, PEFT's adapters, bitsandbytes' and torchao's layers. ``brim train`` and ``brim generate`` make some of
-that otherwise; what they take, ``brim plan`` says.
+their defaults, PEFT's adapters, bitsandbytes' and torchao's layers. ``brim train`` and ``brim generate`` differ from
+it in some parts; ``brim plan`` predicts those commands.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from brim.estimation.workload import Workload
 from brim.techniques.optimizers import FUSED
 
 PROGRAM = "an ordinary program"
-_STORED = {"bf16": "bfloat16"}  # what weights are held in; float32 by every other precision that is not quantized
+_STORED = {"bf16": "bfloat16"}  # the weights' type; float32 for every other precision that is not quantized
 
 
 def differences(workload: Workload, stored: str, *, language_model: bool) -> dict[str, str]:
-    """What brim's own commands make otherwise, by part of the step; empty where they make this very step.
+    """Differences of brim's own commands from the ordinary step, by part; empty where the steps are the same.
 
     Args:
         workload: What was asked, with what was left open filled in.

@@ -136,7 +136,7 @@ class _Product8bit(torch.autograd.Function):
         output = _rescaled(torch._int_mm(rounded, weight.t()), bias, rows.dtype)
         ctx.weight, ctx.scale, ctx.dtype, ctx.shape = weight, scale, input.dtype, input.shape
         if ctx.needs_input_grad[0]:
-            ctx.kept = rows
+            ctx.rows = rows
         return output.reshape(*input.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -155,7 +155,7 @@ def _rounded_rows(half: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rescaled(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    output = torch.zeros_like(product, dtype=torch.float16)  # the kernel writes float16 whatever is asked for
+    output = torch.zeros_like(product, dtype=torch.float16)  # the kernel writes float16 whatever the type
     if bias is not None and bias.dtype != torch.float16:
         output.add_(bias)
     return output.to(dtype)
@@ -165,7 +165,7 @@ def _rescaled(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dty
 
 
 class Float8Linear(nn.Linear):
-    """To train: the weight stays as it is, and what goes into each of the three products is rounded anew."""
+    """For training: the weight stays as it is; the inputs of each of the three products are rounded anew."""
 
     def take_over(self) -> None:
         """The weight is used as it is."""
@@ -202,7 +202,7 @@ class _ProductFloat8(torch.autograd.Function):
 
 
 class Float8WeightLinear(nn.Linear):
-    """To generate: ``weight`` (out, in) of one byte each and one scale; inputs are rounded at every call."""
+    """For generation: ``weight`` (out, in) of one byte each and one scale; inputs are rounded at every call."""
 
     scale: torch.Tensor
 
@@ -252,32 +252,32 @@ def _mm_float8(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How a precision is made: by which library, and as which layer to train or to generate."""
+    """The library that implements a precision, and its layers for training and generation."""
 
-    told: str
+    description: str
     to_train: type[nn.Linear]
     to_generate: type[nn.Linear]
-    multiple: int = 1  # of the sides of a weight; layers with others are left
+    multiple: int = 1  # of the sides of a weight; layers of other sizes are left as they are
 
 
 SCHEMES = {
     "int8": Scheme(
-        told="bitsandbytes' LLM.int8, a float32 scale per row, no outliers", to_train=Linear8bit,
+        description="bitsandbytes' LLM.int8, a float32 scale per row, no outliers", to_train=Linear8bit,
         to_generate=Linear8bit,
     ),
     "int4": Scheme(
-        told=f"bitsandbytes' 4 bits, a float32 scale per {_BLOCK} weights", to_train=Linear4bit,
+        description=f"bitsandbytes' 4 bits, a float32 scale per {_BLOCK} weights", to_train=Linear4bit,
         to_generate=Linear4bit,
     ),
     "fp8": Scheme(
-        told="torchao's float8, one scale per tensor, not compiled", to_train=Float8Linear,
+        description="torchao's float8, one scale per tensor, not compiled", to_train=Float8Linear,
         to_generate=Float8WeightLinear, multiple=_FLOAT8_ALIGNMENT,
     ),
 }  # fmt: skip
 
 
 def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
-    """Put the layers of ``SCHEMES[precision]`` in the place of linear ones, and say what was done in one line.
+    """Replace linear layers by those of ``SCHEMES[precision]``, and describe the result in one line.
 
     Left as they are: what transformers leaves (output embeddings, tied weights, the last module), weights that lie
     outside of linear layers (embeddings, norms, convolutions, experts in one tensor). Raises UnsupportedError where
@@ -299,7 +299,7 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
         replaced += module.weight.numel()
         _become(module, kind)
     return (
-        f"{scheme.told}: in {len(layers):,} linear layers with {replaced:,} of {total:,} parameters; "
+        f"{scheme.description}: in {len(layers):,} linear layers with {replaced:,} of {total:,} parameters; "
         "the others stay in bfloat16"
     )
 
@@ -313,7 +313,7 @@ def _fits(module: nn.Module, multiple: int) -> bool:
 
 
 def _choice(model: nn.Module) -> Callable[[str], bool]:
-    """Whether a layer of that name is to be replaced, as transformers decides it."""
+    """A function that says by a layer's name whether it is replaced, as transformers decides it."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -326,7 +326,7 @@ def _choice(model: nn.Module) -> Callable[[str], bool]:
 
 
 def _become(module: Any, kind: type[nn.Linear]) -> None:
-    """Make a linear layer one of another kind in its place: a new one would leave the old one's tensors behind."""
+    """Turn a linear layer into another kind in place: a new one would leave the old one's tensors behind."""
     shape = tuple(module.weight.shape)
     outside, inside = reversed(shape) if type(module).__name__ == "Conv1D" else shape
     module.__class__ = kind

@@ -1,4 +1,4 @@
-"""Memory that a trace will take: its allocations and frees, in order, through the caching allocator."""
+"""Simulate the memory of a trace: its allocations and frees, in order, through the caching allocator."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _BY_SIZE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a CUDA step runs.
+    """The GPU of a CUDA step.
 
     Attributes:
         name: The card's name.
@@ -102,15 +102,15 @@ class Place:
 
     @property
     def available_bytes(self) -> int | None:
-        """What is left to the caching allocator."""
+        """Bytes left to the caching allocator."""
         return None if self.total_bytes is None else max(self.total_bytes - self.context.bytes, 0)
 
 
 def place_of(gpu: str | catalog.Gpu | Hardware | Place | None, vram: str | int | None = None) -> Place:
-    """The GPU by its name in the catalog, or as a Hardware (whose VRAM tier counts as what torch can hand out).
+    """The GPU by its name in the catalog, or as a Hardware (whose VRAM tier is what torch can use).
 
-    ``vram``: of a GPU that the catalog lacks its memory, which is all that is known of it then; with ``gpu``, how
-    much of its memory this process may take, context included.
+    ``vram`` without ``gpu``: the memory of a GPU that the catalog lacks, which is all that is known of it. With
+    ``gpu``: how much of its memory this process may take, context included.
     """
     if vram is not None and gpu is None:
         total = parse_bytes(vram)
@@ -144,7 +144,7 @@ def _place_of(gpu: str | catalog.Gpu | Hardware | Place | None) -> Place:
 
 
 class _Run:
-    """One pass of a trace through the allocator."""
+    """A single pass of a trace through the allocator."""
 
     def __init__(self, trace: Trace, config: AllocatorConfig, place: Place, device: DeviceMemory) -> None:
         facts = {CONTEXT_BYTES: float(place.context.bytes)}
@@ -191,7 +191,7 @@ class _Run:
         return True
 
     def _bytes(self, storage: Storage) -> int:
-        """A storage's size; cuBLAS's workspace is that of the GPU here, whichever GPU the trace was made for."""
+        """A storage's size; cuBLAS's workspace has the size of this GPU's, not of the traced GPU's."""
         if storage.category is Category.WORKSPACE and storage.module == "cuBLAS":
             return self._cublas_bytes or storage.bytes
         return storage.bytes
@@ -206,7 +206,7 @@ class _Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """What the caching allocator gave out and held at most; not whole where memory ended (``out_of_memory``)."""
+    """Peaks of the caching allocator's allocated and reserved bytes; partial if ``out_of_memory``."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -214,7 +214,7 @@ class Peaks:
 
 
 class Replay:
-    """A trace's allocations and frees through the allocator again and again, with other sizes: peaks, no events."""
+    """Replay a trace's allocations and frees through the allocator with other sizes: peaks only, no events."""
 
     def __init__(self, trace: Trace, alloc_conf: str = "") -> None:
         self._config = AllocatorConfig.parse(alloc_conf)
@@ -231,7 +231,7 @@ class Replay:
     def peaks(
         self, sizes: Sequence[int] | None, place: Place, *, ends: bool = False, device: DeviceMemory | None = None
     ) -> Peaks:
-        """Peaks with ``sizes`` by the storage's position (None: the trace's own); ``ends``: in that GPU's memory."""
+        """Peaks with ``sizes`` by the storage's position (None: the trace's). ``ends``: limit memory to the GPU's."""
         sizes = list(self._sizes if sizes is None else sizes)
         for index in self._cublas:
             sizes[index] = place.cublas_workspace_bytes or sizes[index]
@@ -260,21 +260,21 @@ class Replay:
         return not self.peaks(sizes, place, ends=True).out_of_memory
 
     def least_bytes(self, sizes: Sequence[int]) -> int:
-        """What is allocated at the peak, in blocks of the allocator's smallest size: no setting takes less.
+        """Allocated bytes at the peak, in blocks of the smallest size: no allocator setting takes less.
 
-        Floating-point numbers are exact up to 9 PB, and go on beyond what integers hold.
+        Floating-point numbers are exact up to 9 PB, and do not overflow beyond.
         """
         blocks = np.ceil(np.array(sizes, dtype=np.float64) / MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         return int(np.cumsum(blocks[self._order] * self._signs).max(initial=0))
 
 
 def _pool_of(stream: int) -> PoolId | None:
-    """The private pool of a captured graph, for which a stream stands in a trace."""
+    """The private pool of a captured graph, which a trace writes as a stream."""
     return (0, stream) if stream >= FIRST_GRAPH_POOL else None
 
 
 def _changes(trace: Trace) -> Iterator[tuple[int, bool]]:
-    """Births (True) and deaths by the storage's position, in order; -1 where the program empties the cache."""
+    """Yield births (True) and deaths by the storage's position, in order; -1 where the program empties the cache."""
     emptied = [op.at for op in trace.ops if op.name == EMPTY_CACHE]
     changes = [(storage.born, index, True) for index, storage in enumerate(trace.storages)]
     changes += [(s.died, index, False) for index, s in enumerate(trace.storages) if s.died is not None]
@@ -303,9 +303,9 @@ def _added_up(trace: Trace) -> Timeline:
 
 
 def phases(trace: Trace, timeline: Timeline) -> tuple[tuple[str, int], ...]:
-    """Where each part of each step begins in a simulated ``timeline``: its name, and the number of its first event.
+    """The name and the first event's number of each part of each step, in a simulated ``timeline``.
 
-    What is allocated tells; what checkpointing computes again is part of the backward pass. Building is not named.
+    Parts are told by their allocations; recomputation belongs to the backward pass. Building has no name.
     """
     born, ops = {storage.id: storage.born for storage in trace.storages}, trace.ops
     begins = [op.at for op in ops]
@@ -324,7 +324,7 @@ def phases(trace: Trace, timeline: Timeline) -> tuple[tuple[str, int], ...]:
 
 
 def reserved_at_steps(trace: Trace, timeline: Timeline) -> list[int]:
-    """What the allocator holds at the end of each step, of a simulated ``timeline`` that did not end early."""
+    """Reserved bytes at the end of each step of a simulated ``timeline`` that did not run out of memory."""
     kinds, numbers, sizes = (timeline.column(name) for name in ("kind", "storage", "bytes"))
     born = {storage.id: storage.born for storage in trace.storages}
     held, ends = 0, list[int]()
@@ -340,7 +340,7 @@ def reserved_at_steps(trace: Trace, timeline: Timeline) -> list[int]:
 
 
 def lives(trace: Trace) -> Iterator[tuple[Storage, bool, Op | None]]:
-    """Every allocation (True) and free (False) in order, with the operation under way: the last one that began."""
+    """Yield every allocation (True) and free (False) in order, with the operation that began last."""
     changes = [(s.born, s, True) for s in trace.storages if s.bytes]
     changes += [(s.died, s, False) for s in trace.storages if s.bytes and s.died is not None]
     changes.sort(key=lambda change: change[0])

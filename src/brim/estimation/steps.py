@@ -1,4 +1,4 @@
-"""Model, optimizer and step of a workload, for ``trace``: they allocate what a real program would."""
+"""Model, optimizer and step of a workload, for ``trace``: they allocate as a real program does."""
 
 from __future__ import annotations
 
@@ -39,34 +39,34 @@ _HALF = {"bfloat16": "bf16", "float16": "bf16"}  # both take two bytes
 
 
 class Job:
-    """A model and what is asked of it. ``build`` is for ``trace``; after it ``workload`` has every setting."""
+    """A model and its workload. ``build`` is for ``trace``; after it ``workload`` has every setting."""
 
-    def __init__(self, source: Source, workload: Workload, *, asked: Workload | None = None, later: int = 0) -> None:
+    def __init__(self, source: Source, workload: Workload, *, full: Workload | None = None, later: int = 0) -> None:
         self.source, self.workload = source, workload
-        self.asked = asked or workload  # this job traces a part of it
-        self.later = later  # so many tokens later than asked: they are there already when generating begins
-        self.template: Template | None = None  # the shallow trace that this job's deep one was made from
-        self.most_tokens: int | None = None  # where the model's table of positions ends
+        self.full = full or workload  # the whole workload; this job may trace a part of it
+        self.later = later  # tokens that are there already when generating begins, beyond those of the prompt
+        self.template: Template | None = None  # the shallow trace that this job's deep one was extended from
+        self.most_tokens: int | None = None  # length of the model's table of positions
         self.ignored: list[str] = []  # settings that mean nothing to this model
-        self.notes: dict[str, str] = {}  # what was assumed, by subject
-        self.shapes: list[tuple[int, ...]] = []  # of the parameters that are trained
-        self.differs: dict[str, str] = {}  # what brim's own commands make otherwise, by part
-        self.precision_origin = ""  # where the precision is from
+        self.notes: dict[str, str] = {}  # assumptions, by subject
+        self.shapes: list[tuple[int, ...]] = []  # of the trained parameters
+        self.differs: dict[str, str] = {}  # differences of brim's own commands, by part
+        self.precision_origin = ""
 
     def with_layers(self, field: str, layers: int) -> Job:
         """The job of the same model with ``layers`` in its configuration's ``field``."""
         source = dataclasses.replace(self.source, config={**self.source.config, field: layers})
-        return Job(source, self.workload, asked=self.asked, later=self.later)
+        return Job(source, self.workload, full=self.full, later=self.later)
 
     def adopt(self, done: Job) -> None:
-        """Take over what another job of this model found out."""
+        """Take over the findings of another job of this model."""
         self.workload, self.ignored, self.notes = done.workload, done.ignored, done.notes
         self.most_tokens, self.differs = done.most_tokens, done.differs
         self.precision_origin = done.precision_origin
 
     @property
     def has_windows(self) -> bool:
-        """Whether a setting speaks of a window or a chunk, which may fill up at one length and not at another."""
+        """Return whether a setting names a window or a chunk, which may fill up at one length and not at another."""
         parts = (part for _, part in parts_of(self.source.config))
         return any(value and re.search("window|chunk", name) for part in parts for name, value in part.items())
 
@@ -81,7 +81,7 @@ class Job:
         return self._step(model)
 
     def module(self) -> nn.Module:
-        """The model as its configuration says, on the host and in the workload's weight type."""
+        """Build the model of the configuration, on the host and in the workload's weight type."""
         return self._diffusers() if self.source.library == "diffusers" else self._transformers()
 
     # -- models --------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Job:
         return model
 
     def _resolve(self, model: Any, config: Any) -> None:
-        """Fill in what was left open, and tell what means nothing to this model."""
+        """Fill in the settings that are None, and record those that mean nothing to this model."""
         if making.is_multimodal(config) and making.takes_text_alone(model):
             self.notes["inputs"] = "text alone; what images and sounds add is not in it"
         generates = self.workload.task == "generate" and model.can_generate()
@@ -112,12 +112,12 @@ class Job:
         if self.workload.seq and not tokens:
             self.ignored.append(f"seq is ignored: {self.source.name} does not take tokens.")
             self.workload = dataclasses.replace(self.workload, seq=None)
-        if self.asked.new_tokens and not generates:
+        if self.full.new_tokens and not generates:
             self.ignored.append(f"new_tokens is ignored: {self.source.name} does not generate text.")
         new = (self.workload.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
-        new_tokens = (self.asked.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
+        new_tokens = (self.full.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
         limits = dict(making.position_tables(model))
-        room = 0 if config.is_encoder_decoder else new_tokens  # of the model's positions, for tokens to come
+        room = 0 if config.is_encoder_decoder else new_tokens  # positions needed for new tokens
         default = max(making.default_tokens(model) - room, 1) if tokens else 0
         self.workload = self.workload.resolved(seq=default or None, precision="fp32", new_tokens=new or None)
         if tokens:
@@ -146,13 +146,13 @@ class Job:
         return model
 
     def _set_precision(self, stored: WeightType) -> None:
-        """Fill in the precision where none was asked for, and note where it is from."""
+        """Fill in the precision where none was given, and note its origin."""
         if self.workload.precision is None:
             check_not_quantized(self.source)
             precision = _HALF.get(stored.dtype, "fp32")
             self.workload = dataclasses.replace(self.workload, precision=precision)
-            self.precision_origin = stored.told
-        elif self.asked.precision is not None:
+            self.precision_origin = stored.origin_and_type
+        elif self.full.precision is not None:
             self.precision_origin = ASKED
 
     def _quantize(self, model: nn.Module) -> None:
@@ -175,7 +175,7 @@ class Job:
         return _forward_only(model, make(model, self.workload))
 
     def _prompt(self, model: Any) -> dict[str, Any]:
-        """What generating begins with; ``later`` tokens are the decoder's own where there is an encoder."""
+        """Inputs at the start of generation; ``later`` tokens belong to the decoder where there is an encoder."""
         workload = self.workload
         if not self.later:
             return making.forward_inputs(model, workload)
@@ -246,7 +246,7 @@ class Job:
 def training_step(
     forward: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
 ) -> Step:
-    """A step of training as PyTorch's tutorials write it; ``forward`` gives the loss."""
+    """A training step as in PyTorch's tutorials; ``forward`` returns the loss."""
 
     def step() -> None:
         loss = forward()
@@ -263,7 +263,7 @@ def training_step(
 
 
 class _CallWith(nn.Module):
-    """A module called with positional or named inputs, as they are."""
+    """Call a module with positional or named inputs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ def _own_type(model: nn.Module) -> WeightType:
 
 
 def _named_inputs(example: Any, dtype: torch.dtype | None) -> Any:
-    """Inputs on the GPU, floating ones in ``dtype``; None: as they are."""
+    """Move inputs to the GPU, floating ones to ``dtype`` (None: unchanged)."""
 
     def place(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -315,7 +315,7 @@ def _weights_dtype(workload: Workload) -> torch.dtype:
 
 
 def _with_lora(model: nn.Module, source: Source, workload: Workload) -> nn.Module:
-    """PEFT's defaults where nothing else was given."""
+    """Add PEFT adapters, with PEFT's defaults for settings that are None."""
     targets: list[str] | str | None = None
     if source.library == "diffusers":
         targets = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -349,7 +349,7 @@ def _checkpoint(model: nn.Module, checkpointing: str, source: Source) -> None:
         raise UnsupportedError(
             f"Cannot use checkpointing={checkpointing} for {source.name}.", "Its class does not support it."
         )
-    if hasattr(model, "activation_checkpointing_enable"):  # its name from transformers 5.20 on
+    if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.20
         model.activation_checkpointing_enable(options)  # type: ignore[operator]
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""What is asked of a model: the task and its settings, checked, with what was left open filled in."""
+"""A workload: the task and its settings, checked; settings that are None are filled in later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from brim.predict.formulas.optimizers import MADE
 TASKS = ("train", "generate")
 PRECISIONS = ("fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8", "int8", "int4")
 OPTIMIZERS = MADE
-_FROZEN = ("int8", "int4")  # weights that no gradient reaches
+_FROZEN = ("int8", "int4")  # precisions whose weights get no gradient
 _FULL_NAMES = {"adamw8bit": "adamw8bit (torchao)"}  # bitsandbytes has another of the same name
 METHODS = ("full", "lora")
 CHECKPOINTING = ("none", "selective", "alternate", "full")
@@ -30,20 +30,20 @@ _CHOICES = {
 DEFAULT_NEW_TOKENS = 128
 _TRAINING_ONLY = ("optimizer", "method", "checkpointing")
 ASKED = "as asked for"
-_TRAINED = {  # by the tier that computes: what brim train takes where no precision is asked for
+_TRAINED = {  # the default precision of brim train, by the tier that computes
     RAM: ("fp32", "by default: what brim train takes on processors"),
     VRAM: ("bf16-mixed", "by default: what brim train takes on GPUs"),
 }
 
 
 def training_precision(precision: str | None, compute: str) -> tuple[str, str]:
-    """The precision in which ``brim train`` computes on the tier ``compute``, and where it is from."""
+    """The precision in which ``brim train`` computes on the tier ``compute``, and its origin."""
     return _TRAINED[compute] if precision is None else (precision, ASKED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One task and its settings. None: not given, and filled in by ``resolved``.
+    """A task and its settings. None: not given, and filled in by ``resolved``.
 
     ``batch``, ``seq``, ``new_tokens`` and ``lora_rank`` are whole numbers from 1. Raises UsageError for anything
     else, and for settings that do not go together.
@@ -132,12 +132,12 @@ class Workload:
 
     @property
     def given(self) -> dict[str, int | str]:
-        """What differs from the defaults."""
+        """Settings that differ from the defaults."""
         fields = dataclasses.fields(self)
         return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
     def resolved(self, *, seq: int | None, precision: str, new_tokens: int | None) -> Workload:
-        """With every setting that the task has. ``seq`` and ``precision`` are for where none was given."""
+        """Fill in every setting of the task. ``seq`` and ``precision`` apply where none was given."""
         training = self.task == "train"
         return dataclasses.replace(
             self,

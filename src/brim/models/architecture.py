@@ -22,7 +22,7 @@ from brim.memory.checkpoint_files import TensorSource
 from brim.models.file_tensor import FileTensor
 
 _SHOWN = 5  # names in an error message
-_MODULES, _MODULES_EACH = 2_000, 16  # of a model, and more for each tensor that its files hold
+_MODULES, _MODULES_EACH = 2_000, 16  # of a model, and additional ones for each tensor in its files
 _INITIALIZED_BYTES = 128 << 20  # weights that a checkpoint may lack: position tables, mostly
 
 
@@ -84,12 +84,12 @@ def build_module(
     dtype: torch.dtype | None,
     trust_remote_code: bool,
 ) -> BuiltModule:
-    """The module in eval mode, every weight that the checkpoint holds on meta. Raises ModelError as open_model."""
+    """Build the module in eval mode, every weight of the checkpoint on meta. Raises ModelError as open_model."""
     kind = model_class(directory, config, trust_remote_code)
     state = {name: FileTensor.open(source) for name, source in stored.items()}
     with _quiet(), _NoLargeWeights(), limited_modules(directory, len(stored)):
         try:
-            # transformers does the renaming, merging, tying and checking; ours is only what a tensor is.
+            # transformers does the renaming, merging, tying and checking; only the tensors are brim's.
             module, info = kind.from_pretrained(
                 None,
                 config=config,
@@ -120,8 +120,8 @@ def build_module(
 
 
 class _NoLargeWeights(TorchFunctionMode):
-    """Where the checkpoint lacks weights, transformers would allocate and initialize them, tens of gigabytes if the
-    config is of another model: beyond a little they stay on meta, and the error that follows costs no memory."""
+    """Keep large missing weights on meta: transformers would allocate and initialize them, tens of gigabytes if the
+    config is another model's, before the error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,8 +138,8 @@ class _NoLargeWeights(TorchFunctionMode):
 
 @contextmanager
 def limited_modules(path: Path, tensors: int) -> Iterator[None]:
-    """While a model of that many ``tensors`` in files is built: ModelError where it gets far more modules, which its
-    config asks for under whatever name, instead of minutes and gigabytes before that is noticed."""
+    """While open, raise ModelError if a model with ``tensors`` tensors in files gets far more modules, which any name
+    in its config may ask for: found at once, not after minutes and gigabytes."""
     most, made = _MODULES + _MODULES_EACH * tensors, 0
 
     def count(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
@@ -213,11 +213,11 @@ def _check_fit(directory: Path, module: Any, info: dict[str, Any]) -> None:
             "Fetch the checkpoint again; if it is of another architecture, correct config.json.",
         )
     if left_out := sorted(info["unexpected_keys"]):
-        warnings.warn(_told_left_out(directory, module, left_out), stacklevel=4)
+        warnings.warn(_left_out_warning(directory, module, left_out), stacklevel=4)
 
 
-def _told_left_out(directory: Path, module: Any, names: list[str]) -> str:
-    """The warning for tensors of the files that the model has no place for: transformers warns of them, too."""
+def _left_out_warning(directory: Path, module: Any, names: list[str]) -> str:
+    """The warning for tensors of the files that the model has no place for, as transformers warns of them."""
     layers = {found[0] for name in names if (found := re.match(r".*?\.\d+(?=\.)", name))}
     layers -= {name for name, _ in module.named_modules()}
     most = sorted(layers, key=lambda layer: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", layer)])
@@ -247,7 +247,7 @@ def _load_generation_config(module: Any, directory: Path) -> None:
 
 
 def _move_to_meta(module: torch.nn.Module) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    """Put a meta tensor wherever a FileTensor is, one for all places that share it."""
+    """Replace each FileTensor by a meta tensor, one for all places that share it."""
     tensors: dict[str, FileTensor] = {}
     tied: dict[str, str] = {}
     names: dict[int, str] = {}
@@ -281,7 +281,7 @@ def _meta_twin(tensor: FileTensor) -> torch.Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers' progress bars and loading report stay off; what matters of it becomes an error."""
+    """Silence transformers' progress bars and loading report; its important parts become errors."""
     from transformers.utils import logging as transformers_logging
 
     logging: Any = transformers_logging

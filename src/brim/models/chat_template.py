@@ -25,11 +25,11 @@ _MOST_WAIT_S = 120.0  # by the clock, as others may use the processors
 _MOST_BYTES, _MOST_BYTES_EACH = 256 << 20, 32  # of memory, and more for each byte that the template is given
 _MOST_CHARACTERS, _MOST_CHARACTERS_EACH = 1 << 20, 8  # of text, likewise
 _IDLE_S = 30.0  # after which the process, of 60 MiB, ends
-_LENGTH_BYTES = 8  # of a message between the processes, before it
+_LENGTH_BYTES = 8  # the length before each message between the processes
 
 
 class TemplateError(ValueError):
-    """A chat template fails, or passes a bound."""
+    """A chat template fails, or exceeds a limit."""
 
 
 def apply_template(tokenizer: Any, messages: Sequence[Any], **options: Any) -> Any:
@@ -40,7 +40,7 @@ def apply_template(tokenizer: Any, messages: Sequence[Any], **options: Any) -> A
     from transformers import tokenization_utils_base
 
     names: Any = vars(tokenization_utils_base)
-    render = names["render_jinja_template"]  # transformers lets nobody give a renderer of his own
+    render = names["render_jinja_template"]  # transformers takes no renderer as an argument
     if not isinstance(render, _Renderer):
         names["render_jinja_template"] = render = _Renderer(render)
     with render.bounded():
@@ -75,7 +75,7 @@ class _Renderer:
 
 
 class _Process:
-    """The process that renders: begun when it is needed, and anew where it has ended, or this one is a copy."""
+    """The rendering process: started when needed, and again if it has ended or this process is a fork."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
@@ -84,8 +84,8 @@ class _Process:
 
     def rendered(self, request: bytes) -> Any:
         with self._lock:
-            for _ in range(2):  # it may have ended, as nothing was asked, in this very moment
-                answer = self._asked(request)
+            for _ in range(2):  # it may have ended of idleness at this very moment
+                answer = self._response(request)
                 if answer:
                     document = json.loads(answer)
                     if "error" in document:
@@ -98,8 +98,8 @@ class _Process:
                     break
         raise TemplateError(f"the process that renders it ended with code {code}")
 
-    def _asked(self, request: bytes) -> bytes:
-        """The answer; nothing where the process ends without one."""
+    def _response(self, request: bytes) -> bytes:
+        """The process's answer; empty if it ends without one."""
         try:
             child = self._begun()
             assert child.stdin is not None and child.stdout is not None
@@ -110,7 +110,7 @@ class _Process:
         except BrokenPipeError:
             return b""
         except BaseException:
-            self.end()  # what it says next would be taken for the answer to another question
+            self.end()  # its late answer would be taken for that of the next request
             raise
 
     def _begun(self) -> subprocess.Popen[bytes]:
@@ -121,7 +121,7 @@ class _Process:
             self._child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 cwd=os.sep,  # this process's may be gone
-                start_new_session=True,  # Ctrl-C is not for it
+                start_new_session=True,  # Ctrl-C must not reach it
             )  # fmt: skip
             self._owner = os.getpid()
             assert self._child.stdin is not None
@@ -129,12 +129,12 @@ class _Process:
         return self._child
 
     def end(self, *, at_once: bool = True) -> int:
-        """Wait for its end, and tell its exit code."""
+        """Wait for its end, and return its exit code."""
         child, self._child = self._child, None
         if child is None:
             return 0
         assert child.stdin is not None and child.stdout is not None
-        if self._owner != os.getpid():  # another process reads, writes and waits
+        if self._owner != os.getpid():  # only the original process may read, write and wait
             child.returncode = 0
             for pipe in (child.stdin, child.stdout):
                 pipe.raw.close()  # type: ignore[attr-defined]  # without what is still in a buffer: it is the other's
@@ -157,9 +157,9 @@ def _send(pipe: IO[bytes], message: bytes) -> None:
 
 
 def _received(pipe: IO[bytes] | RawIOBase) -> bytes:
-    """The next message; nothing where there is none, or it is cut off."""
+    """The next message; empty at the end, or if it is cut off."""
     message, length = bytearray(), _LENGTH_BYTES
-    for _ in range(2):  # of its length, and of its text
+    for _ in range(2):  # the length, then the text
         message = bytearray()
         while len(message) < length and (more := pipe.read(length - len(message))):
             message += more
@@ -170,8 +170,8 @@ def _received(pipe: IO[bytes] | RawIOBase) -> bytes:
 
 
 def _main() -> None:
-    """The process: renders what it receives until there is no more, or nothing comes for a while."""
-    questions, answers = FileIO(0), sys.stdout.buffer  # one that does not read ahead, for select
+    """Run the process: render requests until the input ends, or nothing comes for a while."""
+    questions, answers = FileIO(0), sys.stdout.buffer  # unbuffered, for select
     sys.stdout = sys.stderr  # libraries may print
     sys.path[:] = json.loads(_received(questions))
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -202,7 +202,7 @@ def _answer(render: Callable[..., Any], arguments: dict[str, Any], bounds: dict[
         texts, spans = render(**arguments)
     except MemoryError:
         return {"error": f"it takes more than {bounds['bytes'] >> 20} MiB of memory"}
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates raise any exception
         return {"error": (" ".join(str(error).split()) or type(error).__name__)[:1000]}
     characters = sum(map(len, texts))
     if characters > bounds["characters"]:

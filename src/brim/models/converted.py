@@ -1,4 +1,4 @@
-"""Tensors that are not on disk as the module wants them, converted once into the user's cache folder."""
+"""Tensors that files hold in another layout than the module's, converted once into the user's cache folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from brim.version import __version__
 def convert_tensors(
     directory: Path, tensors: dict[str, FileTensor]
 ) -> tuple[dict[str, TensorSource], dict[str, int]]:
-    """Where the converted ``tensors`` of the checkpoint in ``directory`` are, and their checksums.
+    """Convert ``tensors`` of the checkpoint in ``directory``; return their new sources and checksums.
 
     They are read, converted and written one at a time. Raises TransferError when a disk refuses.
     """
@@ -34,7 +34,7 @@ def convert_tensors(
 
 
 def transformers_version() -> str:
-    """Which transformers arranged the tensors."""
+    """The version of transformers, which decides the tensors' layout."""
     import transformers
 
     return transformers.__version__

@@ -1,8 +1,8 @@
-"""A tensor that is still in its file: it has a shape and a dtype, and knows which bytes it will be made of.
+"""A tensor that is still in its file: it has a shape and a dtype, and knows the bytes of its values.
 
-transformers' own loading code runs on these, so every rename, merge, tie and check is its own; what comes out says
-where each parameter's bytes are. What a chain of operations only gathers stays a list of extents; anything else
-(a transposition, a cast) is remembered and done when the tensor is read.
+transformers' own loading code runs on these, so every rename, merge, tie and check is its own; the result has each
+parameter's bytes. A chain of operations that only gathers stays a list of extents; any other operation (a
+transposition, a cast) is recorded and done when the tensor is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from brim.memory.file_versions import check_version, opened_version
 
 aten = torch.ops.aten
 
-# More and smaller pieces than this are slower to gather from disk than to copy once into a better order.
+# With more and smaller pieces, gathering from disk is slower than one copy in a better order.
 MAX_PIECES = 256
 MIN_PIECE_BYTES = 64 << 10
 
@@ -34,7 +34,7 @@ class FileTensor(torch.Tensor):
     """Row-major in its extents, or, where those are None, computed from the file when ``materialize`` is called."""
 
     extents: tuple[Extent, ...] | None
-    origins: tuple[TensorSource, ...]  # the tensors in the files that it is made of
+    origins: tuple[TensorSource, ...]  # the tensors in the files that it is computed from
     _compute: Callable[[], torch.Tensor] | None
 
     @staticmethod
@@ -45,7 +45,7 @@ class FileTensor(torch.Tensor):
         origins: tuple[TensorSource, ...],
         compute: Callable[[], torch.Tensor] | None = None,
     ) -> FileTensor:
-        # It says "cpu" so that nothing tries to bring it there.
+        # "cpu", so that nothing tries to move it there.
         tensor = torch.Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device=torch.device("cpu"))
         tensor.extents, tensor.origins, tensor._compute = extents, origins, compute
         return tensor
@@ -124,8 +124,8 @@ def read_extent(extent: Extent, into: memoryview) -> None:
 
 
 def _is_throwaway(func: Any, args: Any) -> bool:
-    """Whether only freshly computed values are written to: initialization fills a parametrized weight, say, which
-    is computed anew from its parameters each time it is asked for."""
+    """Return whether only freshly computed values are written, as when initialization fills a parametrized weight,
+    which is computed from its parameters at each access."""
     written = [
         value
         for slot, value in zip(func._schema.arguments, args, strict=False)
@@ -138,7 +138,7 @@ def _is_throwaway(func: Any, args: Any) -> bool:
 
 
 def _equal(first: FileTensor, second: FileTensor) -> bool:
-    """Whether two tensors hold the same values; tied weights stored twice are compared piece by piece."""
+    """Return whether two tensors hold the same values; tied weights stored twice are compared piece by piece."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     if first.extents is None or second.extents is None:
@@ -170,7 +170,7 @@ def _real(leaf: Any) -> Any:
 def _gathered(
     func: Any, args: Any, kwargs: Any, inputs: list[FileTensor], metas: dict[int, torch.Tensor], out: torch.Tensor
 ) -> tuple[Extent, ...] | None:
-    """The bytes of one result as extents of its inputs' bytes, or None where it is more than a gathering."""
+    """A result's bytes as extents of its inputs' bytes, or None if the operation does more than gather."""
     packet = func.overloadpacket
     if any(leaf.extents is None or leaf.dtype != out.dtype for leaf in inputs):
         return None
@@ -190,7 +190,7 @@ def _gathered(
 
 def _if_worth_it(pieces: Iterator[Extent], out: torch.Tensor) -> tuple[Extent, ...] | None:
     limit = max(MAX_PIECES, out.numel() * out.dtype.itemsize // MIN_PIECE_BYTES)
-    # Neighbours join, so count after merging; but do not walk the elements of a transposed matrix one by one.
+    # Count after merging neighbours, but do not walk the elements of a transposed matrix one by one.
     few = list(itertools.islice(pieces, 64 * limit + 1))
     merged = merge_extents(few)
     return merged if len(few) <= 64 * limit and len(merged) <= limit else None
@@ -206,7 +206,7 @@ def _interleave(tensors: list[FileTensor], dim: int, out: torch.Tensor) -> Itera
 
 
 def _strided(tensor: FileTensor, out: torch.Tensor) -> Iterator[Extent]:
-    """A view of a row-major tensor: its strides say which runs of bytes it is."""
+    """Yield the runs of bytes of a view of a row-major tensor, from its strides."""
     sizes, strides, run = list(out.shape), list(out.stride()), 1
     while sizes and (sizes[-1] == 1 or strides[-1] == run):
         run *= sizes.pop()

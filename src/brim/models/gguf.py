@@ -33,7 +33,7 @@ from brim.version import __version__
 
 _REFUSED = 3  # the child's exit code for an error that it explains on its standard output
 _ERRORS = {kind.__name__: kind for kind in (ModelError, TransferError, UnsupportedError)}
-_ROWS_BYTES = 16 << 20  # dequantization makes several copies of what it works on
+_ROWS_BYTES = 16 << 20  # dequantization makes several copies of its input
 
 
 def convert_gguf(path: Path) -> Path:
@@ -89,7 +89,7 @@ def _refuse(error: BrimError) -> int:
 
 
 def _parse_once() -> None:
-    """config, tokenizer and weights each parse the whole vocabulary anew, for seconds: share it, in this process."""
+    """Parse the vocabulary once for config, tokenizer and weights, in this process: each would take seconds."""
     import gguf
 
     module: Any = gguf
@@ -120,13 +120,13 @@ def _convert(path: Path, folder: Path) -> None:
 
 @contextmanager
 def _read_by_transformers(path: Path, what: str) -> Iterator[None]:
-    """Refuse the file where transformers does not accept ``what`` of it, by any exception that it has for that."""
+    """Refuse the file where transformers rejects its ``what``, by any of its exceptions."""
     try:
         yield
     except (BrimError, MemoryError):
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the disk's, not transformers' own
+        if isinstance(error, OSError) and error.errno is not None:  # the disk's error, not transformers' own
             raise
         raise UnsupportedError(
             f"Cannot convert {path}.",
@@ -183,7 +183,7 @@ def _model_class(path: Path, config: Any) -> Any:
 
 
 def _weights(path: Path, reader: Any, module: Any) -> tuple[list[Layout], Iterator[tuple[str, torch.Tensor]]]:
-    """What will be written, and the tensors one at a time: dequantized, and arranged as transformers does."""
+    """The new file's layout, and its tensors one at a time: dequantized, and arranged as transformers does."""
     from transformers import modeling_gguf_pytorch_utils
 
     legacy: Any = modeling_gguf_pytorch_utils
@@ -193,7 +193,7 @@ def _weights(path: Path, reader: Any, module: Any) -> tuple[list[Layout], Iterat
     parsed: dict[str, Any] = legacy.load_gguf_checkpoint(str(path), return_tensors=False)
     processor = legacy.TENSOR_PROCESSORS.get(architecture, legacy.TensorProcessor)(config=parsed["config"])
     names = legacy.get_gguf_hf_weights_map(module, processor)
-    # Experts' gate and up are one tensor of the module: it is complete when the last of its parts has come.
+    # Experts' gate and up are one tensor of the module, complete with its last part.
     parts = Counter(target for tensor in reader.tensors if (target := _target(names, tensor.name)))
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     layout = [(name, torch.float32, shapes[name]) for name in parts]
@@ -250,7 +250,7 @@ def _dequantize(path: Path, tensor: Any) -> Any:
 
 
 def _has_new_loader(architecture: str) -> bool:
-    """transformers loads a few architectures in another way, whose steps cannot be taken one tensor at a time."""
+    """Return True if transformers has a new loader for it, which cannot convert one tensor at a time."""
     from transformers.integrations import gguf as integration
 
     return architecture in getattr(integration, "GGUF_ARCHS", ())

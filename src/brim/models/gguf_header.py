@@ -28,7 +28,7 @@ _DIMENSIONS = (".embedding_length", ".feed_forward_length", ".head_count", ".exp
 
 
 def check_header(path: Path) -> None:
-    """Raise ModelError unless every count and length in the header of ``path`` is of what the file has room for."""
+    """Raise ModelError unless the file has room for every count and length in the header of ``path``."""
     try:
         with regular(path).open("rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""What MODEL means, before anything large is loaded: most mistakes are in what was typed."""
+"""Find the model that MODEL names, before anything large is loaded: most mistakes are typing mistakes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from brim import catalog
 from brim.core.files import special_file
 from brim.errors import ModelError, UsageError
 
-# Weights as safetensors, and what a config and a tokenizer need. Nothing that can run code.
+# Files of weights as safetensors, of a config and of a tokenizer; none that can run code.
 _HUB_PATTERNS = (
     "model*.safetensors",
     "model.safetensors.index.json",
@@ -22,16 +22,16 @@ _HUB_PATTERNS = (
 
 
 def locate(model: str | Path, *, trust_remote_code: bool = False) -> Path:
-    """The local file or folder that MODEL means; a hub id is fetched first.
+    """The local file or folder of MODEL; a hub id is fetched first.
 
-    Raises ModelError for one that is not there or cannot be fetched, UsageError for what is no model.
+    Raises ModelError where it is missing or cannot be fetched, UsageError where it is no model.
     """
     folder = local(model)
     return _fetch(str(model), trust_remote_code) if folder is None else folder
 
 
 def local(model: str | Path) -> Path | None:
-    """The file or folder that MODEL means; None for what may be a hub id. Raises as ``locate``."""
+    """The file or folder that MODEL names; None for a possible hub id. Raises as ``locate``."""
     path = expanded(model)
     try:
         if path.is_dir():
@@ -53,7 +53,7 @@ def local(model: str | Path) -> Path | None:
 
 
 def expanded(model: str | Path) -> Path:
-    """With the home folder for ``~``. Raises ModelError where nobody has that name."""
+    """Expand ``~`` to the home folder. Raises ModelError for an unknown user."""
     try:
         return Path(model).expanduser()
     except RuntimeError as error:
@@ -61,7 +61,7 @@ def expanded(model: str | Path) -> Path:
 
 
 def _checked(folder: Path) -> Path:
-    """Libraries open what they find there, and would wait for a pipe for ever."""
+    """Raise an error for files that are no regular files: libraries would open a pipe and wait for ever."""
     if (special := special_file(folder)) is not None:
         raise ModelError(
             f"{folder} was given as the model.",
@@ -72,7 +72,7 @@ def _checked(folder: Path) -> Path:
 
 
 def _repository(model: str) -> str:
-    """The hub id that a name stands for: of a name of the catalog the one that its configuration is of."""
+    """The hub id of a name; for a name of the catalog, that of its configuration."""
     try:
         ids = catalog.model(model).hub_ids
     except UsageError:

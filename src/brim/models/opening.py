@@ -79,7 +79,7 @@ def open_model(
 
 
 def build(model: str | Path, *, dtype: torch.dtype | None, trust_remote_code: bool) -> tuple[Path, str, BuiltModule]:
-    """The folder that MODEL means, its name, and the module without weights. Raises as ``open_model``."""
+    """MODEL's folder, its name, and the module without weights. Raises as ``open_model``."""
     path = locate(model, trust_remote_code=trust_remote_code)
     name = path.stem if path.is_file() else path.resolve().name if Path(model).exists() else str(model)
     directory = path if path.is_dir() else convert_gguf(path)
@@ -89,9 +89,9 @@ def build(model: str | Path, *, dtype: torch.dtype | None, trust_remote_code: bo
 
 
 def prepare(model: str | Path, *, trust_remote_code: bool = False) -> Path:
-    """The local folder of MODEL, fetched or converted where that is needed, and its code imported.
+    """The local folder of MODEL, fetched or converted if needed, with its code imported.
 
-    What remains for ``open_model`` is loading proper, whose memory can be told from that of all this.
+    ``open_model`` then does the loading proper, so its memory can be measured alone.
     """
     path = locate(model, trust_remote_code=trust_remote_code)
     directory = path if path.is_dir() else convert_gguf(path)
@@ -116,17 +116,17 @@ def verify_files(directory: Path) -> None:
             )
 
 
-def precision_of(opened: OpenedModel, asked: str | None) -> tuple[str, str]:
-    """The precision of an opened model, and where it is from."""
-    if asked is not None:
-        return asked, ASKED
+def precision_of(opened: OpenedModel, given: str | None) -> tuple[str, str]:
+    """The precision of an opened model, and its origin."""
+    if given is not None:
+        return given, ASKED
     config = json.loads(regular(opened.path / "config.json").read_bytes())
     source = Source(name=opened.name, library="transformers", config=config, folder=opened.path)
-    return dtype_name(opened.module), weight_type(source).told
+    return dtype_name(opened.module), weight_type(source).origin_and_type
 
 
 def dtype_name(module: torch.nn.Module) -> str:
-    """``fp32``, ``bf16`` or ``fp16``: that of most weights."""
+    """``fp32``, ``bf16`` or ``fp16``: the dtype of most weights."""
     counts: dict[torch.dtype, int] = {}
     for parameter in module.parameters():
         counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
@@ -145,7 +145,7 @@ def read_tokenizer(folder: Path, name: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever its parsers do
+    except Exception as error:  # transformers raises any exception of its parsers
         raise ModelError(
             f"Cannot read the tokenizer of {name} from {folder}.",
             f"{' '.join(str(error).split()) or type(error).__name__:.300}",
@@ -154,7 +154,7 @@ def read_tokenizer(folder: Path, name: str) -> Any:
 
 
 def sources_of(directory: Path, tensors: dict[str, FileTensor]) -> tuple[dict[str, TensorSource], dict[str, int]]:
-    """Where each of the tensors is on disk as the module wants it, converted now where it is not; known checksums."""
+    """The tensors' places on disk in the module's layout, converted now if needed, and the known checksums."""
     manifest = read_manifest(directory) or {}
     sources, checksums, rest = {}, {}, {}
     for name, tensor in tensors.items():

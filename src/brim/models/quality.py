@@ -1,4 +1,4 @@
-"""What a change to a model's weights costs: perplexity on a text that comes with brim, before and after."""
+"""The cost of a change to a model's weights: perplexity before and after, on a text that comes with brim."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from brim.errors import UsageError
 
-_WINDOW = 256  # tokens at once: logits of a large vocabulary are what this takes in memory
+_WINDOW = 256  # tokens at once: a window's logits of a large vocabulary fill the memory
 
 
 def bundled_text() -> str:

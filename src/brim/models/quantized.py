@@ -1,7 +1,7 @@
 """Open a model with its linear layers quantized, once, into the user's cache folder.
 
-Only what is quantized is written there, and the small tensors that lie between (norms, biases), so that a block is
-one stretch of the file; large tensors that stay wide (embeddings) are read from where they are.
+The cached file has the quantized weights and the small tensors between them (norms, biases), so that a block is one
+stretch of the file; large wide tensors (embeddings) are read from the original files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from brim.version import __version__
 
 PRECISIONS = (*DTYPES, *SCHEMES)
 
-_SMALL_BYTES = 1 << 20  # of a tensor that is copied rather than read from where it is
+_SMALL_BYTES = 1 << 20  # of a tensor that is copied into the cached file
 
 
 def open_as(model: str | Path, precision: str | None, *, trust_remote_code: bool = False) -> OpenedModel:
@@ -47,7 +47,7 @@ def open_quantized(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> OpenedModel:
-    """What ``open_model`` gives, with linear layers as ``QuantizedLinear``.
+    """Open a model as ``open_model`` does, with linear layers as ``QuantizedLinear``.
 
     The first time, weights are read, quantized and written one at a time; the largest of them, quantized, and a few
     megabytes more are held. What stays wide is in ``dtype``; None: as the config says.
@@ -56,17 +56,17 @@ def open_quantized(
     finite. A cached file that is not as it was written is made anew, with a warning; values that have changed in it
     are found, by their checksums, when they are read.
     """
-    asked = Quantization.of(quantization)
+    quantization = Quantization.of(quantization)
     directory, name, built = build(model, dtype=dtype, trust_remote_code=trust_remote_code)
-    work = _Work(built, asked)
-    quantize_meta(built.module, asked)
-    folder = _written(directory, work, asked)
+    work = _Work(built, quantization)
+    quantize_meta(built.module, quantization)
+    folder = _written(directory, work, quantization)
     try:
         stored, manifest = _stored(folder, work.layout())
     except ModelError as error:
         warnings.warn(f"{folder} is damaged, so the model is quantized again. {error.found}", stacklevel=2)
         discard(folder)
-        folder = _written(directory, work, asked)
+        folder = _written(directory, work, quantization)
         stored, manifest = _stored(folder, work.layout())
     wide, checksums = sources_of(directory, work.staying())
     tensors = {**wide, **stored}
@@ -75,24 +75,24 @@ def open_quantized(
         sources={n: tensors[n] for n in built.module.state_dict() if n in tensors},
         tied={alias: n for alias, n in built.tied.items() if alias not in work.weights and n in tensors},
         path=directory,
-        name=f"{name} ({asked})",
+        name=f"{name} ({quantization})",
         checksums={**checksums, **manifest},
         unexpected=built.unexpected,
     )
 
 
 class _Work:
-    """What is to be quantized, and what goes into the same file as it is."""
+    """The weights to quantize, and the small tensors that are copied beside them."""
 
-    def __init__(self, built: BuiltModule, asked: Quantization) -> None:
-        self._built, self._asked = built, asked
-        self.paths = {f"{path}.weight": path for path in quantized_layers(built.module, asked)}
+    def __init__(self, built: BuiltModule, quantization: Quantization) -> None:
+        self._built, self._quantization = built, quantization
+        self.paths = {f"{path}.weight": path for path in quantized_layers(built.module, quantization)}
         self.transposed = {name: is_transposed(built.module.get_submodule(path)) for name, path in self.paths.items()}
-        # By its own name or, where it is tied to a table that stays, by the table's.
+        # By its own name, or by that of the wide table that it is tied to.
         self.weights = {name: built.tensors[built.tied.get(name, name)] for name in self.paths}
 
     def staying(self) -> dict[str, FileTensor]:
-        """What is read from where it is; also tables whose values another layer, which is quantized, named first."""
+        """Tensors read from the original files; also tables that share the values of a layer that is quantized."""
         tensors, tied = self._built.tensors, self._built.tied
         wide = {n: t for n, t in tensors.items() if n not in self.weights and not self._is_small(n)}
         left = {alias: n for alias, n in tied.items() if n in self.weights and alias not in self.weights}
@@ -102,18 +102,18 @@ class _Work:
         return name in self._built.tensors and tensor_bytes(self._built.tensors[name]) <= _SMALL_BYTES
 
     def layout(self) -> list[Layout]:
-        """In the module's order, once it has been made one of quantized layers."""
+        """The file's tensors in the module's order, after its layers are quantized."""
         quantized = {f"{path}.{part}" for path in self.paths.values() for part in ("codes", "scale")}
         state = self._built.module.state_dict()
         return [(n, t.dtype, tuple(t.shape)) for n, t in state.items() if n in quantized or self._is_small(n)]
 
     def files(self) -> list[Path]:
-        """What all of it is made of."""
+        """The files that the result depends on."""
         tensors = [*self.weights.values(), *(t for n, t in self._built.tensors.items() if self._is_small(n))]
         return sorted({Path(e.path) for t in tensors for origin in t.origins for e in origin.extents})
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """One at a time."""
+        """Yield names and values one at a time."""
         for name, weight in self.weights.items():
             yield from self._quantized(name, weight)
         for name, _, _ in self.layout():
@@ -123,10 +123,10 @@ class _Work:
     def _quantized(self, name: str, weight: FileTensor) -> Iterator[tuple[str, torch.Tensor]]:
         path, turned = self.paths[name], self.transposed[name]
         out, inside = reversed(weight.shape) if turned else weight.shape
-        whole = weight.materialize() if turned or weight.extents is None else None
-        whole = whole.t() if turned and whole is not None else whole
+        values = weight.materialize() if turned or weight.extents is None else None
+        values = values.t() if turned and values is not None else values
         try:
-            codes, scale = quantize_rows(self._asked, out, inside, partial(_rows, weight, whole))
+            codes, scale = quantize_rows(self._quantization, out, inside, partial(_rows, weight, values))
         except ValueError as error:
             raise ModelError(
                 f"Cannot quantize {name}.", f"The problem: {error}.", "Fetch the checkpoint again."
@@ -135,29 +135,29 @@ class _Work:
         yield f"{path}.scale", scale
 
 
-def _rows(weight: FileTensor, whole: torch.Tensor | None, start: int, stop: int) -> torch.Tensor:
+def _rows(weight: FileTensor, values: torch.Tensor | None, start: int, stop: int) -> torch.Tensor:
     """Rows of a weight: read alone where the file has them in one piece."""
-    if whole is not None:
-        return whole[start:stop]
+    if values is not None:
+        return values[start:stop]
     part = weight.detach()[start:stop]
     assert isinstance(part, FileTensor)
     return part.materialize()
 
 
-def _written(directory: Path, work: _Work, asked: Quantization) -> Path:
+def _written(directory: Path, work: _Work, quantization: Quantization) -> Path:
     layout = work.layout()
     versions = (__version__, torch.__version__, transformers_version())
     wide = sorted((name, str(tensor.dtype)) for name, tensor in work.weights.items())
-    key = fingerprint(work.files(), *versions, repr(asked), sorted(map(str, layout)), wide)
+    key = fingerprint(work.files(), *versions, repr(quantization), sorted(map(str, layout)), wide)
 
     def fill(folder: Path) -> None:
         write_manifest(folder, write_safetensors(folder / "model.safetensors", layout, work.values()))
 
-    return build_once(cache_folder() / "quantized" / f"{directory.resolve().name}-{asked.scheme}-{key}", fill)
+    return build_once(cache_folder() / "quantized" / f"{directory.resolve().name}-{quantization.scheme}-{key}", fill)
 
 
 def _stored(folder: Path, layout: list[Layout]) -> tuple[dict[str, TensorSource], dict[str, int]]:
-    """What is in the cached folder, and the checksums. Raises ModelError where that is not what was written."""
+    """The cached folder's tensors and checksums. Raises ModelError where they are not as written."""
     stored, manifest = read_checkpoint(folder), read_manifest(folder) or {}
     expected = {name: (dtype, shape) for name, dtype, shape in layout}
     present = {n: (source.dtype, source.shape) for n, source in stored.items() if n in manifest}

@@ -32,7 +32,7 @@ class TrainingModel:
 
     @property
     def base(self) -> str:
-        """What an adapter says that it belongs to."""
+        """The base model's name that an adapter's files give."""
         return str(self.opened.path)
 
     @property
@@ -41,7 +41,7 @@ class TrainingModel:
 
     @property
     def stay(self) -> frozenset[str]:
-        """Parameters that no file has: made here, and not streamed from one."""
+        """Parameters that no file has: created here, and not streamed."""
         return frozenset(n for n, _ in self.module.named_parameters() if n not in self.weights.sources)
 
 
@@ -104,6 +104,6 @@ def with_adapters(module: nn.Module, seed: int) -> Any:
 
 
 def make_optimizer(name: str, module: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """The optimizer of what is trained in ``module``; by PyTorch's fused kernels, which take nothing."""
+    """The optimizer of the trained parameters, by PyTorch's fused kernels, which allocate nothing."""
     options = {"fused": True} if name in optimizers.FUSED else {}
     return optimizers.make(name, [p for p in module.parameters() if p.requires_grad], lr, **options)

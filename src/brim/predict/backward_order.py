@@ -1,9 +1,9 @@
-"""In which order autograd runs nodes that a backward pass made, as it does on CUDA.
+"""The order in which autograd runs nodes that a backward pass created, as on CUDA.
 
-Autograd runs the node with the highest number first, and each thread counts the nodes that it makes by itself. With
-CUDA, backward passes run in a thread of the device (torch/csrc/autograd/engine.cpp): what ``create_graph`` makes
-there is numbered apart from what forward passes make. A trace's backward passes run in the program's own thread,
-where all have numbers of one row.
+Autograd runs the node with the highest number first, and each thread counts its own nodes. With CUDA, backward passes
+run in a thread of the device (torch/csrc/autograd/engine.cpp): nodes that ``create_graph`` makes there are numbered
+separately from those of forward passes. A trace's backward passes run in the program's own thread, which numbers all
+nodes in one sequence.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-_LATER = 1 << 40  # added to the number of a node that is made before as many of the program's own are
+_LATER = 1 << 40  # added to the number of a node that is created before the program has as many of its own
 _counted: Callable[[], int] | None = getattr(torch.autograd, "_get_sequence_nr", None)
 
 
 class BackwardOrder:
-    """Numbers the nodes that backward passes make as the device's thread would: among those of forward passes."""
+    """Renumbers the nodes that backward passes create as the device's thread would: among those of forward passes."""
 
     def __init__(self) -> None:
-        self._made = 0  # by all backward passes
+        self._created = 0  # by all backward passes
         self._has_later = False  # whether nodes are numbered above all of the program's own
-        # From which number of the program's own nodes on, how much higher they are numbered here.
+        # From each number of the program's own nodes on, by how much higher they are numbered here.
         self._starts, self._excess = [0], [_counted() if _counted is not None else 0]
 
     def run(self, engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,15 +38,15 @@ class BackwardOrder:
                 if _LATER <= node._sequence_nr() < _LATER + own:
                     node._set_sequence_nr(self._among_own(node._sequence_nr() - _LATER))
         results = engine(outputs, *args, **kwargs)
-        made = _counted() - begin
-        if made:
+        created = _counted() - begin
+        if created:
             self._starts.append(own)
-            self._excess.append(self._excess[-1] + made)
-            for node in _reached(results, lambda number: begin <= number < begin + made):
-                number = self._made + node._sequence_nr() - begin
+            self._excess.append(self._excess[-1] + created)
+            for node in _reached(results, lambda number: begin <= number < begin + created):
+                number = self._created + node._sequence_nr() - begin
                 self._has_later |= number >= own
                 node._set_sequence_nr(self._among_own(number) if number < own else _LATER + number)
-            self._made += made
+            self._created += created
         return results
 
     def _among_own(self, number: int) -> int:
@@ -54,7 +54,7 @@ class BackwardOrder:
 
 
 def _reached(tensors: Iterable[Any] | None, follow: Callable[[int], bool]) -> Iterator[Any]:
-    """The nodes that made ``tensors``, and those before them, as far as their numbers are to be followed."""
+    """The nodes that produced ``tensors``, and their predecessors, while ``follow`` accepts their numbers."""
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors or () if isinstance(tensor, torch.Tensor)]
     done: set[Any] = {None}
     while nodes:

@@ -1,7 +1,7 @@
-"""Sees every operation below autograd and writes down what it allocates.
+"""Record the allocations of every operation below autograd.
 
-Storages are distinguished by their C++ identity, so views and in-place operations share one. A weak reference to the
-storage's Python object fires when the last owner, in Python or in autograd, releases it: PyTorch keeps that object
+Storages are identified by their C++ identity, so views and in-place operations share one. A weak reference to the
+storage's Python object fires when its last owner, in Python or in autograd, releases it: PyTorch keeps that object
 alive as long as the C++ storage.
 """
 
@@ -51,7 +51,7 @@ _to_copy = torch.ops.aten._to_copy.default
 _COPIES = (_to_copy, torch.ops.aten.copy_.default)
 _IN_PYTHON = ("torch_nn", "flex_lib")  # PyTorch writes these operators in Python, of others
 _device_of = torch.ops.prim.device.default
-# Below autograd these are made of others, on every device.
+# Below autograd, composed of other operators on every device.
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _IN_PARTS = {
     torch.ops.aten._euclidean_dist.default: _EXPLICIT,
@@ -66,13 +66,13 @@ _IN_PARTS = {
     torch.ops.aten.linalg_pinv.atol_rtol_tensor: torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional,
 }
 _OF_OPERATORS: dict[Any, Callable[..., Any]] = {out_dtype: out_dtype_dense} | flex_attention.UNFUSED
-# PyTorch has kernels of them for the CPU only.
+# Operators with kernels for the CPU only.
 _NOT_FOR_CUDA = {
     torch.ops.aten.histogram, torch.ops.aten._histogramdd_bin_edges, torch.ops.aten._histogramdd_from_bin_cts,
     torch.ops.aten._histogramdd_from_bin_tensors, torch.ops.aten._sparse_mm_reduce_impl,
     torch.ops.aten._sparse_mm_reduce_impl_backward, torch.ops.aten._spdiags,
 }  # fmt: skip
-# Questions that CUDA answers by other operations (cuda/Equal.cpp, TensorCompare.cpp).
+# Comparisons that CUDA does by other operations (cuda/Equal.cpp, TensorCompare.cpp).
 _COMPARED: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.equal.default: lambda first, second: first.shape == second.shape and first.eq(second).all(),
     torch.ops.aten.allclose.default: lambda *args, **kwargs: torch.isclose(*args, **kwargs).all(),
@@ -82,9 +82,9 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 @dataclass(slots=True)
 class _Entry:
-    """A storage that was seen. ``fake_bytes``: of the fake one, where kernels may really make a larger one.
+    """A recorded storage. ``fake_bytes``: of the fake storage; the real kernel may allocate more.
 
-    ``storage`` is held for what it calls when the storage dies: that ends ``life``.
+    ``storage`` is held for its callback, which ends ``life`` when the storage dies.
     """
 
     life: Life
@@ -116,10 +116,10 @@ class RecordingMode(TorchDispatchMode):
         self.after_backward: Callable[[], None] = lambda: None
         self._graph_task = -1  # of the backward pass that is running
         self._in_linear = False
-        self.inside = False  # whether an operation is being worked out: fake tensors then show their true device
+        self.inside = False  # whether an operation is being computed: fake tensors then show their true device
         self._fakes: FakeTensorMode | None = None  # the mode below, which makes fake tensors
         self._sparse: sparse.SparseOperations | None = None  # once there is a sparse tensor
-        self._alone = False  # whether nobody below waits to see the operations that fake kernels are asked for
+        self._alone = False  # whether no mode below records the operations of fake kernels
 
     # -- operations ----------------------------------------------------------------------------------------------
 
@@ -133,7 +133,8 @@ class RecordingMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled while a trace runs, and what PyTorch wraps every call in for that takes time."""
+        """Skip Dynamo: nothing is compiled while a trace runs, and PyTorch's wrapper of every call for it takes
+        time."""
         return False
 
     def __torch_dispatch__(
@@ -145,9 +146,9 @@ class RecordingMode(TorchDispatchMode):
     ) -> Any:
         if isinstance(func, torch._ops.HigherOrderOperator):
             return self._of_operators(func, args, kwargs or {})
-        if func is _device_of:  # C++ asks where a tensor lies, once for every operation; nothing runs
+        if func is _device_of:  # C++ reads a tensor's device, once for every operation; nothing runs
             return _device(args[0])
-        if any(kind is not FakeTensor and wraps(kind) for kind in types):  # it runs on parts, which come back here
+        if any(kind is not FakeTensor and wraps(kind) for kind in types):  # its parts come back here
             return NotImplemented
         # Within a function of PyTorch modes for functions are off. In the backward pass, which calls none, they would
         # see each look at a tensor from here on.
@@ -168,7 +169,7 @@ class RecordingMode(TorchDispatchMode):
             with self:
                 return COMPOSITES[func](*args, **kwargs)
         if self.pretends and kwargs and _names_cuda(kwargs.get("device")):
-            # Python functions of PyTorch call one another with the mode for functions off.
+            # PyTorch's Python functions call one another with the mode for functions off.
             self.recorder.uses_device = True
             with self.placed(True):
                 return self._seen(func, args, kwargs | {"device": _CPU})
@@ -194,7 +195,7 @@ class RecordingMode(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise failures.data_dependent(func) from error
         except (UnsupportedOperatorException, NotImplementedError) as error:
-            if sparse.given(args, kwargs):  # the first, made outside of the trace
+            if sparse.given(args, kwargs):  # the first one, made outside of the trace
                 return self._of_sparse(func, args, kwargs)
             raise failures.no_fake_kernel(func) from error
         except RuntimeError as error:
@@ -207,8 +208,8 @@ class RecordingMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def _of_operators(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator of operators, where it is made of what it stands for: a product that is asked for wider
-        results, attention that is not compiled."""
+        """Run a higher-order operator as its parts: a product with wider results, or attention that is not
+        compiled."""
         in_parts = _OF_OPERATORS.get(func)
         if in_parts is None:
             raise failures.not_traced(f"torch.ops.higher_order.{func.name()}", "Call the wrapped function directly.")
@@ -231,7 +232,7 @@ class RecordingMode(TorchDispatchMode):
     def _remembered(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Answer | None]:
-        """What the fake kernel gives, without asking it where that is known and nobody waits to see it asked."""
+        """The fake kernel's result, from the cache where it is known and no mode below watches the kernel."""
         if not self._alone:
             return func(*args, **kwargs), None
         written = inplace.written(func, args, kwargs)
@@ -256,7 +257,7 @@ class RecordingMode(TorchDispatchMode):
         in_ram = self.resting.used and self.resting.made_of(life.in_ram for life in self._lives_of(args, kwargs))
         on_device = self._place(func, args, kwargs)
         crossing = self._crossing(func, args, on_device)
-        # Until a program names a device, its tensors may be meant to be there: what they take is then the device's.
+        # Until a program names a device, its tensors may be meant for it: they count as the device's.
         counts = (on_device or crossing is not None or not recorder.uses_device) and not in_ram
         rule = self._rule_for(func) if counts else None
         if fresh or resized or rule is not None or not is_view(func):
@@ -288,7 +289,7 @@ class RecordingMode(TorchDispatchMode):
         self.after_backward()
 
     def note_op(self, name: str) -> None:
-        """Write an operation that is not a kernel."""
+        """Record an operation that is not a kernel."""
         self.recorder.begin_op(name, self.phase(), self.modules.current())
 
     def phase(self) -> Phase:
@@ -298,7 +299,7 @@ class RecordingMode(TorchDispatchMode):
 
     @contextmanager
     def factories(self, on_device: bool) -> Iterator[None]:
-        """While open, what operations without tensor inputs make lies on the device, or on the host."""
+        """While open, results of operations without tensor inputs lie on the device, or on the host."""
         before, self.on_device = self.on_device, on_device
         try:
             yield
@@ -316,7 +317,7 @@ class RecordingMode(TorchDispatchMode):
 
     @contextmanager
     def placed(self, on_device: bool | None) -> Iterator[None]:
-        """While open, every result lies there, whatever the inputs (None: as always)."""
+        """While open, every result lies there, whatever the inputs (None: the default)."""
         before, self._placed = self._placed, on_device if on_device is not None else self._placed
         try:
             yield
@@ -325,7 +326,7 @@ class RecordingMode(TorchDispatchMode):
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """While open, nothing is recorded of what runs on fake tensors."""
+        """While open, operations on fake tensors are not recorded."""
         was_inside, self.inside = self.inside, True
         assert self._fakes is not None
         try:
@@ -341,7 +342,7 @@ class RecordingMode(TorchDispatchMode):
         return entry.life if entry else None
 
     def _entry_of(self, tensor: torch.Tensor) -> _Entry | None:
-        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor is this rank's share of it
+        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor counts as this rank's part
         if self._sparse is not None and sparse.is_sparse(tensor):
             tensor = sparse.values_of(tensor)
         return self._live.get(tensor.untyped_storage()._cdata)
@@ -350,15 +351,15 @@ class RecordingMode(TorchDispatchMode):
         return [life for t in (*_tensors(args), *_tensors(list(kwargs.values()))) if (life := self.life_of(t))]
 
     def crossing(self, *, to_ram: bool) -> AbstractContextManager[None]:
-        """While open, what is made is a copy in RAM, or on the device (``techniques.parallel.sharding_offload``)."""
+        """While open, results are copies in RAM, or on the device (``techniques.parallel.sharding_offload``)."""
         return self.resting.crossing(to_ram=to_ram)
 
     def making_in_ram(self) -> AbstractContextManager[None]:
-        """While open, what is made of no tensor lies in RAM."""
+        """While open, tensors made without tensor inputs lie in RAM."""
         return self.resting.making()
 
     def rest_in_ram(self, tensor: torch.Tensor) -> None:
-        """The tensor's storage is in RAM, all its life."""
+        """Record the tensor's storage as in RAM, all its life."""
         if (life := self.life_of(tensor)) is not None:
             life.in_ram = self.resting.used = True
 
@@ -366,14 +367,14 @@ class RecordingMode(TorchDispatchMode):
         return (entry.life for entry in self._live.values())
 
     def mark(self, tensor: object, category: Category, module: int = -1) -> None:
-        """Say what a tensor is, and which module it belongs to (-1: the one that made it)."""
+        """Set a tensor's category and module (-1: the module that allocated it)."""
         if isinstance(tensor, torch.Tensor) and (life := self.life_of(tensor)) is not None:
             life.category = category
             if module >= 0:
                 life.module = module
 
     def adopt(self, tensor: torch.Tensor, category: Category) -> None:
-        """Record a storage that came from outside of the trace: it is there from its first use."""
+        """Record a storage from outside of the trace: it is there from its first use."""
         self._watch(
             tensor,
             self.recorder.alloc(
@@ -397,7 +398,7 @@ class RecordingMode(TorchDispatchMode):
     def _resized(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[Life, int]]:
-        """Storages that an ``out=`` or ``resize_`` operation made larger or smaller."""
+        """Storages that an ``out=`` or ``resize_`` operation resized."""
         if not func._schema.is_mutable:
             return []
         resized = []
@@ -408,20 +409,20 @@ class RecordingMode(TorchDispatchMode):
         return resized
 
     def resized_storage(self, storage: torch.UntypedStorage) -> None:
-        """A storage was resized by itself, not by an operation: FSDP2 lets whole weights go and makes room for
-        them."""
+        """Record a storage that was resized by itself, not by an operation: FSDP2 frees and reallocates whole
+        weights."""
         entry = self._live.get(storage._cdata)
         if entry is None or entry.fake_bytes == storage.nbytes():
             return
         life, phase = entry.life, self.phase()
-        self.recorder.free(life, phase)  # nothing is copied: what was there is not kept
+        self.recorder.free(life, phase)  # nothing is copied
         entry.fake_bytes = storage.nbytes()
         entry.life = self.recorder.alloc(
             entry.fake_bytes, phase=phase, module=life.module, dtype=life.dtype, on_device=life.on_device
         )
 
     def _resize(self, life: Life, bytes: int, phase: Phase) -> None:
-        """A resized storage takes the new bytes before it lets the old go (they are copied over)."""
+        """Resize a storage: the new bytes are allocated before the old are freed (they are copied over)."""
         entry = next(entry for entry in self._live.values() if entry.life is life)
         entry.fake_bytes = bytes
         entry.life = self.recorder.alloc(
@@ -456,9 +457,9 @@ class RecordingMode(TorchDispatchMode):
             recorder.free(life, phase)
 
     def _output(self, tensor: torch.Tensor, bytes: int, phase: Phase, module: int, on_device: bool) -> Life | None:
-        if bytes == 0:  # memory that no allocator of PyTorch gave
+        if bytes == 0:  # no allocator of PyTorch's gave its memory
             storage_bytes = tensor.untyped_storage().nbytes()
-            # A tensor without elements takes nothing, and what is made of it lies where it lies.
+            # A tensor without elements takes nothing; tensors made from it lie on its device.
             self._watch(tensor, self.recorder.unrecorded(storage_bytes, on_device=on_device and not storage_bytes))
             return None
         life = self.recorder.alloc(bytes, phase=phase, module=module, dtype=_dtype(tensor), on_device=on_device)
@@ -475,7 +476,7 @@ class RecordingMode(TorchDispatchMode):
         self._live[key] = _Entry(life=life, storage=weakref.ref(storage, died), fake_bytes=storage.nbytes())
 
     def _place(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """An operation's results lie where its inputs lie; without inputs, where the caller's context says."""
+        """The device of an operation's results: that of its inputs; without inputs, that of the caller's context."""
         if self._placed is not None:
             return self._placed
         if lives := self._lives_of(args, kwargs):
@@ -500,8 +501,7 @@ class RecordingMode(TorchDispatchMode):
 
 
 def mark(name: str) -> None:
-    """Write an operation of that name, which is not a kernel, into the trace that is being made; without one,
-    nothing."""
+    """Record an operation of that name, which is not a kernel, in the current trace; without one, do nothing."""
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, RecordingMode):
             mode.note_op(name)
@@ -509,7 +509,7 @@ def mark(name: str) -> None:
 
 @contextmanager
 def on_host() -> Iterator[None]:
-    """While open, everything that a trace sees made lies on the host; without a trace, nothing changes.
+    """While open, new tensors of a trace lie on the host; without a trace, nothing changes.
 
     For programs that keep a host and a device apart where PyTorch's device names do not: a trace of the CPU counts
     the rest as the device's.
@@ -525,8 +525,8 @@ def on_host() -> Iterator[None]:
 
 @cache
 def wraps(kind: type) -> bool:
-    """Whether a kind of tensor is made of others: a rank's share, jagged rows, quantized weights. What waits for a
-    collective is asked for its result below."""
+    """Return whether a kind of tensor wraps others: a rank's share, jagged rows, quantized weights. Tensors that wait
+    for a collective do not count: their result is read below."""
     return is_traceable_wrapper_subclass_type(kind) and kind.__name__ != "AsyncCollectiveTensor"
 
 
@@ -548,7 +548,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _device(tensor: torch.Tensor) -> Any:
-    """As ``FakeTensor`` answers ``prim::device``."""
+    """Answer ``prim::device`` as ``FakeTensor`` does."""
     if not isinstance(tensor, FakeTensor):
         return _device_of(tensor)
     return _META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device

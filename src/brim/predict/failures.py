@@ -1,4 +1,4 @@
-"""Why a step could not be traced, said with the line of the user's program that asked for it."""
+"""Errors of steps that cannot be traced, with the line of the user's program that caused them."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def op_name(func: torch._ops.OpOverload, args: Sequence[Any]) -> str:
 
 
 def op_work(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Work:
-    """All of it. It depends on ``func``, what its arguments and results look like, and plain arguments' values."""
+    """All of an operation's work. It depends on ``func``, the layouts of arguments and results, and plain values."""
     read_bytes, written_bytes = op_bytes(func, args, kwargs, out)
     return Work(op_flops(func, args, kwargs, out), read_bytes, written_bytes, op_dtype(args, out))
 

@@ -32,7 +32,7 @@ class Resting:
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """While open, what is made of no tensor rests in RAM."""
+        """While open, tensors made without tensor inputs rest in RAM."""
         before, self._makes = self._makes, True
         self.used = True
         try:

@@ -1,4 +1,4 @@
-"""The boundary between a program and what is outside of its trace: data loaders, files, NumPy."""
+"""The boundary between a program and the world outside of its trace: data loaders, files, NumPy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from brim.predict import side_effects
 
 @contextmanager
 def outside_world() -> Iterator[None]:
-    """For one trace, data loaders load in this process, and nothing is changed but temporary files."""
+    """For one trace, data loaders load in this process, and only temporary files are changed."""
     base = dataloader._BaseDataLoaderIter
     with ExitStack() as stack:
         stack.enter_context(side_effects.held_back())
@@ -30,13 +30,13 @@ def outside_world() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch, "save", _saved(torch.save, 1)))
         stack.enter_context(mock.patch.object(safetensors.torch, "save_file", _saved(safetensors.torch.save_file, 1)))
         stack.enter_context(mock.patch.object(torch, "load", _loaded(torch.load)))
-        # transformers would load weights in threads, where no trace is watching
+        # transformers would load weights in threads, which no trace sees
         stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
         yield
 
 
 def _in_this_process(loader: Any) -> Any:
-    """Workers could not hand fake tensors over; what they load, pinned or not, takes no GPU memory."""
+    """Load in this process: workers could not pass fake tensors on. Loaded tensors, pinned or not, take no VRAM."""
     workers, timeout, pinned = loader.num_workers, loader.timeout, loader.pin_memory
     loader.num_workers, loader.timeout, loader.pin_memory = 0, 0, False
     try:
@@ -57,8 +57,8 @@ def _really(next_index: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _loaded(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Fake storages are made on the host; what is to lie on the GPU is moved there, tensor by tensor. What the trace
-    has saved comes back as it was."""
+    """Load fake storages on the host; tensors meant for the GPU are moved there one by one. A file saved in the trace
+    is loaded from its saved tensors."""
 
     def call(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         effects = side_effects.current()
@@ -72,10 +72,10 @@ def _loaded(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _saved(save: Callable[..., Any], file_at: int) -> Callable[..., Any]:
-    """A file of a checkpoint of fake tensors has nothing in it, and programs may rename it. What would be in it is
-    kept for the same trace to load.
+    """Save an empty file, which programs may rename: fake tensors have no values. The tensors are kept for the same
+    trace to load.
 
-    Modules that are imported during the trace may keep this function: after it, all is saved.
+    Modules that are imported during the trace may keep this function: after it, everything is saved for real.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -85,14 +85,14 @@ def _saved(save: Callable[..., Any], file_at: int) -> Callable[..., Any]:
         file = args[file_at] if len(args) > file_at else kwargs.get("f", kwargs.get("filename"))
         if isinstance(file, (str, os.PathLike)):
             Path(effects.to_write(file, even_temporary=True)).touch()
-        effects.saved[_identity(effects, file)] = tree_map_only(torch.Tensor, _Kept, args[0])
+        effects.saved[_identity(effects, file)] = tree_map_only(torch.Tensor, _SavedTensor, args[0])
         return None
 
     return call
 
 
-class _Kept:
-    """A copy of a tensor in a file, which takes no memory of the GPU."""
+class _SavedTensor:
+    """A copy of a tensor in a file, which takes no GPU memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.on_device, self.trains = tensor.is_cuda, tensor.requires_grad
@@ -104,8 +104,8 @@ class _Kept:
         return (self.copy.cuda() if there else self.copy.clone()).requires_grad_(self.trains)
 
 
-def _restored(kept: Any, map_location: Any) -> Any:
-    return tree_map_only(_Kept, lambda one: one.load(map_location), kept)
+def _restored(saved: Any, map_location: Any) -> Any:
+    return tree_map_only(_SavedTensor, lambda tensor: tensor.load(map_location), saved)
 
 
 def _identity(effects: side_effects.SideEffects, file: Any) -> Any:
@@ -121,7 +121,7 @@ def _identity(effects: side_effects.SideEffects, file: Any) -> Any:
 
 @contextmanager
 def models_save_nothing() -> Iterator[None]:
-    """``save_pretrained`` looks for tensors that share memory, which all fake ones seem to."""
+    """Let ``save_pretrained`` write no weights: all fake tensors seem to share memory, which it checks."""
     with ExitStack() as stack:
         for library, kind in (
             ("transformers", "PreTrainedModel"),
@@ -130,7 +130,7 @@ def models_save_nothing() -> Iterator[None]:
         ):
             try:
                 model_class = getattr(sys.modules.get(library), kind, None)
-            except Exception:  # they load it when it is asked for, and a broken one raises whatever it is
+            except Exception:  # lazy modules load at this access, and a broken one raises anything
                 model_class = None
             if model_class is not None:
                 stack.enter_context(mock.patch.object(model_class, "save_pretrained", _saved_folder))
@@ -138,7 +138,7 @@ def models_save_nothing() -> Iterator[None]:
 
 
 def _saved_folder(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-    """The folder with the configuration, and no weights."""
+    """Save the configuration into the folder, and no weights."""
     Path(save_directory).mkdir(parents=True, exist_ok=True)
     if hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
         model.config.save_pretrained(save_directory)

@@ -22,7 +22,7 @@ _MARK = "_brim_uninitialized"
 
 @contextmanager
 def lazy_parameters() -> Iterator[None]:
-    """While open, lazy modules make fake tensors without shapes."""
+    """While open, lazy modules create fake tensors without shapes."""
     is_instance: Callable[..., bool] = _ParameterMeta.__instancecheck__
 
     def instance_check(kind: type, instance: object) -> bool:
@@ -41,9 +41,9 @@ def is_lazy(value: object) -> bool:
     return hasattr(value, _MARK)
 
 
-def carried(source: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """``made`` of ``source`` has no shape where that has none."""
-    return _marked(made) if is_lazy(source) and not is_lazy(made) else made
+def carried(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """``result``, made from ``source``; marked as without a shape if ``source`` is."""
+    return _marked(result) if is_lazy(source) and not is_lazy(result) else result
 
 
 def _parameter(kind: type, requires_grad: bool = True, device: Any = None, dtype: Any = None) -> torch.Tensor:

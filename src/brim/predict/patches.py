@@ -1,5 +1,5 @@
-"""What is replaced while a trace runs, and put back after: places where PyTorch or transformers ask for a value, or
-look whether a tensor is fake, although the step they stand for does not."""
+"""Replacements while a trace runs: where PyTorch or transformers read a value, or check whether a tensor is fake,
+although the real step does not."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from brim.predict.values import packed
 from brim.predict.values.known import MADE_UP, give, known
 from brim.predict.values.unbacked import UnknownNumber, mark_made_up, unknown_in, unknown_numbers
 
-# Questions whether values are finite, and the answer of a run that is well.
+# Checks whether values are finite, and the answer of a healthy run.
 _FINITE = {
     torch.isfinite: True, torch.Tensor.isfinite: True, torch.isnan: False, torch.Tensor.isnan: False,
     torch.isinf: False, torch.Tensor.isinf: False,
 }  # fmt: skip
 
-_LINEAR = torch._C._nn.linear  # torch.nn.functional.linear, unless somebody has replaced that
+_LINEAR = torch._C._nn.linear  # torch.nn.functional.linear, unless replaced
 _OF_LISTS = {torch.tensor, torch.as_tensor, torch.asarray}
 _READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a slot of C
 
 
 class ValueMode(TorchFunctionMode):
-    """Questions about values that are no operations: ``item()``, ``tolist()``, ``numpy()``."""
+    """Intercepts questions about values that are no operations: ``item()``, ``tolist()``, ``numpy()``."""
 
     def __init__(self, recording: RecordingMode) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class ValueMode(TorchFunctionMode):
             return _one_hot(*args, **kwargs)
         if func in _OF_LISTS and args and isinstance(args[0], (list, tuple)):
             args = (_as_numbers(args[0]), *args[1:])
-        if func == _SET_DATA:  # other values now: those of the new data, if they are known
+        if func == _SET_DATA:  # the values are now those of the new data, if these are known
             args[0]._brim_known = getattr(args[1], "_brim_known", None)
         if func in _FINITE and isinstance(args[0], FakeTensor):
             return self.recording.values.taken_as(_FINITE[func], args[0], func(*args, **kwargs))
@@ -100,17 +100,17 @@ class ValueMode(TorchFunctionMode):
         with _disable_current_modes():
             if func is torch.Tensor.tolist:
                 return real.tolist()
-            array = real.detach().numpy().copy()  # what is written there does not come back
+            array = real.detach().numpy().copy()  # values written there do not come back
             return array if func is torch.Tensor.numpy else array.astype(args[0] if args else array.dtype)
 
 
 @contextmanager
 def while_tracing(mode: ValueMode) -> Iterator[None]:
-    """All replacements, and ``mode``, for the duration of one trace."""
+    """Apply all replacements, and ``mode``, for one trace."""
     with mock.patch.object(torch.autograd, "_engine_run_backward", _reentering(mode)), \
          mock.patch.object(torch.utils, "swap_tensors", _set_data), \
          mock.patch.object(torch.UntypedStorage, "resize_", _resizing(mode)), \
-         _linear_is_told(mode), \
+         _linear_recorded(mode), \
          mock.patch.object(FakeTensor, "__deepcopy__", _deep_copy, create=True), \
          mock.patch.object(FakeTensor, "get_nested_int", _nested_int), \
          mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _truncated_normal), \
@@ -126,8 +126,8 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
 
 @contextmanager
 def _zero_tensors_are_viewed() -> Iterator[None]:
-    """Tensors that are known to be zeros (of forward-mode gradients) have views by kernels that come before Python's:
-    of fake tensors they would make plain ones. Those after Python's are the same (native_functions.yaml)."""
+    """Known zero tensors (of forward-mode gradients) get views by kernels that come before Python's, which would make
+    fake ones plain. The later kernels do the same (native_functions.yaml)."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
@@ -141,7 +141,7 @@ def _zero_tensors_are_viewed() -> Iterator[None]:
 
 @contextmanager
 def silenced(name: str) -> Iterator[None]:
-    """PyTorch logs an exception before raising it; the error says it once, to the caller."""
+    """Silence PyTorch's log of an exception before it is raised; the caller gets the error once."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -152,7 +152,7 @@ def silenced(name: str) -> Iterator[None]:
 
 
 def _resizing(mode: ValueMode) -> Callable[..., Any]:
-    """``UntypedStorage.resize_`` is no operation that a mode sees."""
+    """Replace ``UntypedStorage.resize_``, which is no operation that a mode sees."""
     resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -163,8 +163,8 @@ def _resizing(mode: ValueMode) -> Callable[..., Any]:
     return resize_
 
 
-class _ToldLinear:
-    """``torch.nn.functional.linear``; libraries that are imported during the trace find it in their tables as it."""
+class _RecordedLinear:
+    """Records ``torch.nn.functional.linear``; equals the original, by which libraries' tables find it."""
 
     __name__ = "linear"
 
@@ -183,16 +183,16 @@ class _ToldLinear:
 
 
 @contextmanager
-def _linear_is_told(mode: ValueMode) -> Iterator[None]:
+def _linear_recorded(mode: ValueMode) -> Iterator[None]:
     """Record ``torch.nn.functional.linear`` where functions of the same module call it, with the mode off.
 
-    A function that somebody has put in its place stays there, and is recorded where it calls PyTorch's.
+    A replacement by somebody else stays, and is recorded where it calls PyTorch's.
     """
     if torch.nn.functional.linear is not _LINEAR:
         yield
         return
-    linear = _ToldLinear(mode)
-    table = torch.jit._builtins._get_builtin_table()  # what torch.jit.script makes of it goes by its identity
+    linear = _RecordedLinear(mode)
+    table = torch.jit._builtins._get_builtin_table()  # torch.jit.script finds it here by its identity
     table[id(linear)] = table[id(_LINEAR)]
     try:
         with mock.patch.object(torch.nn.functional, "linear", linear):
@@ -202,8 +202,8 @@ def _linear_is_told(mode: ValueMode) -> Iterator[None]:
 
 
 def _reentering(mode: ValueMode) -> Callable[..., Any]:
-    """``Tensor.backward`` is itself a call that the mode sees, and a mode is off while it handles a call; what runs
-    within the backward pass (recomputation, hooks) must be seen too."""
+    """Enable the mode again within ``Tensor.backward``: a mode is off while it handles a call, and recomputation and
+    hooks in the backward pass must be recorded too."""
     run: Callable[..., Any] = torch.autograd.graph._engine_run_backward
     if mode.recording.pretends:
         run = partial(BackwardOrder().run, run)
@@ -219,28 +219,28 @@ def _reentering(mode: ValueMode) -> Callable[..., Any]:
 
 @contextmanager
 def _transformers_sees_plain_tensors() -> Iterator[None]:
-    """transformers skips its checks of a mask's values for fake tensors; here the values are known or an error."""
+    """Let transformers check a mask's values, which it skips for fake tensors; here they are known or an error."""
     module = sys.modules.get("transformers.utils.import_utils")
     if module is None or hasattr(module, "is_fake_tensor"):
         try:
             import transformers.utils.import_utils as module
             from transformers import PreTrainedModel
-        except Exception:  # whatever a broken one raises: a program that needs it will raise it itself
+        except Exception:  # a broken one raises anything: a program that needs it will raise it itself
             module = None
     if not hasattr(module, "is_fake_tensor"):
         yield
         return
     with (
         mock.patch.object(module, "is_fake_tensor", lambda tensor: False),
-        # It only warns, but looks at the tokens to do so.
+        # It only warns, but reads the tokens for it.
         mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *args, **kwargs: None),
     ):
         yield
 
 
 def _set_data(first: torch.Tensor, second: torch.Tensor) -> None:
-    """``nn.Module.to`` swaps fake tensors where it sets ``.data`` of plain ones, except for those on meta: they take
-    one another's place."""
+    """Swap tensors where ``nn.Module.to`` sets ``.data`` of plain ones, as it does for fake tensors except those on
+    meta."""
     if (first.device.type == "meta") != (second.device.type == "meta"):
         torch._C._swap_tensor_impl(first, second)
         first.__dict__, second.__dict__ = second.__dict__, first.__dict__
@@ -249,14 +249,14 @@ def _set_data(first: torch.Tensor, second: torch.Tensor) -> None:
 
 
 def _as_numbers(data: Any) -> Any:
-    """Lists of numbers for lists of tensors: PyTorch reads their values in C++."""
+    """Convert lists of tensors to lists of numbers: PyTorch reads their values in C++."""
     if isinstance(data, (list, tuple)):
         return [_as_numbers(part) for part in data]
     return data.tolist() if isinstance(data, FakeTensor) else data
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """aten/src/ATen/native/Onehot.cpp scatters into zeros; for fake tensors it would compare with every class."""
+    """Scatter into zeros (aten/src/ATen/native/Onehot.cpp); for fake ones PyTorch would compare with each class."""
     if num_classes == -1 and tensor.dtype == torch.long and tensor.numel():
         num_classes = int(tensor.max().item()) + 1
     if num_classes <= 0 or tensor.dtype != torch.long:
@@ -266,7 +266,7 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-    """``copy.deepcopy`` of a module copies storages byte by byte; a clone of a fake one takes the same memory."""
+    """Clone a fake tensor, in the same memory: ``copy.deepcopy`` of a module would copy its storage's bytes."""
     if id(tensor) not in memo:
         with torch.no_grad():
             copied = tensor.detach().clone()
@@ -276,11 +276,11 @@ def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return found
 
 
-_nested_ints = itertools.count(1 << 20)  # apart from those that PyTorch gives to real tensors
+_nested_ints = itertools.count(1 << 20)  # distinct from those of real tensors
 
 
 def _nested_int(tensor: FakeTensor, *, coeff: int = 1) -> Any:
-    """The size of a jagged dimension, by which PyTorch tells such dimensions apart; for a compiler it would be a
+    """The size of a jagged dimension, by which PyTorch distinguishes such dimensions; a compiler would use a
     symbol."""
     if coeff != 1:
         return torch.SymInt(NestedIntNode(next(_nested_ints), coeff))
@@ -294,7 +294,7 @@ def _rng_state() -> torch.Tensor:
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         state = torch._C.default_generator.get_state()
     made = torch.empty(state.shape, dtype=state.dtype)
-    if not isinstance(made, FakeTensor):  # a compiler keeps the state while it captures, outside the trace
+    if not isinstance(made, FakeTensor):  # a compiler saves the state while it captures, outside the trace
         return state
     give(made, state)
     return made
@@ -309,7 +309,7 @@ def _set_rng_state(state: torch.Tensor) -> None:
 def _truncated_normal(
     tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """torch.nn.init's rejection sampling with as many rounds as are expected to be needed."""
+    """Run torch.nn.init's rejection sampling with the expected number of rounds."""
     with torch.no_grad():
         cdf = [(1 + math.erf((edge - mean) / std / math.sqrt(2))) / 2 for edge in (a, b)]
         accepted = cdf[1] - cdf[0]

@@ -344,7 +344,7 @@ def _groups_end() -> Iterator[None]:
 
 
 def _group_of_one(*args: Any, **kwargs: Any) -> Any:
-    """A group of the one rank that is traced. What CUDA's collectives are to it, gloo's are: nothing is sent."""
+    """A group of the one traced rank. gloo's collectives stand for CUDA's: nothing is sent."""
     arguments = inspect.signature(_init_process_group).bind(*args, **kwargs).arguments
     backend, ranks = arguments.pop("backend", None), arguments.get("world_size", -1)
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks < 0 else ranks
@@ -442,7 +442,7 @@ def _device_property(mode: PretendCuda, recording: RecordingMode) -> property:
 
 @contextmanager
 def _autocast_state() -> Iterator[None]:
-    """Autocast for CUDA acts on what is a CPU tensor underneath: its state is kept as the CPU's."""
+    """Autocast for CUDA acts on tensors that are the CPU's underneath: its state is kept as the CPU's."""
     names = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
     with contextlib.ExitStack() as stack:
         for name in names:

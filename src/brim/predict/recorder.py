@@ -149,7 +149,7 @@ class Recorder:
         return sum(life.bytes for life in self._counted() if life.died is None)
 
     def leak(self, in_use_bytes: Sequence[int]) -> Leak | None:
-        """The leak that the steps show, which are over; ``in_use_bytes``: what was in use at the end of each."""
+        """The leak of the finished steps; ``in_use_bytes``: bytes in use at the end of each."""
         steps = len(in_use_bytes)
         if steps < LEAST_STEPS:
             return None
@@ -174,7 +174,7 @@ class Recorder:
         return (life for life in self.lives if life.on_device or not self.uses_device)
 
     def storages(self, module_paths: list[str], *, device_only: bool) -> tuple[Storage, ...]:
-        """The storages in order of birth, with what was not categorised while running decided by phase and life."""
+        """The storages in order of birth; those without a category get one by phase and life."""
         kept = [life for life in self.lives if life.on_device or not device_only]
         return tuple(
             Storage(

@@ -1,9 +1,9 @@
-"""Results of fake kernels, remembered by what they were asked: layer after layer and trace after trace ask the same.
+"""A cache of fake kernels' results by their arguments: layer after layer and trace after trace calls the same.
 
-``FakeTensorMode`` remembers them too, under a key of everything that any of its users may depend on; to make that key
-and to come to it takes most of a trace. Here only operations are remembered that write into nothing and whose result
-is new, or a view of the first argument. All that such a result depends on is in the key, and a result is remembered
-only after it was made a second time from what is remembered and both were the same.
+``FakeTensorMode`` has a cache too, whose key has everything that any of its users may depend on; making that key
+takes most of a trace. This one is for operations that write into nothing and whose result is new, or a view of the
+first argument. Its key has everything that such a result depends on, and a result is cached only after rebuilding it
+from the cache gave the same.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _Key = list[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """A tensor that a kernel gave; ``viewed``: it is the first argument's storage."""
+class _Output:
+    """An output tensor's description; ``viewed``: it views the first argument's storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -40,37 +40,36 @@ class _Made:
 
 @dataclass(slots=True)
 class Answer:
-    """What an operation gives, and what it computes and moves once somebody has worked that out: the same for all
-    that ask the same."""
+    """An operation's outputs, and its work once that has been computed: the same for the same arguments."""
 
-    made: tuple[_Made, ...]
+    outputs: tuple[_Output, ...]
     work: Work | None = None
 
 
-_KNOWN: dict[tuple[Any, ...], Answer | None] = {}  # None: it is asked every time
-_UNHEARD = Answer(made=())
+_KNOWN: dict[tuple[Any, ...], Answer | None] = {}  # None: the kernel is called every time
+_UNHEARD = Answer(outputs=())
 _KINDS: dict[torch._ops.OpOverload, bool] = {}
-_STATES: dict[torch.device, dict[str, Any]] = {}  # what a fake tensor there says of itself, except for its mode
+_STATES: dict[torch.device, dict[str, Any]] = {}  # attributes of a fake tensor there, except for its mode
 
 
 def result_of(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode | None
 ) -> tuple[Any, Answer | None]:
-    """``func(*args, **kwargs)`` below a trace of ``mode``, and what it was remembered as."""
+    """The result of ``func(*args, **kwargs)`` below a trace of ``mode``, and its cached answer."""
     key = None if mode is None else _key(func, args, kwargs, mode)
     if key is None or mode is None:
         return func(*args, **kwargs), None
     remembered = _KNOWN.get(key, _UNHEARD)
     if remembered is None:
         return func(*args, **kwargs), None
-    if remembered.made:
-        outputs = [_rebuilt(description, args[0], mode) for description in remembered.made]
+    if remembered.outputs:
+        outputs = [_rebuilt(description, args[0], mode) for description in remembered.outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs), remembered
     result = func(*args, **kwargs)
     if len(_KNOWN) >= _MOST_KNOWN:
         _KNOWN.clear()
     described = _described(func, result, args, mode)
-    answer = _KNOWN[key] = None if described is None else Answer(made=described)
+    answer = _KNOWN[key] = None if described is None else Answer(outputs=described)
     return result, answer
 
 
@@ -101,7 +100,7 @@ def _is_plain(func: torch._ops.OpOverload) -> bool:
 
 
 def _add(key: _Key, arg: Any, mode: Any) -> bool:
-    """Write what a result may depend on to ``key``; False where that is not all told."""
+    """Add everything that a result may depend on to ``key``; return False where that is not possible."""
     kind = type(arg)
     if kind is FakeTensor:
         if arg.fake_mode is not mode or arg.constant is not None or arg.layout is not torch.strided:
@@ -126,8 +125,8 @@ def _add(key: _Key, arg: Any, mode: Any) -> bool:
 
 def _described(
     func: torch._ops.OpOverload, result: Any, args: tuple[Any, ...], mode: FakeTensorMode
-) -> tuple[_Made, ...] | None:
-    """Return descriptions that make ``result`` again; None where they would make another one."""
+) -> tuple[_Output, ...] | None:
+    """Return descriptions that rebuild ``result``; None where they would not."""
     if type(result) is tuple and len(result) < 2:
         return None
     results = result if type(result) is tuple else (result,)
@@ -140,7 +139,7 @@ def _described(
     views = func.is_view or func is _aten._unsafe_view.default
     home = first.untyped_storage()._cdata if views else None
     descriptions = tuple(
-        _Made(
+        _Output(
             shape=tuple(output.shape),
             stride=tuple(output.stride()),
             offset=output.storage_offset(),
@@ -166,7 +165,7 @@ def _facts(tensor: FakeTensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _rebuilt(what: _Made, first: Any, mode: FakeTensorMode) -> FakeTensor:
+def _rebuilt(what: _Output, first: Any, mode: FakeTensorMode) -> FakeTensor:
     with torch._C._DisableTorchDispatch():
         tensor = torch.empty_strided(what.shape, what.stride, dtype=what.dtype, device="meta")
         if what.viewed:
@@ -174,16 +173,16 @@ def _rebuilt(what: _Made, first: Any, mode: FakeTensorMode) -> FakeTensor:
     return _faked(tensor, what.device, mode)
 
 
-def _faked(made: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> FakeTensor:
-    """``FakeTensor(mode, made, device)``. What that looks at and works out is the same for every tensor of a device,
-    and takes longer than the tensor."""
+def _faked(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> FakeTensor:
+    """``FakeTensor(mode, tensor, device)``, faster: its checks have the same outcome for every tensor of a device,
+    and take longer than the tensor."""
     state = _STATES.get(device)
     if state is None:
-        first = FakeTensor(mode, made, device)
+        first = FakeTensor(mode, tensor, device)
         _STATES[device] = {name: value for name, value in vars(first).items() if name != "fake_mode"}
         return first
     fake: FakeTensor = torch.Tensor._make_subclass(
-        FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device
+        FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=device
     )
     if mode._allow_unsafe_data_ptr_access:
         torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)

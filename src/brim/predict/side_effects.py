@@ -1,9 +1,9 @@
 """Side effects of a traced program: files, processes, connections.
 
-What it writes goes to a folder of the trace's own, where it also finds it again, and which is gone afterwards;
-temporary folders are written as ever. To remove or rename a file that was there before, to start a process or to
-reach another machine is refused. ``open`` and the functions of ``os`` are replaced; an audit hook (PEP 578) refuses
-those who got hold of the true ones before. Libraries that write without Python are seen by neither.
+Its writes go to a temporary folder of the trace, where it can read them; writes to temporary folders are real.
+Removing or renaming an earlier file, starting a process and connecting to another machine are refused. ``open`` and
+the functions of ``os`` are replaced; an audit hook (PEP 578) refuses callers that hold the original ones. Libraries
+that write without Python bypass both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PROCESSES = {
 }  # fmt: skip
 _WITH_ADDRESS = {"socket.connect", "socket.sendto", "socket.sendmsg"}  # the last argument
 _CONNECTIONS = {*_WITH_ADDRESS, "socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"}
-# Audit event -> the arguments that are paths, each with the one that is the descriptor of its folder, or None.
+# Audit event -> the indices of its paths, each with the index of its folder's descriptor, or None.
 _CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
     "os.mkdir": ((0, 2),), "os.remove": ((0, 1),), "os.rmdir": ((0, 1),), "os.rename": ((0, 2), (1, 3)),
     "os.link": ((1, 3),), "os.symlink": ((1, 2),), "os.truncate": ((0, None),), "os.chmod": ((0, 2),),
@@ -50,11 +50,11 @@ _LISTING = ("listdir", "scandir")
 class SideEffectError(UnsupportedError, OSError):
     """A traced program tried to change or reach something outside of the trace.
 
-    It is an ``OSError``, because libraries that can do without a network or a tool expect one.
+    It is an ``OSError``, as libraries that can do without a network or a tool expect one.
     """
 
-    def __init__(self, asked: str, found: str, todo: str = "") -> None:
-        super().__init__(asked, found, todo)
+    def __init__(self, request: str, reason: str, todo: str = "") -> None:
+        super().__init__(request, reason, todo)
         self.errno = errno.EACCES
 
 
@@ -68,7 +68,7 @@ class SideEffects:
             {os.path.join(os.path.realpath(path), "") for path in (temporary, "/dev", "/proc")}  # noqa: PTH118
             | {os.path.join(temporary, "")}  # noqa: PTH118
         )
-        self.saved: dict[Any, Any] = {}  # what torch.save was given, by the file that stands for it
+        self.saved: dict[Any, Any] = {}  # objects given to torch.save, by the file that stands for them
 
     def end(self) -> None:
         if self._root:
@@ -150,7 +150,7 @@ class SideEffects:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path))
         beside = self.to_write(path)
         if there and not anew:
-            shutil.copyfile(_full(path), beside)  # what was there is read, or added to
+            shutil.copyfile(_full(path), beside)  # the earlier content is read, or appended to
         return beside
 
     def read(self, real: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +178,7 @@ class SideEffects:
         return real(source, self.to_write(target), *args, **kwargs)
 
     def names_in(self, real: Callable[..., Any], path: Any = ".") -> Any:
-        """Names, or entries, of both folders; those beside first."""
+        """Names, or entries, of both folders; those of the copy first."""
         real_path = self.to_read(path)
         if real_path is path or path is None or not _is_there(path):
             return real(real_path)
@@ -217,7 +217,7 @@ _watched: dict[int, SideEffects] = {}  # by thread
 
 
 def current() -> SideEffects | None:
-    """Return what replaces the file system in this thread; None where everything is done for real."""
+    """Return the replacement of the file system in this thread; None where everything is real."""
     return _watched.get(threading.get_ident()) if _watched else None
 
 
@@ -237,7 +237,7 @@ def held_back() -> Iterator[None]:
                 del _watched[key]
             else:
                 _watched[key] = before
-            with suppress(OSError):  # where the program went to may be gone with what it wrote
+            with suppress(OSError):  # the target of the program's writes may be gone with them
                 _REAL["chdir"](folder)
             effects.end()
 
@@ -254,30 +254,30 @@ def by_brim() -> Iterator[None]:
 
 
 def _replace(stack: ExitStack) -> None:
-    ways: dict[Callable[..., Any], tuple[str, ...]] = {
+    replacements: dict[Callable[..., Any], tuple[str, ...]] = {
         SideEffects.read: _READING, SideEffects.change: _CHANGING, SideEffects.move: _MOVING,
         SideEffects.link: _LINKING, SideEffects.make: _MAKING, SideEffects.names_in: _LISTING,
     }  # fmt: skip
-    for way, names in ways.items():
+    for replacement, names in replacements.items():
         for name in names:
             if name in _REAL:
-                stack.enter_context(mock.patch.object(os, name, _standing_in(way, _REAL[name])))
+                stack.enter_context(mock.patch.object(os, name, _standing_in(replacement, _REAL[name])))
     stack.enter_context(mock.patch.object(os, "open", _standing_in(SideEffects.open_descriptor, _OS_OPEN)))
     for module in (builtins, io):
         stack.enter_context(mock.patch.object(module, "open", _standing_in(SideEffects.open, _OPEN)))
 
 
-def _standing_in(way: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+def _standing_in(replacement: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         effects = current()
-        return real(*args, **kwargs) if effects is None else way(effects, real, *args, **kwargs)
+        return real(*args, **kwargs) if effects is None else replacement(effects, real, *args, **kwargs)
 
     return call
 
 
 @cache
 def _install() -> None:
-    """An audit hook stays to the end of the process."""
+    """Install the audit hook, which stays to the end of the process."""
     sys.addaudithook(_audit)
 
 
@@ -309,9 +309,9 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 
 def _check(effects: SideEffects, path: Any, folder: Any) -> None:
     if isinstance(path, int):
-        return  # what is open already
+        return  # open already
     if isinstance(folder, int) and folder >= 0:
-        with suppress(OSError):  # Linux says where a descriptor leads
+        with suppress(OSError):  # Linux resolves a descriptor's path
             path = os.path.join(_REAL["readlink"](f"/proc/self/fd/{folder}"), os.fsdecode(path))  # noqa: PTH118
     if not effects.is_free(_full(path)) and effects.to_read(path) is path:
         raise effects.refusal(path)

@@ -1,10 +1,10 @@
-"""Sparse tensors of a trace: fake ones whose indices and values are fake tensors of their own.
+"""Sparse tensors of a trace: fake tensors whose indices and values are fake tensors of their own.
 
-What CUDA's kernels for them do is said by other operations on those, in the order in which they allocate
-(aten/src/ATen/native/sparse/cuda), so that every temporary is one of the trace. An operation that is not told here
-is computed on the CPU, with known values or others in their place: its results have the right shapes, and what its
-kernel takes besides is not known. How many values are left where equal indices are joined depends on the indices;
-those that are not known are taken to differ, which is the worst case.
+CUDA's kernels for them are written as other operations on these, in the order of their allocations
+(aten/src/ATen/native/sparse/cuda), so every temporary is one of the trace. Other operations are computed on the CPU,
+with known or assumed values: their results have the right shapes, and their kernels' temporaries are unknown. The
+number of values after equal indices are joined depends on the indices; unknown ones are assumed to differ, the worst
+case.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from brim.predict.values.known import fits, flat_leaves, forget, give, known
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
-_ROWS = (torch.sparse_csr, torch.sparse_bsr)  # their first member is of rows; of others it is of columns
+_ROWS = (torch.sparse_csr, torch.sparse_bsr)  # their first member has rows; the others' has columns
 _NOTE = "sparse products: cuSPARSE's workspaces"
 
 
 @dataclass(slots=True)
 class Parts:
-    """Members of a sparse tensor: indices and values; compressed: where each row begins, columns, values."""
+    """Members of a sparse tensor: indices and values; compressed: the beginning of each row, columns, values."""
 
     members: tuple[torch.Tensor, ...]
     coalesced: bool = True
@@ -63,7 +63,7 @@ def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def sized(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a factory with the size that indices give where none is named."""
+    """The arguments of a factory, with the size derived from the indices where none is given."""
     members = FACTORIES[make]
     if len(args) != members or "size" in kwargs:
         return args
@@ -90,7 +90,7 @@ def parts_of(tensor: torch.Tensor) -> Parts:
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The dense tensor of a sparse one's values: it lies where they lie."""
+    """The dense tensor of a sparse one's values, in the same storage."""
     return parts_of(tensor).values
 
 
@@ -103,7 +103,7 @@ class SparseOperations:
         self._values, self._fakes, self._describe, self._not_modelled = values, fakes, describe, not_modelled
 
     def run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``func`` of sparse tensors, by operations that the trace sees."""
+        """Run ``func`` on sparse tensors, by operations that the trace records."""
         told = _TOLD.get(func)
         if told is not None:
             result = told(self, *args, **kwargs)
@@ -113,7 +113,7 @@ class SparseOperations:
 
     # -- making ----------------------------------------------------------------------------------------------------
 
-    def _made(self, like: torch.Tensor, parts: Parts, shape: Sequence[int] | None = None) -> torch.Tensor:
+    def _like(self, like: torch.Tensor, parts: Parts, shape: Sequence[int] | None = None) -> torch.Tensor:
         layout = like.layout
         return self._new(layout, tuple(like.shape) if shape is None else tuple(shape), parts)
 
@@ -156,12 +156,12 @@ class SparseOperations:
 
     def _same(self, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
         parts = parts_of(tensor)
-        return self._made(tensor, Parts(parts.members, parts.coalesced, parts.sparse_dim))
+        return self._like(tensor, Parts(parts.members, parts.coalesced, parts.sparse_dim))
 
     def _clone(self, tensor: torch.Tensor, **_: Any) -> torch.Tensor:
         parts = parts_of(tensor)
         copies = [torch.clone(member, memory_format=torch.contiguous_format) for member in reversed(parts.members)]
-        return self._made(tensor, Parts(tuple(reversed(copies)), parts.coalesced, parts.sparse_dim))
+        return self._like(tensor, Parts(tuple(reversed(copies)), parts.coalesced, parts.sparse_dim))
 
     def _to_copy(self, tensor: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
         parts = parts_of(tensor)
@@ -171,7 +171,7 @@ class SparseOperations:
         copies = [_aten._to_copy.default(member, dtype=member_dtype) for member, member_dtype in order]
         if tensor.layout is not torch.sparse_coo:
             copies = [*copies[1:], copies[0]]
-        return self._made(tensor, Parts(tuple(copies), parts.coalesced, parts.sparse_dim))
+        return self._like(tensor, Parts(tuple(copies), parts.coalesced, parts.sparse_dim))
 
     def _scaled(self, func: torch._ops.OpOverload, tensor: torch.Tensor, *numbers: Any) -> torch.Tensor:
         """Apply an operation to values alone, where zeros stay zeros; indices are copied."""
@@ -179,7 +179,7 @@ class SparseOperations:
             return NotImplemented  # type: ignore[no-any-return]
         parts = parts_of(tensor)
         places = tuple(torch.clone(member) for member in parts.members[:-1])
-        return self._made(tensor, Parts((*places, func(parts.values, *numbers)), parts.coalesced, parts.sparse_dim))
+        return self._like(tensor, Parts((*places, func(parts.values, *numbers)), parts.coalesced, parts.sparse_dim))
 
     def _transpose(self, tensor: torch.Tensor, *dims: int) -> torch.Tensor:
         """SparseTensorMath.cpp, ``_sparse_transpose``: both rows of a copy's indices change places."""
@@ -199,19 +199,19 @@ class SparseOperations:
         row = torch.clone(indices[first])
         indices[first].copy_(indices[second])
         indices[second].copy_(row)
-        return self._made(tensor, Parts((indices, values), False, parts.sparse_dim), shape)
+        return self._like(tensor, Parts((indices, values), False, parts.sparse_dim), shape)
 
     # -- joining equal indices ----------------------------------------------------------------------------------
 
     def _coalesce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """SparseCUDATensor.cu: positions are sorted, and each one that is new begins a value."""
+        """SparseCUDATensor.cu: positions are sorted, and each new one begins a value."""
         parts = parts_of(tensor)
         indices, values = parts.members
         if parts.coalesced:
             return tensor
         count = indices.size(1)
         if count < 2:
-            return self._made(tensor, Parts(parts.members, True, parts.sparse_dim))
+            return self._like(tensor, Parts(parts.members, True, parts.sparse_dim))
         flat = indices.new_empty(count)
         order, begins = torch.empty_like(flat), torch.empty_like(flat)
         indices.new_empty(cuda_cub.merge_sort_bytes(count, 8, 8), dtype=torch.uint8)
@@ -228,13 +228,13 @@ class SparseOperations:
             with _disable_current_modes():
                 whole = torch.sparse_coo_tensor(source.value, amounts.value, tuple(tensor.shape)).coalesce()
                 give(joined, whole.values(), amounts.state.origin)
-        return self._made(tensor, Parts((fresh, joined), True, parts.sparse_dim))
+        return self._like(tensor, Parts((fresh, joined), True, parts.sparse_dim))
 
     def _distinct(self, indices: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Real indices, each once and in order; as many as there are where they are not known."""
+        """Real indices, distinct and sorted; unknown ones are assumed to be distinct."""
         source = known(indices)
         if source is None:
-            self._values.asked.assumed[failures.line()] = None
+            self._values.questions.assumed[failures.line()] = None
             with _disable_current_modes():
                 return torch.zeros(tuple(indices.shape), dtype=torch.long)
         self._values.note(source.state.origin)
@@ -265,8 +265,8 @@ class SparseOperations:
         return self._addmm(zeros, first, second)
 
     def _addmm(self, start: torch.Tensor, first: torch.Tensor, second: torch.Tensor, **_: Any) -> torch.Tensor:
-        """SparseCUDATensorMath.cu: rows are compressed to 32 bits, and cuSPARSE writes columns one after the other,
-        which are copied over."""
+        """SparseCUDATensorMath.cu: rows are compressed to 32 bits; cuSPARSE writes columns in sequence, which are
+        copied."""
         if not is_sparse(first) or is_sparse(second) or is_sparse(start) or first.dim() != 2:
             return NotImplemented  # type: ignore[no-any-return]
         result = second.new_empty((first.size(0), second.size(1)))
@@ -293,7 +293,7 @@ class SparseOperations:
         return result
 
     def _by_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A matrix that is compressed by columns, compressed by rows: by way of indices that are sorted."""
+        """Convert a matrix compressed by columns to one compressed by rows, by sorting its indices."""
         parts = parts_of(tensor)
         begins, places, values = parts.members
         count = places.size(-1)
@@ -301,7 +301,7 @@ class SparseOperations:
         indices = torch.stack((places, columns))
         del columns
         loose = self._new(torch.sparse_coo, tuple(tensor.shape), Parts((indices, values), False))
-        for other in (begins, places):  # what is known of the places is known of the result
+        for other in (begins, places):  # the result's values are known if those of the places are
             if known(other) is None:
                 break
         else:
@@ -339,7 +339,7 @@ class SparseOperations:
         indices = torch.clone(parts.indices)
         product = torch.empty_like(parts.values)
         del gathered, ones
-        return self._made(mask, Parts((indices, product), True, parts.sparse_dim))
+        return self._like(mask, Parts((indices, product), True, parts.sparse_dim))
 
     def _to_dense(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         parts = parts_of(tensor)
@@ -351,12 +351,12 @@ class SparseOperations:
         return dense
 
     def _add(self, first: torch.Tensor, second: torch.Tensor, *, alpha: float = 1) -> torch.Tensor:
-        """SparseCUDATensorMath.cu: values that are added are appended; to dense ones they are added in place."""
+        """SparseCUDATensorMath.cu: added values are appended; to dense tensors they are added in place."""
         if is_sparse(first) and is_sparse(second) and first.layout is torch.sparse_coo is second.layout:
             first_parts, second_parts = parts_of(first), parts_of(second)
             indices = torch.cat((first_parts.indices, second_parts.indices), 1)
             values = torch.cat((first_parts.values, second_parts.values), 0)
-            return self._made(first, Parts((indices, values), False, first_parts.sparse_dim))
+            return self._like(first, Parts((indices, values), False, first_parts.sparse_dim))
         if not is_sparse(first):
             return torch.clone(first)
         return NotImplemented  # type: ignore[no-any-return]
@@ -452,11 +452,11 @@ class SparseOperations:
             return self._new(value.layout, tuple(value.shape), Parts(members, parts.coalesced, parts.sparse_dim))
 
         if not complete:
-            self._values.asked.assumed[failures.line()] = None
+            self._values.questions.assumed[failures.line()] = None
         return tree_map(fake, result)
 
     def _written(self, tensor: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """An argument that was written in place."""
+        """Copy back an argument that was written in place."""
         if is_sparse(tensor):
             before, after = parts_of(tensor), parts_of(real)
             if before.values.shape != after.values.shape:
@@ -478,7 +478,7 @@ def _is_dense(matrix: torch.Tensor) -> bool:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The sparse tensor itself, where all its parts are known."""
+    """The real sparse tensor, if all its parts are known."""
     members = [known(member) for member in parts_of(tensor).members]
     if any(member is None for member in members):
         return None
@@ -486,7 +486,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _filled_sparse(tensor: torch.Tensor) -> torch.Tensor:
-    """A real sparse tensor of that shape and as many values; indices that are not known all differ."""
+    """A real sparse tensor of the same shape and number of values; unknown indices all differ."""
     real = _real(tensor)
     if real is not None:
         return real
@@ -518,7 +518,7 @@ def _assembled(tensor: torch.Tensor, members: Sequence[torch.Tensor]) -> torch.T
 
 
 def _again(real: torch.Tensor, like: torch.Tensor, keeps: bool) -> torch.Tensor:
-    """A tensor of the trace of that shape, where ``like`` lies; with its values where they are known."""
+    """A tensor of the trace with that shape, on ``like``'s device; with its values where they are known."""
     copied = like.new_empty(tuple(real.shape), dtype=real.dtype)
     if keeps:
         with _disable_current_modes():
@@ -537,7 +537,7 @@ FACTORIES: dict[Callable[..., Any], int] = {
 """PyTorch's functions that make a sparse tensor, and of how many parts."""
 _BAG_BACKWARD = _aten._embedding_bag_backward.default
 _BAG_IS_SPARSE = 9  # the position of the argument that says so
-_MEAN = 1  # of a bag, as embedding_bag numbers how it is reduced
+_MEAN = 1  # of a bag, by embedding_bag's numbering of reductions
 _MAKERS = {
     _aten._sparse_coo_tensor_with_dims_and_tensors.default,
     _aten._sparse_coo_tensor_with_dims.default,

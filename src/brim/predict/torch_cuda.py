@@ -1,5 +1,5 @@
-"""``torch.cuda`` and ``torch.accelerator`` as they look on a machine with one GPU, for programs that are run or
-traced without one."""
+"""Emulate ``torch.cuda`` and ``torch.accelerator`` of a machine with one GPU, for programs that run or are traced
+without one."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _TYPED = {
 
 @contextmanager
 def in_place(cuda: Mapping[str, Any]) -> Iterator[None]:
-    """``torch.cuda`` has what ``cuda`` has, by name, and ``torch.accelerator`` answers the same.
+    """While open, ``torch.cuda`` has the entries of ``cuda``, by name, and ``torch.accelerator`` answers alike.
 
-    PyTorch asks ``torch.accelerator`` inside of optimizers and data loaders. A CUDA build takes CUDA for the
-    accelerator, GPU or not, so there it would ask a driver that is not there.
+    PyTorch uses ``torch.accelerator`` inside of optimizers and data loaders. A CUDA build's accelerator is CUDA, GPU
+    or not, so it would call a missing driver there.
     """
     with contextlib.ExitStack() as stack:
         accelerator = _accelerator(cuda)
         for name, value in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        for module in (torch.cuda.random, torch.cuda.memory):  # where some programs look for the same
+        for module in (torch.cuda.random, torch.cuda.memory):  # some programs use these modules' names
             for name in cuda.keys() & set(module.__all__):
                 stack.enter_context(mock.patch.object(module, name, cuda[name]))
         for module in (torch.accelerator, getattr(torch.accelerator, "random", torch.accelerator)):
             for name in accelerator.keys() & vars(module).keys():  # PyTorch 2.11 has fewer of them than 2.14
                 stack.enter_context(mock.patch.object(module, name, accelerator[name]))
-        # Checkpointing asks once per process for the accelerator and remembers it.
+        # Checkpointing reads the accelerator once per process and caches it.
         stack.enter_context(mock.patch.object(DefaultDeviceType, "_default_device_type", None))
         yield
 
@@ -76,7 +76,7 @@ def _accelerator(cuda: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return another function that does the same: Dynamo has a rule for every function object of PyTorch."""
+    """Return a distinct function that does the same: Dynamo has a rule for every function object of PyTorch."""
     return lambda *args, **kwargs: function(*args, **kwargs)
 
 
@@ -95,7 +95,7 @@ def torch_cuda(recording: RecordingMode, capability: tuple[int, int]) -> dict[st
 
 
 def streams() -> dict[str, Any]:
-    """Streams, events and the current device: there is one device, and they do nothing."""
+    """Streams, events and the current device: one device, and no effect."""
     return {
         "Stream": Stream,
         "Event": Event,
@@ -107,26 +107,26 @@ def streams() -> dict[str, Any]:
 
 
 def _memory(recording: RecordingMode) -> dict[str, Any]:
-    def held(*args: Any, **kwargs: Any) -> int:
+    def used(*args: Any, **kwargs: Any) -> int:
         return sum(life.bytes for life in recording.lives() if life.on_device)
 
     def stats(*args: Any, **kwargs: Any) -> dict[str, int]:
-        return defaultdict(int, {"allocated_bytes.all.current": held(), "allocated_bytes.all.peak": held()})
+        return defaultdict(int, {"allocated_bytes.all.current": used(), "allocated_bytes.all.peak": used()})
 
     numbers = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
                "memory_cached", "max_memory_cached")  # fmt: skip
     return {
-        **dict.fromkeys(numbers, held),
+        **dict.fromkeys(numbers, used),
         "memory_stats": stats,
-        "memory_summary": lambda *args, **kwargs: f"{held():,} bytes allocated",
+        "memory_summary": lambda *args, **kwargs: f"{used():,} bytes allocated",
         "mem_get_info": lambda *args: (_VRAM_BYTES, _VRAM_BYTES),
         "empty_cache": lambda: recording.note_op(EMPTY_CACHE),
     }
 
 
 def _graphs(recording: RecordingMode) -> dict[str, Any]:
-    """CUDA graphs: what is captured is traced as it runs. Its memory is taken on a stream of its own, which stands
-    for the graph's pool: it serves nothing else and is kept. Replaying takes none."""
+    """CUDA graphs: a capture is traced as it runs. Its memory is allocated on a stream of its own, which stands for
+    the graph's pool: it serves nothing else and is kept. Replaying allocates nothing."""
     recorder, numbers = recording.recorder, itertools.count(FIRST_GRAPH_POOL)
     before: list[Callable[[], int]] = []  # the stream that is current outside of the capture
 
@@ -213,7 +213,7 @@ def _typed(legacy: Any) -> type:
 
 
 class NoGraph:
-    """Compares addresses of tensors, which a trace has none of."""
+    """Compares addresses of tensors, which a trace does not have."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoGraph:
         raise failures.not_traced("A graphed callable", "Trace the function that is captured, called as it is.")
@@ -223,29 +223,29 @@ _Generator = torch.Generator
 
 
 class _Generators(type(_Generator)):  # type: ignore[misc]
-    """Whatever PyTorch itself makes is one as well."""
+    """PyTorch's own generators are instances too."""
 
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, _Generator)
 
 
 class Generator(_Generator, metaclass=_Generators):
-    """A generator of the GPU draws as one of the CPU."""
+    """A GPU's generator, which draws as one of the CPU does."""
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         generator: Generator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
-        generator._asked = torch.device(device)
+        generator._named_device = torch.device(device)
         return generator
 
-    _asked: torch.device
+    _named_device: torch.device
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("cuda", 0) if self._asked.type == "cuda" else self._asked
+        return torch.device("cuda", 0) if self._named_device.type == "cuda" else self._named_device
 
 
 class Device:
-    """``with torch.cuda.device(0)``: there is one."""
+    """``with torch.cuda.device(0)``: there is only this one."""
 
     def __init__(self, device: Any = 0) -> None:
         self.idx = 0
@@ -255,7 +255,7 @@ class Device:
 
 
 class Stream:
-    """Streams order work in time, which a trace has none of."""
+    """A stream without effect: a trace has no order in time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.cuda_stream = 0

@@ -48,7 +48,7 @@ def trace(
     ``build`` and the step run for real, in Python; their tensors hold nothing, so that a step of any size is traced
     on any machine. Values that follow from the program are known: literals, files, whole numbers, random draws,
     tensors that it makes on the CPU. Those that depend on weights are not: where the program asks for one, a number
-    is made up, and ``Trace.notes`` names the line that asked.
+    is made up, and ``Trace.notes`` names the line that questions.
 
     Args:
         build: A function without arguments that makes model, optimizer and inputs, and returns the step: again a
@@ -185,7 +185,7 @@ def _run_named(
 def _run(
     mode: RecordingMode, build: Callable[[], Callable[[], Any]], steps: int, most_steps: int, growth: _Growth
 ) -> Callable[[], Any]:
-    """Build and step; what was built lives as long as the step that is returned."""
+    """Build and step; built objects live as long as the step that is returned."""
     step = build()
     if not callable(step):
         raise UsageError("build() must return the step to trace, a function.", f"It returned {type(step).__name__}.")
@@ -215,22 +215,22 @@ def _written(mode: RecordingMode, target: str, model: str, leak: Leak | None) ->
 
 
 def _notes(values: Values) -> dict[str, str]:
-    """Return the unknown values that the program asked for, by subject."""
-    asked, notes = values.asked, {}
-    if asked.routing:
+    """Return the notes on unknown values that the program read, by subject."""
+    questions, notes = values.questions, {}
+    if questions.routing:
         notes["routing"] = _ROUTING_NOTES["crowded" if values.crowded else "balanced"]
-    if asked.finite:
+    if questions.finite:
         notes["finite"] = "values are taken to be finite where the program asks"
-    if asked.checks:
+    if questions.checks:
         notes["checks"] = "where the program checks that all of a tensor is true, it is taken to be"
-    if asked.decided:
-        notes["decided"] = f"decided by a value that was made up: {', '.join(asked.decided)}"
-    if asked.read:
-        notes["made up"] = f"read as numbers that were made up: {', '.join(asked.read)}"
-    if asked.assumed:
+    if questions.decided:
+        notes["decided"] = f"decided by a value that was made up: {', '.join(questions.decided)}"
+    if questions.read:
+        notes["made up"] = f"read as numbers that were made up: {', '.join(questions.read)}"
+    if questions.assumed:
         share = "all of a mask is true" if values.share == 1 else f"{values.share:.0%} of a mask are true"
         notes["assumed"] = f"assumed, as they depend on weights ({share}, other whole numbers are 1): " + ", ".join(
-            asked.assumed
+            questions.assumed
         )
     return notes
 

@@ -32,7 +32,7 @@ def picture(title: str, lines: Mapping[str, Line], *, x_label: str, y_label: str
 
 
 class _Frame:
-    """Where a point lies in the picture."""
+    """Maps points to positions in the picture."""
 
     def __init__(self, points: Line, unit: str) -> None:
         self._unit = unit
@@ -81,6 +81,6 @@ class _Frame:
             if run:
                 points = " ".join(run)
                 yield f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
-            if len(run) == 1:  # a line of one point is not to be seen
+            if len(run) == 1:  # a line of one point is invisible
                 across, down = run[0].split(",")
                 yield f'<circle cx="{across}" cy="{down}" r="4" fill="{colour}"/>'

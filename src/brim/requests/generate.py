@@ -17,7 +17,7 @@ _AUTO: dict[str, Any] = {"auto": "auto"}
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One generation. ``prompt``: a text, or for ``generate_many`` several; None in a conversation."""
+    """A generation. ``prompt``: a text, or several for ``generate_many``; None in a conversation."""
 
     model: str | Path = option(kind="model", argument=True)
     prompt: str | Sequence[str] | None = option(
@@ -57,7 +57,7 @@ class Request:
     trust_remote_code: bool = option(False, "Run Python code that comes with the model. Off by default.")
 
     def check(self) -> None:
-        """Raise UsageError for what cannot be meant."""
+        """Raise UsageError for contradictory values."""
         check(self)
         self.sampling.check()
         check_stops(self.stop)

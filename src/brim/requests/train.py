@@ -19,7 +19,7 @@ _AUTO: dict[str, Any] = {"auto": None}  # the planner's choice
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One training. Amounts are bytes or such as ``"8GiB"``; None leaves a choice to the planner.
+    """A training. Amounts are bytes or such as ``"8GiB"``; None leaves a choice to the planner.
 
     ``output`` is new or empty, or what ``resume`` goes on with (under the settings that it began with, unless
     ``change_settings``), or gives way by ``overwrite``. A loss or a weight that is no finite number ends the
@@ -121,7 +121,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """How torchrun's ranks share a training. ``timeout_s``: how long a rank waits for another."""
+    """Options by which torchrun's ranks share a training. ``timeout_s``: how long a rank waits for another."""
 
     zero: int = option(0, "Under torchrun: stage of ZeRO.  [default: 0]", min=0, max=3)
     offload_shards: bool = option(False, "With --zero: keep what it splits in RAM, and step there.")

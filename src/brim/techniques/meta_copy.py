@@ -1,4 +1,4 @@
-"""A model and its optimizer once more, for tracing: shapes and wiring as they are, values nowhere."""
+"""Copies of a model and its optimizer for tracing: same shapes and wiring, no values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from brim.techniques.optimizer_offload.step_context import narrowed
 
 
 def meta_copy(model: nn.Module, *, absent: Collection[str], device: torch.device | None) -> nn.Module:
-    """A copy of ``model`` whose parameters and buffers are made where this is called.
+    """Copy ``model``, with parameters and buffers allocated by the caller's context.
 
-    Parameters in ``absent`` hold nothing, as they do when their values are in files, or are about to be moved to
-    memory of brim's own. What is not on the CPU is put on ``device``.
+    Parameters in ``absent`` are empty, as when their values are in files, or about to be moved to memory of brim's
+    own. Tensors that are not on the CPU are put on ``device``.
     """
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
@@ -39,8 +39,8 @@ def _like(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 
 def meta_copy_optimizer(other: nn.Module, model: nn.Module, optimizer: Optimizer) -> Optimizer:
-    """``optimizer`` of ``model`` as it would be for ``other``, its copy: without states, and without what others hung
-    on it (a scheduler's wrapper around ``step``, hooks), which belongs to the one that really steps."""
+    """Copy ``optimizer`` of ``model`` for ``other``, the model's copy: without states, and without attachments (a
+    scheduler's wrapper around ``step``, hooks), which belong to the optimizer that really steps."""
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     twins = {id(parameter): of_twin for parameter, of_twin in pairs}
     copied: Optimizer = object.__new__(type(optimizer))
@@ -66,12 +66,10 @@ _HUNG_ON = (
 
 
 def make_states(optimizer: Optimizer, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """What a first step would leave in the optimizer: from the second on, a step meets it.
+    """Give the optimizer the states that its first step leaves, which later steps start from.
 
-    ``dtype``: that of states of real parameters. None: the parameter's.
-
-    One after the other is stepped alone. Where two parameters alike (of one group, shape and dtype) get states alike,
-    the third and all further ones get copies.
+    ``dtype``: that of states of real parameters. None: the parameter's. Parameters are stepped one at a time. Where
+    two alike (of one group, shape and dtype) get states alike, the third and all further ones get copies.
     """
     samples_of: dict[tuple[Any, ...], list[dict[Any, Any]]] = defaultdict(list)
     for number, group in enumerate(optimizer.param_groups):

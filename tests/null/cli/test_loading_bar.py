@@ -20,7 +20,7 @@ def test_a_bar_in_bytes_on_a_terminal_only(terminal: bool, told: bool) -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal, width=100, color_system=None)
     with console.status("starting") as status:
-        show = loading_bar(status, told=told)
+        show = loading_bar(status, enabled=told)
         show(GIB // 2, 2 * GIB)
         show(3 * GIB // 2, 2 * GIB)
     assert ("1.5 GiB of 2 GiB" in shown.getvalue()) is (terminal and told)

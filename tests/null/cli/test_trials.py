@@ -43,7 +43,7 @@ class Device:
 
 
 def revised(device: Device, *advice: Advice, most: int = 5) -> list[dict[str, Any]]:
-    trials = Trials(REQUEST, device, most=most, told=lambda _: None)
+    trials = Trials(REQUEST, device, most=most, report=lambda _: None)
     return trials.revised([asdict(one) for one in advice])
 
 

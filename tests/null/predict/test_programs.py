@@ -282,7 +282,7 @@ def test_large_draws_are_computed_when_somebody_asks():
     def step() -> None:
         images = torch.randn(64, 3, 64, 64)
         kept = images.cuda().flatten(1) > 0
-        assert images._brim_known.made is None
+        assert images._brim_known.computed is None
         assert 0.4 < kept.float().mean().item() < 0.6
         images[0].zero_()
         assert not images[0].any()

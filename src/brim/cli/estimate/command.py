@@ -38,13 +38,13 @@ _PROCESS = "with {} of CUDA context, as nvidia-smi counts"
 
 
 class _Command(Command):
-    """After a program come its own arguments, and the few options of ours that a program does not decide."""
+    """Parse a program's own arguments after its name, with those of our options that a program does not decide."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = args[: args.index("--") if "--" in args else None]
         at = self._program_at(words)
         if at is not None:
-            ours, own = self._told_apart(words[at + 1 :])
+            ours, own = self._split_words(words[at + 1 :])
             if own:
                 click.echo(f"Given to the program: {shlex.join(own)}", err=True)
             args = [*words[: at + 1], *ours, "--", *own, *args[len(words) + 1 :]]
@@ -58,14 +58,14 @@ class _Command(Command):
             raise
 
     def _program_at(self, words: list[str]) -> int | None:
-        """Where the name of a program stands; None where another model, or none, is named."""
+        """The position of a program's name; None where MODEL is missing or no program."""
         at = 0
         while at < len(words) and words[at].startswith("-"):
             at += 2 if self._takes_value(words[at]) else 1
         return at if at < len(words) and is_program(words[at]) else None
 
-    def _told_apart(self, words: list[str]) -> tuple[list[str], list[str]]:
-        """Of the words after a program: options of ours, and the program's own arguments."""
+    def _split_words(self, words: list[str]) -> tuple[list[str], list[str]]:
+        """Split the words after a program into our options and the program's own arguments."""
         ours: list[str] = []
         own: list[str] = []
         at = 0
@@ -82,7 +82,7 @@ class _Command(Command):
 
 
 def is_program(model: str) -> bool:
-    """Whether MODEL is a program to be run as it is: a Python file, of which no function is named."""
+    """Return whether MODEL is a program to be run unchanged: a Python file without a function's name."""
     return model.endswith(".py")
 
 
@@ -125,7 +125,7 @@ def estimate(options: EstimateOptions) -> int | None:
 
 
 def _refuse_beside_program(model: str) -> None:
-    """Raise UsageError for a file that is not there, and for options that would change what the program does."""
+    """Raise UsageError for a missing file, and for options that would change the program's step."""
     context = click.get_current_context()
     given = [
         parameter.opts[0]
@@ -156,7 +156,7 @@ def _report_program(options: EstimateOptions) -> int | None:
     if options.html is not None:
         _write_page(options.html, [] if timeline is None else [View(timeline=timeline)], estimate, place.total_bytes)
     if options.as_json:
-        print_json(estimate.to_json() | {"fits_with": []})  # settings of a program are its own
+        print_json(estimate.to_json() | {"fits_with": []})  # a program has its own settings
     else:
         _print(estimate, NOTHING, place.total_bytes)
     return _exit_code(estimate)
@@ -200,7 +200,7 @@ def _report(options: EstimateOptions) -> int | None:
 
 
 def _plan_command(options: EstimateOptions, estimate: Estimate) -> str:
-    """The command that plans what was estimated."""
+    """The command that plans the same workload."""
     settings = {"batch": estimate.workload.batch} | ({"seq": estimate.workload.seq} if estimate.workload.seq else {})
     return build(PlanRequest, vars(options) | settings | {"task": estimate.workload.task}).command()
 
@@ -208,7 +208,7 @@ def _plan_command(options: EstimateOptions, estimate: Estimate) -> str:
 def _write_html(
     path: Path, study: Study, estimate: Estimate, growth: Growth | None, others: Sequence[Alternative]
 ) -> None:
-    """What memory does on this GPU; of a step that does not fit, also what it would do without end."""
+    """Write the memory on this GPU; for a step that does not fit, also the memory that it would need."""
     import dataclasses
 
     from brim.estimation.simulation import phases, simulate
@@ -323,7 +323,7 @@ def _print(
 
 
 def _print_others(console: Console, estimate: Estimate, others: Sequence[Alternative], plan: str) -> None:
-    """Settings that fit, or the command ``plan``, which looks further."""
+    """Print settings that fit, or the command ``plan`` for a wider search."""
     if others:
         table = _table("it fits with", "process", title="")
         for other in others:

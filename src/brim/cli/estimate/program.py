@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from brim.rehearsal.rehearse import Rehearsal, Request
 
 _MOST_ADVICE = 3
-_ENDLESS_BYTES = 1 << 42  # to tell what a program takes that does not fit
+_ENDLESS_BYTES = 1 << 42  # enough to measure a program that does not fit
 _REHEARSED = (
     "rehearsed: run as it is by PyTorch's CUDA build on a GPU that is not there, until memory grew no more; what "
     "comes later is not in it"
@@ -52,9 +52,9 @@ def environment_for(place: Place) -> Environment:
 def rehearsed(
     model: str, arguments: tuple[str, ...], place: Place, alloc_conf: str, environment: Environment
 ) -> tuple[Estimate, Timeline | None]:
-    """What the program takes, rehearsed, and what memory did on this GPU (None: the program did not use it).
+    """The rehearsed program's estimate, and its timeline on this GPU (None: the program did not use it).
 
-    Of a program that does not fit, the estimate is of a GPU with memory without end.
+    If the program does not fit, the estimate is for a GPU with unlimited memory.
     Raises ModelError where the program fails.
     """
     from brim.rehearsal.rehearse import Request
@@ -72,7 +72,7 @@ def rehearsed(
 
 
 def _what_helps(timeline: Timeline | None) -> list[str]:
-    """The best advice against what failed, not rehearsed."""
+    """The best advice against the failure, not rehearsed."""
     from brim.report.failure import IN_PHASE, advice_for, failure
 
     failed = None if timeline is None else failure(timeline)

@@ -1,4 +1,4 @@
-"""``brim estimate --gpus``: what every rank takes, as a table or as JSON."""
+"""``brim estimate --gpus``: memory of every rank, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_ROWS = 16
 
 
 def report(options: EstimateOptions, split: Split) -> int | None:
-    """Estimate and print. The exit code where it does not fit."""
+    """Estimate and print. Return the exit code where it does not fit."""
     from brim.cli.console import Console
 
     model, gpu, vram, settings = options.model, options.gpu, options.vram, dict(options.workload)
@@ -56,7 +56,7 @@ def report(options: EstimateOptions, split: Split) -> int | None:
 def _say_what_is_ruled_out(
     model: str, settings: dict[str, Any], split: Split, gpu: str | None, vram: int | str | None
 ) -> None:
-    """Say at once what one division rules out; what every rank takes is worked out all the same."""
+    """Report at once a split that one division rules out; the full estimate follows all the same."""
     from brim import catalog
     from brim.estimation.models import find_model
     from brim.estimation.ranks.sizes import shape_of
@@ -82,7 +82,7 @@ def _say_what_is_ruled_out(
 
 
 def _further(options: EstimateOptions, estimate: ParallelEstimate) -> str:
-    """The command that looks for splits that fit, where there is a GPU to search for."""
+    """The command that searches for splits that fit, where a GPU is given."""
     if options.gpu is None:
         return ""
     split, seq = estimate.split, estimate.workload.seq
@@ -133,7 +133,7 @@ def _last_lines(console: Any, estimate: ParallelEstimate) -> None:
 
 
 def _ranks(estimate: ParallelEstimate) -> Table:
-    """One row for ranks that are alike, the worst first where there are many."""
+    """A table with one row for ranks that are alike, the worst first where there are many."""
     alike: dict[tuple[int, ...], list[Rank]] = {}
     for rank in estimate.ranks:
         sizes = _sizes(rank)

@@ -47,7 +47,7 @@ def run(request: Request, context: int | None) -> None:
 
 
 def _messages(console: Console) -> Iterator[str]:
-    """What is typed, blank lines left out; an interrupt takes back what was typed of a line."""
+    """Yield typed lines, without blank ones; an interrupt discards the current line."""
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # which gives ``input`` its line editing and history
     while True:
@@ -73,8 +73,8 @@ def _write(text: str) -> None:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[Any]:
-    """Whether an interrupt has come: the first one only ends the answer, in between two tokens. A second one is a
-    KeyboardInterrupt."""
+    """Yield a function that tells if an interrupt has come: the first ends the answer between two tokens, a second
+    raises KeyboardInterrupt."""
     came = False
 
     def note(*_: object) -> None:

@@ -65,11 +65,11 @@ def generate(options: GenerateOptions) -> int | None:
             raise click.UsageError("--json and --html take a --prompt or --prompts.")
         generate_chat.run(build(Request, vars(options)), options.context)
         return None
-    return _one(options) if prompts is None else _many(options, prompts)
+    return _generate_one(options) if prompts is None else _generate_many(options, prompts)
 
 
 def _of_stdin() -> str:
-    """All of the standard input, but for the last line end. Raises UsageError where it is empty or no UTF-8."""
+    """The standard input without its last line end. Raises UsageError where it is empty or no UTF-8."""
     try:
         text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -81,7 +81,7 @@ def _of_stdin() -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _one(options: GenerateOptions) -> int:
+def _generate_one(options: GenerateOptions) -> int:
     load("brim.run.generate.request", MODELS)
     from brim.cli.run_report import compute_of
     from brim.run.generate.request import generate as run
@@ -100,7 +100,7 @@ def _one(options: GenerateOptions) -> int:
                 sys.stdout.write(text)
                 sys.stdout.flush()
 
-        result = run(request, on_stage=on_stage, on_loaded=loading_bar(status, told=not as_json), on_text=on_text)
+        result = run(request, on_stage=on_stage, on_loaded=loading_bar(status, enabled=not as_json), on_text=on_text)
     compute = compute_of(result.timeline, result.predicted)
     if options.html is not None:
         _write_html(options.html, result, compute)
@@ -112,7 +112,7 @@ def _one(options: GenerateOptions) -> int:
     return verdict.of_exceeded(result.plan.exceeded(result.measured_bytes), progress)
 
 
-def _many(options: GenerateOptions, path: Path) -> int:
+def _generate_many(options: GenerateOptions, path: Path) -> int:
     load("brim.run.generate.request", MODELS)
     from brim.cli.run_report import compute_of
     from brim.run.generate.inputs import read_prompts
@@ -128,7 +128,7 @@ def _many(options: GenerateOptions, path: Path) -> int:
             status.start()
 
         def on_answer(answer: Answer) -> None:
-            status.stop()  # what is printed now is not to be mixed with it
+            status.stop()  # ends before the answer is printed below it
             if as_json:
                 line = json.dumps(answer.to_json())
             else:
@@ -136,7 +136,7 @@ def _many(options: GenerateOptions, path: Path) -> int:
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
 
-        loading = loading_bar(status, told=not as_json)
+        loading = loading_bar(status, enabled=not as_json)
         result = generate_many(request, on_stage=on_stage, on_loaded=loading, on_answer=on_answer)
     compute = compute_of(result.timeline, result.predicted)
     if options.html is not None:

@@ -1,4 +1,4 @@
-"""``brim generate --gpus N``: each rank its part of the model, one text."""
+"""``brim generate --gpus N``: each rank runs its part of the model, rank 0 prints the text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from brim.units import format_bytes, format_seconds
 
 
 def over_ranks(options: GenerateOptions) -> bool:
-    """Whether this generation runs over ranks. Raises UsageError where its options do not go together."""
+    """Return whether this generation runs over ranks. Raises UsageError where its options contradict each other."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if under_torchrun():
         if options.gpus not in (None, world):
@@ -36,7 +36,7 @@ def over_ranks(options: GenerateOptions) -> bool:
 
 
 def run(options: GenerateOptions) -> int | None:
-    """Generate with the others, or start them all; the exit code where it is not 0. Only rank 0 says anything."""
+    """Generate with the other ranks, or start them all; return the exit code if not 0. Only rank 0 prints."""
     from brim.run.ranks.generate import RanksRequest, generate
 
     as_json = options.as_json
@@ -69,7 +69,7 @@ def run(options: GenerateOptions) -> int | None:
 
 
 def _started(options: GenerateOptions, gpus: int) -> int | None:
-    """As ``torchrun --nproc-per-node GPUS --no-python brim generate`` would start them."""
+    """Start the ranks as ``torchrun --nproc-per-node GPUS --no-python brim generate`` would."""
     import torch
 
     from brim.run.ranks.start import start

@@ -18,17 +18,17 @@ from brim.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from brim.cli.plan.options import PlanOptions
 
-_TOKENS = 1_000_000_000  # what GPU-hours and cost are told for
+_TOKENS = 1_000_000_000  # trained for the GPU-hours and the cost
 _HOUR_S = 3600
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One number of GPUs; ``step_s`` None: nothing fits, and ``way`` says why. ``offload``: whether RAM or disk has a
-    part of it. ``peak_bytes`` of each GPU, and of a node's RAM and disk."""
+    """The result for a number of GPUs. ``step_s`` None: nothing fits, and ``summary`` says why. ``offload``: RAM or
+    disk has a part of it. ``peak_bytes``: of each GPU, and of a node's RAM and disk."""
 
     gpus: int
-    way: str
+    summary: str
     tokens: int
     step_s: float | None = None
     peak_bytes: dict[str, int] | None = None
@@ -36,24 +36,24 @@ class Row:
 
     @property
     def gpu_hours(self) -> float | None:
-        """For a billion tokens."""
+        """GPU-hours for a billion tokens."""
         return None if self.step_s is None else self.gpus * self.step_s / self.tokens * _TOKENS / _HOUR_S
 
     def to_json(self, price: float | None) -> dict[str, Any]:
         hours = self.gpu_hours
         return {
-            "gpus": self.gpus, "way": self.way, "offload": self.offload, "fits": self.step_s is not None,
+            "gpus": self.gpus, "way": self.summary, "offload": self.offload, "fits": self.step_s is not None,
             "step_s": self.step_s, "peak_bytes": self.peak_bytes, "gpu_hours": hours,
             "cost": None if hours is None or price is None else hours * price,
         }  # fmt: skip
 
 
-def show(asked: PlanOptions) -> int | None:
-    """Work out every number of GPUs for the same batch, and print; the exit code where none fits."""
+def show(request: PlanOptions) -> int | None:
+    """Plan the same batch for every number of GPUs, and print; return the exit code where none fits."""
     from brim.cli.console import Console
 
-    model, options, price, output = str(asked.model), vars(asked), asked.price, asked.output
-    counts = sorted(set(asked.compare_gpus or ()))
+    model, options, price, output = str(request.model), vars(request), request.price, request.output
+    counts = sorted(set(request.compare_gpus or ()))
     if options["task"] != "train" or not options["gpu"]:
         raise UsageError(
             "Cannot use --compare-gpus.", "It compares trainings on GPUs.", "Add --task train and --gpu."
@@ -64,7 +64,7 @@ def show(asked: PlanOptions) -> int | None:
         rows = [_row(model, count, batch, options) for count in counts]
     if output is not None:
         _plot(output, model, rows)
-    if asked.as_json:
+    if request.as_json:
         documents = [row.to_json(price) for row in rows]
         print_json(
             {"model": model, "gpu": options["gpu"], "global_batch": batch, "tokens": _TOKENS, "rows": documents}
@@ -79,38 +79,39 @@ def _row(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
     try:
         return _alone(model, batch, options) if count == 1 else _split(model, count, batch, options)
     except (BudgetError, UsageError) as error:
-        return Row(gpus=count, way=f"does not fit: {error.found}".splitlines()[0], tokens=tokens)
+        return Row(gpus=count, summary=f"does not fit: {error.found}".splitlines()[0], tokens=tokens)
 
 
 def _alone(model: str, batch: int, options: dict[str, Any]) -> Row:
-    """One GPU, with offload where it has to be."""
+    """Plan for one GPU, with offload where needed."""
     from brim.requests.plan import Request
     from brim.run.plan.search import plan
 
     answer = plan(build(Request, {**options, "batch": batch, "top": 1}))
     tokens = batch * options["seq"]
     if not answer.proposals:
-        return Row(gpus=1, way="does not fit", tokens=tokens)
+        return Row(gpus=1, summary="does not fit", tokens=tokens)
     best = answer.proposals[0]
-    way, peak = ", ".join(effect.what for effect in best.techniques) or "all in VRAM", best.plan.promise.peak_bytes
+    summary = ", ".join(effect.what for effect in best.techniques) or "all in VRAM"
+    peak = best.plan.promise.peak_bytes
     offload = any(peak.get(tier) for tier in ("ram", "disk"))
-    return Row(gpus=1, way=way, tokens=tokens, step_s=best.step_s, peak_bytes=dict(peak), offload=offload)
+    return Row(gpus=1, summary=summary, tokens=tokens, step_s=best.step_s, peak_bytes=dict(peak), offload=offload)
 
 
 def _split(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
-    """Several GPUs: the fastest mesh that is proved to fit, with shards in RAM where none does without."""
+    """Plan for several GPUs: the fastest mesh that is proved to fit, with shards in RAM where none fits without."""
     from brim.planning.ranks import fastest
 
     asked = {**options, "gpus": count, "gpus_per_node": min(options["gpus_per_node"] or 8, count), "top": 1}
     answer = fastest(model, {**asked, "global_batch": batch})
     tokens = batch * options["seq"]
     if not answer.rows:
-        return Row(gpus=count, way=f"does not fit: {answer.none()}", tokens=tokens)
+        return Row(gpus=count, summary=f"does not fit: {answer.none()}", tokens=tokens)
     mesh, proof = answer.rows[0]
-    way = f"{mesh.split.describe().partition(': ')[2]}, recompute {mesh.checkpointing}"
+    summary = f"{mesh.split.describe().partition(': ')[2]}, recompute {mesh.checkpointing}"
     step_s, offload = proof.step_s or mesh.step_s, mesh.split.offload_shards
     peak = {"vram": proof.process_bytes} | ({"ram": proof.node_ram_bytes} if offload else {})
-    return Row(gpus=count, way=way, tokens=tokens, step_s=step_s, peak_bytes=peak, offload=offload)
+    return Row(gpus=count, summary=summary, tokens=tokens, step_s=step_s, peak_bytes=peak, offload=offload)
 
 
 def _print(model: str, batch: int, options: dict[str, Any], rows: Sequence[Row], price: float | None) -> None:
@@ -135,7 +136,7 @@ def _print(model: str, batch: int, options: dict[str, Any], rows: Sequence[Row],
         table.add_row(*cells)
     console.print(table)
     for row in rows:
-        console.print(f"{row.gpus}: {row.way}", markup=False)
+        console.print(f"{row.gpus}: {row.summary}", markup=False)
     console.print("GPU-hours and cost are those of a billion tokens", markup=False)
 
 

@@ -1,4 +1,4 @@
-"""``brim plan --gpus``: the fastest ways to split a training job over several GPUs."""
+"""``brim plan --gpus``: the fastest splits of a training job over several GPUs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool) -> int | None:
-    """Search, prove and print, and write the first to ``output``; where nothing fits, what would. The exit code."""
+    """Search, prove and print, and write the best to ``output``; if nothing fits, print what would. The exit code."""
     from brim.cli.console import Console
 
     _check(options)
     started = time.perf_counter()
     load("brim.estimation.ranks.estimate", MODELS)
     with Console(stderr=True).status("Looking at meshes"):
-        answer = _found(model, options)
+        answer = _searched(model, options)
     if isinstance(answer, BudgetError):
         return _show_nearest(model, options, answer, as_json=as_json)
     took_s = time.perf_counter() - started
@@ -43,8 +43,8 @@ def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool
     return None
 
 
-def _found(model: str, options: dict[str, Any]) -> Found | BudgetError:
-    """The answer of the search, or why there is none."""
+def _searched(model: str, options: dict[str, Any]) -> Found | BudgetError:
+    """The search's result, or the reason why nothing fits."""
     from brim.planning.ranks import fastest
 
     try:
@@ -58,13 +58,13 @@ def _found(model: str, options: dict[str, Any]) -> Found | BudgetError:
 
 
 def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, as_json: bool) -> int:
-    """What would fit in place of what was asked."""
+    """Print the nearest settings that fit."""
     from brim.cli.console import Console
     from brim.planning.ranks import assumed, smallest_fits
     from brim.planning.ranks_nearest import infeasible
 
     console = Console(highlight=False, soft_wrap=True)
-    if not as_json:  # what is known at once is told at once
+    if not as_json:  # printed before the slower part
         why = " ".join(part for part in (refusal.asked, refusal.found) if part)
         console.print(f"Nothing fits. {why}", markup=False)
         for text in assumed(options):
@@ -88,7 +88,7 @@ def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, 
 
 
 def _write(path: Path, model: str, options: dict[str, Any], mesh: Mesh, proof: ParallelEstimate) -> None:
-    """For ``torchrun ... --no-python brim train --plan``."""
+    """Write a plan for ``torchrun ... --no-python brim train --plan``."""
     from brim.planning.ranks import engine_of
     from brim.run.ranks import plan as distributed_plan
 
@@ -142,7 +142,7 @@ def _document(model: str, options: dict[str, Any], answer: Found, took_s: float)
 
 
 def _size(split: Split, axis: str) -> str:
-    """As the table has it: of chunks a zero-bubble pipeline's with its mark."""
+    """The size along ``axis`` for the table; a zero-bubble pipeline's is marked."""
     return f"{split.interleave}{' zb' * split.zero_bubble}" if axis == "v" else str(split.size(axis))
 
 

@@ -1,4 +1,4 @@
-"""``brim plan --html``: what was planned, as tables and a picture."""
+"""``brim plan --html``: the plan, as tables and a picture."""
 
 from __future__ import annotations
 

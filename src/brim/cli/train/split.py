@@ -1,4 +1,4 @@
-"""``brim train`` under torchrun: each rank its part of the model, one log."""
+"""``brim train`` under torchrun: each rank trains its part of the model, one log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from brim.requests.train import RankOptions, Request
 
 
 def asked_for(ranks: Mapping[str, Any]) -> bool:
-    """Whether torchrun started this process. Raises UsageError for ``ranks``, options that were given, without it."""
+    """Return whether torchrun started this process. Raises UsageError for given options ``ranks`` without it."""
     under = under_torchrun()
     if ranks and not under:
         flag = next(field.flag for field in option_fields(RankOptions) if field.name in ranks)
@@ -30,7 +30,7 @@ def asked_for(ranks: Mapping[str, Any]) -> bool:
 
 
 def run(training: Request, ranks: Mapping[str, Any], *, as_json: bool) -> None:
-    """Train with the others; only rank 0 says anything."""
+    """Train with the other ranks; only rank 0 prints."""
     if training.eval_data is not None or training.report_to is not None:
         option = "--eval-data" if training.eval_data is not None else "--report-to"
         raise UnsupportedError(

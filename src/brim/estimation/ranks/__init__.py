@@ -1,1 +1,1 @@
-"""What every rank of a split training job takes, and how long its step is."""
+"""Estimate the memory of every rank of a split training job, and the seconds of its step."""

@@ -1,9 +1,9 @@
-"""Which layers a pipeline stage gets: consecutive ones, so many that the slowest stage is as fast as can be.
+"""Balance a model's layers over pipeline stages: consecutive layers, with the slowest stage as fast as possible.
 
-A step of 1F1B takes as long as its slowest stage for each micro-batch, and the first and last one of all others
-(Narayanan et al., arXiv 2104.04473), whose sum is the same however layers are dealt out. So the least is that of the
-slowest stage. Of the ways to reach it the one is taken whose fullest rank has the least in it. Where stages wait for
-their launches the sum is not the same, and a search compares with even stages too.
+A step of 1F1B takes the slowest stage's time for each micro-batch, and the other stages' for their first and last one
+(Narayanan et al., arXiv 2104.04473), whose sum is the same for every balance. So the slowest stage decides. Among
+equally fast balances, the one is taken whose fullest rank has the fewest bytes. Where stages wait for their launches
+the sum is not the same, and a search compares with even stages too.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any
 from brim.estimation.ranks.split import Split, in_flight, stage_layers
 
 Cost = Callable[[int, int], float]  # of stage and its layers; more layers never cost less
-_FORWARD_AND_BACKWARD, _RECOMPUTED = 3, 4  # products for each one of the forward pass
+_FORWARD_AND_BACKWARD, _RECOMPUTED = 3, 4  # matrix products, relative to one per product of the forward pass
 _UNGATED = ("gpt2", "opt", "starcoder2", "gpt_neox", "gptj", "bloom", "falcon", "phi", "gpt_bigcode", "bert")
 
 
 def balanced(
-    layers: int, stages: int, seconds: Cost, held: Cost, room: float = float("inf")
+    layers: int, stages: int, seconds: Cost, stage_bytes: Cost, room: float = float("inf")
 ) -> tuple[int, ...] | None:  # fmt: skip
-    """Layers of each stage: the slowest stage's ``seconds`` the least, with no stage's ``held`` bytes above ``room``;
-    of these the largest ``held`` the least. None where no way fits.
+    """Layers of each stage with the least ``seconds`` of the slowest stage, where no stage's ``stage_bytes`` exceed
+    ``room``; then with the least bytes of the fullest stage. None where nothing fits.
 
-    Layers are alike, so that a limit on both costs says how many each stage can take at most, and dealing out is
-    possible exactly if these add up to enough.
+    Layers are alike, so both limits give a maximum of layers for each stage, and a balance exists exactly if these
+    maxima add up to enough.
     """
     counts = range(1, layers - stages + 2)
     times = [[seconds(stage, count) for count in counts] for stage in range(stages)]
-    sizes = [[held(stage, count) for count in counts] for stage in range(stages)]
+    sizes = [[stage_bytes(stage, count) for count in counts] for stage in range(stages)]
 
     def most(slowest: float, fullest: float) -> list[int] | None:
-        """The most layers of each stage within both limits; None where one cannot have any, or all too few."""
+        """The most layers of each stage within both limits; None where a stage gets none, or all together too few."""
         counts = [
             min(bisect.bisect_right(time, slowest), bisect.bisect_right(size, min(fullest, room)))
             for time, size in zip(times, sizes, strict=True)
@@ -55,10 +55,10 @@ def balanced(
 
 
 def stages_of(split: Split, config: Any, *, sequence: int, checkpointing: str | None = None) -> tuple[int, ...]:
-    """Layers of each of a model's stages (of ``split.pp`` x ``split.interleave``) under PyTorch's engine: as the
-    split says, or balanced by their products. Interleaved ones are even.
+    """Layers of each of a model's ``split.pp`` x ``split.interleave`` stages under PyTorch's engine: those of the
+    split, or balanced by their products. Interleaved stages are even.
 
-    ``config`` is transformers'. A rank that runs and one that is predicted ask here.
+    ``config`` is transformers'. The runtime and the estimate both call this.
     """
     layers, many = int(config.num_hidden_layers), split.pp * split.interleave
     if split.stage_layers:
@@ -90,7 +90,7 @@ def _products(config: Any, sequence: int) -> tuple[int, int]:
 
 
 def _smallest(table: Sequence[Sequence[float]], works: Callable[[float], bool]) -> float | None:
-    """The smallest number of the table that works, where all above it do."""
+    """The smallest number of the table for which ``works`` is true; it is true for all larger numbers."""
     limits = sorted({number for row in table for number in row})
     at = bisect.bisect_left(limits, True, key=works)
     return limits[at] if at < len(limits) else None

@@ -13,7 +13,7 @@ from brim.techniques.parallel import pipeline, sharding
 
 
 class TracedChunk:
-    """What comes in to a stage and is kept for its backward passes, and those. ``dtype``: of hidden states."""
+    """A stage's received tensors, kept for its backward passes, and these passes. ``dtype``: of hidden states."""
 
     def __init__(self, model: pipeline.Stage, handle: sharding.Sharded, job: ParallelJob, dtype: torch.dtype) -> None:
         part = model.part
@@ -25,16 +25,16 @@ class TracedChunk:
         self._flying: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._halved: dict[int, tuple[torch.Tensor, pipeline.InputHalf]] = {}
         self._given: list[torch.Tensor] = []  # of halved passes: their gradients stay until the next step begins
-        # What was sent forward last, and what backward: 1F1B's loop has them in its hands until there are others
-        # (schedules.py, fwd_sends and bwd_sends).
+        # The tensors last sent forward and backward: 1F1B's loop holds them until the next send (schedules.py,
+        # fwd_sends and bwd_sends).
         self.last_sent: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
-        """A step's beginning (stage.py, clear_runtime_states)."""
+        """Begin a step (stage.py, clear_runtime_states)."""
         self._given.clear()
 
     def take(self, turn: Turn, sent: list[torch.Tensor] | None, *, last: bool) -> None:
-        """``sent`` collects what is sent, where it is kept. ``last``: no other turn of its kind follows."""
+        """Take a turn. ``sent`` collects the sent tensors if these are kept. ``last``: the last turn of its kind."""
         if turn.forward:
             self._forward(turn.micro_batch, sent)
         elif turn.half == "input":
@@ -45,7 +45,7 @@ class TracedChunk:
             self._backward(turn.micro_batch, sent, last=last)
 
     def finish(self) -> None:
-        """Behind a step's last turn."""
+        """End a step, after its last turn."""
         self.last_sent.clear()
         self.handle.settle()
 

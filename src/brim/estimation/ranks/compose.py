@@ -1,9 +1,9 @@
 """A pipeline rank's step from one that took a few turns: any number of micro-batches, in any order.
 
-What a turn does depends on where it stands among those of its model chunk: gradients are born in the first backward
-pass, what ZeRO puts off is done in the last, and weights that FSDP2 gathers for a forward pass are there for the next
-one if no backward pass has let them go in between. ``traced_order`` has one turn of every kind; each turn of the
-whole step is written again as the one that stands like it.
+A turn's operations depend on its position among those of its model chunk: gradients are allocated in the first
+backward pass, ZeRO defers work to the last, and weights that FSDP2 gathers for a forward pass serve the next one
+unless a backward pass in between freed them. ``traced_order`` has one turn of every kind; each turn of the whole step
+is a copy of the traced one in the most similar position.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from brim.estimation.ranks.schedule import Half, Turn
 FORWARD, BACKWARD, OPTIMIZER = "brim.forward", "brim.backward", "brim.optimizer"
 _HALVES = {"input": "brim.backward_input", "weight": "brim.backward_weight"}
 _MARKS = (FORWARD, BACKWARD, OPTIMIZER, *_HALVES.values())
-# Forward and backward passes of one chunk in which a turn of every kind is seen: where each forward is followed by
-# its backward, and where some forwards are ahead.
+# Forward and backward passes of one chunk that contain every kind of turn: each forward followed by its backward, and
+# some forwards ahead.
 _IN_TURN = ((0, True), (0, False), (1, True), (1, False), (2, True), (2, False))
 _AHEAD = ((0, True), (1, True), (0, False), (2, True), (3, True), (1, False), (2, False), (3, False))
 _IN_HALVES: tuple[tuple[int, Half | None], ...] = (  # of a zero-bubble pipeline; None: a forward pass
@@ -32,7 +32,7 @@ _IN_HALVES: tuple[tuple[int, Half | None], ...] = (  # of a zero-bubble pipeline
 
 @dataclass(frozen=True)
 class _Situation:
-    """Where a turn stands among those of its chunk. ``after``: whether the one before was a forward, None: none."""
+    """A turn's position among those of its chunk. ``after``: whether the turn before was a forward, None: none."""
 
     forward: bool
     first: bool
@@ -40,7 +40,7 @@ class _Situation:
     after: bool | None
 
     def likeness(self, other: _Situation) -> int:
-        """What tells most counts most: of a forward what was before it, of a backward whether it is the last."""
+        """Similarity of two turns: the turn before matters most for a forward, being last for a backward."""
         weights = (1, 2, 4) if self.forward else (2, 4, 1)
         same = (self.first == other.first, self.last == other.last, self.after == other.after)
         return sum(weight for weight, alike in zip(weights, same, strict=True) if alike)
@@ -48,7 +48,7 @@ class _Situation:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Ticks ``[start, end)`` of the trace: a turn, or None for what is before or after all of them."""
+    """Ticks ``[start, end)`` of the trace: a turn, or None for those before or after all turns."""
 
     start: int
     end: int
@@ -58,7 +58,7 @@ class _Stretch:
 def traced_order(order: Sequence[Turn]) -> list[Turn]:
     """The turns to trace for a step that takes ``order``: all of a chunk where they are few, else one of each kind.
 
-    The chunks come one after the other: they are independent of one another.
+    Chunks are independent, so they come one after the other.
     """
     traced = []
     for chunk in sorted({turn.chunk for turn in order}):
@@ -81,12 +81,12 @@ def _in_halves(chunk: int) -> list[Turn]:
 
 
 def mark_of(turn: Turn) -> str:
-    """The name of the mark that a turn begins with."""
+    """The name of the mark at a turn's beginning."""
     return FORWARD if turn.forward else _HALVES.get(turn.half, BACKWARD)
 
 
 class Composer:
-    """Reads a trace whose last step took ``traced``, each turn begun at a mark, and the optimizer's step behind."""
+    """Reads a trace whose last step took ``traced``, each turn beginning at a mark, and then the optimizer's step."""
 
     def __init__(self, trace: Trace, traced: Sequence[Turn]) -> None:
         self.trace, self.traced = trace, tuple(traced)
@@ -110,7 +110,7 @@ class Composer:
         self._lists: dict[_Stretch, tuple[list[tuple[str, str, int]], list[int]]] = {}
 
     def like(self, turn: Turn, kind: _Situation) -> _Stretch:
-        """The traced turn of the same chunk that stands most like it."""
+        """The traced turn of the same chunk in the most similar position."""
         alike = [at for at, traced_turn in enumerate(self.traced) if traced_turn.kind == turn.kind]
         return self.stretches[1 + max(alike, key=lambda at: self._kinds[at].likeness(kind))]
 
@@ -118,12 +118,11 @@ class Composer:
         return self._ops[stretch]
 
     def usual_ops(self) -> tuple[Op, ...]:
-        """Operations of one micro-batch through all chunks, like most: neither a first nor a last turn, where there
-        is one."""
+        """Operations of a usual micro-batch through all chunks: no first or last turn if possible."""
         return self._usual(lambda turn: True)
 
     def weight_ops(self) -> tuple[Op, ...]:
-        """Those of them that work out the gradients of weights, where backward passes are in two halves."""
+        """The ``usual_ops`` that compute gradients of weights, where backward passes are in two halves."""
         return self._usual(lambda turn: turn.half == "weight")
 
     def _usual(self, wanted: Callable[[Turn], bool]) -> tuple[Op, ...]:
@@ -152,18 +151,18 @@ class Composer:
         return self.stretches[min(bisect.bisect_right(self._bounds, tick), len(self.stretches)) - 1]
 
     def moved(self, tick: int, source: _Stretch, target: _Stretch) -> int:
-        """``tick`` of one stretch as an offset into another of the same chunk: behind the same operation."""
+        """Move ``tick`` of one stretch into another of the same chunk, as an offset: behind the same operation."""
         if source is target:
             return tick - source.start
         names, ticks = self._named(source)
         there = self._ticks_of(target)
         at = bisect.bisect_right(ticks, tick) - 1
-        while names[at] not in there:  # at the latest the mark, which each begins with
+        while names[at] not in there:  # at the latest the mark, with which each stretch begins
             tick, at = ticks[at], at - 1
         return min(there[names[at]] + tick - ticks[at], target.end - 1) - target.start
 
     def _ticks_of(self, stretch: _Stretch) -> dict[tuple[str, str, int], int]:
-        """When each operation is, by its name, its module, and how often it was there before."""
+        """Each operation's tick by its name, its module, and its number of earlier occurrences."""
         if stretch not in self._ticks:
             seen: dict[tuple[str, str], int] = {}
             ticks = {}
@@ -233,7 +232,7 @@ class _Composition:
         end = self.source.stretch_at(died)
         if end is part:
             return self.starts[index] + died - part.start
-        if end.turn is None:  # gradients, and what was there before the step
+        if end.turn is None:  # gradients, and storages from before the step
             return self.starts[-2] + died - end.start
         key = (index, end)
         if key not in self._dies:
@@ -242,8 +241,8 @@ class _Composition:
         return self.starts[at] + self.source.moved(died, end, self.placed[at])
 
     def _turn_like(self, end: _Stretch, ends: Turn, part: _Stretch, index: int) -> int:
-        """Where in this order what was born at ``index`` dies, when in the trace it is in the turn ``end``: in its
-        own backward (or its other half), in the last one, or so many turns of that kind later."""
+        """The turn in this order in which a storage born at ``index`` dies, given that the traced turn is ``end``:
+        its own backward (or its other half), the last one, or as many turns of that kind later."""
         turn = part.turn
         if turn is not None and not ends.forward and (turn.micro_batch, turn.chunk) == (ends.micro_batch, ends.chunk):
             own = self.turns[index]
@@ -254,7 +253,7 @@ class _Composition:
         between = [stretch for stretch in traced[traced.index(part) + 1 :] if _kind(stretch.turn) == kind]
         number = between.index(end)
         later = [at for at in range(index + 1, len(self.turns)) if _kind(self.turns[at]) == kind]
-        if not later:  # this order has fewer: until what follows takes its place
+        if not later:  # this order has fewer: it dies when the next stretch begins
             return index + 1
         if number and end is between[-1]:
             return later[-1]

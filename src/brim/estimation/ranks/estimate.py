@@ -1,4 +1,4 @@
-"""``brim estimate --gpus``: what every rank of a split training job takes, and how long its step is."""
+"""``brim estimate --gpus``: memory of every rank of a split training job, and seconds of its step."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _DEFAULT_TOKENS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One rank: ``coordinates`` in the mesh, peaks as in ``PeakBytes``, and what lies there at the peak.
+    """A rank: its ``coordinates`` in the mesh, peaks as in ``PeakBytes``, and the breakdown of the peak.
 
-    ``breakdown`` sums to ``peak_bytes.process`` with the allocator's slack left out: tensors by category, the CUDA
-    context and NCCL's buffers. ``ram``: what its shards take in RAM where they are offloaded.
+    ``breakdown`` sums to ``peak_bytes.process`` without the allocator's slack: tensors by category, the CUDA context
+    and NCCL's buffers. ``ram``: the RAM of its shards where they are offloaded.
     """
 
     rank: int
@@ -56,11 +56,11 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelEstimate:
-    """What a split training step takes. ``time`` is None without a GPU, ``fits`` too.
+    """Memory and time of a split training step. ``time`` and ``fits`` are None without a GPU.
 
-    ``worst_rank`` is the rank that allocates most, the first of those that are alike; ``process_bytes`` is the most
-    that any rank's process takes on its GPU, which may be another rank's where allocators fragment unlike.
-    ``precision_origin`` says where the precision is from.
+    ``worst_rank`` is the first of the ranks that allocate most; ``process_bytes`` is the maximum of all ranks'
+    processes, which may be another rank's where allocators fragment differently. ``precision_origin`` says where the
+    precision is from.
     """
 
     model: str
@@ -87,7 +87,7 @@ class ParallelEstimate:
 
     @property
     def node_ram_bytes(self) -> int:
-        """What the shards of one node's ranks take in RAM, of the node with the most; 0 where none are there."""
+        """RAM of the shards on the node with the most; 0 where none are offloaded."""
         each, split = [rank.ram.reserved if rank.ram else 0 for rank in self.ranks], self.split
         return max(sum(each[at : at + split.gpus_per_node]) for at in range(0, split.gpus, split.gpus_per_node))
 
@@ -141,14 +141,14 @@ def estimate_ranks(
     compiled: bool = False,
     ram_gb_per_s: float | None = None,
 ) -> ParallelEstimate:
-    """What every rank of a training step of ``model`` takes when it is split as ``split`` says.
+    """Estimate every rank of a training step of ``model`` under ``split``.
 
     ``engine``: ``torch`` is PyTorch's own (FSDP2, DTensor, pipelining), traced as it will run; ``megatron`` is
-    Megatron-LM with Transformer Engine, written down from its code (bf16 weights, AdamW), with ``megatron`` as
-    the options of its own command line. ``compiled``: each block by torch.compile, in ``torch`` only.
-    ``ram_gb_per_s``: of a node's RAM, else that of the machine that the GPU is sold in. Ranks that are alike
-    are worked out once. Raises UsageError for what does not divide, naming the nearest
-    that does, and UnsupportedError for what the engine does not do.
+    Megatron-LM with Transformer Engine, written down from its code (bf16 weights, AdamW), with ``megatron`` as the
+    options of its own command line. ``compiled``: each block by torch.compile, in ``torch`` only. ``ram_gb_per_s``:
+    of a node's RAM, else that of the machine that the GPU is sold in. Ranks that are alike are computed once. Raises
+    UsageError for sizes that do not divide, naming the nearest that do, and UnsupportedError for settings that the
+    engine lacks.
     """
     if engine not in ENGINES:
         raise UsageError(f"Unknown --engine {engine}.", f"Known: {', '.join(ENGINES)}.")
@@ -193,8 +193,8 @@ def _job(
 def stage_fits(
     model: str | Path | Callable[[], Any], split: Split, stage: int, *, seq: int, gpu: catalog.Gpu, checkpointing: str
 ) -> bool:  # fmt: skip
-    """Whether the ranks of one pipeline stage fit on ``gpu`` under Megatron-LM: a quick no before all are looked at.
-    Raises what ``estimate_ranks`` does."""
+    """Return whether the ranks of one pipeline stage fit on ``gpu`` under Megatron-LM: a quick check before all
+    ranks. Raises as ``estimate_ranks``."""
     place = place_of(gpu)
     workload = Workload(task="train", batch=split.micro_batch, seq=seq, checkpointing=checkpointing)
     (facts,), _ = ranks_megatron.stages(_job(find_model(model), workload, split, place), only=stage)
@@ -205,10 +205,10 @@ def cpu_bytes(
     model: str | Path, split: Split, *, seq: int, precision: str = "fp32", optimizer: str = "adamw",
     checkpointing: str | None = None,
 ) -> tuple[int, ...]:  # fmt: skip
-    """The most that tensors take at once on each rank of a training step on CPUs, by PyTorch's own engine; beside
-    shards in RAM, all the rest (``cpu_ram_bytes``).
+    """The peak of tensors on each rank of a training step on CPUs, by PyTorch's own engine, without shards in RAM
+    (``cpu_ram_bytes``).
 
-    Raises what ``estimate_ranks`` does.
+    Raises as ``estimate_ranks``.
     """
     stages = _cpu_stages(model, split, seq, precision, optimizer, checkpointing)
     of_stage = [simulate(facts.trace).peak_bytes.allocated for facts in stages]
@@ -219,9 +219,9 @@ def cpu_ram_bytes(
     model: str | Path, split: Split, *, seq: int, precision: str = "fp32", optimizer: str = "adamw",
     checkpointing: str | None = None,
 ) -> tuple[int, ...]:  # fmt: skip
-    """The most that the shards of each rank take at once in RAM on CPUs, where they are offloaded.
+    """The peak of each rank's shards in RAM on CPUs, where they are offloaded.
 
-    A CPU then plays the GPU too: what a GPU would have is ``cpu_bytes``. Raises what ``estimate_ranks`` does.
+    A CPU then also takes the GPU's part, which ``cpu_bytes`` counts. Raises as ``estimate_ranks``.
     """
     stages = _cpu_stages(model, split, seq, precision, optimizer, checkpointing)
     of_stage = [ram_peak(facts.ram, page_locked=False).allocated for facts in stages]
@@ -286,7 +286,7 @@ def _nccl_bytes(split: Split) -> int:
 
 
 def _memory(trace: Trace, place: Place, alloc_conf: str, nccl: int) -> tuple[PeakBytes, dict[str, int]]:
-    """Peaks in a memory without end, and what lies there."""
+    """Peaks in unlimited memory, and their breakdown."""
     endless = Place(
         name=place.name, total_bytes=None, context=place.context, cublas_workspace_bytes=place.cublas_workspace_bytes
     )

@@ -1,7 +1,7 @@
-"""What a rank has in RAM where its shards are offloaded: weights, gradients and the optimizer's states.
+"""RAM of a rank whose shards are offloaded: weights, gradients and the optimizer's states.
 
-FSDP2 keeps shards and their gradients page-locked beside a GPU, each in memory of its own. PyTorch's allocator of
-such memory gives out powers of two, and keeps what is freed for the next that is rounded to as much
+FSDP2 keeps shards and their gradients page-locked beside a GPU, each in an allocation of its own. PyTorch's allocator
+of page-locked memory rounds to powers of two, and caches freed blocks for the next request of the same rounded size
 (aten/src/ATen/core/CachingHostAllocator.h, ``allocate`` and ``maybe_cache_block``).
 """
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from brim.core import Category, Storage
 from brim.estimation.breakdown import NAMES
 
-KEPT = "page_locked_and_free"  # in a breakdown: given back by tensors, and kept by the allocator
+KEPT = "page_locked_and_free"  # in a breakdown: freed by tensors, cached by the allocator
 _LOCKED = (Category.PARAMETER, Category.GRADIENT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RamPeak:
-    """``allocated``: bytes of tensors at their peak, ``reserved`` of the memory that was taken for them.
-    ``breakdown`` sums to ``reserved``."""
+    """``allocated``: bytes of tensors at their peak; ``reserved``: of the memory for them. ``breakdown`` sums to
+    ``reserved``."""
 
     allocated: int
     reserved: int
@@ -29,10 +29,10 @@ class RamPeak:
 
 @dataclass(kw_only=True)
 class _Ram:
-    """What is there at a moment, per name; ``free`` blocks of page-locked memory, by their sizes."""
+    """Bytes in RAM at a moment, by name; ``free`` blocks of page-locked memory, by size."""
 
     page_locked: bool
-    held: dict[str, int] = field(default_factory=dict)
+    bytes_by_name: dict[str, int] = field(default_factory=dict)
     free: dict[int, int] = field(default_factory=dict)
 
     def take(self, storage: Storage) -> None:
@@ -56,11 +56,11 @@ class _Ram:
         return locked_bytes(storage.bytes) if self._is_locked(storage) else storage.bytes
 
     def _add(self, name: str, bytes: int) -> None:
-        self.held[name] = self.held.get(name, 0) + bytes
+        self.bytes_by_name[name] = self.bytes_by_name.get(name, 0) + bytes
 
 
 def ram_peak(storages: Iterable[Storage], *, page_locked: bool) -> RamPeak:
-    """Of storages in RAM. ``page_locked``: there is a GPU beside it."""
+    """The peak of storages in RAM. ``page_locked``: there is a GPU beside it."""
     changes: list[tuple[int, bool, Storage]] = []
     for storage in storages:
         changes.append((storage.born, True, storage))
@@ -72,12 +72,12 @@ def ram_peak(storages: Iterable[Storage], *, page_locked: bool) -> RamPeak:
     for _, born, storage in changes:
         (ram.take if born else ram.give)(storage)
         tensors += storage.bytes if born else -storage.bytes
-        allocated, now = max(allocated, tensors), sum(ram.held.values())
+        allocated, now = max(allocated, tensors), sum(ram.bytes_by_name.values())
         if now > reserved:
-            reserved, breakdown = now, {name: count for name, count in ram.held.items() if count}
+            reserved, breakdown = now, {name: count for name, count in ram.bytes_by_name.items() if count}
     return RamPeak(allocated=allocated, reserved=reserved, breakdown=breakdown)
 
 
 def locked_bytes(bytes: int) -> int:
-    """What page-locked memory for so many bytes takes."""
+    """Bytes of page-locked memory that a request of ``bytes`` takes."""
     return 1 << (bytes - 1).bit_length() if bytes else 0

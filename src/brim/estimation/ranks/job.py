@@ -1,5 +1,4 @@
-"""What several engines are asked, and what each answers: a training job, and the step of one of its pipeline
-ranks."""
+"""The engines' input and output: a training job, and the step of one of its pipeline ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from brim.estimation.ranks.split import Split
 from brim.estimation.workload import Workload, training_precision
 from brim.units import KIB
 
-DEFAULT_PRECISION = {  # by engine, and where it is from
+DEFAULT_PRECISION = {  # by engine, with its origin
     "torch": training_precision(None, VRAM),
     "megatron": ("bf16", "by default: Megatron-LM's --bf16"),
 }
@@ -29,7 +28,8 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronOptions:
-    """Options of Megatron-LM's own command line that change what a step takes, by their names and defaults there.
+    """Options of Megatron-LM's own command line that change a step's memory or time, by their names and defaults
+    there.
 
     ``cross_entropy_fusion_impl``: ``native`` compiles Megatron-LM's loss; ``te`` is Transformer Engine's kernel,
     which Megatron-LM refuses by default since June 2026. ``gradient_accumulation_fusion``: a product adds its weight
@@ -88,9 +88,9 @@ class MegatronOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelJob:
-    """A model to train, how, and how it is split. ``capability`` is the GPU's. ``megatron``: options of that engine
+    """A model to train, its workload and its split. ``capability`` is the GPU's. ``megatron``: options of that engine
     only. ``target``: ``cuda``, or ``cpu`` for ranks without a GPU. ``compiled``: each block by torch.compile.
-    ``layers``: which of the model's are there; None: all."""
+    ``layers``: the indices of the layers that are there; None: all."""
 
     source: Source
     workload: Workload
@@ -105,12 +105,12 @@ class ParallelJob:
 
 @dataclass(frozen=True, kw_only=True)
 class StageFacts:
-    """A pipeline rank's step: its memory, its kernels and what it sends.
+    """A pipeline rank's step: its memory, kernels and communication.
 
     ``ops`` and ``sent`` are those of one micro-batch, and the optimizer's kernels; ``once`` is sent once a step.
-    Where shards are in RAM, ``ram`` is what lies there, and ``in_ram`` are the CPU's operations beside ``ops``.
-    ``weight_ops``: of ``ops``, the second halves of a zero-bubble pipeline's backward passes. ``launches_s``: what
-    the host takes at least to launch a micro-batch's forward and backward pass.
+    Where shards are in RAM, ``ram`` has their storages, and ``in_ram`` the CPU's operations. ``weight_ops``: the
+    second halves of a zero-bubble pipeline's backward passes, contained in ``ops``. ``launches_s``: the host's least
+    seconds to launch a micro-batch's forward and backward pass.
     """
 
     trace: Trace

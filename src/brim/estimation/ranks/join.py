@@ -1,7 +1,7 @@
-"""A pipeline rank's model chunks from a trace of each kind of them: most chunks of interleaved stages are alike.
+"""A pipeline rank's model chunks from a trace of each kind of chunk: most chunks of interleaved stages are alike.
 
-The turns of one chunk are independent of those of another, so they follow one another. The optimizer alone goes
-through all of them at once: by foreach operations, each of which works on every chunk's weights before the next.
+Chunks are independent, so their turns follow one another. Only the optimizer works on all of them at once: by foreach
+operations, each of which updates every chunk's weights before the next.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def of_chunks(
     trace: Callable[[Layers, Sequence[Turn]], Trace],
     known: MutableMapping[Any, Trace],
 ) -> Trace | None:
-    """The trace of a rank with these chunks, from ``trace`` of each kind alone, kept in ``known``; None where they do
-    not go together."""
+    """The trace of a rank with these chunks, from ``trace`` of each kind alone, cached in ``known``; None where the
+    traces cannot be joined."""
     traces = []
     for number, chunk in enumerate(chunks):
         own = tuple(replace(turn, chunk=0) for turn in order if turn.chunk == number)
@@ -39,7 +39,7 @@ def of_chunks(
 
 
 def joined(traces: Sequence[Trace]) -> Trace | None:
-    """One program that has what all of ``traces`` have, in this order; None where their optimizers' steps differ."""
+    """Join ``traces`` into one program, in order; None where their optimizers' steps differ."""
     chunks = [_Chunk(trace) for trace in traces]
     line = _Line(chunks)
     for stretch in range(2 * len(traces[0].step_starts) + 1):
@@ -52,7 +52,7 @@ def joined(traces: Sequence[Trace]) -> Trace | None:
     storages = [
         _moved(storage, chunk, number * streams)
         for number, chunk in enumerate(chunks) for storage in chunk.trace.storages
-        if not (number and storage.category is Category.WORKSPACE)  # one for all
+        if not (number and storage.category is Category.WORKSPACE)  # one workspace for all
     ]  # fmt: skip
     storages.sort(key=lambda storage: storage.born)
     return replace(
@@ -66,12 +66,12 @@ def joined(traces: Sequence[Trace]) -> Trace | None:
 
 def _moved(storage: Storage, chunk: _Chunk, streams: int) -> Storage:
     died = None if storage.died is None else chunk.at[storage.died]
-    stream = storage.stream + streams if storage.stream else 0  # FSDP2 makes each chunk's own
+    stream = storage.stream + streams if storage.stream else 0  # FSDP2 makes streams for each chunk
     return replace(storage, born=chunk.at[storage.born], died=died, stream=stream)
 
 
 class _Chunk:
-    """A trace's ticks in stretches, and where each of them is in the joined one."""
+    """A trace's ticks in stretches, and the position of each stretch in the joined trace."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -88,14 +88,14 @@ class _Chunk:
 
 @dataclass(kw_only=True)
 class _Run:
-    """Events of an optimizer's step that come before those of the next kind."""
+    """Events of an optimizer's step between two changes of kind."""
 
     kind: str
     ticks: list[int] = field(default_factory=list)
 
 
 class _Line:
-    """The joined program's ticks, given out one by one."""
+    """The joined program's ticks, assigned in order."""
 
     def __init__(self, chunks: Sequence[_Chunk]) -> None:
         self.chunks, self.now = chunks, 0
@@ -103,13 +103,13 @@ class _Line:
         self.starts: list[int] = []
 
     def in_turn(self, stretch: int) -> None:
-        """One chunk after the other."""
+        """Place the chunks one after the other."""
         self.starts.append(self.now)
         for chunk in self.chunks:
             self._follow(chunk, [tick for tick, _ in chunk.stretches[stretch]])
 
     def in_step(self, stretch: int) -> bool:
-        """All chunks together, operation by operation; whether that can be."""
+        """Place all chunks together, operation by operation; return whether that is possible."""
         self.starts.append(self.now)
         runs = [list(_runs(chunk.stretches[stretch])) for chunk in self.chunks]
         if any([run.kind for run in own] != [run.kind for run in runs[0]] for own in runs):
@@ -130,7 +130,7 @@ class _Line:
             self.now += 1
 
     def _at_once(self, ticks: Sequence[tuple[_Chunk, int]]) -> None:
-        """One operation that works on the tensors of all."""
+        """Give one tick to an operation that works on the tensors of all chunks."""
         ops = []
         for chunk, tick in ticks:
             chunk.at[tick] = self.now
@@ -141,8 +141,8 @@ class _Line:
 
 
 def _runs(events: Sequence[tuple[int, str]]) -> Iterator[_Run]:
-    """Foreach operations and the mark of a step alone; of what is between them births together and deaths together,
-    or all of it where there are other operations, which work on one tensor after the other."""
+    """Foreach operations and a step's mark alone; between them births together and deaths together, or everything
+    together if there are other operations, which work on one tensor after the other."""
     alone = [kind == OPTIMIZER or kind.startswith(_FOREACH) for _, kind in events]
     for single, group in itertools.groupby(zip(alone, events, strict=True), key=lambda pair: pair[0]):
         events_of_run = [event for _, event in group]

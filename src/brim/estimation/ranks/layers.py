@@ -1,8 +1,8 @@
 """The layers of a traced stage, where a model's layers are of several kinds.
 
-The first layers of a mixture of experts may be dense, attention may look far in every sixth layer only. A stage then
-has the layers that it really has, cut out of the whole model; and a shallower one, of which two layers are repeated,
-lacks pairs of layers of a stretch in which each layer is like the last but one.
+The first layers of a mixture of experts may be dense, and every sixth layer may have full attention. A stage then
+gets its real layers, cut out of the whole model; for a shallower trace that is repeated, pairs of layers are left out
+of a stretch in which each layer is like the last but one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNIT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """A stage to trace: the layers ``own`` of ``source``'s, which are of these ``kinds``."""
+    """A stage to trace: layers ``own`` of ``source``, of these ``kinds``."""
 
     source: Source
     own: tuple[int, ...]
@@ -41,25 +41,25 @@ class Layers:
 
     @property
     def part(self) -> pipeline.Part:
-        """The part of the model that ``whole`` makes, up to what ``cut`` leaves out."""
-        if self.alike:  # a model with one layer before and one behind them where the stage has some there
+        """The part of ``uncut`` that ``cut`` leaves."""
+        if self.alike:  # a model with one layer before and one behind the stage, if the stage has neighbours there
             before, behind = (0 if self.embeds else 1), (0 if self.has_head else 1)
             return pipeline.Part(first=before, layers=len(self.own), of=before + len(self.own) + behind)
         first, end = (0 if self.embeds else self.own[0]), (self.of if self.has_head else self.own[-1] + 1)
         return pipeline.Part(first=first, layers=end - first, of=self.of)
 
     @property
-    def whole(self) -> Source:
+    def uncut(self) -> Source:
         return _with_layers(self.source, self.part.of) if self.alike else self.source
 
     def cut(self, model: nn.Module) -> pipeline.Stage:
-        """The model that ``whole`` has made, without all other layers."""
+        """Cut the stage out of the model that was built from ``uncut``."""
         part = self.part
         return pipeline.cut(model, part, None if self.alike else [layer - part.first for layer in self.own])
 
     def shallower(self) -> tuple[list[Layers], int] | None:
-        """Three stages, each two layers deeper than the one before, and how many layers the first one lacks. None
-        where that is as much work as to trace all."""
+        """Three stages, each two layers deeper than the last, and how many layers the first lacks; None where tracing
+        all layers is no more work."""
         begin, end = _stretch(self.kinds)
         least = UNIT + (end - begin) % UNIT
         lengths = [least + more * UNIT for more in range(3)]
@@ -74,7 +74,7 @@ class Layers:
 
 
 def layers_of(job: ParallelJob, part: pipeline.Part) -> Layers:
-    """The stage with ``part`` of the job's layers. Raises UsageError for layers that its model does not have."""
+    """The stage with ``part`` of the job's layers. Raises UsageError for layers that its model lacks."""
     kinds = layer_kinds(job.source)
     there = tuple(range(len(kinds))) if job.layers is None else job.layers
     alike = len(set(kinds)) == 1
@@ -88,12 +88,12 @@ def layers_of(job: ParallelJob, part: pipeline.Part) -> Layers:
 
 
 def layer_kinds(source: Source) -> tuple[int, ...]:
-    """The kind of each layer: 0 for those like the first, 1 for those like the first that is of another kind, ..."""
+    """The kind of each layer: 0 for the first and all like it, 1 for the next kind, ..."""
     return _kinds_of(source.architecture, json.dumps(source.config, sort_keys=True, default=_in_json))
 
 
 def usual_layers(source: Source, count: int) -> tuple[int, ...]:
-    """``count`` layers of the most frequent kind, as of a deeper model if all are of one; else the last ones."""
+    """``count`` layers of the most frequent kind, or the last ones if too few; of one kind, any ``count``."""
     kinds = layer_kinds(source)
     if len(set(kinds)) == 1:
         return tuple(range(count))
@@ -109,7 +109,7 @@ def _kinds_of(architecture: str, configuration: str) -> tuple[int, ...]:
     )
     config = transformers_config(source)
     model = on_meta(source, config)
-    if model is None:  # the trace reports what is wrong with it
+    if model is None:  # the trace reports the error
         return (0,) * int(config.num_hidden_layers)
     layers, _ = pipeline.stack_of(model)
     lists = [value for _, value in pipeline.layer_settings(config, len(layers))]
@@ -130,7 +130,7 @@ def _kinds_of(architecture: str, configuration: str) -> tuple[int, ...]:
 
 
 def _in_json(value: Any) -> str:
-    """A dtype, as configurations in files have it."""
+    """Write a dtype as configuration files do."""
     return str(value).removeprefix("torch.")
 
 

@@ -1,7 +1,7 @@
-"""One layer, and what is beside the layers, as PyTorch's engine runs them: from traces of models of so few layers.
+"""A layer, and the rest of the model, as PyTorch's engine runs them: from traces of models with very few layers.
 
-A search over splits weighs its ways by these: a trace of one or two layers takes half a second of a CPU, one of a
-whole stage many times that. Only the proof tells what a way takes (``torch_engine``).
+A search over splits compares them by these: a trace of one or two layers takes half a second of a CPU, one of a whole
+stage many times that. The exact memory and time of a split need its proof (``torch_engine``).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from brim.estimation.simulation import place_of
 from brim.estimation.workload import Workload
 
 _STATES = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE, Category.BUFFER, Category.WORKSPACE)
-_RANKS = 2  # that weights are split over: as few as split them
+_RANKS = 2  # that split the weights: the fewest that do
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """One micro-batch of a model of few layers whose weights are split. ``ops`` are its kernels without ``copies``,
-    by which FSDP2 makes whole weights of shards, and shards of gradients; ``sent`` is what is sent beside those.
-    ``kept_bytes``: of activations, where the backward pass begins."""
+    """A micro-batch of a model of few layers whose weights are split. ``ops`` are its kernels without ``copies``, by
+    which FSDP2 assembles weights from shards, and shards of gradients; ``sent`` is the rest of the communication.
+    ``kept_bytes``: of activations, at the start of the backward pass."""
 
     ops: tuple[Op, ...]
     copies: tuple[Op, ...]
@@ -40,8 +40,8 @@ class Pieces:
 def pieces(
     source: Source, split: Split, layers: int, *, sequence: int, recompute: str, gpu: catalog.Gpu, precision: str
 ) -> Pieces:
-    """Of ``source`` with so many layers, of the kind that most are of, whose tensors, sequences and experts are
-    shared as ``split`` says. Raises what ``torch_engine.stages`` does."""
+    """Trace ``source`` with ``layers`` layers of the most frequent kind, whose tensors, sequences and experts are
+    split by ``split``. Raises as ``torch_engine.stages``."""
     workload = Workload(
         task="train", batch=split.micro_batch, seq=sequence, precision=precision, checkpointing=recompute
     )
@@ -60,7 +60,7 @@ def pieces(
 
 
 def _little(split: Split) -> Split:
-    """As few ranks as split it this way, one micro-batch on each."""
+    """The smallest split of the same kinds of parallelism, with one micro-batch for each rank."""
     shared = split.cp * split.ep
     gpus = split.tp * (shared if shared > 1 else _RANKS)
     return Split(

@@ -1,4 +1,4 @@
-"""The order in which a pipeline rank works off its micro-batches: 1F1B, interleaved 1F1B, zero-bubble."""
+"""The order of a pipeline rank's micro-batches: 1F1B, interleaved 1F1B, zero-bubble."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Half = Literal["", "input", "weight"]
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One forward or backward of one micro-batch through one of the rank's model chunks. ``half``: which gradients a
-    zero-bubble pipeline's backward works out; empty: all."""
+    """A forward or backward of one micro-batch through one of the rank's model chunks. ``half``: the gradients that a
+    zero-bubble pipeline's backward computes; empty: all."""
 
     micro_batch: int
     chunk: int
@@ -23,7 +23,7 @@ class Turn:
 
     @property
     def kind(self) -> tuple[int, bool, str]:
-        """What turns of other micro-batches have in common with this one."""
+        """The key that turns of other micro-batches share."""
         return self.chunk, self.forward, self.half
 
 
@@ -54,7 +54,7 @@ def turns(split: Split, stage: int) -> list[Turn]:
 
 
 def brief(split: Split, stage: int) -> Split:
-    """The same split with as few micro-batches as show everything that the whole step does on this rank."""
+    """The same split with the fewest micro-batches that show every kind of turn of this rank."""
     if split.interleave > 1 or split.zero_bubble:
         enough = 3 * split.pp
     else:
@@ -64,8 +64,8 @@ def brief(split: Split, stage: int) -> Split:
 
 
 def _halved(split: Split, stage: int, forwards: list[tuple[int, int]]) -> list[Turn]:
-    """ZB-H1 (Qi et al., arXiv 2401.10241): gradients of what came in at once, those of weights ``stage`` backwards
-    later, where a rank would wait (torch/distributed/pipelining/schedules.py, ScheduleInterleavedZeroBubble)."""
+    """ZB-H1 (Qi et al., arXiv 2401.10241): gradients of inputs at once, those of weights ``stage`` backwards later,
+    where a rank would wait (torch/distributed/pipelining/schedules.py, ScheduleInterleavedZeroBubble)."""
     last, many = split.interleave - 1, len(forwards)
     ahead = min(last * split.pp + split.pp - stage - 1, many)
     schedule = [Turn(micro_batch=m, chunk=c, forward=True) for m, c in forwards[:ahead]]
@@ -81,7 +81,7 @@ def _halved(split: Split, stage: int, forwards: list[tuple[int, int]]) -> list[T
 
 
 def _order(split: Split) -> Iterator[tuple[int, int]]:
-    """(micro-batch, chunk) of every forward."""
+    """Yield (micro-batch, chunk) of every forward."""
     if split.interleave == 1:
         yield from ((m, 0) for m in range(split.micro_batches))
         return

@@ -1,4 +1,4 @@
-"""Writes a trace by hand: what an engine that is not here would allocate, compute and send, in its order."""
+"""Write a trace by hand: the allocations, kernels and communication of an engine that is not installed, in order."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from brim.core import Category, Op, Phase, Storage, Trace
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """One collective: ``bytes`` is the whole tensor (gathered, scattered or reduced) on one rank, ``axis`` its
-    group. Or a shard's copy between RAM and the GPU, which goes before its gathering or after its scattering."""
+    """A collective: ``bytes`` is the whole tensor (gathered, scattered or reduced) on one rank, ``axis`` its group.
+    Or a shard's copy between RAM and the GPU, before its gathering or after its scattering."""
 
     kind: str  # all_gather, reduce_scatter, all_reduce, all_to_all, send, to_device or to_ram
     axis: str
@@ -46,7 +46,7 @@ class Script:
         return len(self._storages) - 1
 
     def keep(self, bytes: int, name: str = "") -> int:
-        """What backward needs."""
+        """Allocate an activation, needed by the backward pass."""
         return self.alloc(bytes, Category.ACTIVATION, name=name)
 
     def free(self, *handles: int) -> None:
@@ -56,7 +56,7 @@ class Script:
             self._storages[handle] = replace(self._storages[handle], died=self._next())
 
     def op(self, name: str, *, flops: int = 0, moved_bytes: int = 0, dtype: str = "bfloat16") -> None:
-        """One kernel; ``moved_bytes`` is what it reads and writes."""
+        """Add a kernel; ``moved_bytes`` is what it reads and writes."""
         self.ops.append(
             Op(
                 name=name,

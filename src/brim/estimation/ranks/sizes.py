@@ -1,4 +1,4 @@
-"""A decoder's sizes, read from its configuration under whatever names it has there."""
+"""A decoder's sizes, from its configuration, under any of the names in use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEARNED = ("gpt2", "opt")
 @dataclass(frozen=True, kw_only=True)
 class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks, and widths of a head. ``query_rank`` 0:
-    queries are made from the hidden states."""
+    queries come from the hidden states."""
 
     query_rank: int
     key_rank: int
@@ -45,9 +45,9 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a decoder is made of. ``positions`` is the length of a table of learned ones, 0 with rotary ones;
-    ``windowed``: its attention does not look at all that went before. ``whole_tensors``: its layers' products are not
-    split by ``brim train`` (``techniques.parallel.tensor_parts``)."""
+    """A decoder's sizes and features. ``positions`` is the length of a learned table, 0 with rotary ones;
+    ``windowed``: attention is limited to a window. ``whole_tensors``: ``brim train`` does not split its layers'
+    products (``techniques.parallel.tensor_parts``)."""
 
     name: str
     layers: int
@@ -76,7 +76,7 @@ class Shape:
 
     @property
     def key_value(self) -> int:
-        """Width of all keys; of all values too."""
+        """Width of all keys, and of all values."""
         return self.kv_heads * self.head_dim
 
     def sizes(self, sequence: int) -> Sizes:
@@ -87,7 +87,7 @@ class Shape:
 
 
 def shape_of(source: Source) -> Shape:
-    """Raises UnsupportedError for what is not a decoder of the usual kind."""
+    """Read a decoder's sizes. Raises UnsupportedError for any other kind of model."""
     if source.library != "transformers":
         raise UnsupportedError(
             f"Cannot split {source.name} over several GPUs.",
@@ -128,7 +128,7 @@ def shape_of(source: Source) -> Shape:
 
 
 def _has_whole_tensors(source: Source, config: Any) -> bool:
-    """By the layers themselves: a configuration does not say."""
+    """Ask the layers themselves: a configuration does not say."""
     model = on_meta(source, config)
     if model is None:
         return False

@@ -1,7 +1,7 @@
-"""How a training job is split over GPUs: the mesh, who sits where in it, and what cannot be split that way.
+"""The split of a training job over GPUs: the mesh, its ranks' coordinates, and checks of a model's sizes.
 
-Ranks are numbered as Megatron-LM and torchtitan number them: neighbours share a tensor-parallel group, then come
-context, data and pipeline parallelism, so that those who talk most sit in one node.
+Ranks are numbered as in Megatron-LM and torchtitan: neighbours share a tensor-parallel group, then come context, data
+and pipeline parallelism, so that the groups that communicate most are within one node.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Split:
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches each rank sees in one step."""
+        """Micro-batches of each rank in one step."""
         return self.global_batch // (self.micro_batch * self.dp)
 
     @property
@@ -104,7 +104,7 @@ class Split:
         return self.dp * self.cp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank sits: ``{"pp": ..., "dp": ..., "cp": ..., "tp": ...}``."""
+        """A rank's coordinates: ``{"pp": ..., "dp": ..., "cp": ..., "tp": ...}``."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
@@ -118,13 +118,13 @@ class Split:
         return self.shards if axis == "shard" else int(getattr(self, axis))
 
     def per_node(self, axis: str) -> int:
-        """Members of such a group that sit in one node, 1 at least."""
+        """Members of a group along ``axis`` in one node, at least 1."""
         stride = {"tp": 1, "cp": self.tp, "ep": self.tp, "shard": self.tp, "dp": self.tp * self.cp}
         step = stride.get(axis, self.tp * self.cp * self.dp)
         return max(min(self.size(axis), self.gpus_per_node // step), 1)
 
     def between(self, sequence: int) -> int:
-        """How many tokens of a sequence a rank has between its layers' products, and hands on to the next stage."""
+        """Tokens of a sequence that a rank holds between its layers' products, and sends to the next stage."""
         return sequence // (self.cp * (self.tp if self.sequence_parallel else 1))
 
     def describe(self) -> str:
@@ -144,7 +144,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What of a model must divide: ``name`` is how the configuration calls each."""
+    """Sizes of a model that must divide; ``name`` is the configuration's name of each."""
 
     layers: int
     heads: int
@@ -156,9 +156,9 @@ class Sizes:
 
 
 def check_sizes(split: Split, sizes: Sizes, *, even_stages: bool = False) -> None:
-    """Raise UsageError, naming the nearest that works, where the model does not split that way.
+    """Raise UsageError, naming the nearest size that works, where the model does not split that way.
 
-    ``even_stages``: every pipeline rank must get as many layers (Megatron-LM, and interleaving in general).
+    ``even_stages``: every pipeline rank must get equally many layers (Megatron-LM, and interleaving in general).
     """
     tensors = {"attention heads": sizes.heads, "key-value heads": sizes.kv_heads, "hidden size": sizes.hidden,
                "feed-forward size": sizes.ffn}  # fmt: skip
@@ -195,13 +195,13 @@ def check_sizes(split: Split, sizes: Sizes, *, even_stages: bool = False) -> Non
 
 
 def experts_of(config: Any) -> int:
-    """How many experts a layer has, by transformers' configuration; 0 without any."""
+    """A layer's number of experts, by transformers' configuration; 0 without any."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     return int(next((count for name in names if (count := getattr(config, name, None))), 0))
 
 
 def sizes_of(config: Any, sequence: int) -> Sizes:
-    """What must divide, by transformers' configuration. Raises UnsupportedError for one without layers."""
+    """The sizes that must divide, by transformers' configuration. Raises UnsupportedError without layers."""
     if any(not isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
         raise UnsupportedError(
             f"Cannot split a model of {type(config).__name__} over several GPUs.",
@@ -217,7 +217,7 @@ def sizes_of(config: Any, sequence: int) -> Sizes:
 
 
 def check_experts(split: Split) -> None:
-    """Raise UnsupportedError for experts over ranks that PyTorch's engine does not spread them over."""
+    """Raise UnsupportedError for experts over ranks over which PyTorch's engine cannot spread them."""
     if split.ep > 1 and (split.ep != split.shards or split.tp > 1):
         raise UnsupportedError(
             f"Cannot use --ep {split.ep} with {split.shards} data-parallel ranks and --tp {split.tp}.",
@@ -227,7 +227,7 @@ def check_experts(split: Split) -> None:
 
 
 def check_context(split: Split) -> None:
-    """Raise UnsupportedError for sequences over ranks beside what PyTorch's engine does not split them with."""
+    """Raise UnsupportedError for context parallelism with settings that PyTorch's engine cannot combine with it."""
     if split.cp > 1 and split.ep > 1:
         raise UnsupportedError(
             f"Cannot use --cp {split.cp} with --ep.",
@@ -237,7 +237,7 @@ def check_context(split: Split) -> None:
 
 
 def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage: as even as can be, the first and the last taking the fewer (they have more beside)."""
+    """Layers of each stage, as even as possible; the first and last stage have more beside, and get fewer."""
     low, more = divmod(layers, stages)
     order = sorted(range(stages), key=lambda stage: (stage in (0, stages - 1), stage))
     larger = set(order[:more])
@@ -245,7 +245,7 @@ def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def nearest(wanted: int, works: Callable[[int], bool]) -> int:
-    """The number from 1 on that works and is nearest to the one wanted, the smaller of two; 1 where none is."""
+    """The number from 1 on that works and is nearest to ``wanted``, the smaller of two; 1 if none works."""
     around = sorted(range(1, 2 * wanted + 1), key=lambda n: (abs(n - wanted), n))
     return next((n for n in around if works(n)), 1)
 
@@ -278,7 +278,7 @@ def _of_gpus(split: Split, each: int) -> str:
 
 
 def _smaller(split: Split) -> str:
-    """The one size of the mesh that, changed alone, makes it fit."""
+    """A size of the mesh that makes it fit when changed alone."""
     for name in ("tp", "pp", "cp"):
         rest = split.tp * split.pp * split.cp // getattr(split, name)
         if split.gpus % rest == 0:
@@ -330,7 +330,7 @@ def _check_offload(split: Split) -> None:
 
 
 def refuse_beside(option: str, *others: tuple[str, bool, str]) -> None:
-    """Raise UnsupportedError for the first of ``others`` (its name, whether it is given, why not) that is given."""
+    """Raise UnsupportedError for the first of ``others`` (name, whether it is given, reason) that is given."""
     for other, is_given, why in others:
         if is_given:
             raise UnsupportedError(f"{option} was given with {other}.", why, "Leave one of them out.")
@@ -357,9 +357,8 @@ def _check_zero_bubble(split: Split) -> None:
 
 
 def cuts_in_halves(split: Split) -> bool:
-    """Whether PyTorch can take this split's backward passes in halves: what a stage between others sends is a view
-    where the sequence is split by tensor-parallel ranks, which it cannot cut off
-    (torch/distributed/pipelining/_backward.py)."""
+    """Return whether PyTorch can run this split's backward passes in halves: if tensor-parallel ranks split the
+    sequence, a middle stage sends a view, which PyTorch cannot detach (torch/distributed/pipelining/_backward.py)."""
     return not split.sequence_parallel or split.pp * split.interleave <= 2
 
 

@@ -16,18 +16,17 @@ from brim.predict.cost import op_s
 
 _CROSSINGS = ("to_device", "to_ram")
 
-# One of a group of products, and the least time that it takes: a group of 160 takes 1.38 to 1.46 ms where each has
-# 154 tokens (B200; SimuMax, configs/system/b200_bf16_ceperm.json, group_matmul, N 5120 and K 1536: 261 to
-# 282 TFLOP/s, Apache-2.0).
+# A product of a group, and its least time: a group of 160 takes 1.38 to 1.46 ms where each has 154 tokens (B200;
+# SimuMax, configs/system/b200_bf16_ceperm.json, group_matmul, N 5120 and K 1536: 261 to 282 TFLOP/s, Apache-2.0).
 EXPERT_PRODUCT = "aten._grouped_mm.default"
 _EXPERT_PRODUCT_S = 9e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
-    """One pipeline rank's seconds per micro-batch (through all its chunks), and once per step.
+    """A pipeline rank's seconds per micro-batch (through all its chunks), and once per step.
 
-    ``communicates_s`` of them it waits for others. ``once_s``: gradients' reduction, weights' gathering, the
+    ``communicates_s``: of these, seconds of waiting. ``once_s``: gradients' reduction, weights' gathering, the
     optimizer. ``weight_s``: of ``backward_s``, the second half of a zero-bubble pipeline's backward pass.
     """
 
@@ -40,7 +39,7 @@ class StageTime:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Where a step's seconds go: they add up to ``step_s``."""
+    """The parts of a step's seconds; they add up to ``step_s``."""
 
     compute_s: float
     communication_s: float
@@ -59,7 +58,7 @@ class StepTime:
 
 
 def training_hardware(gpu: catalog.Gpu) -> tuple[Hardware, str]:
-    """The GPU at the rate that it holds over whole training steps where that is known, and what was taken."""
+    """The GPU at its rate over whole training steps, where that is known, and a note of which rate it is."""
     hardware, rate_and_source = gpu.hardware(), catalog.training_rate(gpu)
     if rate_and_source is None:
         return hardware, f"products at the best rate that was measured on {gpu.name}"
@@ -102,14 +101,14 @@ def crossed_s(sent: Sent, gpu: catalog.Gpu) -> float:
 
 
 def node_rate(split: Split, gpu: catalog.Gpu, ram_bytes_per_s: float | None = None) -> float:
-    """Bytes per second of RAM that the ranks of a node have: those given, else those of the machine it is sold in."""
+    """A node's bytes per second of RAM: those given, else those of the machine that the GPU is sold in."""
     if ram_bytes_per_s is not None:
         return ram_bytes_per_s
     return catalog.host_of(gpu).rate_of(min(split.gpus, split.gpus_per_node))
 
 
 def host_s(ops: Iterable[Op], split: Split, ram_bytes_per_s: float) -> float:
-    """Seconds of what the CPU does to shards in RAM: its rate, which a node's ranks share, is that of their bytes."""
+    """Seconds of the CPU's work on shards in RAM: their bytes at its rate, which a node's ranks share."""
     rate = ram_bytes_per_s / min(split.gpus, split.gpus_per_node)
     return sum(op.read_bytes + op.written_bytes for op in ops) / rate
 
@@ -124,14 +123,14 @@ def all_sent_s(sent: Iterable[Sent], split: Split, gpu: catalog.Gpu) -> float:
 def stage_time(
     facts: StageFacts, split: Split, gpu: catalog.Gpu, hardware: Hardware, *, ram_bytes_per_s: float | None = None
 ) -> StageTime:
-    """Time a pipeline rank from the kernels and collectives of one micro-batch, the optimizer's kernels, and what is
-    sent once a step.
+    """Time a pipeline rank from the kernels and collectives of one micro-batch, the optimizer's kernels, and the
+    communication once a step.
 
-    Within a micro-batch tensor-parallel collectives wait for what they need and are waited for. FSDP2 gathers the
-    next block's weights, and reduces the last one's gradients, while a block computes: only what is longer than the
-    kernels shows. Shards in RAM come and go in the same turn, on the same streams; the CPU adds gradients of several
-    micro-batches, for which FSDP2 waits, and takes the optimizer's step, at ``ram_bytes_per_s``. Kernels that are
-    over before the host has launched the next take as long as the launches.
+    Within a micro-batch tensor-parallel collectives and kernels wait for each other. FSDP2 gathers the next block's
+    weights, and reduces the last one's gradients, while a block computes: only the excess over the kernels counts.
+    Shards in RAM are copied in the same turn, on the same streams; the CPU adds gradients of several micro-batches,
+    for which FSDP2 waits, and takes the optimizer's step, at ``ram_bytes_per_s``. Kernels that end before the host
+    has launched the next take as long as the launches.
     """
     ops, in_ram, rate = facts.ops, facts.in_ram, node_rate(split, gpu, ram_bytes_per_s)
     seconds, waits = {}, 0.0
@@ -156,10 +155,10 @@ def stage_time(
 
 
 def played_s(stages: Sequence[StageTime], split: Split) -> float:
-    """From the first turn of any pipeline rank to the last, each begun when its rank and what it needs are ready.
+    """Seconds from the first turn of any pipeline rank to the last, each begun once its rank and inputs are ready.
 
-    A forward pass needs the one of the part before, a backward pass (of a zero-bubble pipeline its first half) that
-    of the part behind; a rank's chunks take equal shares of its seconds.
+    A forward pass needs the forward of the part before, a backward pass (in a zero-bubble pipeline its first half)
+    that of the part behind; a rank's chunks take equal shares of its seconds.
     """
     orders = [turns(split, stage) for stage in range(split.pp)]
     at, ready_s = [0] * split.pp, [0.0] * split.pp
@@ -193,8 +192,8 @@ def _turn_s(stage: StageTime, turn: Turn) -> float:
 
 def step_time(stages: Sequence[StageTime], split: Split) -> StepTime:
     """A step of all pipeline ranks: the slowest works through all micro-batches, the others' first and last one are
-    its bubble (1F1B, Narayanan et al., arXiv 2104.04473), shorter by the number of chunks where stages interleave.
-    Of a zero-bubble pipeline all turns are played through."""
+    its bubble (1F1B, Narayanan et al., arXiv 2104.04473), divided by the number of chunks where stages interleave.
+    For a zero-bubble pipeline all turns are simulated."""
     slowest = max(stages, key=lambda stage: stage.forward_s + stage.backward_s)
     busy = slowest.forward_s + slowest.backward_s
     others = sum(stage.forward_s + stage.backward_s for stage in stages) - busy

@@ -45,7 +45,7 @@ _TYPES = {
     "fp32": (torch.float32, None),
     "bf16-mixed": (torch.float32, torch.bfloat16),
 }
-# Collectives as traces name them -> kind, and whether the whole is what is read.
+# Collectives by their names in traces -> kind, and whether the whole tensor is the input.
 _COLLECTIVES = {
     "_allgather_base_": ("all_gather", False),
     "_reduce_scatter_base_": ("reduce_scatter", True),
@@ -65,7 +65,7 @@ _TOLD = "engine: PyTorch's FSDP2, DTensor and pipelining, traced on one rank of 
 
 
 def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
-    """Every pipeline rank's step, and what was assumed.
+    """Every pipeline rank's step, and the assumptions.
 
     Raises UsageError for sizes that do not divide, UnsupportedError for what is not modelled.
     """
@@ -126,10 +126,10 @@ def _check_compiled(split: Split) -> None:
 def _traced(
     job: ParallelJob, chunks: Sequence[Layers], order: Sequence[Turn], known: dict[Any, Trace]
 ) -> Trace:  # fmt: skip
-    """The rank's step with these turns; of one deep stage, two layers of shallower ones repeated where that is
-    exact; of several chunks each kind once, kept in ``known``.
+    """The rank's step with these turns: of one deep stage, two layers of shallower traces repeated where that is
+    exact; of several chunks each kind once, cached in ``known``.
 
-    Halves of backward passes are not put together so: with ZeRO-1 the sum was 0.7 % over what all chunks took.
+    Halves of backward passes are not joined this way: with ZeRO-1 the sum was 0.7 % over all chunks traced together.
     """
     if len(chunks) > 1:
         joined = None
@@ -145,7 +145,7 @@ def _traced(
 
 
 def _run(job: ParallelJob, chunks: Sequence[Layers], order: Sequence[Turn]) -> Trace:
-    """The rank's step with all that these chunks have."""
+    """Trace the rank's step with all of these chunks."""
     program = _Program(job, chunks, order)
     split = job.split
     try:
@@ -165,15 +165,15 @@ def _run(job: ParallelJob, chunks: Sequence[Layers], order: Sequence[Turn]) -> T
         ) from error  # fmt: skip
 
 
-def _as_sharded(made: Trace, axes: Mapping[str, str]) -> Trace:
-    """Without what is freed after building: real programs build on ``meta`` and make their shards only. Collectives
-    are named by the axis of the mesh that they are sent along; ``axes``: by the group."""
-    start = made.step_starts[0]
-    kept = [storage for storage in made.storages if storage.died is None or storage.died >= start]
+def _as_sharded(trace: Trace, axes: Mapping[str, str]) -> Trace:
+    """Drop storages that are freed after building: real programs build on ``meta`` and allocate their shards only.
+    Name collectives by the mesh axis of their group (``axes``)."""
+    start = trace.step_starts[0]
+    kept = [storage for storage in trace.storages if storage.died is None or storage.died >= start]
     kept = [storage for storage in kept if not _counts_steps(storage)]
-    ops = (op if OVER not in op.name else replace(op, name=_along(op.name, axes)) for op in made.ops)
+    ops = (op if OVER not in op.name else replace(op, name=_along(op.name, axes)) for op in trace.ops)
     storages = tuple(replace(storage, id=index) for index, storage in enumerate(kept))
-    return replace(made, storages=storages, ops=tuple(ops))
+    return replace(trace, storages=storages, ops=tuple(ops))
 
 
 def _along(name: str, axes: Mapping[str, str]) -> str:
@@ -187,7 +187,7 @@ def _counts_steps(storage: Storage) -> bool:
 
 
 class _Program:
-    """One rank's program: ``build`` gives its step of ``order``. Nothing names a device: all is traced."""
+    """A rank's program: ``build`` returns its step of ``order``. Nothing names a device: all is traced."""
 
     mesh: DeviceMesh
     context: DeviceMesh | None = None
@@ -196,7 +196,7 @@ class _Program:
         self.job, self.chunks, self.order = job, chunks, order
 
     def axes(self) -> dict[str, str]:
-        """Of the mesh, by the name of the group: experts are spread over all that share weights."""
+        """The mesh axis of each group, by the group's name: experts are spread over all ranks that share weights."""
         along = {"tp": self.mesh["tp"], "ep": self.mesh["shard"], "cp": self.context}
         return {mesh.get_group().group_name: axis for axis, mesh in along.items() if mesh is not None}
 
@@ -219,12 +219,12 @@ class _Program:
         return self._step(chunks, tied_weights, optimizer)
 
     def _model(self, layers: Layers, weights: torch.dtype) -> tuple[pipeline.Stage, str | None]:
-        """The whole model, and of it the stage: layers that are left out take nothing once they are gone. And the
-        name in it of a weight that another stage has too."""
+        """The stage, cut out of the whole model (deleted layers take nothing), and its name of a weight that another
+        stage has too."""
         job = self.job
         precision = "bf16" if weights is torch.bfloat16 else "fp32"
         settings = replace(job.workload, precision=precision, seq=job.sequence)
-        model = Job(layers.whole, settings).module()
+        model = Job(layers.uncut, settings).module()
         table = pipeline.tied_table(model) if self.job.split.pp > 1 else None
         stage = layers.cut(model)
         return stage, next((name for name, parameter in stage.named_parameters() if parameter is table), None)
@@ -259,8 +259,8 @@ class _Program:
 
 
 def _likely(split: Split) -> int:
-    """Of the ranks that share sequences the first and the last have fewer pieces of attention than all others. The
-    process is the first of all ranks nevertheless: DTensor remembers meshes over traces, as one rank sees them."""
+    """A typical rank: among ranks that share sequences the first and the last have fewer pieces of attention. The
+    process is rank 0 nevertheless: DTensor caches meshes across traces, as one rank sees them."""
     return 1 if split.cp > 2 else 0
 
 
@@ -297,18 +297,18 @@ def _facts(
 
 
 def _once_in_ram(composer: Composer, split: Split) -> list[Op]:
-    """Of two micro-batches the second's gradients are added, which the first, that stands for both, does not tell."""
+    """The CPU's additions of a later micro-batch's gradients, which the first, traced one does not have."""
     adds = (op for op in composer.end_ops() if op.name not in _CROSSINGS)
     return [replace(op, phase=Phase.OPTIMIZER) for op in adds] if split.micro_batches == 2 else []
 
 
 def _keeps_sent(split: Split) -> bool:
-    """Whether torch's runtime of schedules runs them, and not the loop of 1F1B."""
+    """Return whether torch's runtime of schedules runs the turns, not the loop of 1F1B."""
     return split.interleave > 1 or split.zero_bubble
 
 
 def _with_sent(trace: Trace, held_bytes: int) -> Trace:
-    """With what the micro-batches that are not told of have sent, which is kept until the step ends."""
+    """Add the tensors sent by micro-batches that were not traced, which are kept until the step ends."""
     ends = next(op.at for op in reversed(trace.ops) if op.name == OPTIMIZER)
     sent = Storage(
         id=len(trace.storages), bytes=held_bytes, category=Category.TEMPORARY, module="what was sent",
@@ -318,7 +318,7 @@ def _with_sent(trace: Trace, held_bytes: int) -> Trace:
 
 
 def _put_off(composer: Composer, usual: Iterable[Sent], split: Split) -> tuple[Sent, ...]:
-    """What the first and the last micro-batch send over data-parallel ranks beyond what all do."""
+    """Communication over data-parallel ranks in the first and last micro-batch that the others do not have."""
     if split.micro_batches == 1:
         return ()
     ends = Counter(_sent(composer.end_ops()))
@@ -340,8 +340,8 @@ def _is_collective(op: Op) -> bool:
 
 
 def _sent(ops: Iterable[Op]) -> list[Sent]:
-    """FSDP2 sends by ``c10d``, over data-parallel ranks; DTensor, and experts and attention to all ranks' tokens, by
-    ``_c10d_functional``, over those that the operation's name tells. And shards that come from RAM and go there."""
+    """FSDP2's collectives are ``c10d``'s, over data-parallel ranks; DTensor's, experts' and attention's are
+    ``_c10d_functional``'s, over the group in the operation's name. Shards copied from and to RAM count too."""
     sent = []
     for op in ops:
         if op.name in _CROSSINGS:

@@ -1,5 +1,5 @@
-"""A module's forward as ``torch.compile(..., fullgraph=True)`` would run it, in a trace: with the memory of its two
-graphs' kernels, and what the partitioner keeps between them."""
+"""Trace a module's forward as ``torch.compile(..., fullgraph=True)`` would run it: with the memory of its two graphs'
+kernels, and of the tensors that the partitioner saves between them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from brim.predict.compiled.kernels import Program
 from brim.predict.patches import silenced
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
-_OF_ITS_PLACE = ("layer_idx",)  # tells a layer from the next, which work alike otherwise
+_OF_ITS_PLACE = ("layer_idx",)  # differs between layers that work alike otherwise
 
 
 class NotOneGraph(Exception):
@@ -36,14 +36,14 @@ class _Compiled:
 
 
 class CompiledBlock:
-    """``forward`` of ``module`` compiled. Graphs are shared by all that ``known`` is given to: layers that are alike
-    are compiled once, as torch.compile does."""
+    """``forward`` of ``module``, compiled. Blocks with the same ``known`` share graphs: layers that are alike are
+    compiled once, as torch.compile does."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], known: dict[Any, _Compiled]) -> None:
         self._module, self._forward, self._known = module, forward, known
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises NotOneGraph before anything ran."""
+        """Run the block. Raises NotOneGraph before anything ran."""
         own = _tensors_of(self._module)
         leaves, tree = tree_flatten((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -108,7 +108,7 @@ class _Run(torch.autograd.Function):
         ctx.compiled, ctx.spreads = compiled, [_share(tensor) for tensor in tensors]
         ctx.save_for_backward(*kept)
         layouts = compiled.graphs.outputs
-        outputs = tuple(_whole(value, layout.share) for value, layout in zip(results[:many], layouts, strict=True))
+        outputs = tuple(_dtensor(value, layout.share) for value, layout in zip(results[:many], layouts, strict=True))
         plain = [out for out, layout in zip(outputs, layouts, strict=True) if not layout.requires_grad]
         ctx.mark_non_differentiable(*plain)
         return outputs
@@ -124,21 +124,21 @@ class _Run(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         del output_gradients, gradients
         input_gradients = compiled.backward.play(inputs)
-        return (None, *(_whole(value, share) for value, share in zip(input_gradients, ctx.spreads, strict=True)))
+        return (None, *(_dtensor(value, share) for value, share in zip(input_gradients, ctx.spreads, strict=True)))
 
 
 def _share(tensor: torch.Tensor) -> Any:
     return tensor._spec if isinstance(tensor, DTensor) else None
 
 
-def _whole(value: Any, share: Any) -> Any:
+def _dtensor(value: Any, share: Any) -> Any:
     if value is None or share is None:
         return value
     return DTensor(value, share, requires_grad=value.requires_grad)
 
 
 def _like(gradient: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """As the graph was made for it: AOTAutograd copies a gradient that lies in another way."""
+    """A gradient in the layout of the graph's input: AOTAutograd copies one of another layout."""
     if layout.share is not None and isinstance(gradient, DTensor) and gradient.placements != layout.share.placements:
         gradient = gradient.redistribute(placements=layout.share.placements)
     own = local(gradient)
@@ -159,7 +159,7 @@ def _is_brims_own(error: Exception) -> bool:
 
 
 def _inputs_kept(graphs: Graphs) -> list[int]:
-    """Of what is kept for the backward pass, inputs of the forward pass: others have them too."""
+    """Indices of saved tensors that are inputs of the forward pass, which have other owners too."""
     output = next(node for node in graphs.forward.graph.nodes if node.op == "output")
     many = len(graphs.outputs)
     results = set(output.args[0][:many])
@@ -176,12 +176,12 @@ def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _holding(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
-    """While open, the module has other parameters and buffers."""
+    """While open, the module has ``tensors`` as its parameters and buffers."""
     before = [(part, part._parameters, part._buffers) for part in module.modules()]
     instead = {id(held): tensors[name] for name, held in _tensors_of(module).items()}
 
-    def exchanged(held: Mapping[str, Any]) -> Any:
-        return {name: instead.get(id(tensor), tensor) for name, tensor in held.items()}
+    def exchanged(named: Mapping[str, Any]) -> Any:
+        return {name: instead.get(id(tensor), tensor) for name, tensor in named.items()}
 
     try:
         for part, parameters, buffers in before:

@@ -1,8 +1,8 @@
-"""Graphs of a block's forward and backward pass, as a compiler makes them before its kernels.
+"""Graphs of a block's forward and backward pass, as a compiler sees them before it makes kernels.
 
-AOTAutograd traces both passes at once and PyTorch's min-cut partitioner says what the first keeps for the second
-(torch/_functorch/partitioners.py), as ``torch.compile`` has them do before Inductor writes kernels. Both run here on
-fake tensors of their own, which no trace sees.
+AOTAutograd traces both passes at once and PyTorch's min-cut partitioner chooses the tensors that the first saves for
+the second (torch/_functorch/partitioners.py), as under ``torch.compile`` before Inductor. Both run here on fake
+tensors of their own, which no trace sees.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from brim.predict.compiled.torch_compile import capturing
 
-_regions = itertools.count(1)  # checkpointed ones: what crosses from one into another is kept
+_regions = itertools.count(1)  # checkpointed ones: tensors that cross from one into another are saved
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor without its values. ``share``: of a DTensor, how it lies on its mesh, where the rest is this rank's
-    part."""
+    """A tensor without its values. ``share``: for a DTensor its placement on the mesh; the other fields are this
+    rank's part."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,14 +46,14 @@ class Layout:
             share=tensor._spec if isinstance(tensor, DTensor) else None,
         )  # fmt: skip
 
-    def made(self) -> torch.Tensor:
+    def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, requires_grad=self.requires_grad)
 
 
 @dataclass(frozen=True)
 class Graphs:
-    """``forward`` gives its ``outputs``, then what is kept; ``backward`` takes what is kept, then the outputs'
-    gradients, and gives those of all inputs (None where there is none)."""
+    """``forward`` returns its ``outputs``, then the saved tensors; ``backward`` takes these and the outputs'
+    gradients, and returns the gradients of all inputs (None where there is none)."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule
@@ -61,15 +61,15 @@ class Graphs:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor is all here."""
+    """This rank's part of a DTensor, or any other tensor itself."""
     own: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return own
 
 
 def captured(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[Layout], weights: int) -> Graphs:
-    """Both passes of ``function``, which takes tensors and gives tensors; the first ``weights`` of them are there
-    anyhow, so that keeping them is free. Raises whatever PyTorch does for what cannot be one graph."""
-    from torch._functorch import partitioners  # with the compiler, seconds that most programs need not wait for
+    """Capture both passes of ``function``, which takes and returns tensors; saving the first ``weights`` of them is
+    free, as they exist anyway. Raises PyTorch's exceptions where it is not one graph."""
+    from torch._functorch import partitioners  # imports the compiler: seconds that most programs need not wait for
     from torch._functorch.aot_autograd import aot_export_joint_simple
     from torch._inductor.decomposition import select_decomp_table
 
@@ -83,7 +83,7 @@ def captured(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[L
 
     with capturing(), _disable_current_modes(), FakeTensorMode(), torch.enable_grad(), _checkpoints_as_tags():
         joint: Any = aot_export_joint_simple(
-            flat, tuple(layout.made() for layout in inputs), trace_joint=True, decompositions=select_decomp_table()
+            flat, tuple(layout.empty() for layout in inputs), trace_joint=True, decompositions=select_decomp_table()
         )
         with mock.patch.object(partitioners, "has_recomputable_rng_ops", lambda graph: False):  # states of few bytes
             forward, backward = partitioners.min_cut_rematerialization_partition(
@@ -104,8 +104,8 @@ def _spread(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 @contextmanager
 def _checkpoints_as_tags() -> Iterator[None]:
-    """``torch.utils.checkpoint`` tells the partitioner what to compute again, as in torch.compile
-    (torch/_higher_order_ops/wrap.py, tag_activation_checkpoint_impl), and computes nothing again itself."""
+    """Let ``torch.utils.checkpoint`` tag operations for the partitioner to recompute, as in torch.compile
+    (torch/_higher_order_ops/wrap.py, tag_activation_checkpoint_impl), and recompute nothing itself."""
     true = checkpoints._checkpoint_without_reentrant_generator
 
     def tagging(

@@ -1,9 +1,9 @@
-"""A graph as the kernels that Inductor makes of it: what is written to memory, and when it is freed.
+"""Group a graph into Inductor's kernels: which values they write to memory, and when these are freed.
 
-Chains of pointwise operations and reductions are one kernel each, and what lies between them is in no memory.
-Written are what products, attention and collectives read or give, the graph's results, and sums. A kernel writes one
-of these over an input of the same size that nothing else reads any more, be it in the same kernel
-(torch/_inductor/scheduler.py, ``decide_inplace_update``), and takes along others that read the same (``can_fuse``).
+Chains of pointwise operations and reductions are one kernel each, and values inside a chain are in no memory. In
+memory are the inputs and results of products, attention and collectives, the graph's results, and sums. A kernel
+writes a value over an input of the same size that nothing else reads later, be it in the same kernel
+(torch/_inductor/scheduler.py, ``decide_inplace_update``), and joins others that read the same (``can_fuse``).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import fx
 from brim.predict.flops import is_view
 from brim.predict.fused import fused
 
-_NOTHING = ("_assert_tensor_metadata",)  # checked while the graph is made
+_NOTHING = ("_assert_tensor_metadata",)  # checked while the graph is captured
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "var", "var_mean", "max", "min", "argmax", "any", "all", "prod")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """``nodes`` are written, ``reads`` read, and ``frees`` read for the last time. ``over``: of what is written the
-    input that it is written over. Without ``nodes`` a call of ``call`` as it stands in the graph."""
+    """``nodes`` are written, ``reads`` read, and ``frees`` read for the last time. ``over``: the input over which a
+    node is written. Without ``nodes``, ``call`` is run as it stands in the graph."""
 
     nodes: tuple[fx.Node, ...] = ()
     call: fx.Node | None = None
@@ -39,16 +39,16 @@ class Kernel:
 
 
 class Program:
-    """The kernels of ``graph`` in order. ``given``: how many of its first inputs may not be written over, for others
-    have them; the rest are the program's own."""
+    """The kernels of ``graph`` in order. ``given``: indices of inputs that have other owners and may not be written
+    over; the rest are the program's own."""
 
     def __init__(self, graph: fx.Graph, given: Iterable[int] | None = None) -> None:
         self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
         output = next(node for node in graph.nodes if node.op == "output")
         self.outputs: Sequence[Any] = output.args[0]
         kept = range(len(self.inputs)) if given is None else given
-        self._kept = {_base(node) for node in self.outputs if isinstance(node, fx.Node)}
-        self._lasting = {self.inputs[at] for at in kept} | self._kept
+        self._results = {_base(node) for node in self.outputs if isinstance(node, fx.Node)}
+        self._lasting = {self.inputs[at] for at in kept} | self._results
         self._written = _written(graph)
         self._known_reads: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self._nodes = [node for node in graph.nodes if node.op == "call_function" and not _is_nothing(node)]
@@ -58,7 +58,7 @@ class Program:
         """Run the kernels on fake tensors; ``inputs`` is emptied, so that each is freed after its last use."""
         env: dict[fx.Node, Any] = dict(zip(self.inputs, inputs, strict=True))
         inputs.clear()
-        for node in [node for node in self.inputs if node not in self._read | self._kept]:
+        for node in [node for node in self.inputs if node not in self._read | self._results]:
             del env[node]
         for kernel in self.kernels:
             _run(kernel, env)
@@ -75,7 +75,7 @@ class Program:
         return node in self._written or not _is_fusible(node)
 
     def _reads(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """What lies in memory of all that a kernel's result is worked out from."""
+        """The nodes in memory from which the node's kernel computes it."""
         if node not in self._known_reads:
             read_nodes: dict[fx.Node, None] = {}
             seen: set[fx.Node] = set()
@@ -91,7 +91,7 @@ class Program:
         return self._known_reads[node]
 
     def _in_order(self) -> list[Kernel]:
-        """Kernels by the first of what they give, each behind those that it reads from (``topological_sort``)."""
+        """Kernels in the order of their first nodes, each after those that it reads from (``topological_sort``)."""
         units = self._units()
         number = {node: index for index, unit in enumerate(units) for node in unit}
         waits = [self._before(unit, number) for unit in units]
@@ -124,8 +124,8 @@ class Program:
         return tuple(dict.fromkeys(map(_base, node.all_input_nodes)))
 
     def _units(self) -> list[list[fx.Node]]:
-        """What each kernel gives, in order of the first of it. What goes through the same elements and reads the same
-        is joined, where nothing in between reads one for the other (``will_fusion_create_cycle``)."""
+        """Group written nodes into kernels, in the order of first nodes. Nodes with the same elements and inputs are
+        joined, unless a kernel in between depends on one and feeds the other (``will_fusion_create_cycle``)."""
         units: list[list[fx.Node]] = []
         for node in self._nodes:
             if _is_view(node) or not self._is_real(node):
@@ -146,7 +146,7 @@ class Program:
         return sum(read.meta["val"].nbytes for read in self._reads(node) if read in there)
 
     def _closes_circle(self, units: Sequence[list[fx.Node]], unit: list[fx.Node], node: fx.Node) -> bool:
-        """Whether the node reads what was made of the unit's results by another kernel."""
+        """Return whether the node reads a value that another kernel computes from the unit's results."""
         number = {member: index for index, other in enumerate(units) for member in other}
         own = number[unit[0]]
         todo = [number[read] for read in self._reads(node) if read in number and number[read] != own]
@@ -160,11 +160,11 @@ class Program:
         return False
 
     def _before(self, unit: Sequence[fx.Node], number: Mapping[fx.Node, int]) -> set[int]:
-        """The kernels that it reads from."""
+        """The kernels that the unit reads from."""
         return {number[read] for node in unit for read in self._all_reads(node) if read in number} - {number[unit[0]]}
 
     def _with_ends(self, kernels: Sequence[Kernel]) -> list[Kernel]:
-        """With what is read for the last time, by each kernel."""
+        """Add to each kernel the nodes that it reads for the last time."""
         last: dict[fx.Node, int] = {}
         for at, kernel in enumerate(kernels):
             for node in (*kernel.reads, *kernel.nodes, *((kernel.call,) if kernel.call is not None else ())):
@@ -172,7 +172,7 @@ class Program:
         self._read = set(last)
         ends: dict[int, list[fx.Node]] = {}
         for node, at in last.items():
-            if node not in self._kept:
+            if node not in self._results:
                 ends.setdefault(at, []).append(node)
         return [self._ended(kernel, ends.get(at, ())) for at, kernel in enumerate(kernels)]
 
@@ -206,7 +206,7 @@ def _run(kernel: Kernel, env: dict[fx.Node, Any]) -> None:
 
 
 def _seen(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
-    """A node's value; of a view, looked at from what it is a view of."""
+    """A node's value; for a view, a view of its base's value."""
     if node in env:
         return env[node]
     base = _base(node)
@@ -215,7 +215,7 @@ def _seen(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
     return tensor.as_strided(value.shape, value.stride(), offset)
 
 
-# -- what a node is --------------------------------------------------------------------------------------------------
+# -- kinds of nodes --------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -274,14 +274,14 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _is_read_elsewhere(user: fx.Node, node: fx.Node) -> bool:
-    """Whether by a product, a collective or the caller, itself or as a view."""
+    """Return whether a product, a collective or the caller reads it, directly or as a view."""
     if user.op == "output" or not (_is_fusible(user) or _is_view(user) or _is_nothing(user)):
         return True
     return _is_view(user) and any(_is_read_elsewhere(other, user) for other in user.users)
 
 
 def _elements(node: fx.Node) -> tuple[int, int]:
-    """How many elements a kernel goes through; and how many sums it gives, where those are not one for each row."""
+    """The number of elements of a kernel's loop; and its number of sums, unless there is one for each row."""
     if not _is_sum(node):
         return node.meta["val"].numel(), 0
     most = max((input_node.meta["val"] for input_node in node.all_input_nodes), key=torch.Tensor.numel)
@@ -292,7 +292,7 @@ def _elements(node: fx.Node) -> tuple[int, int]:
 
 
 def _last_dimensions(node: fx.Node, dimensions: int) -> int:
-    """How many are summed over, where these are the last ones; else 0."""
+    """The number of elements summed over, if these are the last dimensions; else 0."""
     dims = node.args[1] if len(node.args) > 1 else None
     if not isinstance(dims, (list, tuple)):
         return 0
@@ -307,7 +307,7 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _is_shared(node: fx.Node) -> bool:
-    """Whether something else has its memory too: what is seen as another type of number."""
+    """Return whether another node shares its memory: a view as another dtype."""
     users = list(node.users)
     for user in users:
         users += user.users if _is_view(user) else ()
@@ -318,6 +318,6 @@ def _is_alias(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target) and not _is_view(node)
 
 
-def _same_size(node: fx.Node, made: fx.Node) -> bool:
-    there, here = node.meta.get("val"), made.meta["val"]
+def _same_size(node: fx.Node, other: fx.Node) -> bool:
+    there, here = node.meta.get("val"), other.meta["val"]
     return isinstance(there, torch.Tensor) and there.dtype == here.dtype and there.numel() == here.numel()

@@ -30,7 +30,7 @@ _fusing: ContextVar[bool] = ContextVar("fusing", default=False)
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """While open, a graph is made of what runs."""
+    """While open, the running operations are captured in a graph."""
     token = _capturing.set(True)
     try:
         yield
@@ -89,7 +89,7 @@ def note_not_compiled(module: nn.Module, why: str) -> None:
 
 @contextmanager
 def as_written(recorder: Recorder) -> Iterator[None]:
-    """Compile nothing during one trace, neither what was wrapped before it nor what is wrapped within it."""
+    """Compile nothing during one trace, neither functions wrapped before it nor within it."""
 
     def eagerly(callback: Any) -> None:
         if callback not in (None, False):

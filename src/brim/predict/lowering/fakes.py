@@ -76,7 +76,7 @@ def _histc(source: torch.Tensor, bins: int = 100, *args: object, **kwargs: objec
 
 
 def _fused(*args: object, **kwargs: object) -> None:
-    """A fused optimizer step writes over what it is given and makes nothing."""
+    """A fused optimizer step writes over its arguments and allocates nothing."""
 
 
 def _ctc_loss(

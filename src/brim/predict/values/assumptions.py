@@ -1,17 +1,17 @@
-"""Assumed values of a trace: those of weights, and of all that depends on them.
+"""Assumed values of a trace: those of weights, and of everything that depends on them.
 
-Whole numbers and booleans that are computed from such values are assumed: the worst case for memory, or what a run
-that is well would show. Floating-point numbers are made up when the program reads one. Whatever was decided by either
-is noted with the line that asked, and with ``strict`` it is refused.
+Whole numbers and booleans that are computed from such values are assumed: the worst case for memory, or the outcome
+of a healthy run. Floating-point numbers are made up when the program reads one. Each decision by either is recorded
+with the line that read it, or refused if ``strict``.
 
 * A comparison is true of each element, or of the share of them that ``assume`` gives; no two floats are equal.
-* ``argmax``, ``topk`` and their like choose classes evenly, one after the other: token t of a router goes to experts
-  k*t, k*t + 1, ...; or, with crowded routing, every token goes to the first k.
-* Other whole numbers are 1, so that nothing is empty; elements whose number is asked for are distinct and not zero.
+* ``argmax``, ``topk`` and the like choose classes evenly, in turn: token t of a router goes to experts k*t,
+  k*t + 1, ...; or, with crowded routing, every token goes to the first k.
+* Other whole numbers are 1, so that nothing is empty; elements that are counted are distinct and not zero.
 * Whether any element is negative is a check, and none is.
-* In the code of an optimizer nothing has converged, so that its step goes on as long as it may: a number lies beyond
-  a tolerance that it is compared with, and of two numbers the left one, which is the newer, is the smaller.
-* Values are finite where the program asks, and its checks hold: only a run that is well can be planned.
+* In an optimizer's code nothing has converged, so its step takes as long as it can: a number exceeds a tolerance
+  that it is compared with, and of two numbers the left one, which is the newer, is the smaller.
+* Values are finite, and the program's checks hold: only a healthy run can be planned.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from brim.predict.values.known import (
 
 _aten = torch.ops.aten
 _MOST_EXPERTS = 1024
-_TOLERANCE = 0.01  # what an optimizer compares with and is not larger is a tolerance
-_SHRINKS = 0.9  # numbers that a line reads again and again come closer to zero, so that loops on them end
+_TOLERANCE = 0.01  # at most this large, an optimizer's comparison value is a tolerance
+_SHRINKS = 0.9  # numbers that a line reads repeatedly approach zero, so that loops on them end
 _ORDERED: dict[Any, Callable[[float, float], bool]] = {
     _aten.gt: float.__gt__, _aten.ge: float.__ge__, _aten.lt: float.__lt__, _aten.le: float.__le__,
 }  # fmt: skip
@@ -63,24 +63,24 @@ class Item:
 
 
 @dataclass(slots=True)
-class Asked:
+class Questions:
     """Questions of a program about unknown values, by the lines that asked (each once, in order)."""
 
     routing: bool = False
     finite: bool = False  # whether values are finite
     checks: bool = False  # whether all of a tensor is true
-    decided: dict[str, None] = field(default_factory=dict)  # a number that was made up decided something
-    read: dict[str, None] = field(default_factory=dict)  # one was read as a plain number or array
+    decided: dict[str, None] = field(default_factory=dict)  # a made-up number decided something
+    read: dict[str, None] = field(default_factory=dict)  # it was read as a plain number or array
     assumed: dict[str, None] = field(default_factory=dict)  # whole numbers, booleans and sizes
 
 
 class Values:
-    """Values for one trace: those that are known, and what is taken in the place of others."""
+    """The values of one trace: known ones, and assumptions for the others."""
 
     def __init__(self, routing: str = "balanced", *, strict: bool = False, assume: float = 1.0) -> None:
         self.crowded, self.strict, self.share = routing == "crowded", strict, assume
         self.known = KnownValues()
-        self.asked = Asked()
+        self.questions = Questions()
         self._reads: Counter[str] = Counter()
         self.optimizer_asks: Callable[[], bool] = lambda: False  # whether an optimizer's own code is running
 
@@ -101,9 +101,9 @@ class Values:
             return None
         if args[0].dtype.is_floating_point or args[0].dtype.is_complex:
             number = self.plausible(args[0])
-            self.asked.read[failures.line()] = None
+            self.questions.read[failures.line()] = None
             return Item(complex(number) if args[0].dtype.is_complex else number)
-        self.asked.assumed[failures.line()] = None
+        self.questions.assumed[failures.line()] = None
         return Item(True if args[0].dtype == torch.bool else 1)
 
     def _compared(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
@@ -117,33 +117,33 @@ class Values:
                 return Item(func(*real, *args[2:], **kwargs))
         if self.strict:
             return None
-        self.asked.checks = True
+        self.questions.checks = True
         return Item(args[0].shape == args[1].shape or func is _aten.allclose.default)
 
     def note(self, origin: int, dtype: torch.dtype | None = None) -> None:
-        """Something that rests on ``origin`` was asked for."""
-        self.asked.routing |= bool(origin & ROUTED)
+        """Record that a value of ``origin`` was read."""
+        self.questions.routing |= bool(origin & ROUTED)
         if origin & MADE_UP:
-            where = self.asked.read if dtype is not None and dtype.is_floating_point else self.asked.decided
+            where = self.questions.read if dtype is not None and dtype.is_floating_point else self.questions.decided
             where[failures.line()] = None
         elif origin & ASSUMED:
-            self.asked.assumed[failures.line()] = None
+            self.questions.assumed[failures.line()] = None
 
     def decide(self) -> None:
-        """The program decides by a number that was made up; raises UnsupportedError where that is not wanted."""
+        """Record that the program decides by a made-up number; raises UnsupportedError if ``strict``."""
         if self.strict:
             raise failures.decision()
-        self.asked.decided[failures.line()] = None
+        self.questions.decided[failures.line()] = None
 
     def plausible(self, tensor: torch.Tensor) -> float:
-        """A number that a run could have in this tensor of one element; the same each time it is asked."""
+        """A plausible number for a tensor of one element; the same at each call."""
         number: float | None = getattr(tensor, "_brim_plausible", None)
         if number is None:
             number = tensor._brim_plausible = self.number()  # type: ignore[attr-defined]
         return number
 
     def number(self) -> float:
-        """As large as a loss, and smaller the more often the line has asked."""
+        """A number as large as a loss, and smaller the more often the line has read one."""
         line = failures.line()
         self._reads[line] += 1
         return float(max(_SHRINKS ** (self._reads[line] - 1), 1e-30))
@@ -156,12 +156,12 @@ class Values:
         return source is None or bool(source.state.origin & MADE_UP)
 
     def answer(self, result: torch.Tensor, answer: bool) -> None:
-        """Let ``result`` be what numbers that were made up decide."""
+        """Let ``result`` be the outcome of a comparison of made-up numbers."""
         with _disable_current_modes():
             give(result, torch.full(tuple(result.shape), answer), MADE_UP)
 
     def as_compared(self, first: float, second: float, made_up: tuple[bool, bool]) -> tuple[float, float]:
-        """The numbers by which the program sees two compare, of which some are made up."""
+        """The numbers with which the program's comparison is made, where some are made up."""
         if not any(made_up) or not self.optimizer_asks():
             return first, second
         if all(made_up):
@@ -180,17 +180,17 @@ class Values:
             return source.value
         if self.strict or not fits(tensor):
             raise failures.no_numpy()
-        (self.asked.read if tensor.dtype.is_floating_point else self.asked.assumed)[failures.line()] = None
+        (self.questions.read if tensor.dtype.is_floating_point else self.questions.assumed)[failures.line()] = None
         return _distinct(tensor)
 
     def taken_as(
-        self, answer: bool, asked: torch.Tensor, result: torch.Tensor, *, check: bool = False
+        self, answer: bool, tensor: torch.Tensor, result: torch.Tensor, *, check: bool = False
     ) -> torch.Tensor:
-        """Let all of ``result`` be ``answer``, unless the values that were asked about are known."""
-        source = known(asked)
+        """Let all of ``result`` be ``answer``, unless the values of ``tensor`` are known."""
+        source = known(tensor)
         if source is None or source.state.origin & (ASSUMED | MADE_UP):
-            self.asked.checks |= check
-            self.asked.finite |= not check
+            self.questions.checks |= check
+            self.questions.finite |= not check
             with _disable_current_modes():
                 give(result, torch.full(tuple(result.shape), answer))
         return result
@@ -198,7 +198,7 @@ class Values:
     # -- operations ------------------------------------------------------------------------------------------------
 
     def shape_of(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The outputs of an operation whose shape depends on values; None for others, and where it is not known."""
+        """The outputs of an operation whose shape depends on values; None for others, and where it is unknown."""
         if func.namespace != "aten" and (chosen := self._all_of(func, args)) is not None:
             return chosen
         if not shape_depends_on_values(func):
@@ -231,22 +231,22 @@ class Values:
         return fakes[0] if isinstance(real, torch.Tensor) else tuple(fakes)
 
     def _all_of(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch.Tensor | None:
-        """What an operator of another library chooses from its first argument: all of it, the worst case. None for
+        """An operator of another library that selects from its first argument: all of it, the worst case. None for
         others."""
         if func.name() not in _CHOOSERS or self.strict:
             return None
-        self.asked.assumed[failures.line()] = None
+        self.questions.assumed[failures.line()] = None
         count = args[0].size(0)
         made: torch.Tensor = args[0].new_empty(count, dtype=torch.long)
         give_later(made, lambda: torch.arange(count), ASSUMED)
         return made
 
-    def _masked_index(self, source: torch.Tensor, asked: Any) -> Any:
+    def _masked_index(self, source: torch.Tensor, index_args: Any) -> Any:
         """``source[mask]``: the same as indexing with the mask's positions."""
         indices: list[Any] = []
-        if not any(_is_mask(index) for index in asked):
+        if not any(_is_mask(index) for index in index_args):
             return None
-        for index in asked:
+        for index in index_args:
             if not _is_mask(index):
                 indices.append(index)
                 continue
@@ -269,9 +269,9 @@ class Values:
         return result
 
     def carry(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Give ``result`` the values that it has, or those that are assumed of whole numbers and booleans."""
+        """Set the values of ``result``, or assumptions for whole numbers and booleans."""
         if func.overloadpacket is _aten.any and (negative := peek(args[0])) and negative.state.origin & NEGATIVE:
-            self.asked.checks = True
+            self.questions.checks = True
             shape = tuple(result.shape)
             give_later(result, lambda: torch.zeros(shape, dtype=torch.bool))
             return
@@ -306,7 +306,7 @@ class Values:
             self._assume_share(result, ASSUMED | NEGATIVE if below else ASSUMED)
 
     def _assume_share(self, mask: torch.Tensor, origin: int = ASSUMED) -> None:
-        """So many of a mask's elements are true, spread evenly."""
+        """Assume that a share of a mask's elements is true, spread evenly."""
         shape, share = tuple(mask.shape), self.share
         if share == 1 or mask.numel() == 1:
             give_later(mask, lambda: torch.ones(shape, dtype=torch.bool), origin)
@@ -343,7 +343,7 @@ class Values:
     def _choose(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
     ) -> None:
-        """Positions along a dimension of the first argument."""
+        """Assume positions along a dimension of the first argument."""
         scores, shape, crowded = args[0], tuple(result.shape), self.crowded
         if func.overloadpacket is _aten.sort and not result.dim():
             return
@@ -376,7 +376,7 @@ class Values:
 
 
 def _dimension(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """The dimension that a choice is made along; None: all of them."""
+    """The dimension along which a choice is made; None: all of them."""
     if func.overloadpacket is _aten.multinomial:
         return -1
     for position, argument in enumerate(func._schema.arguments):
@@ -391,7 +391,7 @@ def _is_mask(index: torch.Tensor | None) -> bool:
 
 
 def _distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """Values in the place of those that a trace does not have: no two floats are the same, and none is zero."""
+    """Made-up values: no two floats are equal, and none is zero."""
     with _disable_current_modes():
         if tensor.dtype == torch.bool or not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
             return torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
@@ -401,7 +401,7 @@ def _distinct(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def filled(value: Any) -> Any:
-    """With real tensors for all fake ones."""
+    """Replace all fake tensors by real ones."""
     if isinstance(value, torch.Tensor):
         source = known(value)
         return _distinct(value) if source is None else source.value

@@ -1,9 +1,9 @@
-"""Values that a trace knows: what the program makes by itself, computed for real beside the fake tensors.
+"""Known values of a trace: those that the program makes by itself, computed for real beside the fake tensors.
 
-Whatever does not depend on weights is known up to a size: literals, files, ranges, draws from random generators, and
-what is computed from them. Small tensors are computed at once, larger ones when somebody asks for them, so that a
-batch of images costs nothing until the program looks at it. Weights, and what is computed from them, have no values;
-what is taken in their place is in ``values/assumptions.py``.
+Values that do not depend on weights are known up to a size: literals, files, ranges, draws from random generators,
+and results computed from them. Small tensors are computed at once, larger ones when they are read, so that a batch of
+images costs nothing until the program reads it. Weights, and results computed from them, have no values;
+``values/assumptions.py`` has their assumptions.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 _aten = torch.ops.aten
-_AT_ONCE = 1 << 12  # elements: larger values wait until somebody asks for them
+_AT_ONCE = 1 << 12  # elements: larger values wait until they are read
 _MOST_ELEMENTS = {False: 1 << 26, True: 1 << 24}  # by whether the dtype is floating
-_MOST_WEIGHTS = 1  # elements of a tensor that requires gradients and is known all the same: a temperature
-# Of a tensor that is computed because it is written in place: the states of optimizers are not.
+_MOST_WEIGHTS = 1  # elements of a tensor that requires gradients and is known nevertheless: a temperature
+# For a tensor that is computed because it is written in place: optimizers' states are not.
 _MOST_CHANGED = {False: 1 << 20, True: 1 << 16}
 _DEEPEST = 100  # operations that wait for one another
 _KNOWN_DTYPES = frozenset({
@@ -34,14 +34,14 @@ ROUTED, ASSUMED, MADE_UP, NEGATIVE = 1, 2, 4, 8
 """What a value rests on: experts that a router was taken to choose, an assumption, a number that was made up; the
 assumption that elements are negative."""
 
-# Of their tensors, these look at shapes, dtypes and layouts only.
+# Operators that read only shapes, dtypes and layouts of these.
 _LIKE = {
     _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.empty_like.default,
     _aten.rand_like.default, _aten.randn_like.default, _aten.randint_like.default, _aten.randint_like.low_dtype,
     _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default, _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }  # fmt: skip
-# They write every element of their first argument without reading it.
+# Operators that write every element of their first argument without reading it.
 _OVERWRITE = {
     _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.copy_.default, _aten.uniform_.default,
     _aten.normal_.default, _aten.random_.default, _aten.random_.to, _aten.random_.__getattr__("from"),
@@ -59,15 +59,15 @@ class State:
 
     valid: bool = True
     origin: int = 0  # ROUTED, ASSUMED, MADE_UP
-    outside: bool = False  # made outside of the trace: it is not written
-    readers: list[weakref.ref[_Call]] = field(default_factory=list)  # they wait, and read this storage
+    outside: bool = False  # made outside of the trace: not written to
+    readers: list[weakref.ref[_Call]] = field(default_factory=list)  # waiting calls that read this storage
 
 
 @dataclass(slots=True, weakref_slot=True)
 class Known:
-    """A real tensor with a fake one's values, or the operation that makes it once somebody asks."""
+    """A real tensor with a fake one's values, or the operation that computes it when it is read."""
 
-    made: torch.Tensor | None
+    computed: torch.Tensor | None
     state: State
     call: _Call | None = None
     index: int | None = None  # of the operation's results
@@ -75,12 +75,12 @@ class Known:
 
     @property
     def value(self) -> torch.Tensor:
-        if self.made is None:
+        if self.computed is None:
             assert self.call is not None
             result = self.call.run()
-            self.made = result if self.index is None else result[self.index]
+            self.computed = result if self.index is None else result[self.index]
             self.call = None
-        return self.made
+        return self.computed
 
     @property
     def depth(self) -> int:
@@ -88,7 +88,7 @@ class Known:
 
 
 class _Call:
-    """An operation on known values that waits until its result is asked for."""
+    """An operation on known values that waits until its result is read."""
 
     __slots__ = ("__weakref__", "args", "depth", "func", "kwargs", "result", "seed")
 
@@ -120,13 +120,13 @@ def _drawn(func: Callable[..., Any], args: Any, kwargs: Any, seed: int) -> Any:
 
 
 def known(tensor: object) -> Known | None:
-    """The values of ``tensor``, computed where they waited; None where they are not known."""
+    """The values of ``tensor``, computed now if they waited; None where they are unknown."""
     value = peek(tensor)
-    if value is None or value.made is not None:
+    if value is None or value.computed is not None:
         return value
     try:
         real = value.value
-    except (RuntimeError, IndexError, ValueError):  # the CPU has no such kernel, or the values do not fit it
+    except (RuntimeError, IndexError, ValueError):  # the CPU lacks such a kernel, or rejects the values
         value.state.valid = False
         return None
     if tuple(real.shape) != value.shape:
@@ -148,7 +148,7 @@ def peek(tensor: object) -> Known | None:
 
 
 def _from_outside(tensor: object) -> Known | None:
-    """A tensor that was made outside of the trace has its values."""
+    """The values of a tensor that was made outside of the trace."""
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         return None
@@ -164,12 +164,12 @@ def _from_outside(tensor: object) -> Known | None:
 
 
 def give(tensor: torch.Tensor, value: torch.Tensor, origin: int = 0) -> None:
-    """Let ``tensor`` have these values."""
+    """Set the values of ``tensor``."""
     tensor._brim_known = Known(value, State(origin=origin), shape=tuple(tensor.shape))  # type: ignore[attr-defined]
 
 
 def give_later(tensor: torch.Tensor, make: Callable[[], torch.Tensor], origin: int = 0) -> None:
-    """Let ``tensor`` have the values that ``make`` gives when they are asked for."""
+    """Let ``make`` compute the values of ``tensor`` when they are read."""
     call = _Call(make, (), {}, 1)
     tensor._brim_known = Known(None, State(origin=origin), call, shape=tuple(tensor.shape))  # type: ignore[attr-defined]
 
@@ -189,18 +189,18 @@ class KnownValues:
         self._draws = 0
 
     def compute(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``func`` of known values, now; None where one of them is not known."""
+        """Compute ``func`` of known values now; None where a value is unknown."""
         if any(known(t) is None for t in flat_leaves(args, kwargs)):
             return None
         return _Call(_really(func), _known_parts(args), _known_parts(kwargs), 0).run()
 
     def carry(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-        """Let ``result`` be known where its inputs are, and forget what ``func`` wrote over; whether all that it made
-        or wrote is known."""
+        """Make ``result`` known where its inputs are, and forget overwritten values; return whether all results and
+        written tensors are known."""
         if _written_positions(func):
             return func is _CHECKED or self._write(func, args, kwargs, result)
         tensors = flat_leaves(args, kwargs)
-        if func.namespace == "c10d":  # they write without saying so
+        if func.namespace == "c10d":  # these write without declaring it
             for tensor in tensors:
                 forget(tensor)
             return False
@@ -213,7 +213,7 @@ class KnownValues:
             if source is None:
                 return False
             origin |= source.state.origin
-            waits |= source.made is None
+            waits |= source.computed is None
             depth = max(depth, source.depth)
         results = [result] if isinstance(result, torch.Tensor) else list(leaves(result))
         if not results or not all(fits(tensor) for tensor in results):
@@ -234,7 +234,7 @@ class KnownValues:
         func: torch._ops.OpOverload,
         call: _Call,
         sources: Sequence[torch.Tensor],
-        made: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
         alone: bool,
         origin: int,
     ) -> None:
@@ -249,14 +249,14 @@ class KnownValues:
                 source = peek(tensor)
                 assert source is not None
                 source.state.readers.append(weakref.ref(call))
-        for index, tensor in enumerate(made):
+        for index, tensor in enumerate(results):
             tensor._brim_known = Known(  # type: ignore[attr-defined]
                 None, state or State(origin=origin), call, None if alone else index, tuple(tensor.shape)
             )
 
-    def _seed(self, func: torch._ops.OpOverload, kwargs: dict[str, Any], made: Sequence[torch.Tensor]) -> int | None:
-        """None: drawn now, as the program would draw it. A draw that waits has a seed of its own."""
-        if torch.Tag.nondeterministic_seeded not in func.tags or all(t.numel() <= _AT_ONCE for t in made):
+    def _seed(self, func: torch._ops.OpOverload, kwargs: dict[str, Any], new: Sequence[torch.Tensor]) -> int | None:
+        """The seed of a delayed draw. None: draw now, as the program does."""
+        if torch.Tag.nondeterministic_seeded not in func.tags or all(t.numel() <= _AT_ONCE for t in new):
             return None
         self._draws += 1
         generator = kwargs.get("generator") or torch._C.default_generator
@@ -283,7 +283,7 @@ class KnownValues:
             sources.append(target)
         elif overwrites:
             return False
-        for counter in written:  # counters of optimizers are counted on together
+        for counter in written:  # optimizers' counters are incremented together
             if (
                 (source := peek(counter)) is not None
                 and source.state.outside
@@ -294,7 +294,7 @@ class KnownValues:
                     made = source.value.clone()
                 forget(counter)
                 give(counter, made, source.state.origin)
-        if any(s.made is None and not _may_change(t) for t in written if (s := peek(t)) is not None) or any(
+        if any(s.computed is None and not _may_change(t) for t in written if (s := peek(t)) is not None) or any(
             s.state.outside for t in written if (s := peek(t)) is not None
         ):
             for overwritten in written:
@@ -304,7 +304,7 @@ class KnownValues:
 
     def _is_better_anew(self, tensor: torch.Tensor) -> bool:
         source = peek(tensor)
-        return source is not None and (source.state.outside or source.made is None)
+        return source is not None and (source.state.outside or source.computed is None)
 
     def _write_anew(
         self,
@@ -314,7 +314,7 @@ class KnownValues:
         target: torch.Tensor,
         sources: Sequence[Known],
     ) -> bool:
-        """The whole storage gets new values: nothing has to be computed for that."""
+        """Write new values to the whole storage, without computing the old ones."""
         before = peek(target) if func not in _OVERWRITE else None
         forget(target)
         if not fits(target) or (target.requires_grad and target.numel() > _MOST_WEIGHTS):
@@ -353,7 +353,7 @@ class KnownValues:
             target = peek(tensor)
             assert target is not None
             readers, target.state.readers = target.state.readers, []
-            for reference in readers:  # they read what is here now
+            for reference in readers:  # they read the values before the write
                 if (call := reference()) is not None and call.args is not None:
                     _run_or_leave(call)
         everything = flat_leaves(args, kwargs)
@@ -374,7 +374,7 @@ class KnownValues:
 
 
 def _run_or_leave(call: _Call) -> None:
-    """Compute the values of a call. A tensor without values says so when it is asked."""
+    """Compute the values of a call. Reading a tensor without values reports it."""
     try:
         call.run()
     except (RuntimeError, IndexError, ValueError):
@@ -424,15 +424,15 @@ def shape_depends_on_values(func: torch._ops.OpOverload) -> bool:
 @cache
 def _really(func: torch._ops.OpOverload) -> Callable[..., Any]:
     """Return the function that computes the values of ``func``."""
-    if func.overloadpacket in _EMPTY:  # a program that reads what it has not written finds zeros
+    if func.overloadpacket in _EMPTY:  # a program that reads uninitialized memory finds zeros
         return lambda *args, **kwargs: func(*args, **kwargs).zero_()
-    if func is _aten.histc.default:  # CUDA has it for integers too
+    if func is _aten.histc.default:  # CUDA supports it for integers too
         return lambda source, *args: func(source.double(), *args).to(source.dtype)
     return func
 
 
 def fits(tensor: torch.Tensor) -> bool:
-    """Return True if values of the tensor may be asked for."""
+    """Return True if values of the tensor may be computed."""
     if tensor.layout is not torch.strided or tensor.dtype not in _KNOWN_DTYPES:
         return False
     if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta":
@@ -441,18 +441,18 @@ def fits(tensor: torch.Tensor) -> bool:
 
 
 def _stand_in(value: Any, func: torch._ops.OpOverload) -> Any:
-    """A tensor of that shape, dtype and layout for an operation that looks at nothing else."""
+    """A tensor of the same shape, dtype and layout for an operation that reads nothing else."""
     if not isinstance(value, torch.Tensor):
         return value
     shape, stride, dtype = tuple(value.shape), tuple(value.stride()), value.dtype
-    if "like" not in func.name():  # the new tensor has a shape of its own
+    if "like" not in func.name():  # the new tensor has its own shape
         shape, stride = (0,), (1,)
     call = _Call(torch.empty_strided, (shape, stride), {"dtype": dtype}, 0)
     return Known(None, State(), call, shape=shape)
 
 
 def flat_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """``leaves`` of arguments, nearly all of them tensors and numbers. Every operation calls this."""
+    """``leaves`` of arguments, nearly all of them tensors and numbers. Called for every operation."""
     leaves_found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
@@ -473,7 +473,7 @@ def leaves(value: Any) -> Iterable[torch.Tensor]:
 
 
 def _known_parts(value: Any) -> Any:
-    """With known values in the place of tensors."""
+    """Replace tensors by known values."""
     if isinstance(value, torch.Tensor):
         return peek(value)
     if isinstance(value, (tuple, list)):
@@ -484,7 +484,7 @@ def _known_parts(value: Any) -> Any:
 
 
 def _values(value: Any) -> Any:
-    """With tensors in the place of known values."""
+    """Replace known values by tensors."""
     if isinstance(value, Known):
         return value.value
     if isinstance(value, (tuple, list)):

@@ -1,7 +1,7 @@
 """Numbers that a program reads from tensors whose values a trace does not have.
 
-They are made up, and may be computed with, kept and printed. Where one decides something (a comparison, a shape, a
-loop's length) the line is noted, or refused in a strict trace.
+They are made up, and may be computed with, stored and printed. A decision by one (a comparison, a shape, a loop's
+length) is recorded with its line, or refused in a strict trace.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ class UnknownNumber(float):
         return self
 
     def __reduce__(self) -> Any:
-        return float, (float.__float__(self),)  # in a file it is as good as any
+        return float, (float.__float__(self),)  # in a file any number will do
 
-    def _made(self, number: Any) -> Any:
+    def _mark(self, number: Any) -> Any:
         return UnknownNumber(number, self._values) if type(number) is float else number
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        """NumPy's functions of it are made up too, and its questions are decisions."""
+        """Results of NumPy's functions are made up too, and its comparisons are decisions."""
         if ufunc.__name__ in _FINITE:
-            self._values.asked.finite = True
+            self._values.questions.finite = True
         elif ufunc.__name__.startswith(("less", "greater", "equal", "not_equal", "logical", "sign")):
             self._values.decide()
         plain = [float.__float__(value) if type(value) is UnknownNumber else value for value in inputs]
         result = getattr(ufunc, method)(*plain, **options)
         return (
-            self._made(float(result)) if getattr(result, "shape", None) == () and result.dtype.kind == "f" else result
+            self._mark(float(result)) if getattr(result, "shape", None) == () and result.dtype.kind == "f" else result
         )
 
     def __round__(self, digits: int | None = None) -> Any:  # type: ignore[override]
-        """To so many digits, for printing; to an integer it may be an index."""
+        """Round to ``digits``, for printing; rounded to an integer it may be an index."""
         if digits is None:
             self._values.decide()
-        return self._made(float.__round__(self, digits))
+        return self._mark(float.__round__(self, digits))
 
     def __index__(self) -> int:
         self._values.decide()
@@ -69,7 +69,7 @@ def _computing(name: str) -> Callable[..., Any]:
     plain = getattr(float, name)
 
     def compute(self: UnknownNumber, *others: Any) -> Any:
-        return self._made(plain(self, *others))
+        return self._mark(plain(self, *others))
 
     return compute
 
@@ -91,7 +91,7 @@ def _ordering(name: str, mirrored: str) -> Callable[..., Any]:
 
     def decide(self: UnknownNumber, other: Any) -> Any:
         if isinstance(other, torch.Tensor) and self._values.is_made_up(other) and self._values.optimizer_asks():
-            # PyTorch is asked the other way round, and would not know which of the two is the newer.
+            # PyTorch is called with the operands swapped, and would not know which is the newer.
             result = getattr(other, mirrored)(float.__float__(self))
             self._values.answer(result, plain(*self._values.as_compared(1.0, 1.0, (True, True))))
             return result
@@ -116,7 +116,7 @@ _FINITE = {"isnan": False, "isinf": False, "isfinite": True}
 
 @contextmanager
 def unknown_numbers(values: Values) -> Iterator[None]:
-    """Python's functions of numbers see that one is unknown, for the duration of one trace."""
+    """For one trace, Python's functions of numbers recognize unknown ones."""
     with ExitStack() as stack:
         for name in ("exp", "log", "log2", "log10", "log1p", "expm1", "sqrt", "pow", "fabs"):
             stack.enter_context(mock.patch.object(math, name, _unknown_result(getattr(math, name), values)))
@@ -124,7 +124,7 @@ def unknown_numbers(values: Values) -> Iterator[None]:
             stack.enter_context(mock.patch.object(math, name, _finite(getattr(math, name), answer, values)))
         for name in ("max", "min"):
             stack.enter_context(mock.patch.object(builtins, name, _of_unknown(getattr(builtins, name))))
-        # L-BFGS reads its losses by float(), which can only give a plain number: nobody would know it again.
+        # L-BFGS reads its losses by float(), which returns a plain number that could not be recognized.
         stack.enter_context(mock.patch.object(sys.modules[torch.optim.LBFGS.__module__], "float", _read, create=True))
         yield
 
@@ -143,19 +143,19 @@ def _unknown_result(function: Callable[..., Any], values: Values) -> Callable[..
 
 
 def _finite(function: Callable[[Any], bool], answer: bool, values: Values) -> Callable[[Any], bool]:
-    """Unknown values are taken to be finite, as those of tensors are."""
+    """Assume that unknown numbers are finite, like values of tensors."""
 
     def call(number: Any) -> bool:
         if type(number) is not UnknownNumber:
             return function(number)
-        values.asked.finite = True
+        values.questions.finite = True
         return answer
 
     return call
 
 
 def _of_unknown(builtin: Callable[..., Any]) -> Callable[..., Any]:
-    """The larger or smaller of numbers of which one is unknown is unknown: no decision that memory could see."""
+    """Return an unknown number as the maximum or minimum with an unknown one: no decision that affects memory."""
 
     def pick(*args: Any, **kwargs: Any) -> Any:
         if len(args) > 1:
@@ -183,8 +183,8 @@ _SIZED = frozenset({
 
 
 def unknown_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values | None:
-    """The values of the trace where an argument is an unknown number; raises UnsupportedError where a strict trace
-    would need it for a size or a position."""
+    """The trace's values where an argument is an unknown number; raises UnsupportedError where a strict trace would
+    need it for a size or a position."""
     found: Values | None = None
     for arg in (*args, *kwargs.values()) if kwargs else args:
         if type(arg) is UnknownNumber:
@@ -214,6 +214,6 @@ def mark_made_up(values: Values, args: tuple[Any, ...], result: Any) -> Any:
 
 
 def _read_only(tensor: torch.Tensor, result: Any) -> bool:
-    """An input that the function did not write: its result is another tensor with a storage of its own."""
+    """Return True if the function did not write the input: its result is another tensor with its own storage."""
     other = isinstance(result, torch.Tensor) and result is not tensor
     return other and result.untyped_storage()._cdata != tensor.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""A model put in force for generation: its weights placed as was chosen, its KV cache beside them."""
+"""Load a model for generation: its weights placed by the plan, with a KV cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A model in force, and the strategy by which it is."""
+    """A loaded model and its strategy."""
 
     module: nn.Module
     handle: WeightStreaming
@@ -50,10 +50,10 @@ def choose_generation(
     *,
     fixed: Plan | None = None,
 ) -> GenerationStrategy:
-    """How what is ``wanted`` fits beside the weights of an opened model, which is materialized.
+    """Choose how the generation ``wanted`` fits beside the weights of an opened model, which is materialized.
 
-    ``start_bytes`` is the resident set that the budget counts from. ``fixed``: exactly this plan. Raises BudgetError
-    with the smallest budget that does when nothing fits.
+    ``start_bytes`` is the resident set from which the budget counts. ``fixed``: exactly this plan. Raises BudgetError
+    with the smallest budget that fits when nothing does.
     """
     module = opened.module
     materialize(module, opened)
@@ -70,9 +70,8 @@ def load_for_generation(
     *,
     on_loaded: Callable[[int, int], None] = lambda done, total: None,
 ) -> Loaded:
-    """The weights of an opened model, placed as was chosen. ``on_loaded`` hears how many bytes have been loaded, of
-    how many."""
-    weights = Weights(sources=by_parameter(opened), verify=verifier(opened), loaded=_Told(strategy, on_loaded))
+    """Load the weights of an opened model by the strategy. ``on_loaded`` gets the loaded and the total bytes."""
+    weights = Weights(sources=by_parameter(opened), verify=verifier(opened), loaded=_Progress(strategy, on_loaded))
     handle = put_in_force(opened.module, strategy.partition, strategy.plan, hardware, weights, device)
     return Loaded(module=opened.module, handle=handle, strategy=strategy)
 
@@ -84,9 +83,9 @@ def generation_case(
     wanted: Wanted,
     spent_bytes: Callable[[], Mapping[str, int]],
 ) -> GenerationCase:
-    """What ``brim generate`` asks for an opened model, which is materialized.
+    """The planning case of ``brim generate`` for an opened model, which is materialized.
 
-    Passes that were watched before are not watched again, and nothing is measured.
+    Passes are observed once and remembered, and nothing is measured.
     """
     passes = RememberedPasses(opened.module)
     return GenerationCase(
@@ -103,8 +102,8 @@ def generation_case(
     )
 
 
-class _Told:
-    """Adds up what is loaded, of all that will be: what streams from disk is not."""
+class _Progress:
+    """Adds up the loaded bytes of the total; blocks that stream from disk do not count."""
 
     def __init__(self, strategy: GenerationStrategy, on_loaded: Callable[[int, int], None]) -> None:
         choices, blocks = strategy.plan.choices(STREAMING), strategy.partition.blocks
@@ -112,7 +111,7 @@ class _Told:
         self._total, self._done, self._on_loaded = sum(stays), 0, on_loaded
 
     def __call__(self, bytes: int) -> None:
-        self._done = min(self._done + bytes, self._total)  # what is in no block is not foreseen
+        self._done = min(self._done + bytes, self._total)  # tensors outside of blocks are not in the total
         self._on_loaded(self._done, self._total)
 
 

@@ -1,4 +1,4 @@
-"""Text out of a model on disk, inside a budget, and what it took beside what was promised."""
+"""Generate text with a model on disk, inside a budget, and compare promised with measured memory and time."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ DEFAULT_CONTEXT = 4096  # tokens of a conversation
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What was promised and what was measured. ``eta`` is T_bound / T_measured per token.
+    """Promised and measured figures of a generation. ``eta`` is T_bound / T_measured per token.
 
-    ``measured_bytes["ram"]`` is the growth of the resident set's high water over the moment before loading.
-    ``steady_s_per_token``, of the later half of the steps, is what ``step_s`` of the plan foresees: in the mean there
-    are also the first passes, which touch memory that nobody had touched.
+    ``measured_bytes["ram"]`` is the growth of the resident set's high water since before loading.
+    ``steady_s_per_token``, of the later half of the steps, is predicted by ``step_s`` of the plan: the mean also has
+    the first passes, which touch new memory.
     """
 
     plan: Plan
@@ -62,10 +62,10 @@ class Figures:
     s_per_token: float | None
     steady_s_per_token: float | None
     eta: float | None
-    seed: int | None = None  # of what was drawn
+    seed: int | None = None  # of sampling
     timeline: Timeline = field(compare=False)
-    predicted: Timeline = field(compare=False)  # what the plan foresees, from the first measured pass on
-    precision: tuple[str, str] = ("", "")  # the name, and where it is from
+    predicted: Timeline = field(compare=False)  # by the plan, from the first measured pass on
+    precision: tuple[str, str] = ("", "")  # the name, and its origin
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -86,7 +86,7 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(Figures):
-    """What came out of one prompt. ``text`` ends before what stopped it, of which ``token_ids`` has the tokens."""
+    """The result of one prompt. ``text`` ends before the stop text, whose tokens ``token_ids`` includes."""
 
     text: str
     token_ids: list[int]
@@ -97,7 +97,7 @@ class Generation(Figures):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What came out of one of several prompts; ``index`` counts them from 0."""
+    """The answer to one of several prompts; ``index`` counts them from 0."""
 
     index: int
     prompt: str
@@ -110,9 +110,9 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput(Figures):
-    """What several prompts took. ``s_per_token`` is of a step, which makes a token of each of ``batch`` sequences.
+    """The results of several prompts. ``s_per_token`` is of a step: a token for each of ``batch`` sequences.
 
-    ``tokens`` were made of all prompts together in ``seconds``, prompts' passes included and loading not.
+    ``tokens`` were made for all prompts together in ``seconds``, prompts' passes included and loading not.
     """
 
     batch: int
@@ -148,7 +148,7 @@ def generate(
         printer = Printer(run.tokenizer, on_text, request.stop)
         clock = Clock(printer.put)
         with seeded(run.sampling):
-            token_ids = run.made(next(run.batches()), clock)[0]
+            token_ids = run.generated(next(run.batches()), clock)[0]
         printer.end()
     return Generation(text=run.text(token_ids), token_ids=token_ids, seed=run.sampling.seed, **run.figures(clock))
 
@@ -182,7 +182,7 @@ def generate_many(
             if processors and run.sampling.draws:  # what is compared is what both would take greedily
                 run_batch(run.loaded, batch, min(request.max_new_tokens, CHECKED_TOKENS), processors=processors)
                 processors = []
-            rows = run.made(batch, clocks[-1], processors)
+            rows = run.generated(batch, clocks[-1], processors)
             seconds += time.perf_counter() - began_s
             for offset, ids in enumerate(rows):
                 index, text = batch.first + offset, run.text(ids)
@@ -222,7 +222,7 @@ class OpenedRun:
 
     @property
     def encodes(self) -> bool:
-        """Whether what it gives begins with a token that nobody generated."""
+        """Return whether the output begins with a token that was not generated."""
         module: Any = self.opened.module
         return bool(module.config.is_encoder_decoder)
 
@@ -245,7 +245,7 @@ class OpenedRun:
         size, pad = self.loaded.strategy.sizes.batch, pad_token(self.opened.module)
         return batches(self._rows, size, pad=pad, pad_left=not self.encodes)
 
-    def made(self, batch: Batch, clock: Clock, processors: Sequence[Any] = ()) -> list[list[int]]:
+    def generated(self, batch: Batch, clock: Clock, processors: Sequence[Any] = ()) -> list[list[int]]:
         """The new tokens of every sequence of a batch."""
         request, begin = self._request, begin_of(self.opened.module, batch)
         ending = Ending(self.tokenizer, request.stop, begin=begin) if request.stop else None
@@ -260,7 +260,7 @@ class OpenedRun:
         )
 
     def text(self, token_ids: list[int]) -> str:
-        """What they say, up to the first of what ends an answer."""
+        """The text of tokens, up to the first stop text."""
         return cut(self.tokenizer.decode(token_ids, skip_special_tokens=True), self._request.stop)
 
     def compare(self, batch: Batch) -> Any:
@@ -300,10 +300,10 @@ def _opened(
     *,
     context: int | None = None,
 ) -> Iterator[OpenedRun]:
-    """The model in force while within; what it took is known afterwards.
+    """Yield the loaded model; its usage is known afterwards.
 
     ``context``: tokens of one conversation, whose turns are not known yet (there are no prompts then); 0 is the
-    usual.
+    default.
     """
     request.check()
     file = None if request.plan is None else _read(request.plan)
@@ -381,7 +381,7 @@ def opened_for_chat(
     on_stage: Callable[[str], None],
     on_loaded: Callable[[int, int], None],
 ) -> Iterator[tuple[OpenedRun, int]]:
-    """A model in force for one conversation, and of how many tokens. See ``run.generate.chat.chat``."""
+    """Yield a loaded model for one conversation, and the conversation's tokens. See ``run.generate.chat.chat``."""
     with _opened(request, [], on_stage, on_loaded, context=context or 0) as run:
         assert run.context is not None
         yield run, run.context

@@ -1,4 +1,4 @@
-"""``brim plan``: the fastest ways that fit a machine, which may be another one, and what would do when none fits."""
+"""``brim plan``: the fastest plans for a machine, which may be another one, and the changes needed when none fits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from brim.planning.training import plan_training, precision_of
 from brim.run.plan.routers import routers_of
 from brim.units import format_bytes
 
-_FEWER_BITS = "int8"  # what 16 bits are compared with where nobody says
+_FEWER_BITS = "int8"  # the default to compare 16 bits with
 # What people say for a lane that sets the pace. Beside a GPU, the processor updates weights as fast as RAM is read.
 _LIMITS = {
     way(RAM, VRAM): "link",
@@ -40,11 +40,11 @@ _LIMITS = {
 
 
 def plan(request: Request, *, precisions: bool = False, router_statistics: str | None = None) -> Answer:
-    """The answer to ``request``: proved proposals, or what would have to change.
+    """Answer ``request``: proved proposals, or the changes that would be needed.
 
-    ``precisions``: with a table of what blocks take in 8 bits and in 16, which is there in any case where fewer bits
-    were considered. ``router_statistics``: a file, or "auto", as in ``router_file``. Raises UsageError and ModelError
-    for what was asked, UnsupportedError for a model that brim cannot run.
+    ``precisions``: add a table of blocks' bytes and seconds in 8 bits and in 16, which is there in any case where
+    fewer bits were considered. ``router_statistics``: a file, or "auto", as in ``router_file``. Raises UsageError and
+    ModelError for wrong requests, UnsupportedError for a model that brim cannot run.
     """
     request.check()
     _check_generates(request, precisions, router_statistics)
@@ -67,24 +67,24 @@ def plan(request: Request, *, precisions: bool = False, router_statistics: str |
         if request.prefer == "memory" and request.task == "train":
             proposals = [*proposals, *(in_the_least(machine, lambda tight: planner(request, tight)) or [])]
         answer = Answer(request=request, machine=machine, proposals=ranked(request, machine, proposals))
-    rows = _precision_rows(request, machine, subjects, asked=precisions)
+    rows = _precision_rows(request, machine, subjects, compared=precisions)
     precision = _precision(request, machine, subjects)
     return replace(answer, precisions=rows, precision=precision, took_s=time.perf_counter() - begin_s)
 
 
 def _precision(request: Request, machine: Machine, subjects: Subjects) -> tuple[str, str]:
-    """The precision of plans that name no other, and where it is from."""
+    """The precision of plans that name no other, and its origin."""
     if request.task == "train":
         return precision_of(request, machine.hardware.compute)
     if request.precision is not None:
         return request.precision, ASKED
-    return subjects.open(request, machine).precision, weight_type(described_source(request.model)).told
+    return subjects.open(request, machine).precision, weight_type(described_source(request.model)).origin_and_type
 
 
 def _refuse_scores(request: Request, machine: Machine, subjects: Subjects) -> None:
-    """Raise BudgetError where the scores of last tokens alone, which no plan moves, are more than all of the memory.
+    """Raise BudgetError where the scores of last tokens alone, which no plan moves, exceed all memory.
 
-    From there no request that fits is near, and a search for one would take minutes.
+    No request near it fits, and a search for one would take minutes.
     """
     subject = subjects.open(request, machine, request.precision)
     total = request.seq + request.new_tokens
@@ -120,9 +120,9 @@ def _infeasible(request: Request, machine: Machine, error: BudgetError, planner:
     )
 
 
-def _precision_rows(request: Request, machine: Machine, subjects: Subjects, *, asked: bool) -> list[Row]:
-    """What blocks take in the precisions that were opened, where a lossy one is among them or it is ``asked``."""
-    if asked:
+def _precision_rows(request: Request, machine: Machine, subjects: Subjects, *, compared: bool) -> list[Row]:
+    """A table of blocks in the opened precisions, if a lossy one is among them or ``compared``."""
+    if compared:
         subjects.open(request, machine, None)
         subjects.open(request, machine, _FEWER_BITS)
     opened = {subject.precision: subject for subject in subjects.of(request)}
@@ -134,8 +134,8 @@ def _precision_rows(request: Request, machine: Machine, subjects: Subjects, *, a
 def ranked(request: Request, machine: Machine, proposals: Sequence[Proposal]) -> list[Proposal]:
     """The best ``request.top`` of ``proposals`` by ``request.prefer``; proved ones only, without duplicates."""
     keys: dict[str, Callable[[Proposal], tuple[float, ...]]] = {
-        "speed": lambda proposal: (),  # as they come: of those that are as fast, planners know which moves least
-        "memory": lambda proposal: (_held(proposal, machine), proposal.step_s),
+        "speed": lambda proposal: (),  # as they come: planners order plans of equal speed by the bytes that they move
+        "memory": lambda proposal: (_compute_bytes(proposal, machine), proposal.step_s),
         "quality": lambda proposal: (is_lossy(proposal),),
     }
     kept: list[Proposal] = []
@@ -147,11 +147,11 @@ def ranked(request: Request, machine: Machine, proposals: Sequence[Proposal]) ->
 
 
 def is_lossy(proposal: Proposal) -> bool:
-    """Whether weights are rounded further than they were trained."""
+    """Return whether weights are rounded further than in training."""
     return any(decision.choice in LOSSY for decision in proposal.plan.decisions)
 
 
-def _held(proposal: Proposal, machine: Machine) -> int:
-    """Bytes of the tier that it computes in: of RAM where it leaves the GPU alone."""
+def _compute_bytes(proposal: Proposal, machine: Machine) -> int:
+    """Peak bytes of the tier that the plan computes in: RAM if it leaves the GPU alone."""
     compute = (proposal.hardware or machine.hardware).compute
     return proposal.plan.promise.peak_bytes.get(compute, 0)

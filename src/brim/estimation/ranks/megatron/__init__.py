@@ -1,1 +1,1 @@
-"""One rank's training step under Megatron-LM with Transformer Engine, written as a trace."""
+"""A rank's training step under Megatron-LM with Transformer Engine, written as a trace."""

@@ -1,13 +1,11 @@
-"""Decoder layers of Megatron-LM that are not the plain one: latent attention, and experts in the place of a
-feed-forward.
+"""Megatron-LM's decoder layers with latent attention, and with experts as the feed-forward.
 
 Read from Megatron-LM (megatron/core/transformer/multi_latent_attention.py;
-moe/{moe_layer,token_dispatcher,experts}.py): grouped products, all-to-all dispatch, as many tokens at every expert
-(``--moe-pad-expert-input-to-capacity`` with a factor of 1, or a router in balance), probabilities applied with the
-activation. What Python's variables hold on to until a layer's forward returns is held here too.
-
-Transformer Engine multiplies a group's matrices one by one (cpp_extensions/gemm.py, ``general_grouped_gemm``), so
-each is an operation of its own here.
+moe/{moe_layer,token_dispatcher,experts}.py): grouped products, all-to-all dispatch, equally many tokens for every
+expert (``--moe-pad-expert-input-to-capacity`` with a factor of 1, or a balanced router), probabilities applied with
+the activation. Tensors that Python's variables hold until a layer's forward returns are held here too. Transformer
+Engine multiplies a group's matrices one by one (cpp_extensions/gemm.py, ``general_grouped_gemm``), so each is an
+operation of its own here.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from brim.estimation.ranks.script import Script
 from brim.estimation.ranks.sizes import Experts, Latent
 from brim.estimation.ranks.time import EXPERT_PRODUCT
 
-_ROUTER_TENSORS = 3  # float32 of a token for every expert: scores, their scattered choice, the balance loss's scores
+_ROUTER_TENSORS = 3  # float32 per token and expert: scores, their scattered choice, the balance loss's scores
 
 # Passes of the router over those tensors (moe_utils.py: scores in float32, top-k, zeros and the scattered choice, the
 # balance loss's softmax and sum), forward; backward the gradients of each, and of the scores in bfloat16.
@@ -29,7 +27,7 @@ _PERMUTATION_SHARE = 0.5
 
 
 class _Sizes:
-    """Bytes of bfloat16 for so many numbers a token."""
+    """Bytes of ``width`` bfloat16 numbers for each token."""
 
     def __init__(self, place: Place) -> None:
         self.place, self.tokens = place, place.tokens
@@ -53,15 +51,15 @@ class LatentAttention(Layer):
         width = heads * (own.plain + own.rotary)
         self._at("self_attention.linear_q_up_proj")
         if own.query_rank:
-            keep["q_latent"] = self._made(hidden, own.query_rank)
+            keep["q_latent"] = self._projection(hidden, own.query_rank)
             keep["q_norm"] = script.keep(size(own.query_rank) + 4 * place.tokens)
-            keep["query"] = self._made(own.query_rank, width)
+            keep["query"] = self._projection(own.query_rank, width)
         else:
-            keep["query"] = self._made(hidden, width)
+            keep["query"] = self._projection(hidden, width)
         self._at("self_attention.linear_kv_up_proj")
-        keep["kv_latent"] = self._made(hidden, own.key_rank + own.rotary)
+        keep["kv_latent"] = self._projection(hidden, own.key_rank + own.rotary)
         keep["kv_norm"] = script.keep(size(own.key_rank) + 4 * place.tokens)
-        both = self._made(own.key_rank, heads * (own.plain + own.value))
+        both = self._projection(own.key_rank, heads * (own.plain + own.value))
         keep["key"], keep["value"] = script.keep(size(width)), script.keep(size(heads * own.value))
         self._move(2 * size(width))
         script.free(both)
@@ -70,21 +68,21 @@ class LatentAttention(Layer):
         keep["softmax"] = script.keep(4 * place.tokens * heads)
         self._attends(1.0)
         self._at("self_attention.linear_proj")
-        out = script.alloc(place.whole)
+        out = script.alloc(place.hidden_states)
         self._multiplies(heads * own.value, hidden)
         return out
 
     def _drop_core(self, saved: Saved) -> None:
-        self.script.free(saved.kept.pop("softmax"))
+        self.script.free(saved.tensors.pop("softmax"))
 
     def _core_again(self, saved: Saved) -> None:
         self._at("self_attention.core_attention")
-        saved.kept["softmax"] = self.script.alloc(4 * self.place.tokens * self.place.shape.heads)
+        saved.tensors["softmax"] = self.script.alloc(4 * self.place.tokens * self.place.shape.heads)
         self._attends(1.0)
 
     def _backward_attention(self, saved: Saved, gradient: int) -> int:
         script, place, own, size = self.script, self.place, self._latent, _Sizes(self.place).of
-        heads, hidden, keep = place.shape.heads, place.shape.hidden, saved.kept
+        heads, hidden, keep = place.shape.heads, place.shape.hidden, saved.tensors
         width = heads * (own.plain + own.rotary)
         if "mask1" in keep:
             script.free(keep.pop("mask1"))
@@ -118,7 +116,7 @@ class LatentAttention(Layer):
         flops = int(times * place.tokens * place.sequence * width)
         self.script.op("aten._scaled_dot_product_flash_attention.default", flops=flops, moved_bytes=0)
 
-    def _made(self, inputs: int, outputs: int) -> int:
+    def _projection(self, inputs: int, outputs: int) -> int:
         output = self.script.keep(_Sizes(self.place).of(outputs))
         self._multiplies(inputs, outputs)
         return output
@@ -135,7 +133,7 @@ class LatentAttention(Layer):
 
 
 class ExpertFeedForward(Layer):
-    """A router, experts that lie on the ranks of ``ep``, and experts that every token goes through."""
+    """A router, experts split over the ranks of ``ep``, and shared experts for every token."""
 
     @property
     def _experts(self) -> Experts:
@@ -144,13 +142,13 @@ class ExpertFeedForward(Layer):
 
     @property
     def _sent_bytes(self) -> int:
-        """Hidden states of this rank's tokens, once for every expert that is chosen."""
+        """Hidden states of this rank's tokens, once for every chosen expert."""
         return self.place.between * self._experts.chosen
 
     @property
     def _gathered_bytes(self) -> int:
-        """The same of all tokens of the tensor-parallel group, whose ranks each have a part of every expert."""
-        return self.place.whole * self._experts.chosen
+        """The same for the whole tensor-parallel group, whose ranks each have a part of every expert."""
+        return self.place.hidden_states * self._experts.chosen
 
     @property
     def _routed_tokens(self) -> int:
@@ -200,7 +198,7 @@ class ExpertFeedForward(Layer):
         return total
 
     def _gathered_rows(self) -> int | None:
-        """The routed tokens of the whole tensor-parallel group, where it splits experts."""
+        """Gather the routed tokens of the tensor-parallel group, if it splits experts."""
         if not self.place.gathers:
             return None
         gathered = self.script.alloc(self._gathered_bytes)
@@ -219,21 +217,21 @@ class ExpertFeedForward(Layer):
             script.free(gathered)
         keep["shared_act"] = script.keep(size)
         self._move(3 * size)
-        out = script.alloc(place.whole)
+        out = script.alloc(place.hidden_states)
         self._product_of(place.shape.hidden, width, place.tokens)
         return self._scattered(out)
 
     def _scattered(self, partial: int) -> int:
-        """Sum what each rank of the tensor-parallel group has, and keep this rank's part of the sequence."""
+        """Reduce-scatter over the tensor-parallel group: this rank gets its part of the sequence."""
         if not self.place.gathers:
             return partial
         scattered = self.script.alloc(self.place.between)
-        self.script.send("reduce_scatter", "tp", self.place.whole)
+        self.script.send("reduce_scatter", "tp", self.place.hidden_states)
         self.script.free(partial)
         return scattered
 
     def _backward_mlp(self, saved: Saved, gradient: int) -> int:
-        script, place, own, keep = self.script, self.place, self._experts, saved.kept
+        script, place, own, keep = self.script, self.place, self._experts, saved.tensors
         if "mask2" in keep:
             script.free(keep.pop("mask2"))
         shared = self._backward_shared(keep) if own.shared else None
@@ -271,7 +269,7 @@ class ExpertFeedForward(Layer):
         return received
 
     def _sorted(self, tokens: int) -> int:
-        """The rows in another order: by expert, or by token."""
+        """Reorder the rows: by expert, or by token."""
         in_order = self.script.alloc(self._gathered_bytes)
         self._permute(2 * self._gathered_bytes)
         self.script.free(tokens)
@@ -289,14 +287,14 @@ class ExpertFeedForward(Layer):
         wide = script.alloc(2 * size)
         self._move(5 * size)
         script.free(act, keep.pop("shared_fc1"))
-        hidden = script.alloc(place.whole)
+        hidden = script.alloc(place.hidden_states)
         for accumulates in (False, True):
             self._product_of(2 * width, place.shape.hidden, place.tokens, accumulates=accumulates)
         script.free(wide)
         return self._scattered(hidden)
 
     def _grouped(self, *, back: bool = False, gradient: bool = False) -> None:
-        """One grouped product over this rank's experts: up (gate beside it) or back down."""
+        """A grouped product over this rank's experts: up (gate beside it) or back down."""
         own, place = self._experts, self.place
         inner = own.inner // place.split.tp
         rows, columns = (place.shape.hidden, inner) if back else (2 * inner, place.shape.hidden)
@@ -307,12 +305,12 @@ class ExpertFeedForward(Layer):
                 self._product_of(rows, columns, tokens, accumulates=accumulates, name=EXPERT_PRODUCT)
 
     def _permute(self, bytes: int) -> None:
-        """Rows that are gathered or scattered: ``bytes`` are read and written."""
+        """Gather or scatter rows: ``bytes`` are read and written."""
         self._move(int(bytes / _PERMUTATION_SHARE))
 
 
 class LatentExperts(ExpertFeedForward, LatentAttention):
-    """Both."""
+    """Latent attention and experts."""
 
 
 def layer_of(script: Script, place: Place, number: int) -> Layer:

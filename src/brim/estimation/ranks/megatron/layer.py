@@ -1,4 +1,5 @@
-"""One decoder layer under Megatron-LM and Transformer Engine: what it keeps, makes and sends, in order.
+"""A decoder layer under Megatron-LM and Transformer Engine: its saved tensors, allocations and communication, in
+order.
 
 Read from Megatron-LM (megatron/core/transformer/{transformer_layer,attention,mlp}.py, fusions/fused_bias_swiglu.py)
 and Transformer Engine 2.11 (pytorch/module/{layernorm_linear,linear}.py, pytorch/attention). Norms are fused into the
@@ -21,8 +22,7 @@ _NORMS = {"ln1": "input_layernorm", "ln2": "pre_mlp_layernorm"}
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One rank's share of the model and of a micro-batch. All sizes are bytes of bfloat16 unless they say
-    otherwise."""
+    """A rank's share of the model and of a micro-batch. Sizes are bytes of bfloat16 unless they say otherwise."""
 
     shape: Shape
     split: Split
@@ -33,22 +33,22 @@ class Place:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, on one context-parallel rank."""
+        """Tokens of a micro-batch on one context-parallel rank."""
         return self.sequence * self.split.micro_batch // self.split.cp
 
     @property
-    def whole(self) -> int:
+    def hidden_states(self) -> int:
         """Hidden states of all tokens."""
         return self.tokens * self.shape.hidden * _WIDTH
 
     @property
     def between(self) -> int:
         """Hidden states between tensor-parallel parts: split along the sequence under sequence parallelism."""
-        return self.whole // (self.split.tp if self.split.sequence_parallel else 1)
+        return self.hidden_states // (self.split.tp if self.split.sequence_parallel else 1)
 
     @property
     def statistics(self) -> int:
-        """What a norm keeps beside its input and output: float32 scales, and means where it has them."""
+        """A norm's saved statistics: float32 scales, and means where it has them."""
         tokens = self.tokens // (self.split.tp if self.split.sequence_parallel else 1)
         return tokens * 4 * (2 if self.shape.layer_norm else 1)
 
@@ -74,7 +74,7 @@ class Place:
 
     @property
     def wide(self) -> int:
-        """What its first product gives: gate and up in one where there is a gate."""
+        """The output of the feed-forward's first product: gate and up in one where there is a gate."""
         return self.inner * (2 if self.shape.gated else 1)
 
     @property
@@ -86,7 +86,7 @@ class Place:
 
     @property
     def attention(self) -> str:
-        """The attention that Transformer Engine takes: ``flash``, ``fused`` or ``unfused``.
+        """The attention kernel that Transformer Engine takes: ``flash``, ``fused`` or ``unfused``.
 
         Both being there, cuDNN's goes first from Hopper on, unless it must be deterministic on Blackwell
         (transformer_engine/pytorch/attention/dot_product_attention/utils.py; GB200 by Megatron-LM's golden values).
@@ -103,7 +103,7 @@ class Place:
 
     @property
     def copies_attention(self) -> bool:
-        """Whether attention's output is kept in the kernel's layout and again in that of the next product.
+        """Return whether attention's output is saved twice: in the kernel's layout and in that of the next product.
 
         Context parallelism exchanges heads in between. FlashAttention wants the batch first, Megatron-LM has it
         second; of one sequence both are the same memory.
@@ -130,11 +130,11 @@ class Place:
         }
 
     def is_routed(self, number: int) -> bool:
-        """Whether layer ``number`` has experts."""
+        """Return whether layer ``number`` has experts."""
         return self.shape.experts is not None and number >= self.shape.experts.dense_layers
 
     def matrices(self, number: int) -> list[tuple[int, int]]:
-        """Layer ``number``'s matrices as (outputs, inputs), of all experts one."""
+        """Layer ``number``'s matrices as (outputs, inputs), with one expert standing for all."""
         shape, matrices = self.shape, self.weights()
         own, latent = shape.experts, shape.latent
         if latent is not None:
@@ -157,7 +157,7 @@ class Place:
         return list(matrices.values())
 
     def parameters(self, number: int = 0) -> int:
-        """Of layer ``number`` on this rank, its experts left out."""
+        """Parameters of layer ``number`` on this rank, without experts."""
         shape, t, own = self.shape, self.split.tp, self.shape.experts
         count = sum(rows * columns for rows, columns in self.matrices(number))
         count += 2 * shape.hidden * (2 if shape.layer_norm else 1)
@@ -172,7 +172,7 @@ class Place:
         return count
 
     def expert_parameters(self, number: int) -> int:
-        """Of layer ``number``'s experts on this rank."""
+        """Parameters of layer ``number``'s experts on this rank."""
         own = self.shape.experts
         if own is None or not self.is_routed(number):
             return 0
@@ -181,10 +181,10 @@ class Place:
 
 @dataclass
 class Saved:
-    """Handles of what a layer keeps for its backward; ``given`` is its input."""
+    """Handles of the tensors saved for a layer's backward; ``given`` is its input."""
 
     given: int
-    kept: dict[str, int] = field(default_factory=dict)
+    tensors: dict[str, int] = field(default_factory=dict)
 
 
 class Layer:
@@ -196,18 +196,18 @@ class Layer:
     # -- forward -------------------------------------------------------------------------------------------------
 
     def forward(self, given: int) -> tuple[Saved, int]:
-        """What is kept, and the output (owned by the caller)."""
+        """Return the saved tensors, and the output (owned by the caller)."""
         saved = Saved(given)
         output = self._forward(saved)
         if self.place.recompute == "full":
-            self.script.free(*saved.kept.values())
-            saved.kept = {}
+            self.script.free(*saved.tensors.values())
+            saved.tensors = {}
         elif self.place.recompute == "selective":
             self._drop_core(saved)
         return saved, output
 
     def _forward(self, saved: Saved) -> int:
-        keep = saved.kept
+        keep = saved.tensors
         keep["middle"] = self._add(self._forward_attention(keep), "mask1", keep)
         return self._add(self._forward_mlp(keep), "mask2", keep)
 
@@ -246,8 +246,7 @@ class Layer:
             keep["out"] = keep.pop("core")
 
     def _probabilities(self, keep: dict[str, int]) -> None:
-        """What attention keeps beside its output: unfused, all probabilities, and with dropout their mask and what
-        it leaves."""
+        """Save attention's statistics; unfused, all probabilities, and with dropout their mask and its result."""
         script, place = self.script, self.place
         if place.attention != "unfused":
             keep["softmax"] = script.keep(place.softmax)
@@ -260,10 +259,10 @@ class Layer:
         self._move((6 if place.shape.dropout else 4) * place.scores)
 
     def _drop_core(self, saved: Saved) -> None:
-        """Recomputed attention keeps queries, keys and values; its output is kept by the product that follows."""
+        """Recomputed attention saves queries, keys and values; the following product saves attention's output."""
         for name in ("core", *_PROBABILITIES):
-            if name in saved.kept:
-                self.script.free(saved.kept.pop(name))
+            if name in saved.tensors:
+                self.script.free(saved.tensors.pop(name))
 
     def _norm(self, module: str, name: str, keep: dict[str, int]) -> None:
         self._at(module)
@@ -283,26 +282,26 @@ class Layer:
         return output
 
     def _gathered(self) -> int | None:
-        """What this rank has of the sequence becomes what all of its group have, where they split it."""
+        """Gather the sequence over the tensor-parallel group, if it splits it."""
         if not self.place.gathers:
             return None
-        gathered = self.script.alloc(self.place.whole)
-        self.script.send("all_gather", "tp", self.place.whole)
+        gathered = self.script.alloc(self.place.hidden_states)
+        self.script.send("all_gather", "tp", self.place.hidden_states)
         return gathered
 
     def _row(self, module: str, weight: str) -> int:
         """A product split by its inputs; its outputs are summed over the group."""
         script, place = self.script, self.place
         self._at(module)
-        partial = script.alloc(place.whole)
+        partial = script.alloc(place.hidden_states)
         self._product(weight)
         if place.split.tp == 1:
             return partial
         if not place.gathers:
-            script.send("all_reduce", "tp", place.whole)
+            script.send("all_reduce", "tp", place.hidden_states)
             return partial
         output = script.alloc(place.between)
-        script.send("reduce_scatter", "tp", place.whole)
+        script.send("reduce_scatter", "tp", place.hidden_states)
         script.free(partial)
         return output
 
@@ -320,7 +319,7 @@ class Layer:
     # -- backward ------------------------------------------------------------------------------------------------
 
     def backward(self, saved: Saved, gradient: int) -> int:
-        """Frees what was kept, the input and ``gradient`` included; gives the input's gradient."""
+        """Free the saved tensors, the input and ``gradient``; return the input's gradient."""
         script = self.script
         if self.place.recompute == "full":
             script.free(self._forward(saved))
@@ -334,16 +333,16 @@ class Layer:
     def _core_again(self, saved: Saved) -> None:
         script, place = self.script, self.place
         self._at("self_attention.core_attention")
-        self._probabilities(saved.kept)
+        self._probabilities(saved.tensors)
         again = script.alloc(place.query)
         self._core(4)
         if place.copies_attention:
-            saved.kept["core"] = again
+            saved.tensors["core"] = again
         else:
             script.free(again)
 
     def _backward_mlp(self, saved: Saved, gradient: int) -> int:
-        script, place, keep = self.script, self.place, saved.kept
+        script, place, keep = self.script, self.place, saved.tensors
         inner = self._backward_row("mlp.linear_fc2", "linear_fc2", gradient, place.inner, saved, "mask2")
         script.free(keep.pop("act"))
         self._at("mlp")
@@ -353,7 +352,7 @@ class Layer:
         return self._backward_column("mlp.linear_fc1", "linear_fc1", wide, "ln2", saved, gradient, keep.pop("middle"))
 
     def _backward_attention(self, saved: Saved, gradient: int) -> int:
-        script, place, keep = self.script, self.place, saved.kept
+        script, place, keep = self.script, self.place, saved.tensors
         out = self._backward_row("self_attention.linear_proj", "linear_proj", gradient, place.query, saved, "mask1")
         self._at("self_attention.core_attention")
         if place.split.cp > 1:
@@ -368,7 +367,7 @@ class Layer:
             script.free(keep.pop("core"))
         if place.split.cp > 1:
             script.send("all_to_all", "cp", place.query + 2 * place.key)
-        whole = script.alloc(place.query + 2 * place.key)  # rotated back, in one
+        whole = script.alloc(place.query + 2 * place.key)  # rotated back, in one tensor
         self._move(2 * (place.query + 2 * place.key))
         script.free(mixed)
         return self._backward_column("self_attention.linear_qkv", "linear_qkv", whole, "ln1", saved, gradient, None)
@@ -379,9 +378,9 @@ class Layer:
         script, place = self.script, self.place
         self._at(module)
         masked = None
-        if mask in saved.kept:
+        if mask in saved.tensors:
             masked = script.alloc(place.between)
-            script.free(saved.kept.pop(mask))
+            script.free(saved.tensors.pop(mask))
         gathered = self._gathered()
         input_gradient = script.alloc(input_bytes)
         self._product(weight)
@@ -396,16 +395,16 @@ class Layer:
         script, place = self.script, self.place
         self._at(module)
         gathered = self._gathered()
-        partial = script.alloc(place.whole)
+        partial = script.alloc(place.hidden_states)
         self._product(weight)
         scattered = script.alloc(place.between) if place.gathers else partial
         if place.split.tp > 1:
-            script.send("reduce_scatter" if place.gathers else "all_reduce", "tp", place.whole)
+            script.send("reduce_scatter" if place.gathers else "all_reduce", "tp", place.hidden_states)
         weight_gradient = self._weight_gradient(weight)
         if gathered is not None:
             script.free(gathered, partial)
         script.free(output)
-        total = self._backward_norm(norm, saved.kept, gradient, scattered, None, residual)
+        total = self._backward_norm(norm, saved.tensors, gradient, scattered, None, residual)
         if weight_gradient is not None:
             script.free(weight_gradient)
         return total
@@ -427,7 +426,7 @@ class Layer:
         second: int | None,
         residual: int | None = None,
     ) -> int:
-        """From the gradients of a norm's readers and of the residual stream to that of its input."""
+        """Compute the gradient of a norm's input from those of its readers and of the residual stream."""
         script, place = self.script, self.place
         self._at(_NORMS[norm])
         if second is not None:
@@ -449,7 +448,7 @@ class Layer:
         self.script.module = f"{self.name}.{module}" if module else self.name
 
     def _product(self, weight: str, *, accumulates: bool = False) -> None:
-        """One product; a weight gradient is added to its float32 buffer."""
+        """A product; a weight gradient is added to its float32 buffer."""
         rows, columns = self.place.weights()[weight]
         self._product_of(rows, columns, self.place.tokens, accumulates=accumulates)
 

@@ -10,15 +10,15 @@ from brim.estimation.ranks.script import Sent
 from brim.estimation.ranks.sizes import Shape, shape_of
 from brim.estimation.ranks.split import Split, check_sizes
 
-# Seconds that the host takes at least to launch a layer's forward and backward pass for a micro-batch: together 3.6
-# to 6.5 ms, whatever the split, in Megatron-LM's golden values of models of 12 layers of 512 on H100 (d98e8a64,
+# The least seconds in which the host launches a layer's forward and backward pass for a micro-batch: together 3.6 to
+# 6.5 ms, whatever the split, in Megatron-LM's golden values of models of 12 layers of 512 on H100 (d98e8a64,
 # tests/functional_tests/test_cases/gpt, iteration-time of 26 cases). A backward pass launches about twice as much.
 LAUNCHES_S = (1.2e-3, 2.4e-3)
 
 
 def stages(job: ParallelJob, only: int | None = None) -> tuple[list[StageFacts], tuple[str, ...]]:
-    """Every pipeline rank's step (``only``: of one of them), and what was assumed. Raises UnsupportedError for what
-    the engine does not do."""
+    """Every pipeline rank's step (``only``: of one rank), and the assumptions. Raises UnsupportedError for settings
+    that the engine lacks."""
     split, workload = job.split, job.workload
     _check(job)
     shape = shape_of(job.source)
@@ -93,16 +93,16 @@ def _check(job: ParallelJob) -> None:
         )
 
 
-def _facts(made: StageTrace, split: Split) -> StageFacts:
-    """Float32 gradients are reduced over data and context ranks once a step; split ones' weights gathered again."""
+def _facts(stage: StageTrace, split: Split) -> StageFacts:
+    """Add a step's reduction of float32 gradients over data and context ranks, and gathering of split weights."""
     kind = "reduce_scatter" if split.zero else "all_reduce"
-    once = [Sent(kind=kind, axis="shard", bytes=4 * made.parameters, phase=Phase.OPTIMIZER)]
+    once = [Sent(kind=kind, axis="shard", bytes=4 * stage.parameters, phase=Phase.OPTIMIZER)]
     if split.zero:
-        once.append(Sent(kind="all_gather", axis="shard", bytes=2 * made.parameters, phase=Phase.OPTIMIZER))
-    if made.expert_parameters and split.shards > split.ep:
-        once.append(Sent(kind=kind, axis="shard", bytes=4 * made.expert_parameters, phase=Phase.OPTIMIZER))
+        once.append(Sent(kind="all_gather", axis="shard", bytes=2 * stage.parameters, phase=Phase.OPTIMIZER))
+    if stage.expert_parameters and split.shards > split.ep:
+        once.append(Sent(kind=kind, axis="shard", bytes=4 * stage.expert_parameters, phase=Phase.OPTIMIZER))
     forward_s, backward_s = LAUNCHES_S
     return StageFacts(
-        trace=made.trace, ops=made.ops, sent=made.sent, once=tuple(once),
-        launches_s=(forward_s * made.layers, backward_s * made.layers),
+        trace=stage.trace, ops=stage.ops, sent=stage.sent, once=tuple(once),
+        launches_s=(forward_s * stage.layers, backward_s * stage.layers),
     )  # fmt: skip

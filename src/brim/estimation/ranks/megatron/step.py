@@ -1,4 +1,4 @@
-"""One rank's training step under Megatron-LM and Transformer Engine, as a trace.
+"""A rank's training step under Megatron-LM and Transformer Engine, as a trace.
 
 The engine is not here, so its step is written down from its code instead of being watched: Megatron-LM's DDP with the
 float32 gradient buffer, its distributed optimizer (``--use-distributed-optimizer``), Transformer Engine's fused
@@ -32,8 +32,8 @@ _POOL_BYTES = {"sm90": 32 * MIB, "other": 8_519_680}  # PyTorch 2.10, aten/src/A
 
 @dataclass(frozen=True, kw_only=True)
 class StageTrace:
-    """A pipeline rank's step. ``ops`` and ``sent`` are what one micro-batch computes and sends, through all chunks,
-    and what the optimizer computes."""
+    """A pipeline rank's step. ``ops`` and ``sent`` are those of one micro-batch through all chunks, and the
+    optimizer's."""
 
     trace: Trace
     ops: tuple[Op, ...]
@@ -45,7 +45,7 @@ class StageTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Layers ``[first, first + layers)`` of the model; with the embedding before or the head behind them."""
+    """Layers ``[first, first + layers)`` of the model; ``embeds`` and ``has_head``: embedding and head too."""
 
     first: int
     layers: int
@@ -68,7 +68,7 @@ def stage_trace(
     options: MegatronOptions = _DEFAULTS,
     capability: tuple[int, int] = (9, 0),
 ) -> StageTrace:
-    """The step of pipeline rank ``stage`` with its first micro-batches: what follows repeats them."""
+    """The step of pipeline rank ``stage`` with its first micro-batches; later ones repeat them."""
     place = Place(
         shape=shape, split=split, sequence=sequence, recompute=recompute, options=options, capability=capability
     )
@@ -111,9 +111,9 @@ class _Rank:
         self._padded = -(-place.shape.vocabulary // (_PADDED_TO * place.split.tp)) * _PADDED_TO
         self._flying: dict[tuple[int, int], tuple[list[Saved], int | None]] = {}
         self._masks: dict[int, int] = {}  # micro-batch -> the embedding's dropout mask
-        self._sent_before: int | None = None  # the gradient that was sent last is freed when there is another
+        self._sent_before: int | None = None  # the gradient sent last is freed at the next send
 
-    # -- what is there before the step ---------------------------------------------------------------------------
+    # -- before the step -------------------------------------------------------------------------------------------
 
     def build(self) -> None:
         script, split = self.script, self.place.split
@@ -121,7 +121,7 @@ class _Rank:
         self.parameters = sum(self._count(chunk) for chunk in self.chunks)
         self.experts = sum(self.place.expert_parameters(number) for number in numbers)
         self._states(self.parameters, split.shards)
-        self._states(self.experts, split.shards // split.ep, "experts ")  # the same ones lie on fewer ranks
+        self._states(self.experts, split.shards // split.ep, "experts ")  # on fewer ranks
         head = any(chunk.has_head for chunk in self.chunks)
         self._workspaces(head)
         shapes = {size for number in numbers for size in self.place.matrices(number)} | (
@@ -130,7 +130,7 @@ class _Rank:
         for rows, columns in sorted(shapes) if self.place.options.gradient_accumulation_fusion else ():
             script.alloc(2 * rows * columns, Category.WORKSPACE, name="dummy weight gradients")
         if head and self.place.gathers:
-            script.alloc(self.place.whole, Category.WORKSPACE, name="gathered input of the output layer")
+            script.alloc(self.place.hidden_states, Category.WORKSPACE, name="gathered input of the output layer")
         if not self.place.shape.positions:
             tokens = self.place.sequence // split.cp
             script.alloc(4 * tokens * self.place.shape.head_dim, Category.BUFFER, "float32", "rotary_pos_emb")
@@ -145,7 +145,7 @@ class _Rank:
             script.alloc(-(-4 * count // shards), Category.OPTIMIZER_STATE, "float32", f"{of}{name}")
 
     def _shards(self, ranks: int) -> int:
-        """Over how many of ``ranks`` the optimizer's states are split."""
+        """The number of ``ranks`` that split the optimizer's states."""
         return max(ranks // self.place.options.num_distributed_optimizer_instances, 1) if self.place.split.zero else 1
 
     def _workspaces(self, head: bool) -> None:
@@ -158,7 +158,7 @@ class _Rank:
             for _ in range(1 + _GROUPED_STREAMS if routed else 1):
                 workspace = 32 * MIB if ninth else 4 * MIB
                 self.script.alloc(workspace, Category.WORKSPACE, name="Transformer Engine's cuBLAS")
-        if head:  # the one product that PyTorch itself does, in the forward's thread and the backward's
+        if head:  # PyTorch's only own product, in the forward's thread and the backward's
             pool = self.place.options.cublas_workspace_bytes(_POOL_BYTES["sm90" if capability == (9, 0) else "other"])
             for _ in range(2):
                 self.script.alloc(pool, Category.WORKSPACE, name="PyTorch's cuBLAS")
@@ -208,20 +208,20 @@ class _Rank:
         self._flying[turn.micro_batch, turn.chunk] = (kept, output)
 
     def _loads(self, chunk: Chunk) -> bool:
-        """Whether the chunk reads a batch with an attention mask (``get_batch`` of Megatron-LM's training script)."""
+        """Return whether the chunk reads a batch with an attention mask (``get_batch`` in Megatron-LM's script)."""
         return (chunk.embeds or chunk.has_head) and self.place.attention_mask > 0
 
     def _embed(self, micro_batch: int) -> int:
         script, place = self.script, self.place
         script.module = "embedding"
-        rows = script.alloc(place.whole)
-        script.op("aten.embedding.default", moved_bytes=2 * place.whole)
+        rows = script.alloc(place.hidden_states)
+        script.op("aten.embedding.default", moved_bytes=2 * place.hidden_states)
         if place.split.tp == 1:
             embedded = script.keep(place.between)
-            script.op("aten.clone.default", moved_bytes=2 * place.whole)
+            script.op("aten.clone.default", moved_bytes=2 * place.hidden_states)
         else:
             embedded = script.keep(place.between)
-            script.send("reduce_scatter" if place.gathers else "all_reduce", "tp", place.whole)
+            script.send("reduce_scatter" if place.gathers else "all_reduce", "tp", place.hidden_states)
         script.free(rows)
         if place.shape.dropout:
             self._masks[micro_batch] = script.keep(place.between // 2)
@@ -236,7 +236,7 @@ class _Rank:
         script.op("aten.native_layer_norm.default", moved_bytes=2 * place.between)
         script.module = "output_layer"
         if place.gathers:
-            script.send("all_gather", "tp", place.whole)
+            script.send("all_gather", "tp", place.hidden_states)
         logits = script.keep(place.tokens * self._padded * 2)
         self._output_product()
         script.op("aten._log_softmax.default", moved_bytes=3 * place.tokens * self._padded * 2)
@@ -246,7 +246,7 @@ class _Rank:
         if loss == "te":
             return logits
         softmax = script.keep(place.tokens * self._padded * 4)  # tensor_parallel/cross_entropy.py, in place
-        if loss == "native":  # what is compiled writes its exponentials into a tensor of their own
+        if loss == "native":  # the compiled loss writes its exponentials into a tensor of their own
             script.free(script.alloc(place.tokens * self._padded * 4))
         script.free(logits)
         return softmax
@@ -279,16 +279,16 @@ class _Rank:
     def _backward_head(self, logits: int) -> int:
         script, place = self.script, self.place
         script.module = "output_layer"
-        if place.options.loss != "te":  # the gradient takes the place of what was kept, and is then made bfloat16
+        if place.options.loss != "te":  # the gradient overwrites the saved tensor, and is then converted to bfloat16
             softmax, logits = logits, script.alloc(place.tokens * self._padded * 2)
             script.free(softmax)
         if place.gathers:
-            script.send("all_gather", "tp", place.whole)
-        partial = script.alloc(place.whole)
+            script.send("all_gather", "tp", place.hidden_states)
+        partial = script.alloc(place.hidden_states)
         self._output_product()
         scattered = script.alloc(place.between) if place.gathers else partial
         if place.split.tp > 1:
-            script.send("reduce_scatter" if place.gathers else "all_reduce", "tp", place.whole)
+            script.send("reduce_scatter" if place.gathers else "all_reduce", "tp", place.hidden_states)
         self._output_product(accumulates=True)
         fused = place.options.gradient_accumulation_fusion
         weight_gradient = None if fused else script.alloc(2 * self._padded * place.shape.hidden)
@@ -305,18 +305,18 @@ class _Rank:
         return gradient
 
     def _backward_embedding(self, gradient: int) -> None:
-        """A dense gradient of the whole table, added to its buffer and freed."""
+        """Allocate a dense gradient of the whole table, add it to its buffer and free it."""
         script, place = self.script, self.place
         script.module = "embedding"
         if place.gathers:
-            script.send("all_gather", "tp", place.whole)
+            script.send("all_gather", "tp", place.hidden_states)
         table = script.alloc(2 * self._padded * place.shape.hidden)
         script.op("aten.embedding_dense_backward.default", moved_bytes=4 * self._padded * place.shape.hidden)
         script.op("aten.add_.Tensor", moved_bytes=10 * self._padded * place.shape.hidden)
         script.free(table, gradient)
 
     def optimize(self) -> None:
-        """Gradients are cleared and their norm taken over all of them; the optimizer's share is updated."""
+        """Clear the gradients, take their norm over all of them, and update the optimizer's share."""
         script, split = self.script, self.place.split
         script.phase, script.module = Phase.OPTIMIZER, "optimizer"
         before = len(script.ops)

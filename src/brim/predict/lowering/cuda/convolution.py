@@ -31,11 +31,11 @@ _HALF = (torch.float16, torch.bfloat16)
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CHANNELS = 8  # of half precision that Tensor Cores read at once
 _MEASURED = (9, 0)  # the capability whose workspaces were measured
-_READ_BYTES = 16  # that Tensor Cores read at once, of a point's channels
+_READ_BYTES = 16  # a point's channels that Tensor Cores read at once
 _MULTIPROCESSORS = 132
-_TILE = 128  # rows and columns of the product that a block of threads makes
+_TILE = 128  # rows and columns of a block's part of the product
 _MOST_SPLITS, _MOST_SPLIT_TILES = 14, 288  # of a sum over points, of 3x3 and larger kernels
-_SLACK_BYTES, _SPLIT_SLACK_BYTES = 16, 272  # of a workspace that is not empty
+_SLACK_BYTES, _SPLIT_SLACK_BYTES = 16, 272  # added to a workspace that is not empty
 
 Direction = Literal["forward", "input", "weight"]
 _Workspace = Callable[[Kernel, torch.Tensor, torch.Tensor, torch.Tensor, Direction], int]
@@ -51,7 +51,7 @@ def _forward(kernel: Kernel, workspace: _Workspace) -> None:
 
 
 def _copied_bytes(operand: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> int:
-    """Convolution.cpp, cudnn/ConvShared.cpp: operands of another layout than the one that is taken are copied."""
+    """Bytes of operands copied to the chosen layout (Convolution.cpp, cudnn/ConvShared.cpp)."""
     layout = _LAST[x.dim()] if _channels_last(x, w) else torch.contiguous_format
     return 0 if operand.is_contiguous(memory_format=layout) else nbytes(operand)
 
@@ -81,7 +81,7 @@ def _backward(kernel: Kernel, workspace: _Workspace) -> None:
 
 
 def _transposed_bytes(kernel: Kernel, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, direction: Direction) -> int:
-    """Source, weight and result with the channels last and padded, where Tensor Cores need them so."""
+    """Bytes of source, weight and result, channels last and padded, where Tensor Cores need them so."""
     if x.dtype not in _HALF or kernel.arg("groups") != 1 or _channels_last(x, w):
         return 0
     points = x.size(0) * _padded(x.size(1)) * prod(x.shape[2:]) + y.size(0) * _padded(y.size(1)) * prod(y.shape[2:])
@@ -129,7 +129,7 @@ class _Direct:
     image_area: int  # points of one sample
     result_area: int
     strided: bool
-    patches: bool  # kernels that lie side by side
+    patches: bool  # kernels side by side
     element_bytes: int
     channels_last: bool
 
@@ -147,7 +147,7 @@ class _Direct:
 
     @property
     def pointwise(self) -> bool:
-        """One matrix product for each sample, which cuBLAS-like kernels do in either layout."""
+        """Return whether it is a matrix product for each sample, which cuBLAS-like kernels do in either layout."""
         return self.taps == 1 and not self.strided
 
     @property
@@ -156,14 +156,14 @@ class _Direct:
 
     @property
     def few(self) -> bool:
-        """Fewer channels than are read at once, as of the first layer."""
+        """Return whether it has fewer channels than are read at once, as in the first layer."""
         return self.channels < self._channels_at_once
 
     def _padded(self, channels: int) -> int:
         return ceil(channels / self._channels_at_once) * self._channels_at_once
 
     def _copies(self, image: bool, result: bool, weight: bool) -> int:
-        """Bytes of the operands that are held once more."""
+        """Bytes of the operands' copies."""
         channels, outputs = self._padded(self.channels), self._padded(self.outputs)
         elements = image * self.points * channels + result * self.result_points * outputs
         return (elements + weight * channels * outputs * self.taps) * self.element_bytes
@@ -205,7 +205,7 @@ class _Direct:
     # -- matrix products ---------------------------------------------------------------------------------------------
 
     def _by_sample(self, direction: Direction) -> bool:
-        """The weight's gradient is added up in parts, one of each sample, unless the parts are large."""
+        """Return whether the weight's gradient is summed in one part per sample, as it is if these are small."""
         numbers = self.channels * self.outputs
         large = numbers >= 1 << 19 or (numbers >= 1 << 18 and self.result_points >= 6272)
         return self.pointwise and not self.channels_last and direction == "weight" and not large
@@ -219,8 +219,7 @@ class _Direct:
     # -- implicit GEMM: the operands are transposed where the work is worth it -------------------------------------
 
     def _transposed(self, direction: Direction) -> tuple[bool, bool, bool]:
-        """Whether the image, the result and the weight are. The weight of a single tap lies alike in both layouts,
-        unless it is padded."""
+        """Flags of transposed operands: image, result, weight. One tap's weight has one layout, unless padded."""
         if not getattr(self, f"_transposes_{direction}")():
             return False, False, False
         odd = self._padded(self.channels) != self.channels or self._padded(self.outputs) != self.outputs
@@ -237,7 +236,7 @@ class _Direct:
         return self.half or self.taps == 1 or self.depth > 544 or self.result_area > 59 * 59
 
     def _result_is_written_in_place(self) -> bool:
-        """Results of short sums in float32 are written as PyTorch reads them."""
+        """Return whether the result is written in PyTorch's layout, as are short sums in float32."""
         if self.half or self.few or self.taps == 1:
             return False
         result_bytes = self._copies(False, True, False)
@@ -269,7 +268,7 @@ class _Direct:
         return self.channels * self.outputs * self.taps * 4
 
     def _splits(self) -> int:
-        """Parts that keep all multiprocessors busy, of as many points as are worth a block of threads."""
+        """The number of parts that keeps all multiprocessors busy, each with enough points for a block of threads."""
         if self.channels_last and (not self.half or (self.taps == 1 and self.strided)):
             return 0
         if self.pointwise:
@@ -280,7 +279,7 @@ class _Direct:
         else:
             tiles = max(1, self.outputs * self.depth // _TILE**2)
             splits = self.result_points * 9 // ((3584 if self.half else 896) * tiles)
-            if self.half:  # one of them is added to in place
+            if self.half:  # one part is added to in place
                 splits = min(_MOST_SPLITS, splits, _MOST_SPLIT_TILES // tiles) - 1
             else:
                 side = _TILE if self.outputs >= _TILE else _TILE // 2
@@ -293,7 +292,7 @@ _OTHER_WAY: dict[Direction, Direction] = {"forward": "input", "input": "forward"
 
 
 def _measured_bytes(kernel: Kernel, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, direction: Direction) -> int:
-    """Where no measured rule holds, operands are transposed as on other GPUs."""
+    """The workspace by the measured rules; where none holds, operands are transposed as on other GPUs."""
     if x.dim() > 4:
         return _transposed_bytes(kernel, x, w, y, direction)
     tensor_cores = x.dtype in _HALF or (x.dtype is torch.float32 and _allows_tf32())
@@ -318,7 +317,7 @@ def _allows_tf32() -> bool:
 
 
 def rules(capability: tuple[int, int], without_cudnn: Rule) -> dict[torch._ops.OpOverload, Rule]:
-    """The rules of convolutions. ``without_cudnn``: of those that PyTorch's own kernels compute."""
+    """The rules of convolutions. ``without_cudnn``: for those that PyTorch's own kernels compute."""
     workspace = _measured_bytes if capability == _MEASURED else _transposed_bytes
 
     def choosing(rule: Callable[[Kernel, _Workspace], None]) -> Rule:

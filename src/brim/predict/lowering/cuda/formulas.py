@@ -1,8 +1,8 @@
-"""Backward passes that look at values, as PyTorch's C++ does of plain tensors.
+"""Backward passes that read values of plain tensors in PyTorch's C++.
 
-Of a tensor subclass, which a traced tensor is to it, C++ does not ask whether a factor is zero and takes a way that
-is right for both, and much longer. The formulas here are those of torch/csrc/autograd/FunctionsManual.cpp for factors
-none of them zero.
+For a tensor subclass, such as a traced tensor, C++ does not check whether a factor is zero and takes a general
+formula, which is much longer. The formulas here are those of torch/csrc/autograd/FunctionsManual.cpp for factors
+without zeros.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class _Product(torch.autograd.Function):
         result = torch.prod(source) if dim is None else torch.prod(source, dim, keepdim)
         ctx.save_for_backward(source, result)
         ctx.dim = None if keepdim else dim
-        ctx.whole = dim is None
+        ctx.flat = dim is None
         ctx.summed = dim
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         source, result = ctx.saved_tensors
-        if ctx.whole:
+        if ctx.flat:
             zeros = (source == 0).nonzero()
         else:
             if ctx.dim is not None:
@@ -60,7 +60,7 @@ class _RunningProduct(torch.autograd.Function):
 
 def _reversed_sums(source: torch.Tensor, dim: int) -> torch.Tensor:
     flipped = source.flip(dim)
-    sums = flipped.cumsum(dim)  # C++ lets both go at the end of its statement
+    sums = flipped.cumsum(dim)  # C++ frees both at the end of its statement
     return sums.flip(dim)
 
 

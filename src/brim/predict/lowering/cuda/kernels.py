@@ -103,7 +103,7 @@ def _is_outer_product(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _by_cublaslt(kernel: Kernel) -> bool:
-    """Blas.cpp, ``isInputCompliesAddmmCudaLt``: a dense vector is added once to what is more than a row or column."""
+    """Blas.cpp, ``isInputCompliesAddmmCudaLt``: a dense vector is added once to more than a row or column."""
     if kernel.func in _LT_ALWAYS:
         return True
     if kernel.func not in _LT_WITH_VECTOR or kernel.arg("beta") != 1:

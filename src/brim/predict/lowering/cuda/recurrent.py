@@ -256,7 +256,7 @@ def fake_gru_cell_backward(
 
 
 def _workspace_first(kernel: Kernel) -> None:
-    """cuda/RNN.cu makes what is kept for the backward pass, then the states."""
+    """cuda/RNN.cu allocates the tensors saved for the backward pass, then the states."""
     kernel.emit(len(kernel.outputs) - 1)
     kernel.emit()
 

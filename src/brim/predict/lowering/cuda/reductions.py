@@ -1,7 +1,7 @@
 """Workspaces of reductions on CUDA (aten/src/ATen/native/cuda/Reduce.cuh).
 
-Where few outputs have many inputs each, several blocks of threads work on one output. They leave their parts in
-global memory, with a counter for each output block. How many blocks that are follows from the GPU's multiprocessors.
+Where few outputs have many inputs each, several blocks of threads work on one output. They write partial results to
+global memory, with a counter for each output block. The number of blocks follows from the GPU's multiprocessors.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _CONVERTS = (
 )  # ReduceOpsUtils.h, make_reduction: other types than floats are converted first
 _COUNTS, _TRUTHS = (_aten.count_nonzero,), (_aten.any, _aten.all)
 _LEAST_VALUES, _MOST_VALUES = 16, 256  # per thread
-# Multiprocessors of the largest common card of each capability, and threads that one of them holds.
+# Multiprocessors of the largest common card of each capability, and threads of each.
 _MULTIPROCESSORS = {(7, 0): (80, 2048), (7, 5): (40, 1024), (8, 0): (108, 2048), (8, 6): (84, 1536),
                     (8, 9): (142, 1536), (9, 0): (132, 2048), (10, 0): (148, 2048), (12, 0): (170, 1536)}  # fmt: skip
 
 
 @cache
-def workspace_bytes(one: Reduction) -> int:
-    """Bytes of the parts, or of the counters, that ``setReduceConfig`` asks for; 0 where one block does."""
-    reduced, kept = one.reduced, one.kept
+def workspace_bytes(reduction: Reduction) -> int:
+    """Bytes of the partial results, or of the counters, by ``setReduceConfig``; 0 where one block is enough."""
+    reduced, kept = reduction.reduced, reduction.kept
     inputs, outputs = prod(size for size, _ in reduced), prod(size for size, _ in kept)
     if not reduced or not inputs or not outputs:
         return 0
@@ -55,22 +55,22 @@ def workspace_bytes(one: Reduction) -> int:
     step_input *= height
     grid = -(-(outputs // vector) // step_output)
     values = -(-inputs // step_input)
-    target = one.multiprocessors * (one.threads // (width * height))
+    target = reduction.multiprocessors * (reduction.threads // (width * height))
     if values < _MOST_VALUES or grid > target:
         return 0
     blocks = max(min(-(-target // grid), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
     if blocks <= 1:
         return 0
-    if one.counters:
+    if reduction.counters:
         return 4 * grid
-    size = one.part_bytes * outputs * blocks
+    size = reduction.part_bytes * outputs * blocks
     return size if fastest else size * width * vector
 
 
 def _joined(shape: tuple[int, ...], stride: tuple[int, ...], dims: list[int]) -> tuple[tuple[int, int], ...]:
-    """As TensorIterator has them: from the smallest stride up, and joined where they lie side by side."""
+    """Dimensions as in TensorIterator: from the smallest stride up, adjacent ones joined."""
     dimensions: list[tuple[int, int]] = []
-    for size, step in sorted(((shape[d], stride[d]) for d in dims if shape[d] != 1), key=lambda one: one[1]):
+    for size, step in sorted(((shape[d], stride[d]) for d in dims if shape[d] != 1), key=lambda pair: pair[1]):
         if dimensions and dimensions[-1][0] * dimensions[-1][1] == step:
             dimensions[-1] = (dimensions[-1][0] * size, dimensions[-1][1])
         else:
@@ -78,16 +78,16 @@ def _joined(shape: tuple[int, ...], stride: tuple[int, ...], dims: list[int]) ->
     return tuple(dimensions)
 
 
-def _output_vector(kept: tuple[tuple[int, int], ...], reduced: tuple[tuple[int, int], ...]) -> int:
+def _output_vector(outputs: tuple[tuple[int, int], ...], reduced: tuple[tuple[int, int], ...]) -> int:
     vector = _VECTOR
-    for number in (kept[0][0], *(step for _, step in (*reduced, *kept[1:]))):
+    for number in (outputs[0][0], *(step for _, step in (*reduced, *outputs[1:]))):
         while number % vector:
             vector //= 2
     return vector
 
 
 def _power(number: int, most: int) -> int:
-    """The largest power of two up to both."""
+    """The largest power of two up to ``number``, at most ``most``."""
     return most if number >= most else 1 << (max(number, 1).bit_length() - 1)
 
 
@@ -104,7 +104,7 @@ def _part_bytes(kernel: Kernel, dtype: torch.dtype) -> int:
 
 
 def multiprocessors_of(capability: tuple[int, int]) -> tuple[int, int]:
-    """How many the GPU has, and how many threads one of them holds."""
+    """The GPU's number of multiprocessors, and of threads of each."""
     return _MULTIPROCESSORS.get(capability, (108, 2048))
 
 
@@ -118,7 +118,7 @@ def rule_of(capability: tuple[int, int]) -> Rule:
             kernel.temp(source.numel())
         kernel.emit()
         if packet in _TRUTHS and source.numel() == 1 and source.dtype is not torch.bool:
-            kernel.temp(1)  # ReduceOps.cpp: there is nothing to reduce, it is converted
+            kernel.temp(1)  # ReduceOps.cpp: nothing to reduce, it is converted
         dims = _dimensions(kernel, source.dim())
         asked_dtype = torch.int64 if packet in _COUNTS else kernel.kwargs.get("dtype")
         dtype = asked_dtype or source.dtype
