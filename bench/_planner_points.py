@@ -21,7 +21,7 @@ from brim.planning.inference.choose import search_generation
 from brim.planning.opening import open_subject
 from brim.planning.request import Answer, Machine, Proposal, Request, machine_of
 from brim.planning.seconds.drives import reading_from
-from brim.planning.solver.step_profile import FULL, KEEP, BlockProfile, Frame, Way
+from brim.planning.solver.step_profile import FULL, KEEP, Assignment, BlockProfile, Frame
 from brim.planning.solver.streaming import plan_of
 from brim.planning.strategy.search import Planner
 from brim.planning.training import case_of
@@ -255,7 +255,7 @@ def _trainings(cell: Cell, folder: Path) -> Iterator[Point]:
         yield Point(label=label, kind=kind, plan=_in(machine, made), machine=machine)
 
 
-def _ways(cell: Cell, compute: str, blocks: Sequence[BlockProfile]) -> Iterator[tuple[str, str, Way]]:
+def _ways(cell: Cell, compute: str, blocks: Sequence[BlockProfile]) -> Iterator[tuple[str, str, Assignment]]:
     """What each is called, its kind, and the way."""
     away, home = ("disk", FROM_DISK) if compute == RAM else ("ram", FROM_RAM)
     names = [block.name for block in blocks]
@@ -278,4 +278,4 @@ def _ways(cell: Cell, compute: str, blocks: Sequence[BlockProfile]) -> Iterator[
     for label, kind, frame, share, activations in shapes[:: len(shapes) - 1] if cell.few else shapes:
         kept = _spread(names, share)
         weights = {name: RESIDENT if name in kept else home for name in names}
-        yield label, kind, Way(frame=frame, weights=weights, activations=activations)
+        yield label, kind, Assignment(frame=frame, weights=weights, activations=activations)

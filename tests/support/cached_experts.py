@@ -7,7 +7,7 @@ from torch import nn
 from brim.core import Plan
 from brim.core.hardware import RAM
 from brim.memory.checkpoint_files import TensorSource
-from brim.planning.inference.expert_plans import expert_ways
+from brim.planning.inference.expert_plans import expert_plans
 from brim.planning.inference.machine import Need, machine, make_job, put_in_force
 from brim.planning.solver import plan_streaming
 from brim.techniques.blocks import Partition, find_blocks
@@ -24,7 +24,7 @@ def planned(model: nn.Module, device: str, choice: str, slots: int, weights: Wei
         p = parameters[name]
         return weights.sources.get(name) or TensorSource(name=name, dtype=p.dtype, shape=tuple(p.shape), extents=())
 
-    way = next(w for w in expert_ways(model, hardware, source, {}) if (w.slots, w.choice) == (slots, choice))
+    way = next(w for w in expert_plans(model, hardware, source, {}) if (w.slots, w.choice) == (slots, choice))
     need = Need(step_bytes=0)
     partition = way.partition(find_blocks(model, stay=way.names))
     job = way.job(make_job(model, partition, hardware, need, weights, "generate"), hardware, 1, 1e9)

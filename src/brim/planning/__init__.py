@@ -1,1 +1,1 @@
-"""Decides how a step is run: searches, proves and writes plans."""
+"""Search, prove and write plans of a step."""

@@ -1,7 +1,7 @@
-"""A model and its inputs from user code (``file.py:build``), for plans of training it in a loop of one's own.
+"""Build a model and its inputs from user code (``file.py:build``), to plan its training in the user's loop.
 
-Nothing is known of such a model but its modules: its weights stay where it computes, and what is planned is what
-becomes of activations (kept, computed again, sent away), of the optimizer's states, and how many rows go at once.
+Only the modules of such a model are known: its weights stay in the compute tier, and the plan decides on activations
+(kept, recomputed, offloaded), the optimizer's states and the rows of a micro-batch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from brim.techniques.dry_run import as_arguments
 
 
 def is_factory(model: str | Path) -> bool:
-    """Whether MODEL names a function in a file of the user's."""
+    """Return True where MODEL names a function in a file of the user's."""
     file, colon, _ = str(model).rpartition(":")
     return bool(colon) and file.endswith(".py")
 
 
 def made_by(source: Source) -> tuple[nn.Module, Any]:
-    """What the function returns: a model, in train mode and without its values, and an example of its inputs.
+    """Call the function; return its model, in train mode and without values, and its example inputs.
 
     Raises ModelError where it fails, UsageError where it returns something else.
     """
@@ -52,7 +52,7 @@ def made_by(source: Source) -> tuple[nn.Module, Any]:
 
 
 def rows_of(example: Any, name: str) -> int:
-    """How many rows its inputs have: the first size, which all of them must share."""
+    """Return the rows of the inputs: the first size, which all tensors must share."""
     sizes = {t.shape[0] for t in tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim()}
     if len(sizes) != 1:
         raise UsageError(
@@ -64,9 +64,9 @@ def rows_of(example: Any, name: str) -> int:
 
 
 def resolved(request: Request) -> Request:
-    """``request`` with the rows of the function's inputs where no other batch was asked for; a row is one "token".
+    """Set the batch of ``request``, unless it is given, to the rows of the function's inputs; a row is a "token".
 
-    Raises UnsupportedError for what only a language model can do.
+    Raises UnsupportedError for tasks of language models.
     """
     source = find_model(request.model)
     if request.task != "train" or request.method != "full":
@@ -81,7 +81,7 @@ def resolved(request: Request) -> Request:
 
 
 def with_rows(example: Any, count: int) -> Any:
-    """Inputs like ``example`` of ``count`` rows, made where this is called; their values do not matter."""
+    """Create inputs like ``example`` with ``count`` rows; their values do not matter."""
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
         shape = (count, *tensor.shape[1:]) if tensor.dim() else ()
@@ -91,12 +91,12 @@ def with_rows(example: Any, count: int) -> Any:
 
 
 def sees_rows_together(model: nn.Module) -> bool:
-    """Whether fewer rows at once give another result: batch norm takes its statistics from those that it sees."""
+    """Return True where a smaller micro-batch changes the result: batch norm's statistics depend on it."""
     return any(isinstance(part, _BatchNorm) for part in model.modules())
 
 
 def command() -> str:
-    """The line of a training loop that puts the plan into force."""
+    """Return the line of a training loop that applies the plan."""
     return f'brim.fit(model, optimizer, example=inputs, plan="{PLAN_FILE}")'
 
 

@@ -1,6 +1,6 @@
-"""A plan as a file: what was asked, of which model, for which machine, and what was decided.
+"""Read and write plan files: the request, the model's fingerprint, the machine and the decisions.
 
-``brim plan --output`` writes one, ``brim generate --plan`` and ``brim train --plan`` run exactly that.
+``brim plan --output`` writes one; ``brim generate --plan`` and ``brim train --plan`` run exactly its plan.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from brim.version import __version__
 
 VERSION = 1
 _MOST, _MOST_SLOTS = 1 << 50, 1 << 10  # of a setting, and of a ring's slots
-_SHOWN = 3  # differences between two models that are told
-_ADAPTER = "base_model.model."  # peft puts it before every name
+_SHOWN = 3  # differences between two models in a message
+_ADAPTER = "base_model.model."  # peft's prefix of every name
 _STREAMING = {RESIDENT, FROM_RAM, FROM_DISK, COMPUTE_RAM}
 # Choices by technique that a plan for each task may have.
 _CHOICES: dict[str, dict[str, Collection[str]]] = {
@@ -58,15 +58,15 @@ _CHOICES: dict[str, dict[str, Collection[str]]] = {
         GRADIENTS: optimizer_offload.CHOICES,
     },
 }
-_OF_THE_MODEL = {PRECISION, kv_cache.NAME, STATES, GRADIENTS}  # decided for all of it, not by block
+_OF_THE_MODEL = {PRECISION, kv_cache.NAME, STATES, GRADIENTS}  # decided for the model, not by block
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
-    """One plan with all that it depends on. ``brim`` is the version that made it.
+    """A plan with everything that it depends on. ``brim`` is the version that wrote it.
 
-    ``parameters`` is the model's fingerprint, as ``fingerprint`` makes it: how many it has of each name (numbers of
-    layers left out), dtype and shape.
+    ``parameters`` is the model's ``fingerprint``: the number of parameters of each name (without layer numbers),
+    dtype and shape.
     """
 
     brim: str
@@ -79,13 +79,13 @@ class PlanFile:
         return codec.to_json(self, VERSION)
 
     def check(self, *, model: nn.Module, hardware: Hardware, task: str) -> None:
-        """Raise UsageError, naming all that differs, where the plan was not made for this.
+        """Raise UsageError, naming all differences, where the plan was made for another case.
 
-        ``model`` is the module as it was opened, before anything is applied to it (adapters do not matter). A machine
-        must be of the same name and compute tier, and have what the plan may take.
+        ``model`` is the module as it was opened, before any technique is applied (adapters do not matter). The
+        machine must have the same name and compute tier, and the plan's memory.
         """
         differences = [*_version(self), *_task(self, task), *_machine(self, hardware)]
-        if not differences:  # the models of two tasks may well be equal, and those of two machines are
+        if not differences:  # models are compared last, as differences in task or machine say more
             differences += _model(self, model)
         if differences:
             command = f"brim plan {self.request.model} --task {task} --output FILE"
@@ -97,7 +97,7 @@ class PlanFile:
 
 
 def write(path: str | Path, answer: Answer, index: int = 0) -> None:
-    """Write the proposal ``index`` of ``answer``. Raises UsageError where that is impossible."""
+    """Write the proposal ``index`` of ``answer`` to ``path``. Raises UsageError where that is impossible."""
     count = len(answer.proposals)
     if not 0 <= index < count:
         raise UsageError(f"Cannot write plan {index + 1} to {path}.", f"The answer has {count} plans.")
@@ -121,7 +121,7 @@ def write(path: str | Path, answer: Answer, index: int = 0) -> None:
 
 
 def read(path: str | Path) -> PlanFile:
-    """The plan in the file that ``write`` made. Raises FormatError for anything else."""
+    """Read a plan that ``write`` wrote. Raises FormatError for any other file."""
     try:
         file = codec.read(PlanFile, path, VERSION)
         _check_decisions(file)
@@ -132,46 +132,46 @@ def read(path: str | Path) -> PlanFile:
 
 
 def _check_decisions(file: PlanFile) -> None:
-    """Raise FormatError for a plan that ``write`` never writes, because it would be followed only in part."""
-    plan, asked = file.plan, "Its plan cannot be followed."
+    """Raise FormatError for decisions that ``write`` never writes, as they would be followed only in part."""
+    plan, summary = file.plan, "Its plan cannot be followed."
     if file.hardware.compute not in plan.budget_bytes:
-        raise FormatError(asked, f"It computes in {file.hardware.compute.upper()} and has no budget for that.")
-    _check_choices(file, asked)
+        raise FormatError(summary, f"It computes in {file.hardware.compute.upper()} and has no budget for that.")
+    _check_choices(file, summary)
     decided = Counter((decision.technique, decision.block) for decision in plan.decisions)
     if (twice := next((what for what, count in decided.items() if count > 1), None)) is not None:
-        raise FormatError(asked, f"It has two decisions on {twice}.")
+        raise FormatError(summary, f"It has two decisions on {twice}.")
     wrong = {name: count for name, count in plan.settings.items() if not 0 <= count < _MOST}
     if wrong:
-        raise FormatError(asked, f"Its settings are out of range: {wrong}.")
+        raise FormatError(summary, f"Its settings are out of range: {wrong}.")
     if plan.settings.get(RING_SLOTS, 0) > _MOST_SLOTS:
-        raise FormatError(asked, f"It has {plan.settings[RING_SLOTS]} slots; at most {_MOST_SLOTS} are useful.")
+        raise FormatError(summary, f"It has {plan.settings[RING_SLOTS]} slots; at most {_MOST_SLOTS} are useful.")
 
 
-def _check_choices(file: PlanFile, asked: str) -> None:
+def _check_choices(file: PlanFile, summary: str) -> None:
     """Raise FormatError for a technique that the task lacks, an unknown choice, or a block where none is allowed."""
     allowed = _CHOICES.get(file.plan.task)
     if allowed is None:
-        raise FormatError(asked, f"Its task is {file.plan.task!r}; known are {', '.join(_CHOICES)}.")
+        raise FormatError(summary, f"Its task is {file.plan.task!r}; known are {', '.join(_CHOICES)}.")
     for decision in file.plan.decisions:
         if decision.technique not in allowed:
             known = f"known for the task {file.plan.task} are {', '.join(allowed)}"
-            raise FormatError(asked, f"It has a decision on {decision.technique!r}; {known}.")
+            raise FormatError(summary, f"It has a decision on {decision.technique!r}; {known}.")
         if decision.choice not in allowed[decision.technique]:
             choices = ", ".join(sorted(allowed[decision.technique]))
             problem = f"Its choice of {decision.technique} is {decision.choice!r}; known are {choices}."
-            raise FormatError(asked, problem)
+            raise FormatError(summary, problem)
         if decision.technique in _OF_THE_MODEL and decision.block:
             problem = (
                 f"It decides on {decision.technique} for {decision.block!r}; that is set for the whole model only."
             )
-            raise FormatError(asked, problem)
+            raise FormatError(summary, problem)
         if decision.technique == PRECISION and decision.choice != (file.request.precision or decision.choice):
             problem = f"Its precision is {decision.choice}, but it was made for {file.request.precision}."
-            raise FormatError(asked, problem)
+            raise FormatError(summary, problem)
 
 
 def _version(file: PlanFile) -> Iterator[str]:
-    """Another version may need other bytes for the same decisions, so its promise does not hold here."""
+    """Yield a difference of versions: another one may need other bytes for the same decisions."""
     if file.brim != __version__:
         yield f"It was made by brim {file.brim}, and this is {__version__}."
 
@@ -185,12 +185,12 @@ def _machine(file: PlanFile, hardware: Hardware) -> Iterator[str]:
     planned = file.hardware
     if planned.name != hardware.name:
         yield f"It was made for {planned.name}, and this machine is {hardware.name}."
-        return  # which explains the rest
+        return  # explains all further differences
     if planned.compute != hardware.compute:
         yield f"It computes in {planned.compute.upper()}, and this machine in {hardware.compute.upper()}."
         return
     have = {tier.name: tier.capacity_bytes for tier in hardware.tiers}
-    # What is scratched on disk is known; memory may be filled to its budget.
+    # The scratch file's size is known; memory may be filled to its budget.
     limits = {**file.plan.budget_bytes, DISK: file.plan.promise.peak_bytes.get(DISK, 0)}
     for tier, count in limits.items():
         if count > have.get(tier, 0):
@@ -210,7 +210,7 @@ def _model(file: PlanFile, model: nn.Module) -> Iterator[str]:
 
 
 def _by_name(parameters: Mapping[str, int]) -> dict[str, str]:
-    """Name -> ``3 x float32[64, 64]``."""
+    """Convert a fingerprint to name -> ``3 x float32[64, 64]``."""
     kinds_of: dict[str, list[str]] = {}
     for key, count in parameters.items():
         name, _, kind = key.partition(" ")
@@ -219,9 +219,9 @@ def _by_name(parameters: Mapping[str, int]) -> dict[str, str]:
 
 
 def fingerprint(model: nn.Module, request: Request) -> dict[str, int]:
-    """Names, dtypes and shapes of ``model``'s parameters, equal layers counted: what a plan is made of.
+    """Count ``model``'s parameters by name (without layer numbers), dtype and shape.
 
-    The dtype is left out where the run decides it: full training holds its own copy, and ``--precision`` is an order.
+    The dtype is left out where the run decides it: in full training, and with ``--precision``.
     """
     converted = request.precision is not None or (request.task == "train" and request.method == "full")
     counts: dict[str, int] = {}
@@ -236,11 +236,11 @@ def fingerprint(model: nn.Module, request: Request) -> dict[str, int]:
 
 
 def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """The module that MODEL's configuration describes, on meta; no weights are read.
+    """Build MODEL from its configuration on meta, without reading weights.
 
-    It is in ``dtype``, by default in that which the configuration names; what a function builds is as it is.
+    It is in ``dtype``, by default the configuration's; the model of a function keeps its own.
 
-    Raises what ``find_model`` does, UnsupportedError for what is no model of transformers.
+    Raises the errors of ``find_model``, and UnsupportedError for models of other libraries than transformers.
     """
     source = described_source(model)
     if source.library == "python":
@@ -261,13 +261,13 @@ def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
         )
     with torch.device("meta"), no_init_weights():
         built: Any = kind._from_config(config, dtype=dtype or getattr(torch, weight_type(source).dtype))
-    built.tie_weights()  # left out where weights are not initialised
+    built.tie_weights()  # skipped by transformers without initialisation
     module: nn.Module = built
     return module
 
 
 def parameter_count(model: str | Path) -> int:
-    """How many parameters MODEL has, tied ones once."""
+    """Return the number of parameters of MODEL, tied ones once."""
     if not Path(model).exists():
         count = catalog.model(str(model)).parameters
         if count is not None:
@@ -276,8 +276,8 @@ def parameter_count(model: str | Path) -> int:
 
 
 def described_source(model: str | Path) -> Source:
-    """As ``find_model``, which also takes a .gguf file. Raises UnsupportedError for quantized weights, which no plan
-    can be run on."""
+    """Find MODEL as ``find_model`` does, or in a .gguf file. Raises UnsupportedError for quantized weights, as no
+    plan can run with them."""
     path = Path(model).expanduser()
     source = find_model(prepare(model) if path.suffix.lower() == ".gguf" and path.is_file() else model)
     check_not_quantized(source)

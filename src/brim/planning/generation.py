@@ -1,7 +1,7 @@
-"""Ways to generate with a model that is known by its configuration: searched, timed by their schedules, and proved.
+"""Plan generation with a model from its configuration: search, time by schedules, and prove.
 
-The choice is made by the same code as in ``brim generate``, so the promise is the one that it will make. What is
-proposed is applied to the model on fake memory: what its pools hold then is what a run holds.
+``brim generate`` uses the same code, so it makes the same promise. A proposed plan is applied to the model on fake
+memory, whose pools hold the same bytes as a run's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from brim.planning.request import LOSSY, Machine, Proposal, Request
 from brim.planning.solver import Job
 from brim.planning.solver.passes import CPU, pass_s
 from brim.planning.solver.placing import least_s
-from brim.planning.solver.schedule import COMPUTE, Schedule, way
+from brim.planning.solver.schedule import COMPUTE, Schedule, lane_of
 from brim.planning.solver.streaming import CHOICES, plan_of
 from brim.planning.strategy.effects import Effect
 from brim.planning.subject import Subject
@@ -37,7 +37,7 @@ from brim.units import exact_bytes
 _HALF = ("bf16", "fp16")
 _SHOWN_PASSES = 8  # of a timeline: the prompt's and some tokens'
 _PRECISION, HOST_COMPUTE = "precision", "host_compute"
-# The simple ways that an answer is measured against, by the placements that each allows.
+# The baselines of an answer, by the placements that each allows.
 BASELINES: Mapping[str, Collection[str]] = {
     "all resident": (RESIDENT,),
     "all streamed": (FROM_RAM, FROM_DISK),
@@ -46,8 +46,8 @@ BASELINES: Mapping[str, Collection[str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """A proved way to generate with ``subject``; its plan names the precision too."""
+class Candidate:
+    """A proved strategy for ``subject``; its plan includes the precision."""
 
     subject: Subject
     strategy: GenerationStrategy
@@ -60,7 +60,7 @@ class Found:
 
     @property
     def limited_by(self) -> str:
-        """``link``, ``disk``, ``RAM`` or ``compute``: what was busy for longest."""
+        """The busiest resource: ``link``, ``disk``, ``RAM`` or ``compute``."""
         strategy = self.strategy
         choices, slots = strategy.plan.choices(STREAMING), strategy.plan.settings[RING_SLOTS]
         _, schedule = pass_s(strategy.job, strategy.hardware, choices, slots)
@@ -68,15 +68,15 @@ class Found:
 
 
 def plan_generation(request: Request, machine: Machine, *, subjects: Subjects | None = None) -> list[Proposal]:
-    """Proved ways to generate, fastest first; none is slower than the simple ways that fit.
+    """Return proved proposals, the fastest first; none is slower than the baselines that fit.
 
-    Without a precision in ``request`` the model keeps its own. Under ``prefer="memory"`` all others are proposed too,
-    and each of them in the least memory that does; under ``"quality"`` those of two bytes; where the model does not
-    fit in its own, the first that does, in the order of what they lose. ``lossless`` leaves out those that round
-    further. ``subjects`` has what was opened before. Raises BudgetError, with the smallest budget, when nothing fits.
+    Without a precision in ``request`` the model keeps its own. ``prefer="memory"`` adds all other precisions, each
+    also in the smallest sufficient memory; ``"quality"`` adds those of two bytes. Where the model does not fit in its
+    own, the first that fits is proposed, in the order of their loss; ``lossless`` leaves out quantized ones.
+    ``subjects`` caches opened models. Raises BudgetError, with the smallest budget, when nothing fits.
     """
     subjects = Subjects(request.model) if subjects is None else subjects
-    candidates: list[Found] = []
+    candidates: list[Candidate] = []
     refusals: list[BudgetError] = []
     for precision, needed in _precisions(request):
         if needed and candidates:
@@ -86,19 +86,19 @@ def plan_generation(request: Request, machine: Machine, *, subjects: Subjects | 
         except UnsupportedError:
             if precision is None or precision == request.precision:
                 raise
-            continue  # a precision that nobody asked for
+            continue  # the user did not set this precision
         candidates += _of(subject, refusals)
         if request.prefer == "memory":
             least = in_the_least(machine, lambda tight, subject=subject: search(subject.on(tight)))  # type: ignore[misc]
             candidates += [] if least is None else [least]
     if not candidates:
         raise min(refusals, key=lambda error: sum(error.smallest_bytes.values()))
-    candidates.sort(key=lambda one: (one.plan.promise.step_s, sum(one.plan.promise.peak_bytes.values())))
+    candidates.sort(key=lambda each: (each.plan.promise.step_s, sum(each.plan.promise.peak_bytes.values())))
     return [_proposal(request, machine, candidate) for candidate in candidates]
 
 
 def _precisions(request: Request) -> Iterator[tuple[str | None, bool]]:
-    """Precisions in the order of what they lose (None: the model's own), and whether only where none before fits."""
+    """Yield precisions by increasing loss (None: the model's own), with True for those to try if none before fits."""
     if request.precision is not None:
         yield request.precision, False
         return
@@ -108,8 +108,8 @@ def _precisions(request: Request) -> Iterator[tuple[str | None, bool]]:
         yield precision, request.prefer != "memory" and (lossy or request.prefer != "quality")
 
 
-def _of(subject: Subject, refusals: list[BudgetError]) -> list[Found]:
-    """What a precision has to offer: on the machine, and on its processor alone."""
+def _of(subject: Subject, refusals: list[BudgetError]) -> list[Candidate]:
+    """Search a precision on the machine, and on its processor alone."""
     candidates = []
     for variant in (subject, *_processor_alone(subject)):
         try:
@@ -126,27 +126,27 @@ def _processor_alone(subject: Subject) -> Iterator[Subject]:
         yield subject.on(replace(machine, hardware=processor_of(machine.hardware), budget_bytes=budget))
 
 
-def search(subject: Subject) -> Found:
-    """The fastest proved plan on the subject's machine. Raises BudgetError where nothing fits."""
-    return Found(subject=subject, strategy=search_generation(subject.case))
+def search(subject: Subject) -> Candidate:
+    """Return the fastest proved plan on the subject's machine. Raises BudgetError where nothing fits."""
+    return Candidate(subject=subject, strategy=search_generation(subject.case))
 
 
-def gap(candidate: Found) -> float:
-    """How far a step is from the least that any placement has, as a share of it.
+def gap(candidate: Candidate) -> float:
+    """Return the share of a step's simulated seconds above the lower bound of all placements.
 
-    Over every partition, each a linear program that is solved to its end; seconds are those of the simulated pass.
+    The bound is the least over all partitions' linear programs.
     """
     strategy, case = candidate.strategy, candidate.subject.case
     hardware, budget, plan = case.hardware, case.budget_bytes, strategy.plan
     choices, slots = plan.choices(STREAMING), plan.settings[RING_SLOTS]
     reached_s = plan_of(strategy.job, hardware, budget, choices, slots).promise.step_s
-    alike = [cut for cut in strategy.cuts if cut.way is strategy.cut.way]
+    alike = [cut for cut in strategy.cuts if cut.experts is strategy.cut.experts]
     bounds_s = [least_s(case.job(cut, strategy.need), hardware, budget, CHOICES) for cut in alike]
     return max(0.0, 1 - min(bounds_s, default=reached_s) / reached_s) if reached_s else 0.0
 
 
-def baselines(candidate: Found) -> dict[str, float]:
-    """Seconds of the simple ways that fit, by name."""
+def baselines(candidate: Candidate) -> dict[str, float]:
+    """Return the seconds of the baselines that fit, by name."""
     strategy, case = candidate.strategy, candidate.subject.case
     tokens = strategy.need.tokens
     jobs = [(cut, case.job(cut, strategy.need)) for cut in strategy.cuts]
@@ -161,12 +161,12 @@ def baselines(candidate: Found) -> dict[str, float]:
 
 
 def limit(schedule: Schedule, job: Job, machine: Machine) -> str:
-    """What is busy for longest: ``link``, ``disk``, ``compute``, or ``RAM`` where the processor waits for it."""
+    """Return the busiest resource: ``link``, ``disk``, ``compute``, or ``RAM`` where the processor waits for it."""
     hardware, busy = machine.hardware, schedule.busy_s()
     chain = {lane: busy.pop(lane, 0.0) for lane in (COMPUTE, CPU)}
     lane = max(busy, key=lambda name: busy[name], default="")
     if lane and busy[lane] > sum(chain.values()):
-        return "disk" if lane == way(DISK, RAM) else "link"
+        return "disk" if lane == lane_of(DISK, RAM) else "link"
     on_processor = hardware.compute == RAM or chain[CPU] > chain[COMPUTE]
     read_s = sum(b.bytes * b.likely for b in job.blocks if b.uses) / (hardware.tier(RAM).bytes_per_s or float("inf"))
     if on_processor and (hardware.compute != RAM or 2 * read_s > sum(b.compute_s for b in job.blocks)):
@@ -177,7 +177,7 @@ def limit(schedule: Schedule, job: Job, machine: Machine) -> str:
 # -- reports
 
 
-def _proposal(request: Request, machine: Machine, candidate: Found) -> Proposal:
+def _proposal(request: Request, machine: Machine, candidate: Candidate) -> Proposal:
     plan, subject = candidate.plan, candidate.subject
     return Proposal(
         plan=plan,
@@ -192,8 +192,8 @@ def _proposal(request: Request, machine: Machine, candidate: Found) -> Proposal:
     )
 
 
-def effects(candidate: Found) -> Iterator[Effect]:
-    """What each technique saves and costs, against the same model all in the compute tier."""
+def effects(candidate: Candidate) -> Iterator[Effect]:
+    """Yield the savings and costs of each technique, against the model all in the compute tier."""
     compute, choices = candidate.subject.machine.hardware.compute, candidate.plan.choices(STREAMING)
     resident_s = candidate.strategy.job.fixed_compute_s + sum(b.compute_s for b in candidate.strategy.job.blocks)
     more_s = max(0.0, candidate.plan.promise.step_s - resident_s)
@@ -219,7 +219,7 @@ def effects(candidate: Found) -> Iterator[Effect]:
     yield from _precision_effects(candidate)
 
 
-def _precision_effects(candidate: Found) -> Iterator[Effect]:
+def _precision_effects(candidate: Candidate) -> Iterator[Effect]:
     subject = candidate.subject
     if subject.precision == subject.own_precision:
         return
@@ -233,7 +233,7 @@ def _precision_effects(candidate: Found) -> Iterator[Effect]:
     )
 
 
-def _cache_effects(candidate: Found) -> Iterator[Effect]:
+def _cache_effects(candidate: Candidate) -> Iterator[Effect]:
     placed, hardware = candidate.strategy.placement, candidate.strategy.hardware
     if placed is None or not placed.resting:
         return
@@ -247,7 +247,7 @@ def _cache_effects(candidate: Found) -> Iterator[Effect]:
     )
 
 
-def _command(request: Request, machine: Machine, candidate: Found) -> str:
+def _command(request: Request, machine: Machine, candidate: Candidate) -> str:
     words = ["brim", "generate", str(request.model)]
     words += ["--prompt", "..."] if request.batch == 1 else ["--prompts", "FILE", "--batch", str(request.batch)]
     words += ["--max-new-tokens", str(request.new_tokens)]
@@ -264,4 +264,4 @@ def _command(request: Request, machine: Machine, candidate: Found) -> str:
     return shlex.join(words)
 
 
-__all__ = ["BASELINES", "Found", "baselines", "effects", "gap", "limit", "plan_generation", "search"]
+__all__ = ["BASELINES", "Candidate", "baselines", "effects", "gap", "limit", "plan_generation", "search"]

@@ -1,4 +1,4 @@
-"""What would make a request fit: small changes to it, each one proved by planning it."""
+"""Find small changes that make a request fit, each proved by planning it."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from brim.units import exact_bytes, format_bytes
 
 Planner = Callable[[Request, Machine], list[Proposal]]
 
-# As many plans are made at most, for more memory and for other changes: with a limit in seconds, a slower or busier
-# computer would give other answers.
+# The most plans for more memory and for other changes: a limit in seconds would give other answers on a slower or
+# busier computer.
 _MEMORY_PLANS, _OTHER_PLANS = 4, 8
-_RAISES = 4  # until what was called the smallest budget is one
+_RAISES = 4  # raises of a budget that an error called the smallest
 _SHORTEST, _FEWEST = 64, 1  # tokens, sequences
 _OPTIMIZERS = ("adamw8bit", "lion", "sgd")  # each keeps less than the one before
 _MODELS = 3
 _ROUNDED_BYTES = 1 << 20  # amounts that people can type
-_TIGHTENINGS = 4  # until a budget that was called the smallest is one under which a plan is proved
+_TIGHTENINGS = 4  # raises of the smallest budget until a plan is proved
 _LEAST_BYTES = 1  # a budget that nothing fits
 _T = TypeVar("_T")
 
 
 class _Enough(Exception):
-    """As many plans were made as may be."""
+    """The limit of plans is reached."""
 
 
 class _Prover:
-    """Plans, as often as it is let."""
+    """Plan a limited number of times."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner, self.left = planner, 0
 
     def refusal(self, request: Request, machine: Machine) -> BudgetError | None:
-        """Why ``request`` does not fit ``machine``; None where it does. Raises UnsupportedError as the planner."""
+        """Return the error where ``request`` does not fit ``machine``, else None. Raises UnsupportedError."""
         if self.left == 0:
             raise _Enough
         self.left -= 1
@@ -57,7 +57,7 @@ class _Prover:
         return None
 
     def fits(self, request: Request, machine: Machine) -> bool:
-        """Whether it does. A change that brim cannot make (an optimizer of a missing library) is none."""
+        """Return True where ``request`` fits; an unsupported one (an optimizer of a missing library) does not."""
         try:
             return self.refusal(request, machine) is None
         except UnsupportedError:
@@ -67,9 +67,9 @@ class _Prover:
 def nearest(
     request: Request, machine: Machine, error: BudgetError, planner: Planner
 ) -> tuple[dict[str, int], list[Nearest]]:
-    """The bytes per tier with which ``request`` fits, and changes under which it does.
+    """Return the bytes per tier with which ``request`` fits, and changes under which it does.
 
-    ``error`` is what ``planner`` raised for it. The bytes are those that were proved, or those that ``error`` names.
+    ``error`` is the planner's refusal. The bytes are proved, or else those of ``error``.
     """
     prover = _Prover(planner)
     changes: list[Nearest] = []
@@ -81,22 +81,22 @@ def nearest(
             needs = enough
             for change in _more_memory(prover, request, machine, needs):
                 changes.append(change)
-    prover.left = _OTHER_PLANS  # not everybody can have more memory
+    prover.left = _OTHER_PLANS  # the user may not have more memory
     with suppress(_Enough):
         for search in (_other_ways, _shorter, _fewer, _smaller_models):
             for change in search(prover, request, machine, needs):
-                changes.append(change)  # one by one: those before the last plan count
+                changes.append(change)  # one by one, to keep those before the limit
     return needs, changes
 
 
 def _enough(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> dict[str, int] | None:
-    """Bytes of the tiers that were short with which a plan was proved, all other tiers as they are."""
+    """Return proved bytes of the tiers that are short, other tiers unchanged; None where none was proved."""
     budget_bytes = {tier: _rounded(count) for tier, count in needs.items()}
     for _ in range(_RAISES if budget_bytes else 0):
         refused = prover.refusal(request, _with(machine, budget_bytes))
         if refused is None:
             return budget_bytes
-        # What is called the smallest falls short again, by a little less each time: that much is added at once.
+        # The error's smallest bytes fall short again, by a little less each time: the difference is added twice.
         more = {
             tier: _rounded(2 * count - budget_bytes.get(tier, count))
             for tier, count in refused.smallest_bytes.items()
@@ -109,7 +109,7 @@ def _enough(prover: _Prover, request: Request, machine: Machine, needs: dict[str
 
 
 def _with(machine: Machine, bytes: dict[str, int]) -> Machine:
-    """``machine`` with that much in these tiers, whatever it has."""
+    """Return ``machine`` with these bytes in its tiers, even beyond its capacity."""
     tiers = tuple(
         replace(tier, capacity_bytes=max(tier.capacity_bytes, bytes.get(tier.name, 0)))
         for tier in machine.hardware.tiers
@@ -123,7 +123,7 @@ def _rounded(count: int) -> int:
 
 
 def _more_memory(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
-    """``needs`` in words; where VRAM is among them and a card was named, the smallest card that has it."""
+    """Yield the change to ``needs``; where VRAM is short and a card was named, the smallest card with enough."""
     parts = []
     for tier, count in needs.items():
         more = count - machine.budget_bytes.get(tier, 0)
@@ -135,9 +135,9 @@ def _more_memory(prover: _Prover, request: Request, machine: Machine, needs: dic
         changed = replace(request, **amounts)
         try:
             there = machine_of(changed)
-        except UsageError:  # there is no such card, or this machine has not as much
+        except UsageError:  # no card, or not this machine, has as much
             return
-        # With other amounts an assumed machine may be another one. This one was proved already.
+        # Other amounts may change an assumed machine. This one was proved already.
         if not machine.assumed or prover.fits(changed, there):
             yield Nearest(change=" and ".join(parts), command=changed.command())
         return
@@ -151,7 +151,7 @@ def _more_memory(prover: _Prover, request: Request, machine: Machine, needs: dic
 
 
 def cards_with(vram_bytes: int, vendor: str) -> Sequence[Gpu]:
-    """The two smallest cards of that vendor that have so much beside their context, links known."""
+    """Return the vendor's two smallest cards with ``vram_bytes`` beside their context and a known link."""
     cards = [
         card for card in map(catalog.gpu, catalog.gpu_names()) if card.vendor == vendor and card.pcie_bytes_per_s
     ]
@@ -160,7 +160,7 @@ def cards_with(vram_bytes: int, vendor: str) -> Sequence[Gpu]:
 
 
 def _other_ways(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
-    """Another optimizer, adapters, or fewer bits: what changes the result, and not the amount of work."""
+    """Yield another optimizer, adapters, or fewer bits: changes to the result, not to the amount of work."""
     if request.task == "train" and request.method == "full":
         yield from _first(
             prover, machine, [replace(request, method="lora")], lambda candidate: "LoRA in place of full training"
@@ -175,7 +175,7 @@ def _other_ways(prover: _Prover, request: Request, machine: Machine, needs: dict
 
 
 def _lower(request: Request) -> Sequence[str]:
-    """Precisions that take less, the best one first."""
+    """Return smaller precisions, the best first."""
     if request.task == "train":
         return () if (request.precision or "").startswith("bf16-") or request.precision == "bf16" else ("bf16",)
     if request.precision in LOSSY:
@@ -184,11 +184,11 @@ def _lower(request: Request) -> Sequence[str]:
 
 
 def _first(
-    prover: _Prover, machine: Machine, requests: Sequence[Request], told: Callable[[Request], str]
+    prover: _Prover, machine: Machine, requests: Sequence[Request], describe: Callable[[Request], str]
 ) -> Iterator[Nearest]:
     for candidate in requests:
         if prover.fits(candidate, machine):
-            yield Nearest(change=told(candidate), command=candidate.command())
+            yield Nearest(change=describe(candidate), command=candidate.command())
             return
 
 
@@ -207,7 +207,7 @@ def _fewer(prover: _Prover, request: Request, machine: Machine, needs: dict[str,
 
 
 def largest(above: int, least: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest of above/2, above/4, ... that fits, found by halving the list; ``least`` is tried first."""
+    """Return the largest of ``least``, 2 ``least``, ... below ``above`` that fits, by bisection, or None."""
     sizes = [least]
     while sizes[-1] * 2 < above:
         sizes.append(sizes[-1] * 2)
@@ -217,9 +217,9 @@ def largest(above: int, least: int, fits: Callable[[int], bool]) -> int | None:
 
 
 def _smaller_models(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
-    """The largest model of the same family that fits. Bytes go with parameters, so that says where to begin."""
+    """Yield the largest model of the family that fits; the search begins where the parameters' share suggests."""
     if is_factory(request.model):
-        return  # what else its author could build nobody knows
+        return  # other sizes of a function's model are unknown
     count, family = parameter_count(request.model), _family(request.model)
     have = machine.budget_bytes
     share = min((have.get(tier, 0) / bytes for tier, bytes in needs.items() if bytes), default=1.0)
@@ -228,12 +228,12 @@ def _smaller_models(prover: _Prover, request: Request, machine: Machine, needs: 
     likely = [name for name in smaller if sizes[name] <= share * count] or smaller[-1:]
     candidates = [replace(request, model=name) for name in likely[:_MODELS]]
     yield from _first(
-        prover, machine, candidates, lambda one: f"{one.model} ({sizes[str(one.model)] / 1e9:.2g} B parameters)"
+        prover, machine, candidates, lambda new: f"{new.model} ({sizes[str(new.model)] / 1e9:.2g} B parameters)"
     )
 
 
 def _family(model: str | Path) -> tuple[str, str]:
-    """The class, and how the name begins: ``qwen3-8b`` -> qwen. A folder may be called anything."""
+    """Return the class and the letters at the name's begin (``qwen3-8b`` -> qwen), "" for a folder."""
     source = described_source(model)
     begins = re.match("[a-z]*", source.name.lower())
     named = not Path(model).exists()

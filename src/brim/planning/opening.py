@@ -1,4 +1,4 @@
-"""Opening the model that generation is planned for: from its files, or from its configuration alone."""
+"""Open a model to plan generation, from its files or from its configuration alone."""
 
 from __future__ import annotations
 
@@ -33,28 +33,25 @@ from brim.techniques.experts.technique import find_experts
 from brim.techniques.quantization.technique import quantize_meta
 from brim.techniques.streaming.weight_streaming import Weights
 
-# What a process grows by beside weights and activations on a machine that nobody is at: the module itself, tokenizer
-# and libraries' scratch memory take 90 to 150 MB for models of 0.1 to 8 B on a processor; with a GPU its driver keeps
-# as much again in host memory.
+# The assumed bytes of a process beside weights and activations on another machine: the module, tokenizer and
+# libraries' scratch memory take 90 to 150 MB for models of 0.1 to 8 B on a processor; a GPU's driver takes as much
+# again in host memory.
 _IMAGINED_SPENT = {RAM: 256 << 20, VRAM: SLACK_BYTES[VRAM]}
-# The plan's process is not its run: what the two grow by beside tensors has differed by up to 2 MiB.
+# The bytes beside tensors of the planning process and of the run have differed by up to 2 MiB.
 _BETWEEN_RUNS_BYTES = 4 << 20
 _PRETENDED = "model.safetensors"
 
 
 class Subjects:
-    """What was opened for one question and its nearest ones: each model in each precision once.
-
-    ``routers`` are those of ``model``.
-    """
+    """A cache of opened models by precision, for a request and its nearest ones; ``routers`` are of ``model``."""
 
     def __init__(self, model: str | Path, routers: Routers | None = None) -> None:
         self._model, self._routers = str(model), dict(routers or {})
         self._known: dict[tuple[object, ...], Subject] = {}
 
     def open(self, request: Request, machine: Machine, precision: str | None = None) -> Subject:
-        """As ``open_subject``."""
-        key = (*_asked(request), precision)
+        """Open as ``open_subject`` does, or return the cached subject."""
+        key = (*_key(request), precision)
         if key not in self._known:
             subject = open_subject(request, machine, precision)
             if self._routers and str(request.model) == self._model:
@@ -66,30 +63,29 @@ class Subjects:
         return subject if subject.machine == machine else subject.on(machine)
 
     def of(self, request: Request) -> list[Subject]:
-        """Those that were opened for ``request``."""
-        return [subject for key, subject in self._known.items() if key[:-1] == _asked(request)]
+        """Return the subjects opened for ``request``."""
+        return [subject for key, subject in self._known.items() if key[:-1] == _key(request)]
 
 
-def _asked(request: Request) -> tuple[object, ...]:
-    """All that a subject depends on but its precision."""
+def _key(request: Request) -> tuple[object, ...]:
+    """Return the cache key of a subject without its precision."""
     return (str(request.model), request.batch, request.seq, request.new_tokens)
 
 
 def open_subject(request: Request, machine: Machine, precision: str | None = None) -> Subject:
-    """The model of ``request`` in ``precision`` (None: its own).
+    """Open the model of ``request`` in ``precision`` (None: its own).
 
-    A folder or .gguf file in its own precision, asked for or not, is opened as ``brim generate`` does it. Anything
-    else is made from its configuration, its weights taken to lie in one file. Raises UnsupportedError for
-    what does not generate.
+    A folder or .gguf file in its own precision is opened as ``brim generate`` does. Any other model is built from its
+    configuration, with its weights assumed in a single file. Raises UnsupportedError for models that do not generate.
     """
     inputs = Inputs(batch=request.batch, prompt=request.seq, total=request.seq + request.new_tokens)
     path = Path(request.model)
     stored = path.suffix.lower() == ".gguf" or (path.is_dir() and any(path.glob("*.safetensors")))
     if stored and precision in (None, _stated_precision(described_source(path)) if path.is_dir() else None):
         opened = _opened(request, machine, inputs)
-        if precision in (None, opened.precision):  # what a configuration says of its weights may be wrong
+        if precision in (None, opened.precision):  # the configuration's dtype may be wrong
             return opened
-    return _made(request, machine, inputs, precision)
+    return _described_subject(request, machine, inputs, precision)
 
 
 def _opened(request: Request, machine: Machine, inputs: Inputs) -> Subject:
@@ -114,7 +110,7 @@ def _opened(request: Request, machine: Machine, inputs: Inputs) -> Subject:
 
 
 def _spent(subject: Subject, opened: Any, start_bytes: int) -> Mapping[str, int]:
-    """What a run on this machine will have grown by before its first step: the same things are done here."""
+    """Measure a run's growth per tier before its first step, by doing the same here; assumed for other machines."""
     if not subject.is_here:
         return _IMAGINED_SPENT
     try:
@@ -122,29 +118,29 @@ def _spent(subject: Subject, opened: Any, start_bytes: int) -> Mapping[str, int]
     except ModelError:  # ``brim generate`` will say so; ``brim.load`` needs none
         tokenizer = None
     warm_up(subject.module, subject.machine.hardware, subject.inputs.prompt * subject.inputs.batch)
-    assert subject.shape is None or subject.shape.layers  # what looking leaves behind is measured too
+    assert subject.shape is None or subject.shape.layers  # the access leaves memory behind, which is measured too
     spent_bytes = spent(start_bytes)
     del tokenizer
     tokens = subject.inputs.prompt * subject.inputs.batch
     grown = spent_bytes[RAM]
-    if not subject.machine.left_bytes:  # what measuring left makes it more than a run's
+    if not subject.machine.left_bytes:  # memory left by measuring is not in a run
         grown = most_grown("generate", subject.module, tokens, grown)
     return {**spent_bytes, RAM: grown + _BETWEEN_RUNS_BYTES}
 
 
-def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | None) -> Subject:
+def _described_subject(request: Request, machine: Machine, inputs: Inputs, precision: str | None) -> Subject:
     source = described_source(request.model)
     own = _stated_precision(source)
     meant = precision or own
-    kept = meant if meant in DTYPES else own
+    wide = meant if meant in DTYPES else own
     workload = Workload(
         task="generate",
         batch=inputs.batch,
         seq=inputs.prompt,
         new_tokens=inputs.total - inputs.prompt,
-        precision="bf16" if kept == "fp16" else kept,
+        precision="bf16" if wide == "fp16" else wide,
     )
-    module = _shaped(source, workload, meant, kept)
+    module = _shaped(source, workload, meant, wide)
     _check_generates(module, source.name, inputs)
     return Subject(
         name=source.name,
@@ -156,7 +152,7 @@ def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | N
         machine=machine,
         host_compute=request.host_compute,
         spent_bytes=_IMAGINED_SPENT,
-        shallow=_shallow(source, workload, meant, kept, module),
+        shallow=_shallow(source, workload, meant, wide, module),
     )
 
 
@@ -165,10 +161,10 @@ def _stated_precision(source: Source) -> str:
     return next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{stated}"), "fp32")
 
 
-def _shaped(source: Source, workload: Workload, meant: str, kept: str) -> nn.Module:
-    """The module in the precision that is ``meant``, what stays wide in ``kept``; its parameters hold nothing."""
+def _shaped(source: Source, workload: Workload, meant: str, wide: str) -> nn.Module:
+    """Build the module in precision ``meant``, with unquantized parts in ``wide``; its parameters hold no memory."""
     with quiet(), torch.device("meta"):
-        module = Workshop(source, workload).module().to(DTYPES[kept]).eval().requires_grad_(False)
+        module = Workshop(source, workload).module().to(DTYPES[wide]).eval().requires_grad_(False)
     if meant not in DTYPES:
         quantize_meta(module, meant)
         module.requires_grad_(False)
@@ -176,7 +172,7 @@ def _shaped(source: Source, workload: Workload, meant: str, kept: str) -> nn.Mod
     return module
 
 
-def _shallow(source: Source, workload: Workload, meant: str, kept: str, module: nn.Module) -> Shallow | None:
+def _shallow(source: Source, workload: Workload, meant: str, wide: str, module: nn.Module) -> Shallow | None:
     depth = find_depth(source, module)
     if depth is None:
         return None
@@ -185,7 +181,7 @@ def _shallow(source: Source, workload: Workload, meant: str, kept: str, module: 
             replace(source, config={**source.config, depth.field: depth.fewest + add}),
             workload,
             meant,
-            kept,
+            wide,
         )
         for add in (0, 1)
     )
@@ -193,7 +189,7 @@ def _shallow(source: Source, workload: Workload, meant: str, kept: str, module: 
 
 
 def _give_shapes(module: nn.Module) -> None:
-    """Parameters on meta become parameters on the CPU that hold nothing, as in a model that is about to be loaded."""
+    """Replace meta parameters by CPU parameters without memory, as in a model before loading."""
     parameters: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -207,7 +203,7 @@ def _give_shapes(module: nn.Module) -> None:
 
 
 def pretended_sources(module: nn.Module) -> dict[str, TensorSource]:
-    """Where weights would lie in one safetensors file, so that moving them is planned as it will be done."""
+    """Return the extents of weights in an assumed safetensors file, so that moves are planned as in a run."""
     sources, offset = {}, PAGE_BYTES
     for name, parameter in module.named_parameters():
         extent = Extent(path=_PRETENDED, offset=offset, bytes=tensor_bytes(parameter))

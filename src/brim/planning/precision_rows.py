@@ -1,4 +1,4 @@
-"""What a kind of block takes in several precisions, and which of them is the better one."""
+"""Compare a kind of block in several precisions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """A kind of block in one precision, per token's pass."""
+    """A kind of block in a precision, per token's pass."""
 
     bytes: int
     move_s: float
@@ -17,13 +17,13 @@ class Form:
 
     @property
     def streamed_s(self) -> float:
-        """In the steady state, moves beside computing."""
+        """Seconds in the steady state, where moves overlap with computation."""
         return max(self.move_s, self.compute_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """``count`` blocks like ``kind``, in each precision. ``streamed`` and ``resident`` name the better one."""
+    """``count`` blocks of a ``kind`` in each precision; ``streamed`` and ``resident`` name the faster one."""
 
     kind: str
     count: int

@@ -1,8 +1,8 @@
-"""int8 or 16 bits? Of each kind of block, what moving it and computing it take in either form.
+"""Compare precisions (int8 or 16 bits?) by the seconds of moving and computing each kind of block.
 
-A block that comes over a link or from disk is there when it has been moved and the one before it is computed; so the
-longer of the two counts, and fewer bytes win until making them wide again takes longer than they save. Where a block
-stays, only what it takes to compute counts. Seconds are measured on this machine, and by rates for another one.
+A streamed block takes the longer of its move and its computation, so fewer bytes are faster until dequantization
+takes longer than they save. A resident block takes only its computation. Seconds are measured on this machine, and
+follow from rates for another one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 def rows_of(subjects: Sequence[Subject]) -> list[Row]:
-    """The same of a model that was opened in several precisions, for one machine."""
+    """Return the rows of a model opened in several precisions, for a machine."""
     machine = subjects[0].machine
     costs = {subject.precision: _costs(subject) for subject in subjects}
     rows = []
@@ -37,7 +37,7 @@ def rows_of(subjects: Sequence[Subject]) -> list[Row]:
 
 
 def _costs(subject: Subject) -> dict[str, list[BlockCost]]:
-    """Blocks of the coarsest partition by their kind, named by the path with its numbers left out."""
+    """Return the coarsest partition's blocks by kind, named by the path without numbers."""
     endless = dict.fromkeys(subject.machine.budget_bytes, 1 << 60)
     case = replace(subject.case, budget_bytes=endless)
     strategy = search_generation(case)
@@ -56,7 +56,7 @@ def _form(block: BlockCost, machine: Machine) -> Form:
 
 
 def shown(rows: Sequence[Row]) -> Table:
-    """The rows for people."""
+    """Return the rows as a table."""
     names = list(dict.fromkeys(name for row in rows for name in row.forms))
     table = Table(title=f"{' or '.join(names)}?", title_justify="left")
     table.add_column("block")

@@ -1,4 +1,4 @@
-"""The fastest ways to split a training job over several GPUs: closed forms say what to look at, traces prove it."""
+"""Find the fastest meshes for a training job on several GPUs: closed forms rank them, traces prove them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from brim.planning.meshes.search import RECOMPUTE, SEQUENCES_PER_GPU, Mesh, Piec
 from brim.planning.meshes.torch_engine import DOUBT, least_states, run_meshes
 from brim.planning.request import Request, host_assumed, machine_of
 
-_Proofs = dict[Mesh, ParallelEstimate | None]  # what was proved of each; None: its fullest stage alone does not fit
+_Proofs = dict[Mesh, ParallelEstimate | None]  # None: the mesh's fullest stage alone does not fit
 _Search = Callable[[str, dict[str, Any], _Proofs], tuple[list[Mesh], int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """``rows``: the fastest that fit, with what was proved of them. ``looked_at`` by closed forms, of which so many
-    were ``traced``; ``least_bytes``: the least of those on a GPU, and in a node's RAM where shards lie there."""
+class Meshes:
+    """``rows``: the fastest meshes that fit, with their proofs. ``looked_at`` meshes were ranked by closed forms and
+    ``traced`` of them proved; ``least_bytes``: the least proved bytes of a GPU, and of a node's RAM with shards."""
 
     rows: list[tuple[Mesh, ParallelEstimate]]
     looked_at: int
@@ -34,7 +34,7 @@ class Found:
     least_bytes: dict[str, int]
 
     def none(self) -> str:
-        """Why there are no rows."""
+        """Return in words why there are no rows."""
         of = {"vram": "on a GPU", "ram": "of a node's RAM"}
         needs = " and ".join(f"{count:,} B {of[tier]}" for tier, count in self.least_bytes.items())
         least = f"; they take {needs} at least" if needs else ""
@@ -43,15 +43,17 @@ class Found:
         return f"None of {self.traced} traced meshes fits, of {self.looked_at:,} looked at{least}"
 
 
-def fastest(model: str, options: dict[str, Any]) -> Found:
-    """The fastest meshes that are proved to fit; where none does on several GPUs, with shards in RAM. Raises
-    BudgetError where closed forms or a node's RAM rule out all of one kind, and none of the other fits."""
+def fastest(model: str, options: dict[str, Any]) -> Meshes:
+    """Return the fastest meshes that are proved to fit; where none fits several GPUs, with shards in RAM.
+
+    Raises BudgetError where closed forms or a node's RAM rule out all of one kind, and none of the other fits.
+    """
     proofs: _Proofs = {}
-    on_gpus = _ways(_on_gpus, model, options, proofs)
-    in_ram = _ways(_in_ram, model, options, proofs) if not on_gpus.chosen and options["gpus"] > 1 else _Ways()
-    rows = [(mesh, told) for mesh in (*on_gpus.chosen, *in_ram.chosen) if (told := proofs[mesh]) is not None]
+    on_gpus = _result(_on_gpus, model, options, proofs)
+    in_ram = _result(_in_ram, model, options, proofs) if not on_gpus.chosen and options["gpus"] > 1 else _Result()
+    rows = [(mesh, estimate) for mesh in (*on_gpus.chosen, *in_ram.chosen) if (estimate := proofs[mesh]) is not None]
     rows.sort(key=lambda row: row[1].step_s or row[0].step_s)
-    answer = Found(
+    answer = Meshes(
         rows=rows, looked_at=on_gpus.looked_at + in_ram.looked_at, traced=len(proofs), least_bytes=_least(proofs),
     )  # fmt: skip
     refusals = [error for error in (on_gpus.refused, in_ram.refused) if error is not None]
@@ -61,9 +63,10 @@ def fastest(model: str, options: dict[str, Any]) -> Found:
 
 
 def smallest_fits(model: str, options: dict[str, Any]) -> bool:
-    """Whether a split of ``options`` is proved to fit, by those that take least: all of ZeRO, one sequence at a time,
-    everything computed again. What this says yes to, a search finds too, and it takes a proof in place of dozens.
-    Raises what ``fastest`` does."""
+    """Return True where the smallest split is proved to fit: ZeRO-3, a sequence per micro-batch, full recomputation.
+
+    A search would find it too, but with dozens of proofs. Raises the errors of ``fastest``.
+    """
     if not runs_torch(options):
         return bool(fastest(model, options).rows)
     gpus, gpu, batch = options["gpus"], catalog.gpu(options["gpu"]), options["global_batch"]
@@ -71,18 +74,18 @@ def smallest_fits(model: str, options: dict[str, Any]) -> bool:
     split = Split(
         gpus=gpus, gpus_per_node=per_node, zero=3, micro_batch=1, global_batch=batch or SEQUENCES_PER_GPU * gpus
     )
-    ways = [split] if least_states(parameters, gpus) <= gpu.capacity_bytes - gpu.context().bytes else []
+    splits = [split] if least_states(parameters, gpus) <= gpu.capacity_bytes - gpu.context().bytes else []
     if gpus > 1 and least_states(parameters, gpus) * min(gpus, per_node) <= node_ram(options):
-        ways.append(replace(split, offload_shards=True))
-    return any(_is_proved(model, way, options) for way in ways)
+        splits.append(replace(split, offload_shards=True))
+    return any(_is_proved(model, each, options) for each in splits)
 
 
 def _is_proved(model: str, split: Split, options: dict[str, Any]) -> bool:
-    told = estimate_ranks(
+    estimate = estimate_ranks(
         model, split, seq=options["seq"], gpu=options["gpu"], checkpointing=RECOMPUTE[-1],
         precision=DEFAULT_PRECISION["torch"][0],
     )  # fmt: skip
-    return bool(told.fits) and told.node_ram_bytes <= node_ram(options)
+    return bool(estimate.fits) and estimate.node_ram_bytes <= node_ram(options)
 
 
 def _pieces(model: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -90,41 +93,41 @@ def _pieces(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _least(proofs: _Proofs) -> dict[str, int]:
-    traced = [(mesh, told) for mesh, told in proofs.items() if told is not None]
-    in_ram = [told.node_ram_bytes for mesh, told in traced if mesh.split.offload_shards]
-    vram = [told.process_bytes for _, told in traced]
+    traced = [(mesh, estimate) for mesh, estimate in proofs.items() if estimate is not None]
+    in_ram = [estimate.node_ram_bytes for mesh, estimate in traced if mesh.split.offload_shards]
+    vram = [estimate.process_bytes for _, estimate in traced]
     return {tier: min(counts) for tier, counts in (("vram", vram), ("ram", in_ram)) if counts}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ways:
-    """What one search found, or why it looked at nothing."""
+class _Result:
+    """The meshes that a search found, or its refusal."""
 
     chosen: tuple[Mesh, ...] = ()
     looked_at: int = 0
     refused: BudgetError | None = None
 
 
-def _ways(search: _Search, model: str, options: dict[str, Any], proofs: _Proofs) -> _Ways:
+def _result(search: _Search, model: str, options: dict[str, Any], proofs: _Proofs) -> _Result:
     try:
         chosen, looked_at = search(model, options, proofs)
     except BudgetError as error:
-        return _Ways(refused=error)
-    return _Ways(chosen=tuple(chosen), looked_at=looked_at)
+        return _Result(refused=error)
+    return _Result(chosen=tuple(chosen), looked_at=looked_at)
 
 
-def _refusal(on_gpus: _Ways, in_ram: _Ways, refusals: list[BudgetError], answer: Found) -> BudgetError:
-    """The error of both searches, with the bytes that are missing."""
-    told = [on_gpus.refused.found if on_gpus.refused else f"{answer.none()}."]
+def _refusal(on_gpus: _Result, in_ram: _Result, refusals: list[BudgetError], answer: Meshes) -> BudgetError:
+    """Join the errors of both searches, with the smallest bytes."""
+    why = [on_gpus.refused.found if on_gpus.refused else f"{answer.none()}."]
     if in_ram.refused or in_ram.looked_at:
-        told.append(f"Nor with its shards in RAM: {in_ram.refused.found if in_ram.refused else f'{answer.none()}.'}")
+        why.append(f"Nor with its shards in RAM: {in_ram.refused.found if in_ram.refused else f'{answer.none()}.'}")
     least = {tier: count for error in refusals for tier, count in error.smallest_bytes.items()}
     todo = " ".join(error.todo for error in refusals)
-    return BudgetError(refusals[0].asked, "\n".join(told), todo, smallest_bytes=least)
+    return BudgetError(refusals[0].asked, "\n".join(why), todo, smallest_bytes=least)
 
 
 def _on_gpus(model: str, options: dict[str, Any], proofs: _Proofs) -> tuple[list[Mesh], int]:
-    """The fastest with all of it on the GPUs, and how many were looked at."""
+    """Return the fastest meshes without shards in RAM, and the number of candidates."""
     sizes = _sizes(model, options) | {"global_batch": options["global_batch"] or 0}
     if runs_torch(options):
         del sizes["shape"]
@@ -137,7 +140,7 @@ def _on_gpus(model: str, options: dict[str, Any], proofs: _Proofs) -> tuple[list
 
 
 def _in_ram(model: str, options: dict[str, Any], proofs: _Proofs) -> tuple[list[Mesh], int]:
-    """The fastest with shards in RAM, and how many were looked at."""
+    """Return the fastest meshes with shards in RAM, and the number of candidates."""
     ram_bytes, rate = node_ram(options), options.get("ram_gb_per_s")
     sizes, batch = _sizes(model, options), options["global_batch"] or SEQUENCES_PER_GPU * options["gpus"]
     candidates = offload.offloaded(
@@ -147,14 +150,14 @@ def _in_ram(model: str, options: dict[str, Any], proofs: _Proofs) -> tuple[list[
 
 
 def node_ram(options: dict[str, Any]) -> int:
-    """Bytes of RAM of a node that plans take."""
+    """Return the bytes of a node's RAM that plans may use."""
     gpu, per_node = catalog.gpu(options["gpu"]), min(options["gpus"], options["gpus_per_node"] or 8)
     ram = catalog.host_of(gpu).ram_of(per_node) if options["ram"] is None else options["ram"]
     return machine_of(Request(model="", task="train", gpu=options["gpu"], ram=ram)).budget_bytes["ram"]
 
 
 def assumed(options: dict[str, Any]) -> list[str]:
-    """Which figures of a node nobody gave, a sentence each."""
+    """Return the assumed figures of a node, a sentence each."""
     gpu, per_node = catalog.gpu(options["gpu"]), min(options["gpus"], options["gpus_per_node"] or 8)
     given = {name: options.get(name) for name in ("ram", "ram_gb_per_s")}
     nodes = [] if options["gpus_per_node"] is not None else [f"nodes of {per_node} GPUs (else give --gpus-per-node)"]
@@ -165,14 +168,14 @@ def _best(
     candidates: list[Mesh], model: str, options: dict[str, Any], proofs: _Proofs, *, doubt: float = 0.0,
     ram_bytes: int | None = None,
 ) -> list[Mesh]:  # fmt: skip
-    """Under the engine that ``brim train`` runs; ``ram_bytes`` of a node, where shards lie there."""
+    """Return the best under the engine of ``brim train``; ``ram_bytes`` of a node limit shards in RAM."""
 
     def proof(mesh: Mesh) -> offload.Proof:
         fits = _proved(model, mesh, options, proofs)
-        told = proofs[mesh]
-        assert told is not None  # no stage of this engine's is looked at alone
-        fits = fits and (ram_bytes is None or told.node_ram_bytes <= ram_bytes)
-        return offload.Proof(bytes=told.process_bytes, step_s=told.step_s or mesh.step_s, fits=fits)
+        estimate = proofs[mesh]
+        assert estimate is not None  # this engine's stages are not proved alone
+        fits = fits and (ram_bytes is None or estimate.node_ram_bytes <= ram_bytes)
+        return offload.Proof(bytes=estimate.process_bytes, step_s=estimate.step_s or mesh.step_s, fits=fits)
 
     room = catalog.gpu(options["gpu"]).capacity_bytes
     return offload.best(candidates, proof, options["top"], room, doubt)
@@ -185,7 +188,7 @@ def _sizes(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _proved(model: str, mesh: Mesh, options: dict[str, Any], proofs: _Proofs) -> bool:
-    """Whether every rank fits, told rank by rank."""
+    """Prove a mesh rank by rank; return True where every rank fits."""
     engine, precision = engine_of(mesh, options)
     if engine == "megatron" and mesh.split.pp > 1 and not stage_fits(
         model, mesh.split, mesh.fullest, seq=options["seq"], gpu=catalog.gpu(options["gpu"]),
@@ -201,12 +204,12 @@ def _proved(model: str, mesh: Mesh, options: dict[str, Any], proofs: _Proofs) ->
 
 
 def engine_of(mesh: Mesh, options: dict[str, Any]) -> tuple[str, str]:
-    """Which engine a mesh is proved for, and in which precision: shards in RAM are FSDP2's."""
+    """Return the engine and the precision of a mesh's proof: shards in RAM are FSDP2's."""
     engine = "torch" if mesh.split.offload_shards or runs_torch(options) else "megatron"
     return engine, DEFAULT_PRECISION[engine][0]
 
 
 def runs_torch(options: dict[str, Any]) -> bool:
-    """The engine that ``brim train`` runs, unless another was named."""
-    # A promise of another engine would not be what ``brim train --plan`` takes.
+    """Return True for the engine of ``brim train``, the default."""
+    # Another engine's promise would not hold for ``brim train --plan``.
     return (options["engine"] or "torch") == "torch"

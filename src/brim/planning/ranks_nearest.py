@@ -1,4 +1,4 @@
-"""``brim plan --gpus`` where nothing fits: small changes under which something does, each proved by planning it."""
+"""Find small changes under which ``brim plan --gpus`` fits, each proved by planning it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from brim.units import format_bytes
 _MOST_SEARCHES = 4
 _DOUBLED = 10  # times
 _SHORTEST = 64  # tokens
-_CARDS, _LARGER = 3, 1.25  # so many sizes of cards are tried, each so much larger than the one before
-_SHARE = 0.9  # of a node's RAM that plans take (``request``)
+_CARDS, _LARGER = 3, 1.25  # the most cards that are tried, and their least ratio of sizes
+_SHARE = 0.9  # of a node's RAM that plans may use (``request``)
 
 Options = Mapping[str, Any]
 Search = Callable[[Options], bool]
@@ -27,7 +27,7 @@ Search = Callable[[Options], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What to change, and the command that asks for it."""
+    """A change in words, and its command."""
 
     change: str
     command: str
@@ -35,7 +35,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Infeasible:
-    """Why nothing fits, the least bytes of each memory that were found, and changes that do."""
+    """The reason why nothing fits, the least bytes of each memory, and changes that fit."""
 
     why: str
     needs_bytes: Mapping[str, int]
@@ -47,8 +47,8 @@ class Infeasible:
 
 
 def infeasible(model: str, options: Options, refusal: BudgetError, plans: Callable[[Options], bool]) -> Infeasible:
-    """The answer where ``options`` were refused. ``plans``: whether a search with other options finds a way; a
-    BrimError means no."""
+    """Return the answer to refused ``options``. ``plans`` returns True where a search with other options finds a
+    mesh; a BrimError means False."""
     prover = _Prover(plans)
     changes: list[Change] = []
     for search in (_more_gpus, _larger_gpus, _shorter, _more_ram):
@@ -61,7 +61,7 @@ def infeasible(model: str, options: Options, refusal: BudgetError, plans: Callab
 
 
 class _Prover:
-    """Searches at most ``_MOST_SEARCHES`` times; later options count as not fitting."""
+    """Search at most ``_MOST_SEARCHES`` times; later options count as not fitting."""
 
     def __init__(self, plans: Callable[[Options], bool]) -> None:
         self._plans, self._left = plans, _MOST_SEARCHES
@@ -80,7 +80,7 @@ _Changes = Iterator[tuple[dict[str, Any], str]]
 
 
 def _more_gpus(options: Options, needs: Mapping[str, int], fits: Search) -> _Changes:
-    """Twice as many, or four times, ...: what is ruled out by its states alone costs no search."""
+    """Try twice as many, four times, ...; numbers ruled out by states alone cost no search."""
     for doubled in range(1, _DOUBLED):
         changed = {**options, "gpus": options["gpus"] << doubled}
         if _has_room(changed, needs, options["gpus"]) and fits(changed):
@@ -89,7 +89,7 @@ def _more_gpus(options: Options, needs: Mapping[str, int], fits: Search) -> _Cha
 
 
 def _has_room(changed: Options, needs: Mapping[str, int], gpus: int) -> bool:
-    """Whether what ``gpus`` would have needed each, dealt out evenly, may be on so many."""
+    """Return True where the bytes that ``gpus`` GPUs need each fit when spread evenly over the changed number."""
     room = catalog.gpu(changed["gpu"]).capacity_bytes * int(changed["gpus"])
     return needs.get(VRAM, 0) * gpus <= room
 
@@ -115,7 +115,7 @@ def _shorter(options: Options, needs: Mapping[str, int], fits: Search) -> _Chang
 
 
 def _more_ram(options: Options, needs: Mapping[str, int], fits: Search) -> _Changes:
-    """Of a node, for shards: what was found to be needed of it."""
+    """Try the RAM per node that shards were found to need."""
     if RAM not in needs:
         return
     gib = -(-int(needs[RAM] / _SHARE) // (1 << 30)) + 1

@@ -1,13 +1,13 @@
-"""Which way to run a model is the fastest, by how many times the memory of the GPU it needs.
+"""Compare the regimes of running a model larger than the GPU's memory, by the ratio of their sizes.
 
-Four ways: streaming (a fixed set stays, the rest comes through a ring), paging by the driver, the processor alone,
-and processor and GPU at once. Each is timed for budgets that the model is 1 to 4 times as large as, on one machine,
-so that it can be said where they cross.
+The regimes are streaming (a fixed set stays, the rest is loaded through a ring), paging by the driver, the processor
+alone, and processor and GPU at once. Each is timed on a machine for models of 1 to 4 times the memory, to find where
+they cross.
 
-A driver that pages brings what a kernel touches, when it touches it, and to make room sends off what was used least
-recently. A model's layers come in a cycle, and of what is used in a cycle the least recently used is what comes next:
-so as soon as a model is larger than the memory, every byte of it is brought in every step (Belady, 1966). The kernel
-waits meanwhile: nothing overlaps. What goes back is taken to be free, which flatters the driver.
+A paging driver loads pages when a kernel touches them, and evicts the least recently used ones. A model's layers are
+used in a cycle, in which the least recently used layer is the next one: so as soon as a model is larger than the
+memory, every byte is loaded in every step (Belady, 1966). The kernel waits meanwhile: nothing overlaps. Evictions are
+assumed free, in favour of the driver.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from brim.units import format_seconds
 STREAMING, PAGING, PROCESSOR, BOTH = "streaming", "paging", "processor alone", "both at once"
 RATIOS = (1.0, 1.5, 2.0, 4.0)
 _STREAMED = (RESIDENT, FROM_RAM, FROM_DISK)
-# Of the rate of the link, when pages come because a kernel touched them: 8.2 GB/s (GTX 1080, driver 535,
+# Page faults of kernels reach this share of the link's rate: 8.2 GB/s (GTX 1080, driver 535,
 # github.com/parallelArchitect/pascal-um-benchmark) where 16 lanes of PCIe 3 carry 15.75 GB/s at most.
 _FAULTED_SHARE = 8.2 / 15.75
-# Of the rate of direct reads, when the page cache brings what is touched: a 6.6 GB model in a mapped file took 5.2 s
-# a pass in 3 GiB, 0.6 s of it compute, on a drive of 4.5 GB/s (bench/streaming.py, measurements/streaming_cpu.jsonl).
+# The page cache reaches this share of the rate of direct reads: a 6.6 GB model in a mapped file took 5.2 s a pass in
+# 3 GiB, 0.6 s of it compute, on a drive of 4.5 GB/s (bench/streaming.py, measurements/streaming_cpu.jsonl).
 _MAPPED_SHARE = 6.6 / (5.2 - 0.6) / 4.5
-_STEPS = 20  # of a plot, between one ratio and the next whole one
-_KIND, _EVEN = 1.5, 2.0  # the rule of thumb: faster up to the one, even up to the other
+_STEPS = 20  # points of a plot per whole ratio
+_KIND, _EVEN = 1.5, 2.0  # the rule of thumb: faster up to the first ratio, even up to the second
 
 Seconds = Mapping[str, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The ways at one ratio; None: it does not run there."""
+    """The seconds of each regime at a ratio; None: it does not run there."""
 
     ratio: float
     token_s: Seconds
@@ -62,7 +62,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """From ``ratio`` on, ``second`` takes less per token than ``first``, which took less before."""
+    """The ``ratio`` from which on ``second`` is faster per token than ``first``."""
 
     first: str
     second: str
@@ -71,7 +71,7 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True)
 class Regimes:
-    """``points`` for the ratios that were asked for, ``curve`` for a plot. ``needs_bytes``: of the whole model."""
+    """``points`` at the given ratios, ``curve`` for a plot. ``needs_bytes`` are those of the whole model."""
 
     model: str
     hardware: str
@@ -105,44 +105,44 @@ class Regimes:
         }
 
     def table(self) -> Table:
-        """Seconds per token and per prompt, a row for each ratio."""
+        """Return a table of seconds per token and per prompt, a row for each ratio."""
         title = f"{self.model} on {self.hardware}, batch {self.batch}, prompt of {self.prompt_tokens} tokens"
         table = Table(title=title, title_justify="left")
         table.add_column("needs", justify="right")
-        for way in self.ways:
-            table.add_column(f"{way},\nper token", justify="right")
+        for regime in self.ways:
+            table.add_column(f"{regime},\nper token", justify="right")
             table.add_column("per\nprompt", justify="right")
         for point in self.points:
             cells = [f"{point.ratio:g} x"]
-            for way in self.ways:
-                cells += [_shown(point.token_s[way]), _shown(point.prompt_s[way])]
+            for regime in self.ways:
+                cells += [_shown(point.token_s[regime]), _shown(point.prompt_s[regime])]
             table.add_row(*cells)
         return table
 
     def svg(self) -> str:
-        """Seconds per token over the ratio, as a picture that needs nothing else."""
+        """Return a self-contained plot of seconds per token over the ratio."""
         title = f"{self.model} on {self.hardware}"
-        lines = {way: [(p.ratio, p.token_s[way]) for p in self.curve] for way in self.ways}
+        lines = {regime: [(p.ratio, p.token_s[regime]) for p in self.curve] for regime in self.ways}
         return picture(title, lines, x_label=f"model / {self._memory}", y_label="seconds per token")
 
     def answer(self) -> str:
-        """What is true here of the rule "faster than the processor up to 1.5 times the VRAM, slower beyond 2"."""
+        """Judge the rule of thumb "faster than the processor up to 1.5 times the VRAM, slower beyond 2"."""
         if PROCESSOR not in self.ways:
             return self._without_gpu()
-        parts = [self._against_processor(way) for way in (STREAMING, PAGING)]
+        parts = [self._against_processor(regime) for regime in (STREAMING, PAGING)]
         return " ".join([*parts, *self._together()])
 
     @property
     def _memory(self) -> str:
         return "VRAM" if PROCESSOR in self.ways else "RAM"
 
-    def _against_processor(self, way: str) -> str:
+    def _against_processor(self, regime: str) -> str:
         end = self.curve[-1].ratio
-        name = {STREAMING: "With streaming, the GPU", PAGING: "With the driver's paging, it"}[way]
-        lost = next((c.ratio for c in self.crossings if (c.first, c.second) == (way, PROCESSOR)), None)
-        won = next((c.ratio for c in self.crossings if (c.first, c.second) == (PROCESSOR, way)), None)
+        name = {STREAMING: "With streaming, the GPU", PAGING: "With the driver's paging, it"}[regime]
+        lost = next((c.ratio for c in self.crossings if (c.first, c.second) == (regime, PROCESSOR)), None)
+        won = next((c.ratio for c in self.crossings if (c.first, c.second) == (PROCESSOR, regime)), None)
         if lost is None and won is None:
-            lead = _lead_s(self.curve[-1], way, PROCESSOR)
+            lead = _lead_s(self.curve[-1], regime, PROCESSOR)
             if lead is None:
                 return f"{name} cannot be compared with the processor alone: one of them does not fit."
             rule = "is too careful" if lead > 0 else "does not hold at any size"
@@ -160,7 +160,7 @@ class Regimes:
 
     def _together(self) -> list[str]:
         last = self.points[-1]
-        both, alone = last.token_s[BOTH], [last.token_s[way] for way in (STREAMING, PROCESSOR)]
+        both, alone = last.token_s[BOTH], [last.token_s[regime] for regime in (STREAMING, PROCESSOR)]
         finite = [seconds for seconds in alone if seconds is not None]
         if both is None or not finite:
             return []
@@ -179,11 +179,11 @@ class Regimes:
 
 
 def regimes(request: Request, machine: Machine, *, ratios: Sequence[float] = RATIOS) -> Regimes:
-    """The ways to run a model that needs ``ratios`` times the VRAM (without a GPU: the RAM) of ``machine``.
+    """Compare the regimes of a model that needs ``ratios`` times the VRAM (without a GPU: the RAM) of ``machine``.
 
-    The model stays as it is and the room for its weights shrinks, which is the same but for the unit of time: what
-    lies beside weights (the program's own share, a step's activations and cache) is as large at every ratio. Seconds
-    are those of schedules; nothing is proved here. Raises UsageError for a ratio below 1.
+    The model is fixed and the memory for its weights shrinks, which is equivalent except for the unit of time;
+    memory beside weights (the program's own share, a step's activations and cache) is equal at every ratio. Seconds
+    are those of simulated schedules, without proofs. Raises UsageError for a ratio below 1.
     """
     if not ratios or min(ratios) < 1:
         raise UsageError(f"Cannot compare regimes for {list(ratios)} times the memory.", "Each must be 1 or more.")
@@ -205,7 +205,7 @@ def regimes(request: Request, machine: Machine, *, ratios: Sequence[float] = RAT
 
 @dataclass
 class _Study:
-    """One model on one machine, under any budget of its compute tier."""
+    """A model on a machine, under any budget of its compute tier."""
 
     subject: Subject
     _jobs: dict[tuple[str, bool], list[tuple[Cut, Job]]] = field(default_factory=dict)
@@ -227,13 +227,13 @@ class _Study:
             seconds_of[BOTH] = self._planned(self.subject, budget, CHOICES, prompt)
         return Point(
             ratio=ratio,
-            token_s={way: seconds[0] for way, seconds in seconds_of.items()},
-            prompt_s={way: seconds[1] for way, seconds in seconds_of.items()},
+            token_s={regime: seconds[0] for regime, seconds in seconds_of.items()},
+            prompt_s={regime: seconds[1] for regime, seconds in seconds_of.items()},
         )
 
     @cached_property
     def _beside_bytes(self) -> int:
-        """What the compute tier holds beside weights."""
+        """Bytes of the compute tier beside weights."""
         _, job = self._of(self.subject, False)[0]
         return job.overhead_bytes(self.compute) + job.step_bytes
 
@@ -256,7 +256,7 @@ class _Study:
     def _planned(
         self, subject: Subject, budget: Mapping[str, int], allowed: Collection[str], prompt: bool
     ) -> tuple[float | None, float | None]:
-        """Seconds of the best plan for a token, and what it takes for a prompt."""
+        """Return the best plan's seconds for a token and for a prompt."""
         hardware = subject.machine.hardware
         try:
             tokens = subject.inputs.batch
@@ -286,38 +286,37 @@ class _Study:
 
 
 def _endless(subject: Subject) -> GenerationCase:
-    """With memory without end: seconds, not bytes, are asked about."""
+    """Return the subject's case with unlimited memory, to time it."""
     return replace(subject.case, budget_bytes=dict.fromkeys(subject.machine.budget_bytes, 1 << 60))
 
 
 def _never_slower(points: Sequence[Point], others: Sequence[Point] = ()) -> list[Point]:
-    """``points``, in order of their ratios, each with the best of those that need more: a plan for a smaller memory
-    is one for a larger memory too."""
+    """Improve ``points`` (sorted by ratio) by those of larger ratios: a plan for less memory fits more memory too."""
 
-    def best_s(point: Point, way: str) -> float | None:
-        at_least_as_large = (other.token_s[way] for other in (*points, *others) if other.ratio >= point.ratio)
+    def best_s(point: Point, regime: str) -> float | None:
+        at_least_as_large = (other.token_s[regime] for other in (*points, *others) if other.ratio >= point.ratio)
         return min((seconds for seconds in at_least_as_large if seconds is not None), default=None)
 
-    return [replace(point, token_s={way: best_s(point, way) for way in point.token_s}) for point in points]
+    return [replace(point, token_s={regime: best_s(point, regime) for regime in point.token_s}) for point in points]
 
 
 def _crossings(curve: Sequence[Point]) -> list[Crossing]:
-    """Where one way overtakes another, between two points of ``curve`` by a straight line."""
+    """Return the crossings of regimes, by linear interpolation between points of ``curve``."""
     crossings = []
-    for way, other_way in combinations(curve[0].token_s, 2):
-        leads = [(point.ratio, _lead_s(point, way, other_way)) for point in curve]
-        clear_leads = [(ratio, lead) for ratio, lead in leads if lead]  # without those where both are as fast
+    for regime, other in combinations(curve[0].token_s, 2):
+        leads = [(point.ratio, _lead_s(point, regime, other)) for point in curve]
+        clear_leads = [(ratio, lead) for ratio, lead in leads if lead]  # without ties
         for (ratio, lead), (next_ratio, next_lead) in pairwise(clear_leads):
             if lead * next_lead < 0:
                 at = ratio + lead / (lead - next_lead) * (next_ratio - ratio)
-                first, second = (way, other_way) if lead > 0 else (other_way, way)
+                first, second = (regime, other) if lead > 0 else (other, regime)
                 crossings.append(Crossing(first=first, second=second, ratio=at))
     return sorted(crossings, key=lambda crossing: crossing.ratio)
 
 
-def _lead_s(point: Point, way: str, other_way: str) -> float | None:
-    """By how many seconds ``other_way`` takes longer than ``way``."""
-    mine, theirs = point.token_s[way], point.token_s[other_way]
+def _lead_s(point: Point, regime: str, other: str) -> float | None:
+    """Return the seconds by which ``other`` takes longer than ``regime``."""
+    mine, theirs = point.token_s[regime], point.token_s[other]
     return None if mine is None or theirs is None else theirs - mine
 
 

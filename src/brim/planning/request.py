@@ -25,7 +25,7 @@ from brim.requests.plan import PRECISIONS_OF as PRECISIONS_OF
 from brim.requests.plan import Request as Request
 from brim.units import format_bytes, parse_bytes
 
-PLAN_FILE = "plan.json"  # in commands, until files are named
+PLAN_FILE = "plan.json"  # the file's name in proposed commands
 # A drive on four lanes of PCIe 3 has 3.9 GB/s at most (PCI-SIG).
 _DRIVE_BYTES_PER_S = 3.2e9
 _DISK_BYTES = 1 << 40
@@ -34,13 +34,13 @@ _FREE_SHARE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine that is planned for.
+    """The machine to plan for.
 
     Attributes:
         hardware: Its tiers, links and rates.
-        budget_bytes: What may be used of each tier (``"vram"``, ``"ram"``, ``"disk"``).
-        assumed: Which figures nobody measured, a sentence each.
-        left_bytes: What measuring it has left in this process, where that was done just now.
+        budget_bytes: The bytes that plans may use of each tier (``"vram"``, ``"ram"``, ``"disk"``).
+        assumed: The figures that were not measured, a sentence each.
+        left_bytes: The bytes that measuring it has just left in this process.
     """
 
     hardware: Hardware
@@ -49,29 +49,29 @@ class Machine:
     left_bytes: int = field(default=0, compare=False)
 
     def start_bytes(self) -> int:
-        """The resident set that this process would have if it had found the machine known.
+        """Return the bytes of this process without those left by measuring the machine.
 
-        A run does, so what it grows by is counted from there: what measuring warmed up and left would hide some.
+        A run finds the machine measured, so its growth is counted from there.
         """
         return resident_bytes() - self.left_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """One way that fits.
+    """A plan that fits.
 
     Attributes:
         plan: Decisions and promise; ``brim generate --plan`` and ``brim train --plan`` run exactly this.
         step_s: Seconds of a step; when generating, of a token of each sequence.
-        limited_by: What sets the pace: ``"compute"``, ``"link"``, ``"disk"`` or ``"RAM"``.
-        techniques: What each technique saves and costs.
+        limited_by: The busiest resource: ``"compute"``, ``"link"``, ``"disk"`` or ``"RAM"``.
+        techniques: The savings and costs of each technique.
         command: A command line that runs it.
         gap: How far the plan may be from the best, as a share of its seconds.
-        proved: Whether the step was traced with the plan in force.
-        hardware: The part of the machine that it uses, where that is not all of it: its processor alone.
-        precision: The precision, where the planner chose another than the model's own.
-        frees: What else would make room in some tier, and what it would cost.
-        timeline: What its schedule says that the machine does, for reports.
+        proved: True if the step was traced with the plan in force.
+        hardware: The part of the machine that it uses, if not all of it: its processor alone.
+        precision: The precision, if the planner chose another than the model's own.
+        frees: Further techniques that would save bytes of a tier, and their costs.
+        timeline: The simulated schedule, for reports.
     """
 
     plan: Plan
@@ -102,11 +102,11 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True)
 class Nearest:
-    """A change under which it fits.
+    """A change under which the request fits.
 
     Attributes:
-        change: What to change, in words.
-        command: The command line that asks for it.
+        change: The change in words.
+        command: The changed command line.
     """
 
     change: str
@@ -115,19 +115,18 @@ class Nearest:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What ``brim.plan`` found.
+    """The answer of ``brim.plan``.
 
     Attributes:
-        request: What was asked.
-        machine: What was planned for.
-        precision: The precision of plans that name no other, and where it is from.
-        proposals: The ways that fit, the best first; empty where none does.
-        needs_bytes: Where nothing fits: the least that was found of each tier.
-        nearest: Where nothing fits: changes under which something would.
-        refusal: Where nothing fits: why, in words.
+        request: The request.
+        machine: The machine to plan for.
+        precision: The precision of plans that name no other, and its origin.
+        proposals: The plans that fit, the best first; empty if none does.
+        needs_bytes: If nothing fits: the least bytes of each tier that would.
+        nearest: If nothing fits: changes under which something would.
+        refusal: If nothing fits: the reason in words.
         took_s: Seconds that the answer took.
-        precisions: What each kind of block takes in several precisions, where fewer bits were considered or asked
-            about.
+        precisions: Each kind of block in several precisions, if fewer bits were considered or requested.
     """
 
     request: Request
@@ -141,13 +140,13 @@ class Answer:
     precision: tuple[str, str] = ("", "")
 
     def tokens_per_s(self, proposal: Proposal) -> float:
-        """Tokens that a step of ``proposal`` works on (one per sequence when generating), by its seconds."""
+        """Return the tokens per second of ``proposal`` (a step generates one for each sequence)."""
         request = self.request
         tokens = request.batch * (request.seq if request.task == "train" else 1)
         return tokens / proposal.step_s if proposal.step_s else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """As ``brim plan --json`` prints it."""
+        """Return the answer as ``brim plan --json`` prints it."""
         infeasible = None
         if not self.proposals:
             nearest = [{"change": n.change, "command": n.command} for n in self.nearest]
@@ -168,10 +167,10 @@ class Answer:
 
 
 def machine_of(request: Request) -> Machine:
-    """The machine to plan for, with a budget for every tier.
+    """Return the machine to plan for, with a budget for every tier.
 
     Without a GPU's name it is this one. Where this one has no CUDA and VRAM was given, the smallest GPU of the
-    catalog that has as much stands for the one that is meant.
+    catalog with as much is assumed.
     """
     if request.gpu is None and request.vram is None:
         return _this(request)
@@ -183,22 +182,22 @@ def machine_of(request: Request) -> Machine:
 
 
 def ram_option(machine: Machine, budget_bytes: int) -> int:
-    """What ``--ram`` is for a budget: of this machine the budget itself, of another one all that it has."""
+    """Return the value of ``--ram`` for a budget: the budget itself on this machine, all RAM of another one."""
     return math.ceil(budget_bytes / _FREE_SHARE) if machine.assumed else budget_bytes
 
 
 def _this(request: Request) -> Machine:
-    heap.trim()  # or holes in the heap would hide what measuring leaves
+    heap.trim()  # or holes in the heap would hide the bytes that measuring leaves
     before_bytes = resident_bytes()
     hardware = probe()
-    if request.task == "generate":  # what a training streams it writes anew
+    if request.task == "generate":  # a training streams from files that it writes itself
         hardware = reading_from(hardware, Path(request.model))
     heap.trim()
     left_bytes = max(0, resident_bytes() - before_bytes)
     budget = budgets(hardware, request.vram, request.ram)
     if request.disk is not None:
         budget[DISK] = amount_bytes(request.disk, DISK, directory=scratch_folder())
-    elif request.task == "train":  # where states would go, if they did
+    elif request.task == "train":  # for states on disk
         budget[DISK] = int(free_bytes(DISK, directory=scratch_folder()) * _FREE_SHARE)
     return Machine(hardware=hardware, budget_bytes=budget, left_bytes=left_bytes)
 
@@ -216,7 +215,7 @@ def _card(request: Request) -> catalog.Gpu:
 
 
 def host_assumed(host: catalog.Host, gpus: int, *, ram: str | int | None, ram_gb_per_s: float | None) -> list[str]:
-    """Which figures of RAM beside ``gpus`` GPUs nobody gave, and where they are from, in a sentence."""
+    """Return a sentence on the assumed figures of RAM beside ``gpus`` GPUs and their origin, if there are any."""
     parts = [] if ram is not None else [f"{format_bytes(host.ram_of(gpus))} of RAM"]
     parts += [] if ram_gb_per_s is not None else [f"RAM that moves {host.rate_of(gpus) / 1e9:.0f} GB/s"]
     if not parts:

@@ -1,4 +1,4 @@
-"""A file of router statistics: the experts that tokens chose in a short run of a mixture of experts, for plans."""
+"""Read and write router statistics: the experts that tokens chose in a short run of a mixture, for plans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Routers = Mapping[str, RouterStatistics]
 
 @dataclass(frozen=True, kw_only=True)
 class Visits:
-    """One layer: of each call, the share of its tokens that chose an expert (by its number)."""
+    """A layer's calls: for each, the share of its tokens that chose an expert, by the expert's number."""
 
     count: int
     visits: tuple[Mapping[str, float], ...]
@@ -27,7 +27,7 @@ class Visits:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterFile:
-    """``model`` is what was run, with ``batch`` sequences at once; ``layers`` by the path of their experts."""
+    """A run of ``model`` with ``batch`` sequences at once; ``layers`` by the path of their experts."""
 
     model: str
     batch: int

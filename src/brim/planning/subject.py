@@ -1,4 +1,4 @@
-"""The model that generation is planned for, without its weights, and the machine that is meant."""
+"""The model, without its weights, and the machine of a generation plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from brim.techniques.streaming.weight_streaming import Weights
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What was found out about a model, whatever machine it is planned for."""
+    """Cached observations of a model, independent of the machine."""
 
     observations: dict[Sizes, Observation] = field(default_factory=dict)
     shape: list[kv_cache.CacheShape | None] = field(default_factory=list)
@@ -29,10 +29,10 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model in one precision. ``module`` has no values; ``spent_bytes`` is the program's own share per tier.
+    """A model in a precision. ``module`` has no values; ``spent_bytes`` is the program's own share per tier.
 
-    ``routers``: what those of a mixture of experts were seen to do, where somebody looked. ``shallow``: the model
-    with a few of its layers, where they say all.
+    ``routers`` are statistics of a mixture's routers, if given. ``shallow`` is the model with a few of its layers, if
+    they represent it.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Subject:
     seen: Seen = field(default_factory=Seen, compare=False)
 
     def on(self, machine: Machine) -> Subject:
-        """The same model on another machine."""
+        """Return the model on another machine."""
         return replace(self, machine=machine)
 
     @cached_property
     def is_here(self) -> bool:
-        """Whether the machine is this one."""
+        """True where the machine is this one."""
         return self._seconds.is_here
 
     @cached_property
@@ -65,14 +65,14 @@ class Subject:
 
     @property
     def shape(self) -> kv_cache.CacheShape | None:
-        """The KV cache that is planned; None: the model keeps its own."""
+        """The planned KV cache; None: the model keeps its own."""
         if not self.seen.shape:
             self.seen.shape.append(cache_shape(self.module) if self.shallow is None else self.shallow.shape())
         return self.seen.shape[0]
 
     @property
     def case(self) -> GenerationCase:
-        """What ``brim plan`` asks: as ``brim generate``, but what was never measured on this machine is measured."""
+        """The case of ``brim plan``: that of ``brim generate``, but missing measurements of this machine are made."""
         inputs = self.inputs
         return GenerationCase(
             name=self.name,

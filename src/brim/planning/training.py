@@ -1,4 +1,4 @@
-"""Plans to train a model that is known by its configuration, on this machine or on another one."""
+"""Plan the training of a model from its configuration, on this machine or another one."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.streaming.weight_streaming import Weights
 from brim.units import format_bytes
 
-OWN_STEPS = ("bf16-stochastic", "bf16-master")  # precisions that put a step of their own in the optimizer's place
-# What threads' stacks, kernels' packing buffers and autograd's own objects take beside tensors: 4 to 6 MiB of RAM in
+OWN_STEPS = ("bf16-stochastic", "bf16-master")  # precisions that replace the optimizer's step
+# Bytes beside tensors: threads' stacks, kernels' packing buffers and autograd's objects took 4 to 6 MiB of RAM in
 # steps of models of 8 to 75 M parameters, deep and thin, short and wide, decoders and an encoder-decoder.
 BESIDE_BYTES = {RAM: 12 << 20, VRAM: 64 << 20}
-# The plan's process is not its run: what the two grow by beside tensors has differed by up to 4 MiB.
+# The bytes beside tensors of the planning process and of the run have differed by up to 4 MiB.
 _BETWEEN_RUNS_BYTES = 12 << 20
-DATA, TRAINED = "data.jsonl", "trained"  # in commands: the user's data, and where the model goes
+DATA, TRAINED = "data.jsonl", "trained"  # the data's and the output's names in proposed commands
 
 
 def plan_training(request: Request, machine: Machine) -> list[Proposal]:
-    """Proved ways to train as ``request`` says, the fastest first: ``request.top`` of them at most.
+    """Return up to ``request.top`` proved proposals, the fastest first.
 
-    Nothing but speed decides among ways that take the same precision: all that is done is lossless. The precision is
-    that which was asked for, else what ``brim train`` takes: fp32 on a processor, bf16-mixed on a GPU, and under
-    ``prefer="quality"`` fp32 there too. Raises BudgetError, with ``smallest_bytes``, when nothing fits.
+    All techniques are lossless, so only speed decides within a precision. The precision is the request's, else that
+    of ``brim train``: fp32 on a processor, bf16-mixed on a GPU, and fp32 there too with ``prefer="quality"``. Raises
+    BudgetError, with ``smallest_bytes``, when nothing fits.
     """
     _refuse_states(request, machine)
     if request.method == "lora" and importlib.util.find_spec("peft") is not None:
-        importlib.import_module("peft")  # as training does before its budget counts
+        importlib.import_module("peft")  # a training imports it before its bytes are counted
     start_bytes = machine.start_bytes()
     with quiet():
         planner = Planner(case_of(request, machine, start_bytes))
@@ -75,14 +75,14 @@ def plan_training(request: Request, machine: Machine) -> list[Proposal]:
 
 
 def states_of(request: Request) -> int:
-    """Bytes of weights and optimizer states, which a full training keeps in some tier or other."""
+    """Return the bytes of weights and optimizer states, which a full training keeps in its tiers."""
     dtype = weights_dtype("full", precision_of(request, VRAM)[0])
     held = torch.empty(parameter_count(request.model), dtype=dtype, device="meta")
     return held.nbytes + sum(optimizers.state_bytes(request.optimizer, [held]))
 
 
 def _refuse_states(request: Request, machine: Machine) -> None:
-    """Raise BudgetError, by one division, where all tiers together have no room for weights and states."""
+    """Raise BudgetError, without a search, where all tiers together have no room for weights and states."""
     if request.method != "full" or is_factory(request.model):
         return
     least, room = states_of(request), sum(machine.budget_bytes.values())
@@ -97,7 +97,7 @@ def _refuse_states(request: Request, machine: Machine) -> None:
 
 
 def precision_of(request: Request, compute: str) -> tuple[str, str]:
-    """The precision and where it is from: what is asked for, else the planner's choice."""
+    """Return the precision and its origin: the request's, else the planner's choice."""
     if request.precision is None and is_factory(request.model):
         return "fp32", "by default: a loop of your own runs as it is written"
     if request.precision is None and request.prefer == "quality":
@@ -106,7 +106,7 @@ def precision_of(request: Request, compute: str) -> tuple[str, str]:
 
 
 def weights_dtype(method: str, precision: str) -> torch.dtype | None:
-    """What is trained is held in float32, except in pure bf16; None: as it is stored, where it is only read."""
+    """Return the dtype of trained weights: float32, except in pure bf16; None for frozen weights: as stored."""
     if method == "lora":
         return None
     return torch.bfloat16 if precision.startswith("bf16") and "mixed" not in precision else torch.float32
@@ -115,7 +115,7 @@ def weights_dtype(method: str, precision: str) -> torch.dtype | None:
 def training_limits(
     model: nn.Module, precision: str, budget_bytes: Mapping[str, int], *, clips: bool, adapters: frozenset[str]
 ) -> Limits:
-    """What may be done in a training in ``precision``; ``adapters`` are parameters that no file has."""
+    """Return the limits of a training in ``precision``; ``adapters`` are parameters that no file has."""
     states_leave = precision not in OWN_STEPS
     frozen = not any(p.requires_grad and n not in adapters for n, p in model.named_parameters())
     return Limits(
@@ -161,7 +161,7 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
 
 
 def _case_of_factory(request: Request, machine: Machine, start_bytes: int) -> Case:
-    """A loop of the user's own, by ``brim.fit``: its budget, and what it promises, are those of tensors."""
+    """Return the case of the user's loop with ``brim.fit``, whose budget and promise count tensors only."""
     model, example = factory.made_by(find_model(request.model))
     compute, partition = machine.hardware.compute, checkpointing.partition_of(model)
     precision, _ = precision_of(request, compute)
@@ -209,7 +209,7 @@ def _rehearsal(
 
 
 def _clock(model: nn.Module, partition: Partition, inputs: Callable[[int], Any]) -> Clock:
-    """Measured seconds of blocks on this machine; none where they need values that only a real run has."""
+    """Return a clock of blocks on this machine; empty where they need values that only a real run has."""
 
     def seconds(batch: int) -> Mapping[str, tuple[float, float, float]]:
         try:
@@ -227,12 +227,12 @@ def _clock(model: nn.Module, partition: Partition, inputs: Callable[[int], Any])
 
 
 def _share(model: nn.Module, request: Request, machine: Machine, start_bytes: int) -> Callable[[], Mapping[str, int]]:
-    """What the program takes beside tensors on this machine: what it grew by, or did when it was new to that."""
+    """Return a function for the program's bytes beside tensors here: its growth, or a larger earlier one."""
 
     def share() -> dict[str, int]:
         program = program_bytes(start_bytes)
         tokens, grown = request.batch * request.seq, program[RAM]
-        if not machine.left_bytes:  # what measuring left makes it more than a run's
+        if not machine.left_bytes:  # memory left by measuring is not in a run
             grown = most_grown(f"train {request.method}", model, tokens, grown)
         return {**program, RAM: grown + _BETWEEN_RUNS_BYTES}
 
@@ -240,7 +240,7 @@ def _share(model: nn.Module, request: Request, machine: Machine, start_bytes: in
 
 
 def program_bytes(start_bytes: int) -> dict[str, int]:
-    """What the program has grown by until now, and will need beside tensors, per tier."""
+    """Return the program's growth until now plus its future bytes beside tensors, per tier."""
     heap.collect_and_trim()
     return {
         tier: count + (tier == RAM) * max(0, resident_bytes() - start_bytes) for tier, count in BESIDE_BYTES.items()
@@ -248,7 +248,7 @@ def program_bytes(start_bytes: int) -> dict[str, int]:
 
 
 def _model(request: Request, precision: str) -> nn.Module:
-    """The model in train mode, on meta."""
+    """Build the model in train mode, on meta."""
     model: Any = described(request.model, weights_dtype(request.method, precision))
     if not model.can_generate():
         raise ModelError(
@@ -265,7 +265,7 @@ def _model(request: Request, precision: str) -> nn.Module:
 
 
 def _sources(model: nn.Module, names: frozenset[str]) -> Iterator[tuple[str, TensorSource]]:
-    """Where the parameters would be in a checkpoint: one file, one after the other."""
+    """Yield the parameters' places in an assumed checkpoint: a single file, in order."""
     offset = 0
     for name, parameter in model.named_parameters():
         if name not in names:
@@ -276,7 +276,7 @@ def _sources(model: nn.Module, names: frozenset[str]) -> Iterator[tuple[str, Ten
         offset += count
 
 
-# -- what is offered
+# -- proposals
 
 
 def _proposal(
@@ -297,20 +297,20 @@ def _proposal(
         plan=plan,
         step_s=strategy.step_s,
         limited_by=strategy.limited_by,
-        techniques=[] if strategy.way is None else effects(planner, strategy.way),
+        techniques=[] if strategy.assignment is None else effects(planner, strategy.assignment),
         command=(
             factory.command()
             if is_factory(request.model)
             else command(request, strategy.choice, [block.name for block in strategy.partition.blocks])
         ),
-        gap=0.0 if strategy.way is None else strategy.way.gap,
-        frees=frees(planner, strategy.way) if first and strategy.way is not None else (),
+        gap=0.0 if strategy.assignment is None else strategy.assignment.gap,
+        frees=frees(planner, strategy.assignment) if first and strategy.assignment is not None else (),
         timeline=timeline,
     )
 
 
 def command(request: Request, choice: Choice, blocks: list[str]) -> str:
-    """The command that trains so: by options where they say all of it, else by the plan's file."""
+    """Return the command of a choice: with options where they express all of it, else with the plan's file."""
     words = ["brim", "train", str(request.model), "--data", DATA, "--output", TRAINED]
     flags = _flags(choice, blocks)
     if flags is None:
@@ -323,7 +323,7 @@ def command(request: Request, choice: Choice, blocks: list[str]) -> str:
 
 
 def _flags(choice: Choice, blocks: list[str]) -> list[str] | None:
-    """Options that leave nothing open; None where some decision has none."""
+    """Return the options that express a choice; None where a decision has no option."""
     kept = {choice.checkpointing.get(name, "none") for name in _repeated(choice, blocks)} or {"none"}
     evenly = choice.activations == spread(_repeated(choice, blocks), len(choice.activations))
     untold = choice.streams or choice.chunk_tokens or choice.in_backward or choice.gradients != "keep"
@@ -337,7 +337,7 @@ def _flags(choice: Choice, blocks: list[str]) -> list[str] | None:
 
 
 def _repeated(choice: Choice, blocks: list[str]) -> list[str]:
-    """The blocks that checkpointing may be chosen for: numbered ones."""
+    """Return the numbered blocks, for which checkpointing can be chosen."""
     return [name for name in blocks if name.rpartition(".")[2].isdigit()]
 
 

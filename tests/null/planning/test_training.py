@@ -20,7 +20,7 @@ from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, ModelError
 from brim.planning.request import Machine, Proposal, Request
-from brim.planning.solver.schedule import way as lane
+from brim.planning.solver.schedule import lane_of as lane
 from brim.planning.solver.tie_break import AS_FAST
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.ladder import fits
@@ -122,7 +122,7 @@ def test_what_is_offered_fits_is_ranked_and_nothing_simple_is_faster(model: Path
         return
     judge = planner_of(request, on)
     for one in found:
-        assert fits(judge.peaks(judge.way(choice_of(one)), choice_of(one)), on.budget_bytes)  # type: ignore[arg-type]
+        assert fits(judge.peaks(judge.assignment(choice_of(one)), choice_of(one)), on.budget_bytes)  # type: ignore[arg-type]
         assert fits(one.plan.promise.peak_bytes, on.budget_bytes)
         assert one.proved
         assert one.gap <= 0.01
@@ -178,7 +178,7 @@ def test_a_base_that_is_only_read_stays_as_it_is_stored_and_goes_one_way(tmp_pat
     assert (choice.states, choice.gradients) == ("keep", "keep")
     assert fits(best.plan.promise.peak_bytes, {VRAM: whole * 7 // 10})
     judge = planner_of(request, on)
-    proved = judge.prove(judge.way(choice), corrects=False)  # type: ignore[arg-type]
+    proved = judge.prove(judge.assignment(choice), corrects=False)  # type: ignore[arg-type]
     assert proved is not None
     busy = proved.schedule.busy_s()
     assert busy[lane(RAM, VRAM)] > 0
@@ -261,7 +261,7 @@ def test_the_profile_of_few_layers_is_that_of_all(planners: tuple[Planner, Plann
 def test_a_few_layers_say_what_all_of_them_take(way: dict[str, Any], planners: tuple[Planner, Planner]) -> None:
     few, every = planners
     choice = choice_for(way, "bf16-mixed")
-    known = few.way(choice)
+    known = few.assignment(choice)
     assert known is not None
     said, true = few.peaks(known, choice), every.peaks(known, choice)
     assert said[DISK] == true[DISK]

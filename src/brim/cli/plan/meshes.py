@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from brim.estimation.ranks.estimate import ParallelEstimate
     from brim.estimation.ranks.split import Split
     from brim.planning.meshes.search import Mesh
-    from brim.planning.ranks import Found
+    from brim.planning.ranks import Meshes
 
 
 def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool) -> int | None:
@@ -43,7 +43,7 @@ def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool
     return None
 
 
-def _searched(model: str, options: dict[str, Any]) -> Found | BudgetError:
+def _searched(model: str, options: dict[str, Any]) -> Meshes | BudgetError:
     """The search's result, or the reason why nothing fits."""
     from brim.planning.ranks import fastest
 
@@ -121,7 +121,7 @@ def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
     return shlex.join([*line, *(["--precision", precision] if engine == "torch" else [])])
 
 
-def _document(model: str, options: dict[str, Any], answer: Found, took_s: float) -> dict[str, Any]:
+def _document(model: str, options: dict[str, Any], answer: Meshes, took_s: float) -> dict[str, Any]:
     from brim.planning.ranks import assumed
 
     proposals = []
@@ -154,7 +154,7 @@ def _print_assumed(console: Console, options: dict[str, Any], proof: ParallelEst
         console.print(f"assumed: {text}", markup=False)
 
 
-def _print(model: str, options: dict[str, Any], answer: Found, took_s: float) -> None:
+def _print(model: str, options: dict[str, Any], answer: Meshes, took_s: float) -> None:
     from rich import box
     from rich.table import Table
 

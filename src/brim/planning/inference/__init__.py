@@ -1,1 +1,1 @@
-"""Decides how a model is run forward, and proves it."""
+"""Plan a model's inference, and prove the plan."""

@@ -1,8 +1,7 @@
-"""The one place where it is chosen how to generate: how many sequences at once, how much of a prompt, where the KV
-cache rests, and where each block of weights is.
+"""Choose a generation strategy: batch size, prompt chunk, the KV cache's tiers and each block's placement.
 
-``brim generate``, ``brim.load`` and ``brim plan`` all ask ``search_generation``. They differ in what their
-``GenerationCase`` says: which passes were watched, by which seconds blocks are judged, what else the program takes.
+``brim generate``, ``brim.load`` and ``brim plan`` all call ``search_generation``. Their ``GenerationCase`` differs in
+the observed passes, the seconds of blocks and the program's own bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from brim.memory.pool import round_up
 from brim.planning.inference.choosing import Cut, Need, best_plan, cuts, found_with_more, job_of
 from brim.planning.inference.memory import Sizes
 from brim.planning.inference.pass_seconds import PassSeconds
-from brim.planning.inference.proof import check_promise, proved, taken, told
+from brim.planning.inference.proof import check_promise, in_words, proved, taken
 from brim.planning.solver import Job
 from brim.techniques.blocks import Partition
 from brim.techniques.experts.router_statistics import RouterStatistics
@@ -40,18 +39,18 @@ if TYPE_CHECKING:
 
 # A plan's settings, beside those of weight streaming.
 BATCH, PROMPT_TOKENS, TOTAL_TOKENS, CHUNK_TOKENS = "batch", "prompt_tokens", "total_tokens", "prefill_chunk"
-_CHUNK_STEPS = 16  # the largest chunk that fits is found to a sixteenth of the prompt
-_WORTH_TOKENS = 256  # prompts are not cut into less than this for the sake of a larger batch: each chunk is a pass
-_PROOFS = 8  # plans that are tried, each in less than the one before
+_CHUNK_STEPS = 16  # the largest chunk that fits is searched to a sixteenth of the prompt
+_WORTH_TOKENS = 256  # the least tokens of a chunk for a larger batch, as each chunk costs a pass
+_PROOFS = 8  # plans that are tried, each in a smaller budget than the one before
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is to be generated at most. ``batch`` and ``chunk`` None: as many sequences, as much at once, as fit.
+    """The largest generation to plan for. ``batch`` and ``chunk`` None: as many sequences and tokens at once as fit.
 
-    ``lengths``: tokens of each prompt. ``drawn``: tokens are drawn. ``continued``: turns of one conversation, each of
-    which has a mask over those before it. ``host_compute``: the processor beside a GPU may compute blocks.
+    ``lengths``: tokens of each prompt. ``drawn``: tokens are sampled. ``continued``: turns of a conversation, each
+    with a mask over those before it. ``host_compute``: the processor beside a GPU may compute blocks.
     """
 
     lengths: tuple[int, ...]
@@ -63,16 +62,16 @@ class Wanted:
     host_compute: bool = True
 
     def padded(self, batch: int) -> bool:
-        """Whether prompts of several lengths meet in a batch."""
+        """Return True where a batch has prompts of several lengths."""
         groups = [self.lengths[first : first + batch] for first in range(0, len(self.lengths), batch)]
         return self.continued or any(len(set(group)) > 1 for group in groups)
 
 
 class KnownCuts:
-    """The ways to cut a model, coarse ones first: each is looked for when somebody asks, and once."""
+    """A model's cuts into blocks, coarse ones first, generated on demand and cached."""
 
-    def __init__(self, found: Iterator[Cut]) -> None:
-        self._rest, self._known = found, list[Cut]()
+    def __init__(self, cuts: Iterator[Cut]) -> None:
+        self._rest, self._known = cuts, list[Cut]()
 
     def __iter__(self) -> Iterator[Cut]:
         index = 0
@@ -88,12 +87,12 @@ class KnownCuts:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationCase:
-    """What is to be generated, where, and what is known of it.
+    """A generation to plan, its machine and its model's properties.
 
-    ``shape`` None: the model keeps its own cache. ``watch`` makes the passes of some sizes on fake tensors.
-    ``spent_bytes``: what the program takes per tier beside tensors, asked once a pass was watched, as that leaves
-    something behind. ``routers``: what those of a mixture of experts were seen to do. ``called``: a program calls
-    the model, not ``generate``.
+    ``shape`` None: the model keeps its own cache. ``watch`` runs the passes of some sizes on fake tensors.
+    ``spent_bytes`` returns the program's bytes per tier beside tensors; it is called after a pass was observed, as
+    that leaves memory behind. ``routers`` are statistics of a mixture's routers. ``called``: a program calls the
+    model itself, not ``generate``.
     """
 
     name: str
@@ -111,8 +110,8 @@ class GenerationCase:
 
     @cached_property
     def device_memory(self) -> DeviceMemory | None:
-        """What foresees what PyTorch's allocator will reserve; None where the GPU is not the one that is here."""
-        # For a GPU of the catalog the sum of pools and activations has to do: a table of many proposals would need a
+        """The predictor of the bytes that PyTorch's allocator reserves; None where the GPU is not this machine's."""
+        # For a GPU of the catalog the sum of pools and activations must do: a table of many proposals would need a
         # trace of each.
         if self.hardware.compute != VRAM or not self.seconds.is_here:
             return None
@@ -126,7 +125,7 @@ class GenerationCase:
 
     @cached_property
     def stay(self) -> frozenset[str]:
-        """Of a model in files, what transformers computes: it has no file to be streamed from."""
+        """Parameters of a model in files that transformers computes: they cannot be streamed from a file."""
         names = (name for name, _ in self.module.named_parameters())
         return frozenset(name for name in names if self.weights.sources and name not in self.weights.sources)
 
@@ -144,10 +143,10 @@ class GenerationCase:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationStrategy:
-    """A way to generate that fits, proved, and all that its promise was made from.
+    """A proved generation strategy, and the inputs of its promise.
 
-    ``shape`` None: the model keeps its own cache. ``need`` and ``job`` are of a token's pass, ``prompt_job`` is of
-    one that takes the prompt, or a chunk of it.
+    ``shape`` None: the model keeps its own cache. ``need`` and ``job`` are a token pass's, ``prompt_job`` that of a
+    pass over the prompt, or a chunk of it.
     """
 
     sizes: Sizes
@@ -159,7 +158,7 @@ class GenerationStrategy:
     need: Need
     job: Job
     prompt_job: Job
-    cuts: KnownCuts  # all that were chosen from
+    cuts: KnownCuts  # all candidates
 
     @property
     def partition(self) -> Partition:
@@ -167,14 +166,14 @@ class GenerationStrategy:
 
     @property
     def placement(self) -> kv_cache.Placement | None:
-        """Of the KV cache, where that is planned."""
+        """The KV cache's placement; None where the model keeps its own."""
         return None if kept_by_model(self.plan) else self._cache_placement
 
     @property
     def cache_bytes(self) -> Mapping[str, int]:
-        """What the KV cache takes in each tier, whoever keeps it; nothing where it counts as activations.
+        """Bytes of the planned or the model's own KV cache per tier; empty where it counts as activations.
 
-        All of it counts in the compute tier where the processor computes blocks, though their part is in RAM.
+        Where the processor computes blocks, their part is in RAM but counts in the compute tier.
         """
         return {} if self._cache_placement is None else self._cache_placement.held_bytes(self.hardware.compute)
 
@@ -184,7 +183,7 @@ class GenerationStrategy:
 
 
 def search_generation(case: GenerationCase) -> GenerationStrategy:
-    """The largest batch, with it the largest part of a prompt, and of those the fastest placement, proved to fit.
+    """Find the largest batch, then the largest prompt chunk, then the fastest placement, proved to fit.
 
     Raises BudgetError, with the smallest budget, when nothing fits.
     """
@@ -192,12 +191,12 @@ def search_generation(case: GenerationCase) -> GenerationStrategy:
 
 
 def follow(case: GenerationCase, fixed: Plan) -> GenerationStrategy:
-    """Exactly ``fixed``, made for this model. Raises UsageError where it has no room for the prompts."""
+    """Return the strategy of the given plan. Raises UsageError where it has no room for the prompts."""
     return GenerationSearch(case).follow(fixed)
 
 
 class GenerationSearch:
-    """Tries sizes, largest first, until one fits."""
+    """Try sizes, largest first, until one fits."""
 
     def __init__(self, case: GenerationCase) -> None:
         self.case = case
@@ -206,7 +205,7 @@ class GenerationSearch:
         self._cuts: KnownCuts | None = None
 
     def run(self) -> GenerationStrategy:
-        """Where the GPU is here, what its allocator will reserve stays within the budget as well."""
+        """Search; on this machine's GPU the budget also covers all bytes that the allocator reserves."""
         case, memory = self.case, self.case.device_memory
         if memory is None:
             return self._run()
@@ -220,14 +219,14 @@ class GenerationSearch:
             if not smallest:
                 return _promising(strategy, peaks[VRAM], budget)
             raise BudgetError(
-                f"Cannot run {case.name} in {told(budget)}.",
-                f"The smallest plan takes {told(smallest)}, including what PyTorch and cuBLAS hold.",
-                f"Give {told(smallest)} or more, or a shorter input.",
+                f"Cannot run {case.name} in {in_words(budget)}.",
+                f"The smallest plan takes {in_words(smallest)}, including what PyTorch and cuBLAS hold.",
+                f"Give {in_words(smallest)} or more, or a shorter input.",
                 smallest_bytes=smallest,
             ) from error
 
     def _within(self, budget: Mapping[str, int], memory: DeviceMemory) -> GenerationStrategy:
-        """As long as its allocator would reserve more of the GPU than there is, the next plan has less."""
+        """Shrink the budget of the plan until the allocator's reserved bytes fit."""
         spare = 0
         for _ in range(_PROOFS):
             search = self._with_budget({**budget, VRAM: max(0, budget[VRAM] - spare)})
@@ -242,7 +241,7 @@ class GenerationSearch:
                 return _promising(strategy, reserved, budget)
             spare += round_up(reserved - budget[VRAM], SMALL_SEGMENT_BYTES)
         raise BudgetError(
-            f"Cannot run {self.case.name} in {told(budget)}.",
+            f"Cannot run {self.case.name} in {in_words(budget)}.",
             f"{_PROOFS} plans were tried; of the last one PyTorch would reserve {format_bytes(reserved)}.",
             f"Give {format_bytes(reserved)} of VRAM or more.",
             smallest_bytes={VRAM: reserved},
@@ -253,12 +252,12 @@ class GenerationSearch:
 
         called = self.case.called
         passes = Passes(sizes=strategy.sizes, placement=strategy.placement, called=called)
-        # A run has the process to itself and is held to its budget; a program that calls the model is not.
+        # A run of brim limits the allocator to the budget; a program that calls the model does not.
         limit_bytes = None if called else vram_bytes
         return memory.reserved_bytes(strategy.partition, strategy.plan, passes, limit_bytes)
 
     def _with_budget(self, budget: Mapping[str, int]) -> GenerationSearch:
-        """The same search in another budget."""
+        """Return this search in another budget."""
         if budget == self.case.budget_bytes:
             return self
         case = replace(self.case, budget_bytes=budget, spent_bytes=lambda: self._spent_bytes)
@@ -285,8 +284,7 @@ class GenerationSearch:
         return self.case.shape is not None and self.case.shape.only_attention
 
     def _with_batch(self, batch: int, attempt: Callable[[int, int], GenerationStrategy]) -> GenerationStrategy:
-        """All of the cache in the compute tier, if ``attempt`` lets it; else, beside a GPU, as little as needed in
-        RAM. The first that fits is taken: a token in RAM comes over the link in every pass, as a weight does."""
+        """Return the first ``attempt`` that fits, with the fewest KV tokens in RAM: each costs a copy per pass."""
         case, resting_token_choices = self.case, [0]
         if case.hardware.compute != RAM and case.shape is not None:
             resting_token_choices += kv_cache.resting_token_choices(case.shape, case.sizes(batch, case.prompt).cached)
@@ -299,7 +297,7 @@ class GenerationSearch:
         raise min(refusals, key=lambda error: sum(error.smallest_bytes.values()))
 
     def _with_chunks(self, batch: int, resting: int) -> GenerationStrategy:
-        """As much of a prompt at once as was asked for, or as fits."""
+        """Use the given prompt chunk, or the largest that fits."""
         case, prompt, asked = self.case, self.case.prompt, self.case.wanted.chunk
         if asked is not None and asked < prompt and not self._divisible:
             raise UnsupportedError(
@@ -312,10 +310,10 @@ class GenerationSearch:
         step = max(1, prompt // _CHUNK_STEPS)
         return _largest(prompt, step, lambda chunk: self._placed(case.sizes(batch, chunk), resting))
 
-    # -- what passes of some sizes need
+    # -- the needs of passes
 
     def need(self, sizes: Sizes, resting: int, *, prompt: bool = False) -> Need:
-        """For a token's pass, or for one with the prompt."""
+        """Return the need of a token's pass, or of the prompt's."""
         case, placement = self.case, self.case.placement(sizes, resting)
         held_bytes = placement.held_bytes(case.hardware.compute) if placement else {}
         seen = self.seen(sizes)
@@ -336,7 +334,7 @@ class GenerationSearch:
         paced = case.seconds.paced(
             plain, sizes, self.cuts(plain), cache_bytes=cache_bytes, joined_bytes=joined_bytes, prompt=prompt
         )
-        # Tokens rest in RAM by the planned cache, which there is not where the processor computes blocks.
+        # Only the planned cache keeps tokens in RAM, and it is not used where the processor computes blocks.
         return replace(paced, cpu_seconds=None) if resting else paced
 
     def seen(self, sizes: Sizes) -> Observation:
@@ -349,7 +347,7 @@ class GenerationSearch:
         return self.case.spent_bytes()
 
     def cuts(self, need: Need) -> KnownCuts:
-        """Who reads which parameter, which is all of ``need`` that they depend on, is the same for all sizes."""
+        """Return the cuts; they depend on the modules that read each parameter, which are equal for all sizes."""
         if self._cuts is None:
             case = self.case
             self._cuts = KnownCuts(cuts(case.module, case.hardware, need, case.weights, "generate"))
@@ -391,7 +389,7 @@ class GenerationSearch:
         )
 
     def _with_cache(self, plan: Plan, sizes: Sizes, resting: int) -> Plan:
-        """``plan`` with the sizes and the KV cache in it."""
+        """Add the sizes and the KV cache to ``plan``."""
         settings = {
             **plan.settings,
             BATCH: sizes.batch,
@@ -416,10 +414,10 @@ class GenerationSearch:
         settings[kv_cache.RESTING_TOKENS] = resting
         return replace(plan, decisions=(*plan.decisions, decision), promise=promise, settings=settings)
 
-    # -- a plan that is given
+    # -- a given plan
 
     def follow(self, fixed: Plan) -> GenerationStrategy:
-        """Exactly ``fixed``, made for this model. Raises UsageError where it has no room for the prompts."""
+        """Return the strategy of the given plan. Raises UsageError where it has no room for the prompts."""
         case, settings, wanted = self.case, fixed.settings, self.case.wanted
         batch, prompt = settings.get(BATCH, 1), settings.get(PROMPT_TOKENS, case.prompt)
         total = settings.get(TOTAL_TOKENS, prompt + wanted.new_tokens)
@@ -455,10 +453,10 @@ class GenerationSearch:
         if not fixed.choices(EXPERTS):
             takes = taken(case.module, cut, fixed, strategy.job, case.hardware, case.weights)
             check_promise(fixed, takes, strategy.job.spent_bytes)
-        return self._held(strategy)
+        return self._with_reserved_bytes(strategy)
 
-    def _held(self, strategy: GenerationStrategy) -> GenerationStrategy:
-        """A plan that was made elsewhere, or by another PyTorch, promises what the allocator here will reserve."""
+    def _with_reserved_bytes(self, strategy: GenerationStrategy) -> GenerationStrategy:
+        """Promise the bytes that this allocator reserves: the plan may come from another machine or PyTorch."""
         memory, plan = self.case.device_memory, strategy.plan
         if memory is None:
             return strategy
@@ -474,7 +472,7 @@ class GenerationSearch:
         return _promising(strategy, reserved, plan.budget_bytes)
 
     def _with_more(self, fixed: Plan, sizes: Sizes, step_bytes: int) -> Plan:
-        """``fixed`` with what drawing and prompts of several lengths take more: it was made without them."""
+        """Add the bytes of sampling and of prompts of several lengths to ``fixed``, planned without them."""
         if not sizes.padded and not sizes.drawn:
             return fixed
         plain = self.case.watch(replace(sizes, padded=False, drawn=False))
@@ -493,7 +491,7 @@ class GenerationSearch:
 
 
 def _promising(strategy: GenerationStrategy, vram_bytes: int, budget_bytes: Mapping[str, int]) -> GenerationStrategy:
-    """``strategy``, in that budget, with a promise of no less than ``vram_bytes`` of VRAM."""
+    """Raise the strategy's promise to ``vram_bytes`` of VRAM, under ``budget_bytes``."""
     peak = dict(strategy.plan.promise.peak_bytes)
     peak[VRAM] = max(vram_bytes, peak.get(VRAM, 0))
     promise = replace(strategy.plan.promise, peak_bytes=peak)
@@ -501,35 +499,35 @@ def _promising(strategy: GenerationStrategy, vram_bytes: int, budget_bytes: Mapp
 
 
 def kept_by_model(plan: Plan) -> bool:
-    """Whether the model keeps its own KV cache: that of blocks which the processor computes has to be in RAM."""
+    """Return True where the model keeps its own KV cache, as that of blocks on the processor must be in RAM."""
     return COMPUTE_RAM in plan.choices(STREAMING).values()
 
 
 def older_tokens_s(placement: kv_cache.Placement, hardware: Hardware) -> float:
-    """Seconds in which the part of the KV cache that rests in RAM comes over the link, in each pass.
+    """Return the seconds of loading the KV cache's resting tokens, in each pass.
 
-    They are counted as if nothing hid them: streamed blocks come over the same link.
+    Nothing hides them, as streamed blocks use the same link.
     """
     return placement.moved_bytes / hardware.link(RAM, hardware.compute).bytes_per_s
 
 
 def cut_of(plan: Plan, cuts: Iterable[Cut]) -> Cut | None:
-    """The one that ``plan`` speaks of: its blocks, with as many slots for the same experts."""
+    """Find the cut of ``plan``, with its blocks and its slots of experts."""
     blocks, experts = list(plan.choices(STREAMING)), plan.choices(EXPERTS)
     for cut in cuts:
-        cached = set() if cut.way is None else {each.layer.path for each in cut.way.layers}
+        cached = set() if cut.experts is None else {each.layer.path for each in cut.experts.layers}
         if cached == set(experts) and [block.name for block in cut.partition.blocks] == blocks:
-            if cut.way is None:
+            if cut.experts is None:
                 return cut
             choice, slots = next(iter(experts.values())), plan.settings[EXPERT_SLOTS]
-            return replace(cut, way=replace(cut.way, choice=choice, slots=slots))
+            return replace(cut, experts=replace(cut.experts, choice=choice, slots=slots))
     return None
 
 
 def _largest(most: int, step: int, attempt: Callable[[int], T]) -> T:
-    """What ``attempt`` gives for the largest number up to ``most`` that it does not refuse, to within ``step``.
+    """Return the result of ``attempt`` for the largest number up to ``most`` that fits, by bisection to ``step``.
 
-    What fits a number fits every smaller one. Raises the BudgetError of the smallest where none fits.
+    Raises the BudgetError of the smallest number where none fits.
     """
     try:
         return attempt(most)

@@ -1,4 +1,4 @@
-"""The fastest plan that fits, over the ways to cut a model into blocks, and the jobs that a planner is given."""
+"""Find the fastest plan that fits over all cuts of a model into blocks, and build the solver's jobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from brim.estimation.step_memory import Observation
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.direct_io import bounce_bytes
 from brim.memory.layout import BlockLayout, file_layout, packed_layout, staged_layout
-from brim.planning.inference.expert_plans import ExpertWay, expert_ways
+from brim.planning.inference.expert_plans import ExpertPlan, expert_plans
 from brim.planning.seconds.block_seconds import OUTSIDE, BlockSeconds
 from brim.planning.seconds.expert_reading import reading
 from brim.planning.solver import BlockCost, Job
@@ -38,14 +38,14 @@ _HOOKS_S = 60e-6  # two hooks, a slot's hand-over and a request; an estimate, no
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What a step takes beside the blocks, and how much it computes.
+    """A step's bytes beside the blocks, and its computation.
 
-    Blocks are cut as finely as modules were seen to call their parts; without an observation, only at containers.
-    Parameters in ``stay`` are not streamed. ``seconds`` knows those of a partition's blocks better than the machine's
-    rates tell (``block_timing``); ``cpu_seconds`` those of a processor beside the GPU, where it may compute blocks
-    that rest in RAM, holding ``cpu_bytes`` for each and ``cpu_step_bytes`` while it computes. ``cache_experts``:
-    for inference, whether experts of a mixture may come one by one; ``routers``: what their routers were seen to do.
-    ``beside``: what lanes of the machine were measured to leave each other.
+    With an ``observation`` blocks are cut down to the modules that were called; without it, only at containers.
+    Parameters in ``stay`` are not streamed. ``seconds`` gives a partition's measured seconds (``block_timing``) in
+    place of those by rates; ``cpu_seconds`` those of a processor beside the GPU that may compute blocks in RAM, with
+    ``cpu_bytes`` for each block and ``cpu_step_bytes`` during its computation. ``cache_experts``: in inference, a
+    mixture's experts may be loaded one by one; ``routers`` are statistics of their routers. ``beside`` is the
+    measured contention of lanes.
     """
 
     step_bytes: int
@@ -64,33 +64,33 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A model in pieces. ``way``: how the experts of a mixture are cached; None: they are moved with their layer."""
+    """A model cut into blocks. ``experts`` is the plan of their cache; None: they are moved with their layer."""
 
     partition: Partition
-    way: ExpertWay | None = None
+    experts: ExpertPlan | None = None
 
 
 def cuts(model: nn.Module, hardware: Hardware, need: Need, weights: Weights, task: str) -> Iterator[Cut]:
-    """From the blocks that the module tree suggests down to single modules, as far as they can be moved alone."""
+    """Yield cuts from the module tree's blocks down to the smallest modules that can be moved alone."""
     parameters = dict(model.named_parameters())
     partitions_of: dict[frozenset[str], list[Partition]] = {}
 
-    def ways() -> Iterator[ExpertWay | None]:
+    def plans() -> Iterator[ExpertPlan | None]:
         yield None
         if need.cache_experts and task != "train":
-            yield from expert_ways(
+            yield from expert_plans(
                 model, hardware, lambda name: source_of(name, parameters[name], weights), need.routers
             )
 
-    for way in ways():
-        names = frozenset() if way is None else way.names
+    for experts in plans():
+        names = frozenset() if experts is None else experts.names
         candidates: Iterable[Partition] = partitions_of.get(names) or partitions(
             model, replace(need, stay=need.stay | names), weights
         )
-        kept = partitions_of[names] = []  # ways differ in slots, mostly
-        for partition in candidates:  # the next is looked for when somebody asks
+        kept = partitions_of[names] = []  # most expert plans differ in slots only
+        for partition in candidates:  # generated on demand
             kept.append(partition)
-            yield Cut(partition=partition if way is None else way.partition(partition), way=way)
+            yield Cut(partition=partition if experts is None else experts.partition(partition), experts=experts)
 
 
 def make_plan(
@@ -103,11 +103,11 @@ def make_plan(
     task: str,
     allowed: Collection[str] = CHOICES,
 ) -> tuple[Partition, Plan]:
-    """The fastest plan over partitions from coarse to fine, and the partition it speaks of.
+    """Return the fastest plan over partitions from coarse to fine, and its partition.
 
-    Finer blocks need smaller slots, so more of the model stays; each has its cost in hooks, which is counted. Experts
-    of a mixture are moved with their layer, or cached one by one. Only placements in ``allowed`` are made. Raises
-    BudgetError when nothing fits.
+    Finer blocks need smaller slots, so more of the model stays resident, but each costs hooks. A mixture's experts
+    are moved with their layer, or cached one by one. Only placements in ``allowed`` are used. Raises BudgetError when
+    nothing fits.
     """
     candidates = cuts(model, hardware, need, weights, task)
     jobs = ((cut, job_of(model, cut, hardware, need, weights, task)) for cut in candidates)
@@ -123,33 +123,33 @@ def best_plan(
     tokens: int,
     allowed: Collection[str] = CHOICES,
 ) -> tuple[Cut, Plan]:
-    """The fastest plan over cuts whose jobs are known; of those as fast, the one that moves least. Raises BudgetError
-    when none fits."""
+    """Return the plan that moves the fewest bytes among those as fast as the fastest. Raises BudgetError when none
+    fits."""
     contenders: list[tuple[Cut, Contender]] = []
     refusal: BudgetError | None = None
     for cut, job in jobs:
-        plain_s = (other.plan.promise.step_s for one, other in contenders if one.way is None and cut.way is None)
+        plain_s = (p.plan.promise.step_s for c, p in contenders if c.experts is None and cut.experts is None)
         try:
             planned = contender(job, hardware, budget, allowed=allowed, known_s=min(plain_s, default=float("inf")))
         except BudgetError as error:
             refusal = error if refusal is None or _need(error) < _need(refusal) else refusal
             continue
-        if cut.way is not None:
-            plan = cut.way.plan(planned.plan, hardware, tokens)
+        if cut.experts is not None:
+            plan = cut.experts.plan(planned.plan, hardware, tokens)
             over = {tier: n for tier, n in plan.promise.peak_bytes.items() if n > budget.get(tier, n)}
-            if over:  # slots for experts are settled after the rest
+            if over:  # the solver does not know the slots of experts
                 more = _over(plan, over)
                 refusal = more if refusal is None or _need(more) < _need(refusal) else refusal
                 continue
-            moved_bytes = planned.moved_bytes + cut.way.moved_bytes(hardware, tokens)
+            moved_bytes = planned.moved_bytes + cut.experts.moved_bytes(hardware, tokens)
             planned = replace(planned, plan=plan, moved_bytes=moved_bytes, most_s=plan.promise.step_s)
         contenders.append((cut, planned))
-        if cut.way is None and set(planned.plan.choices(STREAMING).values()) <= {RESIDENT}:
-            break  # all of it stays: finer blocks and cached experts only cost more
+        if cut.experts is None and set(planned.plan.choices(STREAMING).values()) <= {RESIDENT}:
+            break  # everything is resident: finer blocks and cached experts only cost more
     if not contenders:
         assert refusal is not None
         raise refusal
-    # A tie of one cut is no tie beside the bound of another.
+    # The tie's limit follows from the least bound of all cuts.
     bound_s = min(planned.bound_s for _, planned in contenders)
     most_s = min(*(planned.most_s for _, planned in contenders), as_fast_s(bound_s))
     cut, best = quietest(contenders, lambda pair: pair[1].weighed(), most_s=most_s)
@@ -167,7 +167,7 @@ def _over(plan: Plan, over: Mapping[str, int]) -> BudgetError:
 
 
 def found_with_more(search: Callable[[Mapping[str, int]], T], budget: Mapping[str, int], refusal: BudgetError) -> T:
-    """What ``search`` finds in the smallest sufficient budget: each refusal raises it to the bytes that it names.
+    """Repeat ``search`` in larger budgets, raised to the smallest bytes of each refusal, until one is sufficient.
 
     The result may fit ``budget`` after all, as another search finds other plans. Raises the last refusal.
     """
@@ -187,7 +187,7 @@ def _need(error: BudgetError) -> int:
 
 
 def partitions(model: nn.Module, need: Need, weights: Weights = _IN_MODULE) -> Iterator[Partition]:
-    """From the blocks that the module tree suggests down to single modules, as far as they can be moved alone."""
+    """Yield partitions from the module tree's blocks down to the smallest modules that can be moved alone."""
     partition: Partition | None = find_blocks(model, stay=need.stay)
     while partition is not None:
         yield _without_unreadable_lookups(partition, weights)
@@ -195,7 +195,7 @@ def partitions(model: nn.Module, need: Need, weights: Weights = _IN_MODULE) -> I
 
 
 def _without_unreadable_lookups(partition: Partition, weights: Weights) -> Partition:
-    """Rows can be picked from a file only where the file seen as memory is the table; else the block is loaded."""
+    """Clear look-ups of blocks whose mapped file is not the table: such blocks are loaded."""
 
     def checked(block: Block) -> Block:
         stored = [weights.sources[name] for name in block.tensors if name in weights.sources]
@@ -205,10 +205,10 @@ def _without_unreadable_lookups(partition: Partition, weights: Weights) -> Parti
 
 
 def _finer(model: nn.Module, partition: Partition, need: Need) -> Partition | None:
-    """The next finer partition: the largest blocks that can be cut at all, cut."""
+    """Cut the largest blocks that can be cut; None where none can."""
     for size in sorted({block.bytes for block in partition.blocks}, reverse=True):
         finer = _cut_below(model, size, need)
-        # As many blocks, but smaller ones: parts of them were too few to be blocks. Cut further, they are not.
+        # As many blocks, but smaller ones: some parts are too small to be blocks. A further cut yields more blocks.
         while len(finer.blocks) <= len(partition.blocks) and 0 < _largest_bytes(finer) < size:
             size = _largest_bytes(finer)
             finer = _cut_below(model, size, need)
@@ -226,19 +226,19 @@ def _largest_bytes(partition: Partition) -> int:
 
 
 def job_of(model: nn.Module, cut: Cut, hardware: Hardware, need: Need, weights: Weights, task: str) -> Job:
-    """The job of a cut, cached experts counted as what is there whatever is chosen."""
+    """Return the job of a cut; cached experts count as fixed bytes."""
     job = make_job(model, cut.partition, hardware, need, weights, task)
-    if cut.way is None:
+    if cut.experts is None:
         return job
-    job_of_way = cut.way.job(job, hardware, need.tokens, rate_of(model, hardware))
+    with_slots = cut.experts.job(job, hardware, need.tokens, rate_of(model, hardware))
     # Measured seconds are those of whole layers, their experts included.
-    return job_of_way if need.seconds is None else replace(job_of_way, fixed_compute_s=job.fixed_compute_s)
+    return with_slots if need.seconds is None else replace(with_slots, fixed_compute_s=job.fixed_compute_s)
 
 
 def make_job(
     model: nn.Module, partition: Partition, hardware: Hardware, need: Need, weights: Weights, task: str
 ) -> Job:
-    """What the planner places: the blocks of ``partition`` with their seconds, and what they leave to other uses."""
+    """Return the job of placing the blocks of ``partition``, with their seconds and the bytes beside them."""
     in_ram = hardware.compute == RAM
     parameters = dict(model.named_parameters())
     measured = {} if need.seconds is None else need.seconds(partition)
@@ -271,8 +271,8 @@ def _block_costs(
     *,
     staged: bool,
 ) -> list[BlockCost]:
-    """``measured``: seconds of blocks by their names; empty: by the machine's rates. ``staged``: on their way from
-    disk to the compute tier they pass through RAM."""
+    """Return the costs of blocks. ``measured``: seconds by block name; empty: the machine's rates are used.
+    ``staged``: blocks on disk pass through RAM."""
     on_cpu = {} if need.cpu_seconds is None else need.cpu_seconds(partition)
     able, costs = computable(partition), []
     for block, layout in zip(partition.blocks, layouts, strict=True):
@@ -294,7 +294,7 @@ def _block_costs(
 
 
 class _Work:
-    """Seconds of blocks by the machine's rates: the longer of their arithmetic and of reading their weights."""
+    """Blocks' seconds by the machine's rates: the longer of arithmetic and reading weights."""
 
     def __init__(self, model: nn.Module, hardware: Hardware, need: Need) -> None:
         self._parameters, self._tokens = dict(model.named_parameters()), need.tokens
@@ -311,7 +311,7 @@ class _Work:
         return max(flops / self._flops_per_s, read_bytes / self._bytes_per_s)
 
     def likely(self, block: Block) -> float:
-        """The probability that a block is called in a step; below 1 for an expert that is a module of its own."""
+        """Return the probability that a step calls a block; below 1 for an expert that is a module of its own."""
         readings = [self._read.get(name) for name in block.tensors]
         alone = {reading.expert for reading in readings if reading is not None}
         if len(alone) != 1 or None in readings or None in alone:
@@ -320,13 +320,13 @@ class _Work:
 
 
 def rate_of(model: nn.Module, hardware: Hardware) -> float:
-    """Flops per second in the dtype of the model."""
+    """Return the FLOPs per second in the model's dtype."""
     name = str(_dtype(model)).removeprefix("torch.")
     return hardware.flops_per_s.get(name, 0.0) or min(hardware.flops_per_s.values())
 
 
 def _fixed_layouts(loose: Sequence[TensorSource], in_ram: bool) -> list[BlockLayout]:
-    """The form that loose parameters take in the compute tier: those in files, and those in the module already."""
+    """Return the layouts of loose parameters in the compute tier: of those in files, and of those in the module."""
     stored = [source for source in loose if source.extents]
     present = [source for source in loose if not source.extents]
     layouts = [(file_layout if in_ram else packed_layout)(stored)] if stored else []
@@ -334,14 +334,14 @@ def _fixed_layouts(loose: Sequence[TensorSource], in_ram: bool) -> list[BlockLay
 
 
 def source_of(name: str, parameter: nn.Parameter, weights: Weights) -> TensorSource:
-    """Where a parameter's values are: in files, or in the module."""
+    """Return the source of a parameter's values: its files, or none where they are in the module."""
     if name in weights.sources:
         return weights.sources[name]
     return TensorSource(name=name, dtype=parameter.dtype, shape=tuple(parameter.shape), extents=())
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    # What is stored in a byte or less is made wide to be multiplied.
+    # Quantized values (a byte or less) are multiplied in a wider dtype.
     wide = [p for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1]
     largest = max(wide, key=lambda p: p.numel(), default=None)
     return torch.float32 if largest is None else largest.dtype

@@ -1,7 +1,7 @@
-"""A deep model's passes, observed on a few of its layers: those that are alike do alike.
+"""Observe a deep model's passes on a few of its layers.
 
-Two models that differ by one layer are observed; every layer that was left out adds what the second adds. If a pass
-holds more in the deeper one, or does more outside of its layers, all layers are observed.
+Two models that differ by one layer are observed; each layer left out does the same work as the additional one. If a
+pass needs more memory in the deeper model, or does more outside of its layers, all layers are observed.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from brim.techniques.kv_offload.cache import CacheShape
 
 @dataclass(frozen=True, kw_only=True)
 class Shallow:
-    """``few`` is the model with the fewest layers that stand for ``stack``, ``more`` with one more."""
+    """``few`` is the model with the fewest layers that represent ``stack``, ``more`` has one more."""
 
     stack: Stack
     few: nn.Module
     more: nn.Module
-    _flat: list[bool] = field(default_factory=list)  # true if a pass takes as much in both; empty before one was seen
+    _flat: list[bool] = field(default_factory=list)  # true if a pass needs the same memory in both; empty at first
 
     def shape(self) -> CacheShape | None:
-        """The cache of all layers: further ones are like the last one of ``few``."""
+        """Return the cache shape of all layers: further ones equal the last one of ``few``."""
         small = cache_shape(self.few)
         if small is None:
             return None
         return replace(small, layers=(*small.layers, *[small.layers[-1]] * (self.stack.layers - len(small.layers))))
 
     def watch(self, sizes: Sizes, shape: CacheShape | None) -> Observation | None:
-        """As ``watch_generation`` of the deep model; None if that takes more the deeper it is."""
+        """Observe the deep model as ``watch_generation`` does; None if a pass's memory grows with depth."""
         if self._flat == [False]:
             return None
         few = _watched(self.few, sizes, shape, self.stack.fewest)
@@ -51,17 +51,17 @@ class Shallow:
         return replace(few, uses=self._uses(few.uses), passes=passes)
 
     def _further(self, name: str, layers: int) -> range:
-        """The layers of a model with ``layers`` that ``few`` lacks, if ``name`` is in its last one; else none."""
+        """Return the layers of a model with ``layers`` that ``few`` lacks if ``name`` is in its last; else none."""
         return range(
             self.stack.fewest, layers if self.stack.place(name) == self.stack.fewest - 1 else self.stack.fewest
         )
 
     def _renamed(self, name: str, layer: int) -> str:
-        """``name`` in the last layer of ``few`` as it is in ``layer``; outside of it, the same."""
+        """Rename a path in the last layer of ``few`` to the one in ``layer``; other paths stay."""
         return self.stack.renamed(name, {self.stack.fewest - 1: layer}) or name
 
     def _deep(self, work: PassWork, layers: int) -> dict[str, ModuleWork]:
-        """``work`` of a model with ``layers``."""
+        """Extend ``work`` to a model with ``layers``."""
         return {
             name: done
             for path, done in work.items()
@@ -83,5 +83,5 @@ def _watched(model: nn.Module, sizes: Sizes, shape: CacheShape | None, layers: i
 
 
 def _kernels(work: PassWork) -> dict[str, ModuleWork]:
-    """The modules that run kernels."""
+    """Return the work of modules that run kernels."""
     return {path: done for path, done in work.items() if done.kernels}

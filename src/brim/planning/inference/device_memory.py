@@ -1,7 +1,7 @@
-"""What PyTorch's allocator will reserve of this machine's GPU for a generation.
+"""Predict the bytes that PyTorch's allocator reserves on this machine's GPU for a generation.
 
-The plan is put in force on a copy of the model without values, its largest passes are traced there, and what they
-allocate goes through the simulated allocator: cuBLAS's workspace and what lies unused in segments count too.
+The plan is applied to a copy of the model without values, its largest passes are traced, and their allocations are
+replayed in the simulated allocator: cuBLAS's workspace and unused parts of segments count too.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from brim.techniques.meta_copy import meta_copy
 from brim.techniques.streaming.weight_streaming import Weights
 from brim.techniques.weights import place_weights
 
-_METHOD = 1  # raised when what is traced, or how it is kept, changes
+_METHOD = 1  # raised when the traced passes or the stored format change
 _ENDLESS_BYTES = 1 << 60
 _CUDA = torch.device("cuda")
-_GROWN_TENSORS = 4096  # of a cache that grows: more would take seconds, and lie in no other segments
-# What ``generate`` keeps beside passes (tokens, masks, flags of ended sequences) shares segments of 2 MiB with small
-# tensors of a pass, or takes one more; so do a program's own few.
+_GROWN_TENSORS = 4096  # simulated of a growing cache: more would take seconds and need no other segments
+# Tensors of ``generate`` between passes (tokens, masks, flags of ended sequences), and a program's own few, share
+# segments of 2 MiB with small tensors of a pass, or need one more.
 SLACK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """The passes of a generation. ``placement`` None: the model keeps its own cache. ``called``: by a program, which
-    may also call it plainly, again and again: it gets the scores of all tokens, and has the last output still."""
+    """A generation's passes. ``placement`` None: the model keeps its own cache. ``called``: a program may also call
+    the model repeatedly without ``generate``, and keeps the last output with the logits of all tokens."""
 
     sizes: Sizes
     placement: kv_cache.Placement | None
@@ -53,7 +53,7 @@ class Passes:
 
 
 class DeviceMemory:
-    """For plans of one model on one GPU; what was found is remembered for other processes."""
+    """Reserved bytes of a model's plans on a GPU, cached for other processes."""
 
     def __init__(self, module: nn.Module, hardware: Hardware, weights: Weights) -> None:
         self._module, self._hardware, self._weights = module, hardware, Weights(sources=weights.sources)
@@ -61,10 +61,9 @@ class DeviceMemory:
         self._memory = Remembered("device-memory", facts)
 
     def reserved_bytes(self, partition: Partition, plan: Plan, passes: Passes, limit_bytes: int | None = None) -> int:
-        """The most that is reserved at once while ``plan`` is in force and the model makes its passes.
+        """Return the peak of reserved bytes while ``plan`` is in force and the model runs its passes.
 
-        ``limit_bytes``: of what the allocator may reserve, before it gives back what no tensor needs. More than that
-        is returned where it would not do.
+        At ``limit_bytes`` the allocator frees unused segments first; a result above it means that this is not enough.
         """
         decided = [(one.technique, one.block, one.choice) for one in plan.decisions]
         resting = 0 if passes.placement is None else passes.placement.resting
@@ -92,7 +91,7 @@ class DeviceMemory:
 
 
 class _Steps:
-    """The passes of a model with ``plan`` in force, each a step of a trace."""
+    """A model's passes with ``plan`` in force, each a step of a trace."""
 
     def __init__(self, module: nn.Module, partition: Partition, plan: Plan, weights: Weights, passes: Passes) -> None:
         self._module, self._partition, self._plan, self._weights = module, partition, plan, weights
@@ -108,7 +107,7 @@ class _Steps:
         absent = {name for name, parameter in self._module.named_parameters()}
         copy = meta_copy(self._module, absent=absent, device=_CUDA)
         matrix = torch.ones(1, 1, device=_CUDA)
-        matrix @ matrix  # cuBLAS makes its workspace at the first product, which is before all else
+        matrix @ matrix  # cuBLAS allocates its workspace at the first product, before all other tensors
         del matrix
         memory = fake_memory(
             Timeline(self._plan.model, measured=False), compute_tier=VRAM, compute_bytes=_ENDLESS_BYTES,
@@ -154,7 +153,7 @@ class _Steps:
                 yield lambda: self._pass((whole - 1) * sizes.chunk, sizes.chunk)
             if rest:
                 yield lambda: self._pass(whole * sizes.chunk, rest)
-        last = prompt + sizes.total - sizes.prompt - 1  # tokens before the last new one, which is not given any more
+        last = prompt + sizes.total - sizes.prompt - 1  # without the last new token, which has no pass
         if last > prompt:
             yield lambda: self._pass(prompt, 1)
         if last > prompt + 1:
@@ -178,7 +177,7 @@ class _Steps:
         if self._encoded is not None:
             inputs = {"decoder_input_ids": ids, **self._encoded}
         else:
-            # A recurrent state has taken the padding in: only the prompt has a mask.
+            # A recurrent state includes the padding already: only the prompt has a mask.
             if "attention_mask" in self._takes and (begin == 0 or keeps_keys(self._module, self._cache)):
                 inputs["attention_mask"] = torch.ones(batch, begin + tokens, dtype=torch.long, device=_CUDA)
             if "position_ids" in self._takes:
@@ -195,17 +194,17 @@ class _Steps:
         self._choose(made)
 
     def _plain_call(self) -> None:
-        """``output = model(inputs)``, while the output before is there."""
+        """Call the model while its previous output exists."""
         self._cache = None
         self._output = self._model(**self._plain)
 
-    def _choose(self, made: Any) -> None:
-        """What ``generate`` does with the scores of the last token (GenerationMixin._sample)."""
-        logits = getattr(made, "logits", None)
+    def _choose(self, output: Any) -> None:
+        """Process the last token's logits as ``generate`` does (GenerationMixin._sample)."""
+        logits = getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor):
             return
         scores = logits[:, -1].to(copy=True, dtype=torch.float32)
-        del made, logits
+        del output, logits
         processed = scores.clone()
         if not self._passes.sizes.drawn:
             processed.argmax(-1)
@@ -216,7 +215,7 @@ class _Steps:
         torch.multinomial(kept.softmax(dim=-1), num_samples=1)
 
     def _grow(self, tokens: int, end: int) -> None:
-        """The cache from ``tokens`` tokens to ``end``. The model's own grows by a copy of each tensor, each token."""
+        """Grow the cache from ``tokens`` to ``end``. The model's own cache copies each tensor for each token."""
         if isinstance(self._cache, kv_cache.PlannedCache):
             self._cache.pretend(end)
         own = [layer for layer in _layers(self._cache) if _grows(layer)]
@@ -235,12 +234,12 @@ class _Steps:
 
 
 def _layers(cache: Any) -> Iterable[Any]:
-    """Those that hold what was decoded."""
+    """Return the layers of the decoder's self-attention cache."""
     return getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
 
 
 def _grows(layer: Any) -> bool:
-    """Whether a layer is transformers' own, and has keys and values of every token."""
+    """Return True for a layer of transformers' own cache with keys and values of every token."""
     held = [getattr(layer, name, None) for name in ("keys", "values")]
     planned = isinstance(layer, kv_cache.PlannedLayer)
     return not planned and all(isinstance(tensor, torch.Tensor) and tensor.dim() == 4 for tensor in held)

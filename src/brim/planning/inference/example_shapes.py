@@ -1,4 +1,4 @@
-"""Inputs without values, except for those values that decide what a step does."""
+"""Make example inputs without data, except for values that decide a step's control flow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def keeps_values(tensor: torch.Tensor) -> bool:
 
 
 def as_shapes(example: Any, make: Callable[..., torch.Tensor], **options: Any) -> Any:
-    """``example`` with tensors from ``make(shape, dtype=...)``; small integer tensors are copied instead."""
+    """Replace tensors of ``example`` by ``make(shape, dtype=...)``; small integer tensors are copied instead."""
 
     def like(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if keeps_values(tensor) else make(tensor.shape, dtype=tensor.dtype, **options)
@@ -28,12 +28,12 @@ def as_shapes(example: Any, make: Callable[..., torch.Tensor], **options: Any) -
 
 
 def on_host(example: Any) -> Any:
-    """``example`` with its small integer tensors on the CPU: in a trace no values can be read from a device."""
+    """Move small integer tensors of ``example`` to the CPU: a trace cannot read values from a device."""
     return map_tensors(example, lambda tensor: tensor.cpu() if keeps_values(tensor) else tensor)
 
 
 def without_values(example: Any) -> Any:
-    """New inputs like ``example``. Called in a trace, it makes the values of small integer tensors known there.
+    """Create inputs like ``example``; in a trace, the values of small integer tensors are known.
 
     Those must be on the CPU (``on_host``).
     """

@@ -1,4 +1,4 @@
-"""Plans that cache the experts of a mixture: how many slots per layer, and what that takes and saves."""
+"""Plan caches for a mixture's experts: slots per layer, their bytes and their loads."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _CHOSEN_NAMES = ("num_experts_per_tok", "num_experts_per_token", "experts_per_to
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """``slot_bytes`` is one expert in the compute tier, ``packed_bytes`` one in RAM, ``staged_bytes`` one on its way
-    from disk to VRAM; ``chosen`` per token."""
+    """A layer of experts. An expert has ``slot_bytes`` in the compute tier, ``packed_bytes`` in RAM, ``staged_bytes``
+    between disk and VRAM; a token uses ``chosen`` experts."""
 
     layer: ExpertLayer
     slot_bytes: int
@@ -50,22 +50,22 @@ class _Layer:
         return min(slots, self.layer.count) * self.slot_bytes
 
     def distinct(self, tokens: int) -> float:
-        """Different experts in a step. Of a router that nobody watched: as if it chose any as often."""
+        """Return the mean number of different experts in a step; an unobserved router is assumed uniform."""
         if self.seen is not None:
             return self.seen.distinct
         count = self.layer.count
         return float(count * (1.0 - (1.0 - self.chosen / count) ** tokens))
 
     def loads(self, slots: int, tokens: int) -> float:
-        """Experts that a step waits for."""
+        """Return the mean number of experts that a step loads."""
         if self.seen is not None:
             return self.seen.loads(slots)
         return self.distinct(tokens) * (1.0 - min(slots, self.layer.count) / self.layer.count)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertWay:
-    """One way to cache all layers of experts: ``slots`` per layer, the rest in RAM or on disk (``choice``)."""
+class ExpertPlan:
+    """A plan to cache all layers of experts: ``slots`` per layer, the others in RAM or on disk (``choice``)."""
 
     layers: Sequence[_Layer]
     slots: int
@@ -75,12 +75,12 @@ class ExpertWay:
     def names(self) -> frozenset[str]:
         return frozenset(name for each in self.layers for name in each.layer.tensors)
 
-    def partition(self, found: Partition) -> Partition:
-        """Of a partition that was made with ``names`` to stay: without the experts."""
-        return without_experts(found, [each.layer for each in self.layers], self.names)
+    def partition(self, partition: Partition) -> Partition:
+        """Remove the experts from a partition in which ``names`` stay."""
+        return without_experts(partition, [each.layer for each in self.layers], self.names)
 
     def job(self, job: Job, hardware: Hardware, tokens: int, rate: float) -> Job:
-        """The rest of the model, beside slots and experts."""
+        """Add slots and experts to the fixed parts of the other blocks' job."""
         spent = dict(job.spent_bytes)
         if hardware.compute != RAM:
             spent[RAM] = spent.get(RAM, 0) + self._ram_bytes() + STAGING * self.staging_bytes
@@ -100,7 +100,7 @@ class ExpertWay:
 
     @property
     def staging_bytes(self) -> int:
-        """A slot between disk and VRAM."""
+        """Bytes of a slot between disk and VRAM."""
         return max(each.staged_bytes for each in self.layers) if self.choice == CACHE_DISK else 0
 
     def _compute_s(self, hardware: Hardware, tokens: int, rate: float) -> float:
@@ -111,30 +111,30 @@ class ExpertWay:
         )
 
     def loads_s(self, hardware: Hardware, tokens: int) -> float:
-        """Seconds a step waits for experts: they are asked for when the router has spoken, so nothing hides them."""
+        """Return the seconds that a step waits for experts: nothing hides loads after the router's choice."""
         count = self._loaded_bytes(tokens)
-        return max(count / hardware.link(*way).bytes_per_s for way in self.ways(hardware))
+        return max(count / hardware.link(*link).bytes_per_s for link in self.links(hardware))
 
     def moved_bytes(self, hardware: Hardware, tokens: int) -> float:
-        """What a step moves of experts, over every link that they take."""
-        return self._loaded_bytes(tokens) * len(self.ways(hardware))
+        """Return the bytes of experts that a step moves over all links."""
+        return self._loaded_bytes(tokens) * len(self.links(hardware))
 
     def _loaded_bytes(self, tokens: int) -> float:
         return sum(each.loads(self.slots, tokens) * each.packed_bytes for each in self.layers)
 
-    def ways(self, hardware: Hardware) -> list[tuple[str, str]]:
-        """The links over which an expert comes to its slot."""
-        ways = [(DISK, RAM)] if self.choice == CACHE_DISK else []
-        return ways + ([(RAM, hardware.compute)] if hardware.compute != RAM else [])
+    def links(self, hardware: Hardware) -> list[tuple[str, str]]:
+        """Return the links that load an expert into its slot."""
+        links = [(DISK, RAM)] if self.choice == CACHE_DISK else []
+        return links + ([(RAM, hardware.compute)] if hardware.compute != RAM else [])
 
     def plan(self, plan: Plan, hardware: Hardware, tokens: int) -> Plan:
-        """The plan of the rest, with the experts in it."""
+        """Add the experts to the plan of the other blocks."""
         loads_s, promise = self.loads_s(hardware, tokens), plan.promise
         peak, settings = dict(promise.peak_bytes), {**plan.settings, EXPERT_SLOTS: self.slots}
         if hardware.compute != RAM and self.choice == CACHE_DISK:
             staging = settings.setdefault(STAGING_SLOTS, STAGING)
             others = max((d.bytes for d in plan.decisions if d.choice == FROM_DISK), default=0)
-            # Blocks and experts pass through the same slots, as large as the largest of them.
+            # Blocks and experts share the staging slots, which have the size of the largest of them.
             peak[RAM] += staging * (max(others, self.staging_bytes) - others - self.staging_bytes)
         decisions = tuple(
             Decision(technique=NAME, block=each.layer.path, choice=self.choice, bytes=each.layer.bytes)
@@ -155,16 +155,16 @@ class ExpertWay:
         )
 
 
-def expert_ways(
+def expert_plans(
     model: nn.Module,
     hardware: Hardware,
     source: Callable[[str], TensorSource],
     seen: Mapping[str, RouterStatistics],
     paths: Collection[str] | None = None,
-) -> Iterator[ExpertWay]:
-    """Ways worth trying, none for a model without such layers. ``source`` says where a parameter's values are.
+) -> Iterator[ExpertPlan]:
+    """Yield the expert plans worth trying; none for a model without experts.
 
-    ``paths``: only these layers.
+    ``source`` returns the source of a parameter's values. ``paths``: only these layers.
     """
     expert_layers = [layer for layer in find_experts(model) if paths is None or layer.path in paths]
     expert_layers = [layer for layer in expert_layers if _is_whole(layer, source)]
@@ -176,11 +176,11 @@ def expert_ways(
     for slots in sorted({1, 2, chosen, *(max(1, count * part // 16) for part in range(1, 17))}):
         if slots <= count:
             for choice in [CACHE_DISK] if hardware.compute == RAM else [CACHE_RAM, CACHE_DISK]:
-                yield ExpertWay(layers=layers, slots=slots, choice=choice)
+                yield ExpertPlan(layers=layers, slots=slots, choice=choice)
 
 
 def _is_whole(layer: ExpertLayer, source: Callable[[str], TensorSource]) -> bool:
-    """Whether all of its tensors are in files, or none is."""
+    """Return True where all of the layer's tensors are in files, or none is."""
     return len({bool(source(name).extents) for name in layer.tensors}) == 1
 
 
@@ -207,5 +207,5 @@ def _layer(
 
 
 def _chosen(config: Any) -> int:
-    """How many experts a token is sent to."""
+    """Return the number of experts per token."""
     return next((int(getattr(config, name)) for name in _CHOSEN_NAMES if getattr(config, name, None)), 2)

@@ -1,4 +1,4 @@
-"""Predict how many bytes PyTorch reserves on a GPU in calls of a fitted model, and plan to stay within the budget."""
+"""Predict the bytes that PyTorch reserves on a GPU in calls of a fitted model, and plan within the budget."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CUDA = torch.device("cuda")
 def plan_forward(
     model: nn.Module, hardware: Hardware, budget: Mapping[str, int], need: Need, inputs: Any, device: str
 ) -> tuple[Partition, Plan]:
-    """The fastest plan whose call stays within ``budget``, and its partition.
+    """Return the fastest plan whose call stays within ``budget``, and its partition.
 
     On a GPU the budget covers all bytes that PyTorch reserves, cuBLAS's workspace and unused parts of segments
     included. So the plan is applied to a copy without values, which is called with ``inputs`` (None: a step takes the

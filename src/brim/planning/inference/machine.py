@@ -1,4 +1,4 @@
-"""Machine, budgets and memory pools for a model that is to be fitted."""
+"""Prepare the machine, budgets and memory pools for fitting a model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def forward_need(
     example: Mapping[str, Any] | Sequence[Any] | None,
     activations: str | int | None,
 ) -> Need:
-    """Bytes of a forward pass on ``example``; without it, ``activations``, or an eighth of the budget."""
+    """Return a forward pass's need on ``example``; without it, ``activations``, or an eighth of the budget."""
     seen = None if example is None else watch_example(model, example)
     if activations is not None:
         step_bytes = parse_bytes(activations)
@@ -170,7 +170,7 @@ def emulated_hardware(measured: Hardware) -> Hardware:
     )
 
 
-_LEAST_STATE_BYTES = 128  # of a token: a layer of width 64 in two bytes per number
+_LEAST_STATE_BYTES = 128  # of a token: a layer of width 64 with two bytes per number
 
 
 def refuse_batch(batch: int, seq: int, ram_bytes: int, *, labels: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""How long a generation's passes take, block by block: as measured on this machine, or by the rates of one."""
+"""Time a generation's passes block by block, by measurements on this machine or by a machine's rates."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from brim.planning.solver.passes import contention
 from brim.planning.solver.schedule import Contention
 from brim.techniques.blocks import Partition
 
-# A processor that nobody measured: 8 cores that do two products of 8 floats a cycle at 3.5 GHz reach 0.9 Tflop/s, and
-# large products come to about two thirds of that. Only prompts and batches depend on it.
+# An unmeasured processor: 8 cores with two products of 8 floats per cycle at 3.5 GHz reach 0.9 Tflop/s, and large
+# products about two thirds of that. Only prompts and batches depend on it.
 _HOST_FLOPS_PER_S = 0.6e12
-_METHOD = 1  # raised when what is kept, or how, changes
-_HOP_S = 40e-6  # a token's activations to the host and back: two copies that are waited for
+_METHOD = 1  # raised when the stored values or their format change
+_HOP_S = 40e-6  # two synchronous copies of a token's activations, to the host and back
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassSeconds:
     """Seconds of blocks on ``hardware``, for every partition of ``module``.
 
-    Where ``hardware`` is this machine, they are those that were measured, if these passes ever were; ``measures``: if
-    not, they are now, which takes seconds and the RAM of a few blocks. Else they are by rates. ``host_compute``:
-    whether the processor beside a GPU may compute blocks.
+    They are measured ones if ``hardware`` is this machine and these passes were measured; ``measures``: they are
+    measured now if not, which takes seconds and the RAM of a few blocks. Else they follow from rates.
+    ``host_compute``: the processor beside a GPU may compute blocks.
     """
 
     module: nn.Module
@@ -48,12 +48,12 @@ class PassSeconds:
 
     @cached_property
     def host(self) -> Hardware | None:
-        """The processor beside a GPU, which may compute blocks; None where there is none beside, or it may not."""
+        """The processor beside a GPU that may compute blocks, or None."""
         return processor_of(self.hardware) if self.host_compute and self.hardware.compute == VRAM else None
 
     @cached_property
     def is_here(self) -> bool:
-        """Whether ``hardware`` is this machine, so that blocks can be timed on it."""
+        """True where ``hardware`` is this machine, so that blocks can be timed."""
         here = probe()
         return (here.name, here.compute) == (self.hardware.name, self.hardware.compute)
 
@@ -67,14 +67,14 @@ class PassSeconds:
         joined_bytes: int = 0,
         prompt: bool = False,
     ) -> Need:
-        """``plain`` with the seconds of a token's pass, or of the prompt's.
+        """Add the seconds of a token's pass, or of the prompt's, to ``plain``.
 
-        ``cuts`` are all that will be asked about. ``cache_bytes``: the largest part of the KV cache that a block
-        computed by the processor may bring to RAM, and ``joined_bytes`` what it takes beside while a token is added.
+        ``cuts`` are all cuts that need seconds. ``cache_bytes`` is the largest part of the KV cache that a block on
+        the processor moves to RAM, ``joined_bytes`` the further RAM while a token is appended.
         """
         seen = plain.observation
         assert seen is not None, "a pass was watched"
-        first = prompt or TOKEN not in seen.passes  # a single token comes out of the prompt's pass
+        first = prompt or TOKEN not in seen.passes  # the prompt's pass generates the first token
         tokens, work = sizes.batch * (sizes.chunk if first else 1), seen.passes[PROMPT if first else TOKEN]
         measured = self._measured(sizes, cuts)
 
@@ -96,8 +96,8 @@ class PassSeconds:
             return {name: replace(found, forward_s=found.forward_s + _HOP_S) for name, found in made.items()}
 
         assert need.observation is not None
-        # Temporaries are as large there as in the compute tier, and so at most is what hops over. A cache that counts
-        # as activations is in them; ``cache_bytes`` is of one that is planned.
+        # Temporaries are as large as in the compute tier, and activations copied to the host at most as large. They
+        # include a cache that counts as activations; ``cache_bytes`` is that of a planned one.
         step_bytes = 2 * need.observation.step_bytes
         return replace(need, cpu_seconds=cpu_seconds, cpu_bytes=cache_bytes, cpu_step_bytes=step_bytes)
 
@@ -111,12 +111,12 @@ class PassSeconds:
         rates = contention(self.hardware)
         return SharesWhenAsked(self.hardware, tokens, rates, writes=False, measures=self.measures)
 
-    # -- what was measured here
+    # -- measurements
 
     def _measured(
         self, sizes: Sizes, cuts: Iterable[Cut]
     ) -> Callable[[Partition], Mapping[str, BlockSeconds] | None]:
-        """Seconds of a token's pass by partition: those of all ``cuts``, or None for each."""
+        """Return a function from a partition to a token pass's seconds: known for all ``cuts``, or None for each."""
         if not self.is_here:
             return lambda partition: None
         name = f"{sizes.batch} {sizes.prompt} {sizes.total}"
@@ -133,7 +133,7 @@ class PassSeconds:
                 self._memory.keep(
                     {f"{name} {digest}": numbers for digest, numbers in zip(partitions, found, strict=True)}
                 )
-        # They are kept all at once.
+        # All cuts are stored together, so the first tells for all.
         return known if known(next(iter(cuts)).partition) is not None else lambda partition: None
 
     @cached_property
@@ -142,12 +142,12 @@ class PassSeconds:
         return Remembered("pass-seconds", facts)
 
     def _measure(self, sizes: Sizes, partitions: Sequence[Partition]) -> list[list[float]]:
-        """Seconds of each partition's blocks, in order, and of what is beside them, the loop around passes included.
+        """Measure the seconds of each partition's blocks, in order, and of the rest, the loop around passes included.
 
-        A pass takes as long however it is cut. What is seen of small parts by themselves (their threads are awake,
-        their code is in the cache) is brought to what the large ones take together.
+        A pass takes the same time however it is cut. Small parts run faster by themselves (their threads are awake,
+        their code is in the cache), so their seconds are scaled to the sum of the coarsest partition's.
         """
-        from brim.planning.seconds.block_calls import calls_of  # of those who generate, few measure
+        from brim.planning.seconds.block_calls import calls_of  # few generations measure
         from brim.planning.seconds.block_timing import block_seconds
         from brim.planning.seconds.loop_seconds import loop_seconds
 
@@ -179,7 +179,7 @@ def _seconds(numbers: Mapping[str, float]) -> dict[str, BlockSeconds]:
 
 
 def processor_of(hardware: Hardware) -> Hardware:
-    """The processor beside the GPU of ``hardware``, as a machine of its own."""
+    """Return the processor beside the GPU of ``hardware`` as a machine of its own."""
     if hardware.compute == RAM:
         return hardware
     here = probe()

@@ -1,6 +1,6 @@
-"""The Timeline that a way to generate foresees: what the pools hold, and passes as the planner simulated them.
+"""Predict the Timeline of a generation: the pools' memory, and the passes that the planner simulated.
 
-It is the schedule that the promise was read from, written down: a steady pass lasts exactly as long as promised.
+The promise is read from the same schedule, so a steady pass lasts exactly as long as promised.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from brim.techniques.streaming.weight_streaming import (
     WeightStreaming,
 )
 
-MOST_EVENTS = 200_000  # of the passes; more of them look the same
-_SIMULATED, _MOST_SIMULATED = 4, 64  # passes of tokens, until one lasts as long as the one before it
+MOST_EVENTS = 200_000  # of the passes; further ones look the same
+_SIMULATED, _MOST_SIMULATED = 4, 64  # token passes: the first try, and the limit where no two last equally long
 _STEADY = 1e-9
 
 
 def beside(handle: WeightStreaming, strategy: GenerationStrategy) -> Timeline:
-    """What the plan in force foresees, beside what was measured: as many passes, from the same moment on.
+    """Predict the Timeline beside the measured one: as many passes, from the same moment on.
 
-    Loading is there from the beginning, without time. Where compute was not recorded, no passes are written.
+    Loading takes no time. Where compute was not recorded, there are no passes.
     """
     measured = handle.timeline()
     kinds, times, streams = (measured.column(name) for name in ("kind", "time_s", "stream"))
@@ -53,25 +53,25 @@ def _labels(timeline: Timeline) -> Iterator[str]:
 
 
 def foreseen(strategy: GenerationStrategy, passes: int, *, start_s: float = 0.0, begin_s: float = 0.0) -> Timeline:
-    """So many passes, those of the prompt first, from ``begin_s`` on; what is held is there from ``start_s`` on."""
+    """Predict a number of ``passes``, the prompt's first, from ``begin_s`` on; memory is held from ``start_s`` on."""
     plan = strategy.plan
-    made = Timeline(f"{plan.model} {plan.task}", measured=False)
-    made.facts |= {f"promised_bytes.{tier}": count for tier, count in plan.promise.peak_bytes.items()}
-    made.facts["promised_step_s"] = plan.promise.step_s
-    for storage, (tier, count, label) in enumerate(_held(strategy)):
+    timeline = Timeline(f"{plan.model} {plan.task}", measured=False)
+    timeline.facts |= {f"promised_bytes.{tier}": count for tier, count in plan.promise.peak_bytes.items()}
+    timeline.facts["promised_step_s"] = plan.promise.step_s
+    for storage, (tier, count, label) in enumerate(_allocations(strategy)):
         if count:
-            made.add(EventKind.ALLOC, tier, count, time_s=start_s, storage=storage, label=label)
-    _write_passes(strategy, made, passes, begin_s)
-    return made
+            timeline.add(EventKind.ALLOC, tier, count, time_s=start_s, storage=storage, label=label)
+    _write_passes(strategy, timeline, passes, begin_s)
+    return timeline
 
 
-# -- what is held
+# -- memory
 
 
-def _held(strategy: GenerationStrategy) -> Iterator[tuple[str, int, str]]:
-    """What stays, the ring, and what waits in RAM or passes through it: tier, bytes and name."""
+def _allocations(strategy: GenerationStrategy) -> Iterator[tuple[str, int, str]]:
+    """Yield tier, bytes and name of residents, ring slots, blocks in RAM, buffers and the KV cache."""
     plan, job, compute = strategy.plan, strategy.job, strategy.hardware.compute
-    choices, way = plan.choices(NAME), strategy.cut.way
+    choices, expert_plan = plan.choices(NAME), strategy.cut.experts
     slots = list(_expert_slots(strategy))
     yield compute, job.fixed_bytes - sum(count for tier, count, _ in slots if tier == compute), "outside blocks"
     yield from slots
@@ -91,23 +91,23 @@ def _held(strategy: GenerationStrategy) -> Iterator[tuple[str, int, str]]:
     yield RAM, job.bounce_in(choices.values(), compute), "bounce buffer"
     yield from _cached(strategy)
     largest = max((b.passing_bytes for b in streamed if choices[b.name] == FROM_DISK), default=0)
-    largest = max(largest, 0 if way is None else way.staging_bytes)
+    largest = max(largest, 0 if expert_plan is None else expert_plan.staging_bytes)
     for slot in range(plan.settings.get(STAGING_SLOTS, 0)):
         yield RAM, largest, f"staging slot {slot}"
 
 
 def _expert_slots(strategy: GenerationStrategy) -> Iterator[tuple[str, int, str]]:
-    """The slots of every layer of experts, and in RAM the experts themselves where they rest there."""
-    way, compute = strategy.cut.way, strategy.hardware.compute
-    for each in () if way is None else way.layers:
-        assert way is not None
-        yield compute, each.held_bytes(way.slots), f"{each.layer.path}, slots"
-        if compute != RAM and way.choice == experts.CACHE_RAM:
+    """Yield the slots of every layer of experts, and the experts that rest in RAM."""
+    expert_plan, compute = strategy.cut.experts, strategy.hardware.compute
+    for each in () if expert_plan is None else expert_plan.layers:
+        assert expert_plan is not None
+        yield compute, each.held_bytes(expert_plan.slots), f"{each.layer.path}, slots"
+        if compute != RAM and expert_plan.choice == experts.CACHE_RAM:
             yield RAM, each.layer.count * each.packed_bytes, f"{each.layer.path}, experts"
 
 
 def _cached(strategy: GenerationStrategy) -> Iterator[tuple[str, int, str]]:
-    """The KV cache, its older tokens where they rest, and the slots in which they pass."""
+    """Yield the KV cache, its resting tokens, and the slots that those are loaded through."""
     for tier, count in strategy.cache_bytes.items():
         yield tier, count, "KV cache" if tier == strategy.hardware.compute else "older part of the KV cache"
 
@@ -117,54 +117,54 @@ def _cached(strategy: GenerationStrategy) -> Iterator[tuple[str, int, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stall:
-    """What a pass waits for that nothing hides, by each of ``ways`` at once."""
+    """A wait of a pass that nothing hides, for copies over all ``links`` at once."""
 
     label: str
     bytes: float
-    ways: list[tuple[str, str]]
+    links: list[tuple[str, str]]
     seconds: float
 
 
 def _stalls(strategy: GenerationStrategy, tokens: int) -> Iterator[_Stall]:
-    """Experts that are asked for when routers have spoken, in the mean, and older tokens of the KV cache."""
-    way, hardware = strategy.cut.way, strategy.hardware
-    for each in () if way is None else way.layers:
-        assert way is not None
-        ways, count = way.ways(hardware), each.loads(way.slots, tokens) * each.packed_bytes
-        seconds = max(count / hardware.link(*one).bytes_per_s for one in ways)
-        yield _Stall(label=f"{each.layer.path}, experts", bytes=count, ways=ways, seconds=seconds)
+    """Yield the waits for experts (their mean number) and for resting tokens of the KV cache."""
+    expert_plan, hardware = strategy.cut.experts, strategy.hardware
+    for each in () if expert_plan is None else expert_plan.layers:
+        assert expert_plan is not None
+        links, count = expert_plan.links(hardware), each.loads(expert_plan.slots, tokens) * each.packed_bytes
+        seconds = max(count / hardware.link(*link).bytes_per_s for link in links)
+        yield _Stall(label=f"{each.layer.path}, experts", bytes=count, links=links, seconds=seconds)
     placement = strategy.placement
     if placement is not None and placement.resting:
         seconds = older_tokens_s(placement, hardware)
-        ways = [(RAM, hardware.compute)]
-        yield _Stall(label="older part of the KV cache", bytes=placement.moved_bytes, ways=ways, seconds=seconds)
+        links = [(RAM, hardware.compute)]
+        yield _Stall(label="older part of the KV cache", bytes=placement.moved_bytes, links=links, seconds=seconds)
 
 
-def _write_passes(strategy: GenerationStrategy, made: Timeline, passes: int, begin_s: float) -> None:
-    """The prompt's passes and the first tokens' as they were simulated, then the steady one again and again."""
+def _write_passes(strategy: GenerationStrategy, timeline: Timeline, passes: int, begin_s: float) -> None:
+    """Write the simulated passes of the prompt and the first tokens, then repeat the steady one."""
     prompts = min(passes, -(-strategy.sizes.prompt // strategy.sizes.chunk))
     done = _simulated(strategy, passes, prompts)
     repeated = len(done.lasts) - 2
     axis = _Axis(begin_s, done.ends_s, repeated)
     stalls = [list(_stalls(strategy, strategy.sizes.batch * tokens)) for tokens in (1, strategy.sizes.chunk)]
-    limit = len(made) + MOST_EVENTS
+    limit = len(timeline) + MOST_EVENTS
     for number in range(passes):
-        if len(made) > limit:
+        if len(timeline) > limit:
             return
         waits = stalls[number < prompts]
         axis.add(sum(stall.seconds for stall in waits))
-        _write_pass(made, done, min(number, repeated), axis, strategy.hardware.compute)
+        _write_pass(timeline, done, min(number, repeated), axis, strategy.hardware.compute)
         at_s = axis.end_s - axis.stall_s
         for stall in waits:
-            _write_stall(made, stall, at_s, strategy.hardware)
+            _write_stall(timeline, stall, at_s, strategy.hardware)
             at_s += stall.seconds
-        _computed(made, strategy.hardware.compute, axis.start_s, axis.end_s, FORWARD, WHOLE)
+        _computed(timeline, strategy.hardware.compute, axis.start_s, axis.end_s, FORWARD, WHOLE)
 
 
 def _simulated(strategy: GenerationStrategy, passes: int, prompts: int) -> Passes:
-    """All of the passes, or as many as it takes until they are steady: a long pass of the prompt fills the ring."""
+    """Simulate all passes, or until they are steady: a long prompt pass fills the ring first."""
     choices, slots = strategy.plan.choices(NAME), strategy.plan.settings[RING_SLOTS]
-    most = min(passes - prompts + 1, _MOST_SIMULATED)  # loads for one more go on beside the end of the last
+    most = min(passes - prompts + 1, _MOST_SIMULATED)  # loads for one more pass overlap with the end of the last
     tokens = min(_SIMULATED, most)
     while True:
         jobs = [strategy.prompt_job] * prompts + [strategy.job] * tokens
@@ -178,18 +178,18 @@ def _simulated(strategy: GenerationStrategy, passes: int, prompts: int) -> Passe
 
 
 class _Axis:
-    """Where passes lie in time: the simulated ones, each with what it waits for at its end, and then copies of one.
+    """The times of passes: the simulated ones, each with its stall at its end, and then copies of the steady one.
 
-    What other lanes do while a pass waits stands still for as long.
+    Other lanes pause during a stall.
     """
 
     def __init__(self, begin_s: float, ends_s: Sequence[float], repeated: int) -> None:
         self._begin_s, self._simulated_s, self._repeated = begin_s, ends_s, repeated
-        self._ends_s: list[float] = []  # of passes by their schedule
-        self._stalls_s = [0.0]  # of all that are over, by their number
+        self._ends_s: list[float] = []  # of passes without stalls
+        self._stalls_s = [0.0]  # the sum of stalls after each number of passes
 
     def add(self, stall_s: float) -> None:
-        """One more pass, which all that is asked is about from now on."""
+        """Move on to the next pass, which the properties describe from now on."""
         number = len(self._ends_s)
         if number <= self._repeated:
             self._ends_s.append(self._simulated_s[number])
@@ -212,11 +212,11 @@ class _Axis:
         return self._stalls_s[-1] - self._stalls_s[-2]
 
     def within(self, at_s: float) -> float:
-        """A moment of the pass's own computing."""
+        """Convert a simulated time of the pass's computation."""
         return self._begin_s + at_s + self._shift_s + self._stalls_s[-2]
 
     def beside(self, at_s: float) -> float:
-        """A moment of what goes on beside passes: it may lie in one before."""
+        """Convert a simulated time of a copy, which may lie in an earlier pass."""
         at_s += self._shift_s
         return self._begin_s + at_s + self._stalls_s[min(bisect_left(self._ends_s, at_s), len(self._ends_s) - 1)]
 
@@ -226,38 +226,38 @@ class _Axis:
         return self._ends_s[-1] - self._simulated_s[min(number, self._repeated)]
 
 
-def _write_pass(made: Timeline, done: Passes, number: int, axis: _Axis, compute: str) -> None:
+def _write_pass(timeline: Timeline, done: Passes, number: int, axis: _Axis, compute: str) -> None:
     for index in done.of_pass(number):
         task, begin_s, end_s = done.schedule.tasks[index], done.schedule.begin_s[index], done.schedule.end_s[index]
         source, _, target = task.lane.rpartition(" -> ")
         if source:
             first_s, last_s = axis.beside(begin_s), axis.beside(end_s)
-            _copied(made, source, target, task.bytes, first_s, last_s - first_s, task.name)
+            _copied(timeline, source, target, task.bytes, first_s, last_s - first_s, task.name)
         elif task.name != BESIDE_BLOCKS:
             waited_s = done.waited_s(index)
-            _waited(made, compute, axis.within(begin_s) - waited_s, waited_s, task.name)
-            _computed(made, compute, axis.within(begin_s), axis.within(end_s), task.name, BLOCKS)
+            _waited(timeline, compute, axis.within(begin_s) - waited_s, waited_s, task.name)
+            _computed(timeline, compute, axis.within(begin_s), axis.within(end_s), task.name, BLOCKS)
 
 
-def _write_stall(made: Timeline, stall: _Stall, at_s: float, hardware: Hardware) -> None:
-    for source, target in stall.ways:
+def _write_stall(timeline: Timeline, stall: _Stall, at_s: float, hardware: Hardware) -> None:
+    for source, target in stall.links:
         took_s = stall.bytes / hardware.link(source, target).bytes_per_s
-        _copied(made, source, target, round(stall.bytes), at_s, took_s, stall.label)
-    _waited(made, hardware.compute, at_s, stall.seconds, stall.label)
+        _copied(timeline, source, target, round(stall.bytes), at_s, took_s, stall.label)
+    _waited(timeline, hardware.compute, at_s, stall.seconds, stall.label)
 
 
-def _copied(made: Timeline, source: str, target: str, count: int, begin_s: float, took_s: float, label: str) -> None:
+def _copied(out: Timeline, source: str, target: str, count: int, begin_s: float, took_s: float, label: str) -> None:
     if took_s > 0:
-        made.add(EventKind.COPY, target, count, time_s=begin_s, duration_s=took_s, source=source, label=label)
+        out.add(EventKind.COPY, target, count, time_s=begin_s, duration_s=took_s, source=source, label=label)
 
 
-def _waited(made: Timeline, compute: str, begin_s: float, took_s: float, label: str) -> None:
+def _waited(out: Timeline, compute: str, begin_s: float, took_s: float, label: str) -> None:
     if took_s > 0:
-        made.add(EventKind.IDLE, compute, 0, time_s=begin_s, duration_s=took_s, label=label, category="copy")
+        out.add(EventKind.IDLE, compute, 0, time_s=begin_s, duration_s=took_s, label=label, category="copy")
 
 
-def _computed(made: Timeline, compute: str, begin_s: float, end_s: float, label: str, stream: int) -> None:
-    made.add(EventKind.COMPUTE, compute, 0, time_s=begin_s, duration_s=end_s - begin_s, label=label, stream=stream)
+def _computed(out: Timeline, compute: str, begin_s: float, end_s: float, label: str, stream: int) -> None:
+    out.add(EventKind.COMPUTE, compute, 0, time_s=begin_s, duration_s=end_s - begin_s, label=label, stream=stream)
 
 
 __all__ = ["beside", "foreseen"]

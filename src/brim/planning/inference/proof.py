@@ -1,4 +1,4 @@
-"""A plan is proved before it is proposed: applied to tensors without bytes, it takes no more than it promises."""
+"""Prove a plan: applied to fake tensors, it takes no more than it promises."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def proved(
     *,
     grain_bytes: int = 1,
 ) -> tuple[Cut, Plan]:
-    """The first plan that ``takes`` no more than ``budget_bytes``, and promises no less than it takes.
+    """Return the first plan that ``takes`` no more than ``budget_bytes``, with a promise of no less than it takes.
 
-    ``attempt`` plans within a budget and raises BudgetError where nothing fits; as long as its plan takes more than
-    there is, it gets a budget that is smaller by as much, in multiples of ``grain_bytes``. Raises BudgetError where
-    that does not end.
+    ``attempt`` plans within a budget and raises BudgetError where nothing fits. While its plan exceeds
+    ``budget_bytes``, its budget is reduced by the excess, in multiples of ``grain_bytes``. Raises BudgetError after
+    too many attempts.
     """
     tight = dict(budget_bytes)
     for _ in range(_PROOFS):
@@ -49,9 +49,9 @@ def proved(
             return cut, replace(plan, promise=promise, budget_bytes=dict(budget_bytes))
         tight |= {tier: tight[tier] - round_up(count, grain_bytes) for tier, count in over.items()}
     raise BudgetError(
-        f"Cannot run {name} in {told(budget_bytes)}.",
-        f"{_PROOFS} plans were tried; the last takes {told(taken_bytes)}.",
-        f"Give {told(taken_bytes)} or more.",
+        f"Cannot run {name} in {in_words(budget_bytes)}.",
+        f"{_PROOFS} plans were tried; the last takes {in_words(taken_bytes)}.",
+        f"Give {in_words(taken_bytes)} or more.",
         smallest_bytes={tier: taken_bytes[tier] for tier in over},
     )
 
@@ -59,7 +59,7 @@ def proved(
 def check_promise(plan: Plan, takes: Mapping[str, int], spent_bytes: Mapping[str, int]) -> None:
     """Raise UsageError for a given plan that promises less of a tier than its own decisions take.
 
-    ``spent_bytes`` of ``takes`` are the program's own, of which the one that planned may have had fewer.
+    ``spent_bytes`` of ``takes`` are the program's own and do not count: the planning program may have had fewer.
     """
     least = {tier: count - spent_bytes.get(tier, 0) for tier, count in takes.items()}
     promised = plan.promise.peak_bytes
@@ -67,18 +67,18 @@ def check_promise(plan: Plan, takes: Mapping[str, int], spent_bytes: Mapping[str
     if broken:
         raise UsageError(
             f"Cannot use the plan for {plan.model}.",
-            f"It promises {told({tier: promised.get(tier, 0) for tier in broken})}; "
-            f"what it decides takes {told(broken)} or more.",
+            f"It promises {in_words({tier: promised.get(tier, 0) for tier in broken})}; "
+            f"what it decides takes {in_words(broken)} or more.",
             "Make a new one: brim plan MODEL ... --output FILE.",
         )
 
 
-def told(amounts: Mapping[str, int]) -> str:
+def in_words(amounts: Mapping[str, int]) -> str:
     return ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in amounts.items())
 
 
 def taken(module: nn.Module, cut: Cut, plan: Plan, job: Job, hardware: Hardware, weights: Weights) -> dict[str, int]:
-    """What a run takes per tier: the plan is applied to the model, on fake memory."""
+    """Return a run's bytes per tier, by applying the plan to the model on fake memory."""
     endless = replace(plan, budget_bytes=dict.fromkeys(plan.budget_bytes, _ENDLESS_BYTES))
     handle = predict(module, cut.partition, endless, hardware, weights)
     try:
@@ -95,4 +95,4 @@ def taken(module: nn.Module, cut: Cut, plan: Plan, job: Job, hardware: Hardware,
     return {tier: n + beside.get(tier, 0) + job.overhead_bytes(tier) for tier, n in pool_bytes.items()}
 
 
-__all__ = ["proved", "taken", "told"]
+__all__ = ["in_words", "proved", "taken"]

@@ -1,7 +1,7 @@
-"""The fake passes of a generation, remembered: the next process with the same model need not make them.
+"""Cache the observed passes of a generation for other processes with the same model.
 
-A pass on fake tensors takes as long as many a real one, and tells the same each time: it depends on the model's code
-and configuration, the form of its tensors, the versions of the libraries and the sizes of the passes.
+A pass on fake tensors takes as long as many a real one, and its result depends only on the model's code and
+configuration, its tensors' shapes and dtypes, the libraries' versions and the sizes of the passes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from brim.predict import dispatch, recorder
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.version import __version__
 
-_METHOD = 2  # raised when what is watched, or how it is kept, changes
-_KEPT = 32  # sizes of one model: the oldest go
-_WATCHING = (dispatch, kv_cache, memory, recorder, step_memory)  # what says how much a pass holds
+_METHOD = 2  # raised when the observation or its stored format changes
+_KEPT = 32  # the most sizes of a model; the oldest are dropped
+_WATCHING = (dispatch, kv_cache, memory, recorder, step_memory)  # the modules that an observation depends on
 
 
 class RememberedPasses:
-    """``cache_shape`` and ``watch_generation`` of a model, from the user's cache folder where they are there.
+    """``cache_shape`` and ``watch_generation`` of a model, cached in the user's cache folder.
 
-    A file that is damaged or cannot be written is warned about and does not stop anything.
+    A file that is damaged or cannot be written only causes a warning.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -58,7 +58,7 @@ class RememberedPasses:
             observation = watch_generation(self._module, sizes, self.shape())
             uses = _uses_to_json(observation.uses)
             tables = [*self._known.get("uses", ())]
-            if uses not in tables:  # passes of all sizes mostly read the same
+            if uses not in tables:  # passes of most sizes read the same parameters
                 tables.append(uses)
             passes = {
                 which: {path: [*done] for path, done in work.items()} for which, work in observation.passes.items()
@@ -86,7 +86,7 @@ class RememberedPasses:
 
 
 def _checked(document: dict[str, Any]) -> dict[str, Any]:
-    """``document``, after all of its entries were parsed without an error."""
+    """Parse all entries of ``document``, and return it if that raised no error."""
     if document.get("shape") is not None:
         _shape_of(document["shape"])
     tables = [_uses_of(table) for table in document.get("uses", ())]
@@ -95,20 +95,20 @@ def _checked(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _observed(kept: Mapping[str, Any], uses: Mapping[str, frozenset[frozenset[str]]]) -> Observation:
+def _observed(document: Mapping[str, Any], uses: Mapping[str, frozenset[frozenset[str]]]) -> Observation:
     def work(flops: int, moved: int, kernels: int, dtype: str) -> ModuleWork:
         if not min(flops, moved, kernels) >= 0:
             raise ValueError(f"work of {flops} FLOPs, {moved} bytes and {kernels} kernels")
         return ModuleWork(flops=int(flops), bytes=int(moved), kernels=int(kernels), dtype=str(dtype))
 
-    passes = {name: {path: work(*done) for path, done in parts.items()} for name, parts in kept["passes"].items()}
-    if not kept["step_bytes"] > 0:
-        raise ValueError(f"a pass that holds {kept['step_bytes']} bytes")
-    return Observation(step_bytes=int(kept["step_bytes"]), uses=uses, passes=passes)
+    passes = {name: {path: work(*done) for path, done in parts.items()} for name, parts in document["passes"].items()}
+    if not document["step_bytes"] > 0:
+        raise ValueError(f"a pass that holds {document['step_bytes']} bytes")
+    return Observation(step_bytes=int(document["step_bytes"]), uses=uses, passes=passes)
 
 
 def fingerprint_of(module: nn.Module) -> str:
-    """A name that changes with whatever the passes of ``module`` depend on."""
+    """Return a hash of everything that the passes of ``module`` depend on."""
     config: Any = module.config
     kinds = {type(part) for part in module.modules()}
     sources = {inspect.getfile(watching) for watching in _WATCHING}
@@ -150,7 +150,7 @@ def _layer_of(heads: int, key_dim: int, value_dim: int, dtype: str) -> kv_cache.
 
 
 def _uses_to_json(uses: Mapping[str, frozenset[frozenset[str]]]) -> dict[str, Any]:
-    """Modules by number: their paths come again and again."""
+    """Store modules by number, as their paths recur."""
     paths = sorted({path for active_sets in uses.values() for active in active_sets for path in active})
     number = {path: index for index, path in enumerate(paths)}
     read = {

@@ -1,4 +1,4 @@
-"""What libraries take beside weights and activations: touched before a plan is made, so that it is measured."""
+"""Load libraries' code and buffers before planning, so that their bytes are measured."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The fastest ways to split a training job over GPUs."""
+"""Search the fastest splits of a training job over GPUs."""

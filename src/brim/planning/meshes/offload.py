@@ -1,8 +1,8 @@
-"""Meshes whose shards lie in RAM: ZeRO-3 with FSDP2's CPU offload, tensors split beside it.
+"""Search meshes whose shards rest in RAM: ZeRO-3 with FSDP2's CPU offload, with or without tensor parallelism.
 
-For what does not fit on so many GPUs otherwise. Seconds by closed forms order the ways: of a layer the longer of its
-kernels, and of bringing its weights and taking its gradients away; the CPU's step over what a node's ranks have.
-Bytes are estimates, which say what to prove next; only the proof tells what fits (``estimation.ranks``).
+They are for jobs that do not fit otherwise. Closed forms rank them: a layer takes the longer of its kernels and its
+copies of weights and gradients; the CPU's step runs over the states of a node's ranks. Bytes are estimates that
+choose the next proof; only the proof tells what fits (``estimation.ranks``).
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from brim.estimation.ranks.time import StepTime, crossed_s, host_s, node_rate, s
 from brim.planning.meshes.search import RECOMPUTE, Mesh, Pieces, nccl_bytes
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
-_MOST_PROOFS = 8  # while nothing fits; then only the smallest of each family
+_MOST_PROOFS = 8  # while nothing fits; later only the smallest mesh of each family is proved
 _FURTHER_PROOFS = 4  # once something fits: each takes 10 to 20 s
-_DOUBT = 1.1  # times the room: may fit after all, in a family without a proof
+_DOUBT = 1.1  # times the room: an estimate below it may fit, in a family without a proof
 _STATES = 16  # bytes of a parameter in RAM: weight, gradient and two moments in float32
-_STEPPED = 32  # bytes that AdamW goes through: all of them, there and back
-_ADDED = 12  # and a further micro-batch's gradient: two read, one written
-_WIDTH = 2  # bytes of a weight that computes
-_LOGIT = 12  # and of a logit: in bfloat16, in float32, and both gradients of that
+_STEPPED = 32  # bytes of a parameter that AdamW reads and writes: all states, both ways
+_ADDED = 12  # bytes that adding a further micro-batch's gradient moves: two reads, one write
+_WIDTH = 2  # bytes of a weight in bfloat16
+_LOGIT = 12  # bytes of a logit: in bfloat16, in float32, and both gradients of the latter
 
 
 def offloaded(
     shape: Shape, *, gpus: int, gpus_per_node: int, gpu: catalog.Gpu, sequence: int, global_batch: int,
     ram_bytes: int, ram_bytes_per_s: float | None = None,
 ) -> list[Mesh]:  # fmt: skip
-    """The meshes that divide, the fastest first, with an estimate of their bytes. ``ram_bytes``, and its rate: of a
-    node.
+    """Return the meshes that divide the job, the fastest first, with estimated bytes.
 
-    Raises BudgetError where a node's RAM does not hold the states of its ranks, UsageError where nothing divides.
+    ``ram_bytes`` and its rate are a node's. Raises BudgetError where a node's RAM cannot hold its ranks' states,
+    UsageError where nothing divides.
     """
     pieces = Pieces(shape, gpu, sequence)
     states = _STATES * pieces.parameters() * min(gpus_per_node, gpus) // gpus
@@ -62,7 +62,7 @@ def offloaded(
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What was found of a mesh: bytes of the worst rank, seconds of a step, and whether all of it fits."""
+    """A proved mesh: bytes of the worst rank, seconds of a step, and ``fits``."""
 
     bytes: int
     step_s: float
@@ -70,21 +70,21 @@ class Proof:
 
 
 def best(
-    found: Sequence[Mesh], proof: Callable[[Mesh], Proof], top: int, room: int, doubt: float = 0.0
+    candidates: Sequence[Mesh], proof: Callable[[Mesh], Proof], top: int, room: int, doubt: float = 0.0
 ) -> list[Mesh]:
-    """The ``top`` fastest that fit, one of each split, with few proofs: each tells how far estimates are off.
+    """Return the ``top`` fastest meshes that fit, one per split, with few proofs: each corrects the other estimates.
 
-    ``room`` is what a GPU has. What may fit is proved in the order in which it is expected to be fast, until none is
-    left that might be faster than what was found, by the share of ``doubt`` of what is expected. While nothing fits
-    the smallest is proved before the search ends; once something does, it ends ``_FURTHER_PROOFS`` later. Of what
-    raises ModelError or UnsupportedError, and of what splits all that and more, nothing is proved; the first such
-    error is raised where nothing else was left.
+    ``room`` is a GPU's bytes. Meshes that may fit are proved in the order of their expected seconds, until none is
+    left that may be faster, allowing for an error of the share ``doubt``. While nothing fits, the smallest is proved
+    before the search ends; after the first that fits, it ends ``_FURTHER_PROOFS`` proofs later. A mesh whose proof
+    raises ModelError or UnsupportedError rules out all that use its features; the first such error is raised where
+    nothing else is left.
     """
-    search = _Search(found=found, room=room)
+    search = _Search(candidates=candidates, room=room)
     while (mesh := search.following(top, doubt)) is not None:
         try:
             search.proved[mesh] = proof(mesh)
-        except (ModelError, UnsupportedError) as error:  # what this model's layers do not split into
+        except (ModelError, UnsupportedError) as error:  # this model's layers cannot be split so
             search.refused[mesh] = error
     if search.refused and not search.proved:
         raise next(iter(search.refused.values()))
@@ -93,26 +93,26 @@ def best(
 
 @dataclass(frozen=True, kw_only=True)
 class _Search:
-    """What was proved so far, in that order, and what could not be."""
+    """The proofs so far, in order, and the refused meshes."""
 
-    found: Sequence[Mesh]
+    candidates: Sequence[Mesh]
     room: int
     proved: dict[Mesh, Proof] = field(default_factory=dict)
     refused: dict[Mesh, ModelError | UnsupportedError] = field(default_factory=dict)
 
     def fitting(self) -> list[Mesh]:
-        fits = (mesh for mesh, told in self.proved.items() if told.fits)
+        fits = (mesh for mesh, proof in self.proved.items() if proof.fits)
         return sorted(fits, key=lambda mesh: self.proved[mesh].step_s)
 
     def following(self, top: int, doubt: float) -> Mesh | None:
-        """What to prove next, None where that would tell nothing more, or was enough."""
+        """Return the mesh to prove next, or None at the end of the search."""
         fitting, left = self.fitting(), self._left()
         likely = [mesh for mesh in left if self._may_fit(mesh)]
         if not fitting:
             if likely and len(self.proved) < _MOST_PROOFS:
                 return min(likely, key=self._seconds)
             return self._smallest(left)
-        since = len(self.proved) - 1 - [told.fits for told in self.proved.values()].index(True)
+        since = len(self.proved) - 1 - [proof.fits for proof in self.proved.values()].index(True)
         if not likely or since >= _FURTHER_PROOFS:
             return None
         mesh = min(likely, key=self._seconds)
@@ -122,25 +122,25 @@ class _Search:
 
     def _left(self) -> list[Mesh]:
         fitting = self.fitting()
-        failed = [mesh for mesh, told in self.proved.items() if not told.fits]
+        failed = [mesh for mesh, proof in self.proved.items() if not proof.fits]
         return [
-            mesh for mesh in self.found
+            mesh for mesh in self.candidates
             if mesh not in self.proved and not any(_uses(other) <= _uses(mesh) for other in self.refused)
             and not any(_same_split(mesh, other) for other in fitting)
             and not any(_takes_more(mesh, other) for other in failed)
         ]  # fmt: skip
 
     def _smallest(self, left: Sequence[Mesh]) -> Mesh | None:
-        """The smallest of the families whose smallest was not proved, where it may fit or is the smallest of all."""
+        """Return the smallest of the families' unproved smallest meshes; None where proofs rule it out."""
         least: dict[tuple[int, bool, bool], Mesh] = {}
-        for mesh in self.found:
+        for mesh in self.candidates:
             if not any(_uses(refused) <= _uses(mesh) for refused in self.refused):
                 first = least.setdefault(_family(mesh), mesh)
                 least[_family(mesh)] = min(first, mesh, key=lambda candidate: candidate.peak_bytes)
         still = set(left)
         smallest = min((mesh for mesh in least.values() if mesh in still), key=self._bytes, default=None)
-        told = [proof.bytes for proof in self.proved.values()]
-        if smallest is None or self._may_fit(smallest) or not told or self._bytes(smallest) < min(told):
+        proved = [proof.bytes for proof in self.proved.values()]
+        if smallest is None or self._may_fit(smallest) or not proved or self._bytes(smallest) < min(proved):
             return smallest
         return None
 
@@ -156,7 +156,7 @@ class _Search:
 
 
 def _uses(mesh: Mesh) -> frozenset[str]:
-    """What a model's layers have to allow for. ZeRO's first stage they all do."""
+    """Return the features that a model's layers must support; all support ZeRO's first stage."""
     split = mesh.split
     axes = {name for name in ("tp", "pp", "cp", "ep", "interleave") if getattr(split, name) > 1}
     kinds = {name for name in ("sequence_parallel", "zero_bubble") if getattr(split, name)}
@@ -165,36 +165,36 @@ def _uses(mesh: Mesh) -> frozenset[str]:
     return frozenset(axes | kinds | zero | recompute)
 
 
-def _same_split(one: Mesh, other: Mesh) -> bool:
-    """Whatever is computed again, and however layers are dealt out for that, in how many chunks."""
-    first, second = (replace(mesh.split, stage_layers=(), interleave=1) for mesh in (one, other))
+def _same_split(mesh: Mesh, other: Mesh) -> bool:
+    """Compare splits without recomputation, layers of stages and interleaving."""
+    first, second = (replace(each.split, stage_layers=(), interleave=1) for each in (mesh, other))
     return first == second
 
 
 def _expected(mesh: Mesh, proved: Mapping[Mesh, Proof]) -> tuple[float, float]:
-    """Bytes and seconds as estimated, and as far off as those of what was proved and is most like it."""
+    """Correct the estimated bytes and seconds by the errors of the most similar proved mesh."""
     alike = [other for other in proved if _family(other) == _family(mesh)]
     if not alike:
         return mesh.peak_bytes, mesh.step_s
     nearest = min(alike, key=lambda other: (*_unlike(other, mesh), abs(other.peak_bytes - mesh.peak_bytes)))
-    told = proved[nearest]
-    return told.bytes + mesh.peak_bytes - nearest.peak_bytes, mesh.step_s * told.step_s / nearest.step_s
+    proof = proved[nearest]
+    return proof.bytes + mesh.peak_bytes - nearest.peak_bytes, mesh.step_s * proof.step_s / nearest.step_s
 
 
 def _family(mesh: Mesh) -> tuple[int, bool, bool]:
-    """Of another one no proof tells anything."""
+    """Return a mesh's family; proofs correct estimates within it only."""
     return mesh.split.tp, mesh.split.pp > 1, mesh.split.zero_bubble
 
 
-def _unlike(one: Mesh, other: Mesh) -> tuple[bool, ...]:
-    """What tells two meshes apart, what most makes estimates differ first."""
-    pairs = [(getattr(one.split, name), getattr(other.split, name)) for name in ("ep", "cp", "zero")]
-    return (one.checkpointing != other.checkpointing, *(first != second for first, second in pairs))
+def _unlike(mesh: Mesh, other: Mesh) -> tuple[bool, ...]:
+    """Return the differences of two meshes, the one with the most effect on estimates first."""
+    pairs = [(getattr(mesh.split, name), getattr(other.split, name)) for name in ("ep", "cp", "zero")]
+    return (mesh.checkpointing != other.checkpointing, *(first != second for first, second in pairs))
 
 
 def _takes_more(mesh: Mesh, other: Mesh) -> bool:
-    """At least as much as ``other`` on every GPU. Of pipelines with fewer micro-batches fewer are in flight, and one
-    alone has no gradients to add up."""
+    """Return True where ``mesh`` surely needs the bytes of ``other`` on every GPU. With fewer micro-batches a
+    pipeline has fewer in flight, and a single one accumulates no gradients."""
     split, other_split = mesh.split, other.split
     fewer_rows = split.micro_batch < other_split.micro_batch
     if fewer_rows or RECOMPUTE.index(mesh.checkpointing) > RECOMPUTE.index(other.checkpointing):
@@ -216,8 +216,8 @@ def _splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: i
                 sequence_parallel=tp > 1, zero=3, offload_shards=True,
             )  # fmt: skip
             check_sizes(split, shape.sizes(sequence))
-        except UsageError:
-            continue  # it does not divide
+        except UsageError:  # does not divide
+            continue
         divides = True
         yield split
     if not divides:
@@ -228,8 +228,8 @@ def _splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: i
 
 
 def _bytes(pieces: Pieces, split: Split, recompute: str) -> int:
-    """What is kept for backward, two layers whole, logits with their gradients, and what is outside of layers: whole
-    from a micro-batch's first product to its last, with gradients that are reduced in float32."""
+    """Estimate the bytes: saved activations, two gathered layers, logits with gradients, and parameters outside of
+    layers, which stay gathered during a micro-batch and have gradients reduced in float32."""
     ends, shape = pieces.ends(split, recompute), pieces.shape
     whole = (
         _WIDTH * 2 * (ends.layer_parameters + ends.layer_experts) + (2 * _WIDTH + 4) * ends.beside_parameters[1, 0]
@@ -259,14 +259,14 @@ def _step(pieces: Pieces, split: Split, recompute: str, ram_bytes_per_s: float) 
 
 
 def _brought_s(pieces: Pieces, split: Split, count: int) -> float:
-    """A unit's weights: this rank's shard from RAM, then all of them from the others."""
+    """Return the seconds of loading a unit's weights: this rank's shard from RAM, then an all-gather."""
     shard = Sent(kind="to_device", axis="shard", bytes=4 * count // split.shards, phase=Phase.FORWARD)
     whole = Sent(kind="all_gather", axis="shard", bytes=_WIDTH * count, phase=Phase.FORWARD)
     return crossed_s(shard, pieces.gpu) + sent_s(whole, split, pieces.network)
 
 
 def _taken_s(pieces: Pieces, split: Split, count: int) -> float:
-    """A unit's gradients, reduced in float32, and this rank's shard to RAM."""
+    """Return the seconds of reducing a unit's gradients in float32, and copying this rank's shard to RAM."""
     whole = Sent(kind="reduce_scatter", axis="shard", bytes=4 * count, phase=Phase.BACKWARD)
     shard = Sent(kind="to_ram", axis="shard", bytes=4 * count // split.shards, phase=Phase.BACKWARD)
     return crossed_s(shard, pieces.gpu) + sent_s(whole, split, pieces.network)

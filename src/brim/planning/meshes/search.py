@@ -1,8 +1,8 @@
-"""The fastest ways to split a training job over GPUs: an outer search over meshes.
+"""Search the fastest meshes for a training job by Megatron-LM's engine.
 
-Closed forms first: seconds and bytes of every mesh from one layer, the embedding and the head, worked out once for
-each way to split tensors, and states by ``6 + 12 / d`` bytes. What does not fit is left out, the rest is looked at
-fastest first, and each is proved rank by rank (``estimation.ranks``) before it is offered.
+Closed forms first: seconds and bytes of every mesh follow from a layer, the embedding and the head, computed once for
+each tensor split, and states of ``6 + 12 / d`` bytes. Meshes that fit are sorted by seconds, and each is proved rank
+by rank (``estimation.ranks``) before it is offered.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from brim.predict.formulas import megatron_states
 
 _Key = tuple[int | str, ...]
 RECOMPUTE = ("none", "selective", "full")
-SEQUENCES_PER_GPU = 8  # of a step where no batch was given
+SEQUENCES_PER_GPU = 8  # of a step without a given batch
 _MOST_PROOFS = 64
-_DOUBT = 1.005  # times the room: closed forms are that exact, and the proof tells what fits
-_NEAREST = 8  # splits that are looked at where nothing fits, to say what would
+_DOUBT = 1.005  # times the room: the error of closed forms; the proof tells what fits
+_NEAREST = 8  # splits that are evaluated where nothing fits, to find the smallest budget
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """One way to split a job, with its seconds and its bytes on the worst rank by closed forms."""
+    """A split of a job, with its seconds and its bytes on the worst rank by closed forms."""
 
     split: Split
     checkpointing: str
     time: StepTime
     peak_bytes: int
-    fullest: int = 0  # the stage whose ranks take that
+    fullest: int = 0  # the stage of the worst rank
 
     @property
     def step_s(self) -> float:
@@ -53,7 +53,7 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds of a piece of the model for one micro-batch, forward and backward, and what of them is sent."""
+    """Seconds of a piece of the model for a micro-batch, forward and backward; ``sends_s`` of them communicate."""
 
     forward_s: float
     backward_s: float
@@ -73,10 +73,12 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """Parameters and kept bytes of one layer, and what a stage has beside its layers: by (1 or 2 stages, which).
-    ``layer_experts``: parameters of a layer's experts on one rank, which ``layer_parameters`` has not.
-    ``table_bytes``: beside what is kept for other micro-batches when the embedding's gradient is worked out, which
-    lies there whole; ``beside_bytes``: at any other moment."""
+    """A layer's parameters and saved bytes, and those of a stage beside its layers, by (1 or 2 stages, index).
+
+    ``layer_experts`` are the parameters of a layer's experts on a rank, not part of ``layer_parameters``.
+    ``table_bytes`` are those beside other micro-batches' activations while the embedding's gradient, a full table, is
+    computed; ``beside_bytes`` those at any other moment.
+    """
 
     layer_parameters: int
     layer_experts: int
@@ -89,11 +91,11 @@ class Ends:
 def meshes(
     shape: Shape, *, gpus: int, gpus_per_node: int, gpu: catalog.Gpu, sequence: int, global_batch: int = 0
 ) -> list[Mesh]:
-    """All meshes that fit by closed forms, the fastest first.
+    """Return all meshes that fit by closed forms, the fastest first.
 
-    ``global_batch`` 0: eight sequences for each GPU. What states alone are too much for is not looked at closer.
-    Raises UsageError where nothing divides, BudgetError where nothing fits, naming how many GPUs would hold the
-    model's states.
+    ``global_batch`` 0: eight sequences for each GPU. Meshes whose states alone do not fit are skipped. Raises
+    UsageError where nothing divides, BudgetError where nothing fits, naming the GPUs that would hold the model's
+    states.
     """
     if shape.experts and shape.experts.dense_layers:
         raise UnsupportedError(
@@ -120,12 +122,11 @@ def meshes(
     return sorted(fitting, key=lambda mesh: mesh.step_s)
 
 
-def best(found: list[Mesh], proves: Callable[[Mesh], bool], top: int) -> list[Mesh]:
-    """The ``top`` fastest of ``found`` that ``proves`` says fit; one per split where several differ in
-    recomputation."""
+def best(candidates: list[Mesh], proves: Callable[[Mesh], bool], top: int) -> list[Mesh]:
+    """Return the ``top`` fastest candidates for which ``proves`` is True, one per split."""
     chosen: list[Mesh] = []
     seen: set[Split] = set()
-    for mesh in itertools.islice(found, _MOST_PROOFS):
+    for mesh in itertools.islice(candidates, _MOST_PROOFS):
         alike = replace(mesh.split, stage_layers=())
         if alike in seen:
             continue
@@ -138,12 +139,12 @@ def best(found: list[Mesh], proves: Callable[[Mesh], bool], top: int) -> list[Me
 
 
 def _which(split: Split, stage: int) -> tuple[int, int]:
-    """A model in one, or the first or the last stage of several."""
+    """Return a stage's index into ``Ends``: of a single stage, or the first or last of several."""
     return (1, 0) if split.pp == 1 else (2, 0 if stage == 0 else 1)
 
 
 def _beside(split: Split, stage: int, ends: Ends) -> int:
-    """Parameters of a stage beside its layers'."""
+    """Return the parameters of a stage beside its layers'."""
     return 0 if 0 < stage < split.pp - 1 else ends.beside_parameters[_which(split, stage)]
 
 
@@ -152,7 +153,7 @@ def nccl_bytes(split: Split) -> int:
 
 
 def _peak_bytes(trace: Trace) -> tuple[int, int]:
-    """The most that is alive at once: while there is no gradient of the embedding, and while there is one."""
+    """Return the peak bytes without and with a gradient of the embedding."""
     begins = next(op.at for op in trace.ops if op.phase is Phase.BACKWARD)
     changes: list[tuple[int, int, int]] = []
     for storage in trace.storages:
@@ -168,18 +169,18 @@ def _peak_bytes(trace: Trace) -> tuple[int, int]:
 
 
 class Pieces:
-    """The model's pieces on one GPU, each worked out once for every way to split tensors."""
+    """The model's pieces on a GPU, each computed once per tensor split."""
 
     def __init__(self, shape: Shape, gpu: catalog.Gpu, sequence: int) -> None:
         self.shape, self.gpu, self.sequence = shape, gpu, sequence
-        self.capability = capability_of(place_of(gpu))  # which decides on the kernels, and so on what they keep
+        self.capability = capability_of(place_of(gpu))  # decides on the kernels, and so on the tensors that they save
         self.hardware: Hardware = training_hardware(gpu)[0]
         self.network = catalog.network(gpu)
         self._all_ends: dict[_Key, Ends] = {}
         self._known: dict[_Key, tuple[Costs, Costs, Costs]] = {}
 
     def least_bytes(self, split: Split) -> int:
-        """No mesh of this split takes less: a stage with the mean of all weights, and what communicators take."""
+        """Return a lower bound on this split's bytes: a stage with the mean of all states, and NCCL's buffers."""
         place = Place(shape=self.shape, split=split, sequence=self.sequence, recompute="none")
         layers = self.shape.layers
         states = _states(
@@ -188,8 +189,8 @@ class Pieces:
         return states + nccl_bytes(split)
 
     def meshes(self, split: Split) -> Iterator[Mesh]:
-        """One for each kind of recomputation, its stages even, or balanced within the GPU's room where even ones do
-        not fit or are slower."""
+        """Yield a mesh for each kind of recomputation, with even stages, or balanced ones where those fit or are
+        faster."""
         room = self._room(split)
         for recompute in RECOMPUTE:
             ends = self.ends(split, recompute)
@@ -210,11 +211,11 @@ class Pieces:
         return self.gpu.capacity_bytes - self.gpu.context().bytes - nccl_bytes(split)
 
     def named(self, split: Split, layers: tuple[int, ...]) -> Split:
-        """The split with these layers, said where the engine would deal them out otherwise: evenly."""
+        """Add the layers of stages to the split, unless they are the engine's default (even)."""
         return split if len(set(layers)) == 1 else replace(split, stage_layers=layers)
 
     def _balanced(self, split: Split, recompute: str, ends: Ends) -> tuple[int, ...]:
-        """Layers of each pipeline stage, or of each chunk of interleaved ones, which are even."""
+        """Return balanced layers of each pipeline stage; interleaved chunks are even."""
         many = split.pp * split.interleave
         if many == 1 or split.interleave > 1:
             return stage_layers(self.shape.layers, many)
@@ -223,20 +224,19 @@ class Pieces:
             cost = self._stage_costs(split, recompute, stage, count)
             return cost.forward_s + cost.backward_s
 
-        def held(stage: int, count: int) -> int:
+        def bytes_of(stage: int, count: int) -> int:
             return self.stage_bytes(split, stage, ends, count)
 
-        counts = balanced(self.shape.layers, split.pp, seconds, held, self._room(split))
+        counts = balanced(self.shape.layers, split.pp, seconds, bytes_of, self._room(split))
         return counts or stage_layers(self.shape.layers, split.pp)
 
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Return the parameters of the model."""
         ends = self.ends(Split(gpus=1), "none")
         return self.shape.layers * (ends.layer_parameters + ends.layer_experts) + ends.beside_parameters[1, 0]
 
     def stage_bytes(self, split: Split, stage: int, ends: Ends, layers: int) -> int:
-        """States, kept activations of all micro-batches in flight, and all that does not grow with either.
-        ``layers``: of the stage, or of each of its chunks."""
+        """Return the bytes of a stage with ``layers`` (in each of its chunks) and all micro-batches in flight."""
         inner = 0 < stage < split.pp - 1
         own = layers * split.interleave
         states = _states(own * ends.layer_parameters + _beside(split, stage, ends), own * ends.layer_experts, split)
@@ -251,7 +251,7 @@ class Pieces:
         return self._all_ends[key]
 
     def _of_few_layers(self, split: Split, recompute: str) -> Ends:
-        """From models of so few layers that a stage has one or two of them."""
+        """Derive ``Ends`` from traces of models with one or two layers per stage."""
         peaks: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
         for stages, stage, each in itertools.product((1, 2), (0, 1), (1, 2)):
             if stage < stages:
@@ -291,8 +291,7 @@ class Pieces:
         return step_time(stages, split)
 
     def _stage_costs(self, split: Split, recompute: str, stage: int, layers: int) -> Costs:
-        """Seconds of a stage of ``layers`` layers for one micro-batch: its kernels' or its launches', whichever take
-        longer, and what it sends."""
+        """Return a stage's costs for a micro-batch: the longer of kernels and launches, plus communication."""
         layer, embedding, head = self.costs(split, recompute)
         cost = layer.times(layers).plus(self._handed_on(split, stage))
         if stage == 0:
@@ -307,7 +306,7 @@ class Pieces:
         return Costs(forward_s=forward, backward_s=backward, sends_s=cost.sends_s)
 
     def _handed_on(self, split: Split, stage: int) -> Costs:
-        """What a stage's chunks send to those before and behind."""
+        """Return the costs of a stage's messages to its neighbours."""
         if split.pp == 1:
             return Costs(forward_s=0.0, backward_s=0.0, sends_s=0.0)
         place = Place(shape=self.shape, split=split, sequence=self.sequence, recompute="none")
@@ -329,7 +328,7 @@ class Pieces:
         return sum(sent_s(each, split, self.network) for each in sent) + moved / rate
 
     def costs(self, split: Split, recompute: str) -> tuple[Costs, Costs, Costs]:
-        """One layer, the embedding, the head."""
+        """Return the costs of a layer, the embedding and the head."""
         key = (*_key(split, recompute), *(split.per_node(axis) for axis in ("tp", "cp", "ep")))
         if key not in self._known:
             shallow, deep = (
@@ -367,12 +366,12 @@ class Pieces:
 
 
 def _key(split: Split, recompute: str) -> _Key:
-    """What pieces of one micro-batch depend on."""
+    """Return the fields that a micro-batch's pieces depend on."""
     return split.tp, split.cp, split.ep, split.micro_batch, recompute
 
 
 def _alone(split: Split, stages: int = 1) -> Split:
-    """As few ranks as share tensors, sequences and experts this way, with whole states."""
+    """Return a split with the fewest ranks for the same tensor, sequence and expert parallelism, states unsharded."""
     gpus = split.tp * split.cp * split.ep * stages
     return Split(
         gpus=gpus, gpus_per_node=gpus, tp=split.tp, cp=split.cp, ep=split.ep, pp=stages,
@@ -381,7 +380,7 @@ def _alone(split: Split, stages: int = 1) -> Split:
 
 
 def _states(count: int, experts: int, split: Split) -> int:
-    """Bytes of weights, gradients and optimizer states; experts are split over fewer ranks."""
+    """Return the bytes of weights, gradients and optimizer states; experts are sharded over fewer ranks."""
     dense = megatron_states(count, data_parallel=split.shards, distributed_optimizer=True).value
     if not experts:
         return dense

@@ -1,4 +1,4 @@
-"""Which splits of a job a search looks at: those that divide, and that ``brim train`` runs."""
+"""Enumerate the splits of a job for a search: those that divide, and those that ``brim train`` runs."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from brim.estimation.ranks.split import Split, check_context, check_experts, che
 
 _MICRO_BATCHES = (1, 2, 4, 8)
 _CHUNKS = (1, 2, 3, 4, 5, 6, 8)
-_LEAST_TOKENS = 2048  # of a sequence on a rank beside tensors or stages: with fewer, keys take longer than products
+_LEAST_TOKENS = 2048  # of a sequence on a rank: with fewer, sending keys takes longer than matrix products
 
 
 def splits(
     shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int, *, sequences_beside: bool = False
 ) -> Iterator[Split]:  # fmt: skip
-    """Tensors, pipelines, sequences and experts over ranks, as Megatron-LM would, and PyTorch's engine can.
-    ``sequences_beside``: sequences over ranks beside tensors and pipelines too."""
-    whole = shape.experts is not None or shape.latent is not None  # modelled on whole layers
+    """Yield splits of tensors, pipelines, sequences and experts that Megatron-LM and PyTorch's engine support;
+    ``sequences_beside`` combines sequence splits with tensors and pipelines."""
+    whole = shape.experts is not None or shape.latent is not None  # the model of costs does not split such tensors
     tensors = [n for n in range(1, min(gpus_per_node, gpus) + 1) if gpus_per_node % n == 0 or n == gpus]
     stages = [n for n in range(1, min(shape.layers, gpus) + 1) if gpus % n == 0]
     for tp, pp, chunks, micro in itertools.product([1] if whole else tensors, stages, _CHUNKS, _MICRO_BATCHES):
         if gpus % (tp * pp) or (chunks > 1 and (pp == 1 or shape.layers % (pp * chunks))):
             continue
         for own in _shared(shape, gpus, tp, pp, sequence // _LEAST_TOKENS if sequences_beside else 0):
-            split = made(
+            split = valid_split(
                 shape, sequence, gpus=gpus, gpus_per_node=gpus_per_node, tp=tp, pp=pp, interleave=chunks,
                 micro_batch=micro, global_batch=batch, sequence_parallel=tp > 1, zero=1, **own,
             )  # fmt: skip
@@ -37,7 +37,7 @@ def splits(
 
 
 def run_splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
-    """All that ``brim train`` runs: each of these with ZeRO's stages, and pipelines without bubbles."""
+    """Yield all splits that ``brim train`` runs: also with ZeRO's stages, and zero-bubble pipelines."""
     for split in splits(shape, gpus, gpus_per_node, sequence, batch, sequences_beside=True):
         if split.tp > 1 and shape.whole_tensors:
             continue
@@ -49,20 +49,20 @@ def run_splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch
 
 
 def _further_stages(split: Split) -> tuple[int, ...]:
-    """Of ZeRO, where they differ from the first: one micro-batch's gradients are split at once anyway."""
+    """Return ZeRO's stages that differ from the first: a single micro-batch's gradients are sharded anyway."""
     if split.shards == 1:
         return ()
     return (3,) if split.pp > 1 or split.micro_batches == 1 else (2, 3)
 
 
 def _takes_halves(split: Split) -> bool:
-    """Whether PyTorch's zero-bubble pipeline runs it."""
+    """Return True where PyTorch's zero-bubble pipeline supports the split."""
     return split.pp > 1 and split.micro_batches % split.pp == 0 and cuts_in_halves(split)
 
 
 def _shared(shape: Shape, gpus: int, tp: int, pp: int, most: int) -> Iterator[dict[str, int]]:
-    """What data-parallel ranks may share beside states: nothing, all sequences (``cp``), or experts (``ep``).
-    ``most``: ranks that share sequences beside tensors and pipelines."""
+    """Yield the splits among data-parallel ranks beside states: none, sequences (``cp``), or experts (``ep``).
+    ``most`` limits the ranks that split sequences together with tensors or pipelines."""
     yield {}
     shards = gpus // (tp * pp)
     if shape.experts is not None:
@@ -73,13 +73,13 @@ def _shared(shape: Shape, gpus: int, tp: int, pp: int, most: int) -> Iterator[di
         yield from ({"cp": n} for n in range(2, most + 1) if shards % n == 0)
 
 
-def made(shape: Shape, sequence: int, **fields: Any) -> Split | None:
-    """The split where it divides and PyTorch's engine takes it, else None."""
+def valid_split(shape: Shape, sequence: int, **fields: Any) -> Split | None:
+    """Return the split if it divides and PyTorch's engine supports it, else None."""
     try:
         split = Split(**fields)
         check_sizes(split, shape.sizes(sequence))
         check_experts(split)
         check_context(split)
     except (UsageError, UnsupportedError):
-        return None  # no candidate
+        return None
     return split

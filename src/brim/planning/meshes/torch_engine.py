@@ -1,9 +1,9 @@
-"""Meshes under PyTorch's own engine, which ``brim train`` runs: ZeRO's stages, zero-bubble pipelines, and the rest.
+"""Search meshes under PyTorch's own engine, which ``brim train`` runs: with ZeRO's stages and zero-bubble pipelines.
 
-Seconds and kept activations of a layer are read off traces of one layer and of two (``estimation.ranks.pieces``),
-made once for each way to split tensors; parameters are those of ``planning.meshes``, and what FSDP2 holds of each is
-known. Every way that may be the fastest is then traced rank by rank (``offload.best``), and tells how far estimates
-of its like are off.
+A layer's seconds and saved activations are the difference of traces of one and two layers
+(``estimation.ranks.pieces``), computed once per tensor split; parameters are those of ``planning.meshes``, with
+FSDP2's known bytes for each. Every mesh that may be the fastest is then traced rank by rank (``offload.best``), which
+corrects the estimates of similar ones.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from brim.estimation.ranks.time import StepTime, kernels_s, sent_s
 from brim.planning.meshes.search import SEQUENCES_PER_GPU, Costs, Ends, Mesh, Pieces, nccl_bytes
 from brim.planning.meshes.splits import run_splits
 
-DOUBT = 0.02  # of seconds that are expected of a way whose like was proved
+DOUBT = 0.02  # the error of expected seconds if a similar mesh was proved
 PRECISION = DEFAULT_PRECISION["torch"][0]
-_WIDTH = 2  # bytes of a weight that computes
-_RESTS = 12  # of a parameter in float32: the weight and two moments, which ZeRO splits
+_WIDTH = 2  # bytes of a weight in bfloat16
+_RESTS = 12  # bytes of a parameter in float32: the weight and two moments, which ZeRO shards
 _GRADIENT = 4
-# Bytes of a parameter that PyTorch's AdamW goes through, one operation after the other (torch/optim/adam.py,
+# Bytes of a parameter that PyTorch's AdamW reads and writes, one operation after the other (torch/optim/adam.py,
 # _multi_tensor_adam): lerp takes 12, addcmul and addcdiv 16 each; decay, scale, root, division and addition 8 each.
 _STEPPED = 84
-_GATHERED, _REDUCED = 10, 6  # and that FSDP2's copies of a whole weight go through, and of its gradient
-_ADDED = 10  # and adding a gradient in bfloat16 to one in float32
-_ENOUGH = 1024  # tokens of a micro-batch from which on kernels' seconds grow with them
-_LOGIT = 12  # of a logit: in bfloat16, in float32, and both gradients of that
+_GATHERED, _REDUCED = 10, 6  # bytes that FSDP2's copies of a gathered weight, and of its gradient, move
+_ADDED = 10  # bytes that adding a bfloat16 gradient to a float32 one moves
+_ENOUGH = 1024  # tokens of a micro-batch from which on kernels' seconds are proportional to them
+_LOGIT = 12  # bytes of a logit: in bfloat16, in float32, and both gradients of the latter
 
 
 def run_meshes(
     source: Source, *, gpus: int, gpus_per_node: int, gpu: catalog.Gpu, sequence: int, global_batch: int = 0
 ) -> list[Mesh]:
-    """The meshes that divide and that ``brim train`` takes, the fastest first, with an estimate of their bytes.
+    """Return the meshes that divide and that ``brim train`` runs, the fastest first, with estimated bytes.
 
     Raises UsageError where nothing divides, BudgetError where all GPUs together do not hold the model's states.
     """
@@ -63,12 +63,12 @@ def run_meshes(
 
 
 def least_states(parameters: int, gpus: int) -> int:
-    """Bytes of weights, gradients and moments that some GPU has, or its share of RAM, however they are split."""
+    """Return the mean bytes of weights, gradients and moments per GPU, or its share of RAM."""
     return -(-(_RESTS + _GRADIENT) * parameters // gpus)
 
 
 def _check_states(shape: Shape, gpus: int, gpu: catalog.Gpu, parameters: int) -> None:
-    """However they are split, some GPU has the mean at least."""
+    """Raise BudgetError where the mean of all states exceeds a GPU's room: some GPU has at least the mean."""
     room, least = gpu.capacity_bytes - gpu.context().bytes, least_states(parameters, gpus)
     if least > room:
         raise BudgetError(
@@ -80,14 +80,14 @@ def _check_states(shape: Shape, gpus: int, gpu: catalog.Gpu, parameters: int) ->
 
 
 def _of_one_kind(shape: Shape) -> Shape:
-    """All layers with experts: the first few without them are taken for such, and take less."""
+    """Treat all layers as layers with experts; dense ones need less."""
     return replace(shape, experts=replace(shape.experts, dense_layers=0)) if shape.experts else shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """One layer in a micro-batch of ``sequences``: ``costs`` as ``Pieces.costs`` has them, without what FSDP2 copies
-    to make weights whole (``gathers_s``) and gradients shards (``reduces_s``); ``rest_``: of all beside layers."""
+    """A layer in a micro-batch of ``sequences``: ``costs`` as those of ``Pieces.costs``, without FSDP2's copies for
+    all-gathers (``gathers_s``) and reduce-scatters (``reduces_s``); ``rest_``: those outside of layers."""
 
     sequences: int
     costs: tuple[Costs, Costs, Costs]
@@ -99,7 +99,7 @@ class _Layer:
 
 
 class _Traced(Pieces):
-    """As FSDP2 holds them: what rests is in float32, what computes in bfloat16, gradients are reduced in float32."""
+    """Pieces under FSDP2: shards in float32, gathered weights in bfloat16, gradients reduced in float32."""
 
     def __init__(self, source: Source, gpu: catalog.Gpu, sequence: int) -> None:
         super().__init__(_of_one_kind(shape_of(source)), gpu, sequence)
@@ -112,7 +112,7 @@ class _Traced(Pieces):
             return ends
         kept = layer.kept_bytes * split.micro_batch // layer.sequences
         if split.cp > 1:
-            kept = kept * ends.layer_bytes // super().ends(_whole(split), recompute).layer_bytes
+            kept = kept * ends.layer_bytes // super().ends(_unsplit(split), recompute).layer_bytes
         return replace(ends, layer_bytes=kept)
 
     def costs(self, split: Split, recompute: str) -> tuple[Costs, Costs, Costs]:
@@ -121,7 +121,7 @@ class _Traced(Pieces):
             return super().costs(split, recompute)
         times = [cost.times(split.micro_batch // layer.sequences) for cost in layer.costs]
         if split.cp > 1:
-            parts, wholes = (super(_Traced, self).costs(each, recompute) for each in (split, _whole(split)))
+            parts, wholes = (super(_Traced, self).costs(each, recompute) for each in (split, _unsplit(split)))
             times = [_as_much_of(*each) for each in zip(times, parts, wholes, strict=True)]
         layer_cost, embedding, head = times
         beside = _copied(split, layer.rest_gathers_s / 2, layer.rest_reduces_s / 2)
@@ -132,15 +132,15 @@ class _Traced(Pieces):
         )  # fmt: skip
 
     def _added_s(self, split: Split, count: int) -> Costs:
-        """A further micro-batch's gradients to those of a layer that are whole."""
+        """Return the costs of accumulating a further micro-batch's unsharded gradients of a layer."""
         rate = self.hardware.tier(self.hardware.compute).bytes_per_s
         return Costs(forward_s=0.0, backward_s=_ADDED * count / rate if _puts_off(split) else 0.0, sends_s=0.0)
 
     def _layer(self, split: Split, recompute: str) -> _Layer | None:
-        """Of whole sequences; None where the engine cannot split a layer so: the proof says why."""
+        """Return the layer for unsplit sequences; None where the engine cannot split it so (the proof says why)."""
         enough = (n for n in (1, 2, 4) if n <= split.micro_batch and n * self.sequence >= _ENOUGH)
         sequences = next(enough, split.micro_batch)
-        split = _whole(split)
+        split = _unsplit(split)
         key = (split.tp, split.ep, sequences, recompute)
         if key not in self._layers:
             try:
@@ -170,13 +170,13 @@ class _Traced(Pieces):
         )  # fmt: skip
 
     def _copies(self, ops: Sequence[Op]) -> tuple[float, float]:
-        """Seconds of making weights whole for a forward pass, and of all else."""
+        """Return the seconds of copies for a forward all-gather, and of all others."""
         gathers = kernels_s((op for op in ops if op.phase is Phase.FORWARD), self.hardware)
         again = kernels_s((op for op in ops if op.phase is Phase.BACKWARD), self.hardware)
         return gathers, again - gathers
 
     def named(self, split: Split, layers: tuple[int, ...]) -> Split:
-        """PyTorch's engine would deal out layers by itself where it is not told."""
+        """Add the layers of stages to the split, as PyTorch's engine would choose them otherwise."""
         return replace(split, stage_layers=layers) if split.pp > 1 and split.interleave == 1 else split
 
     def stage_bytes(self, split: Split, stage: int, ends: Ends, layers: int) -> int:
@@ -200,8 +200,8 @@ class _Traced(Pieces):
         return state_bytes + kept + nccl_bytes(split) + self.gpu.context().bytes
 
     def _passed_bytes(self, split: Split) -> int:
-        """What a pipeline stage has room for, of all micro-batches at once: what its chunks receive, and what they
-        have sent, where torch's runtime of schedules keeps that (``estimation.ranks.chunk``)."""
+        """Return the bytes of a pipeline stage's receive buffers for all micro-batches, and of sent messages where
+        torch's schedule runtime keeps them (``estimation.ranks.chunk``)."""
         if split.pp == 1:
             return 0
         tokens = split.micro_batch * split.between(self.sequence)
@@ -209,7 +209,7 @@ class _Traced(Pieces):
         return ways * split.micro_batches * _WIDTH * tokens * self.shape.hidden
 
     def step(self, split: Split, recompute: str, ends: Ends, layers: tuple[int, ...]) -> StepTime:
-        """With the gathering and reducing of every micro-batch, as far as they take longer than the kernels."""
+        """Add the communication of every micro-batch that takes longer than the kernels."""
         time = super().step(split, recompute, ends, layers)
         if split.shards == 1 or _puts_off(split):
             return time
@@ -224,7 +224,7 @@ class _Traced(Pieces):
         return replace(time, communication_s=time.communication_s + waits * split.micro_batches)
 
     def once_s(self, split: Split, count: int, experts: int) -> float:
-        """The optimizer's step on this rank's shards, and what is put off to a step's last micro-batch."""
+        """Return the seconds of the update of this rank's shards, and of communication after the last micro-batch."""
         own = count // split.shards + experts // (split.shards // split.ep)
         rate = self.hardware.tier(self.hardware.compute).bytes_per_s
         stepped, whole = _STEPPED * own / rate, count + (experts if split.ep == 1 else 0)
@@ -244,27 +244,27 @@ class _Traced(Pieces):
 
 
 def _puts_off(split: Split) -> bool:
-    """Whether gradients are reduced behind the last of several micro-batches only."""
+    """Return True where gradients are reduced after the last of several micro-batches only."""
     return split.zero == 1 and split.micro_batches > 1
 
 
-def _whole(split: Split) -> Split:
-    """The ranks that share tensors and experts of one, with sequences that are whole."""
+def _unsplit(split: Split) -> Split:
+    """Return the split with tensor and expert parallelism only."""
     return Split(
         gpus=split.tp * split.ep, tp=split.tp, ep=split.ep, gpus_per_node=split.gpus_per_node,
         sequence_parallel=split.sequence_parallel, micro_batch=split.micro_batch,
     )  # fmt: skip
 
 
-def _as_much_of(whole: Costs, part_by_forms: Costs, whole_by_forms: Costs) -> Costs:
-    """A part's costs, where closed forms say how much of the whole it is."""
-    forward_s = whole.forward_s * part_by_forms.forward_s / (whole_by_forms.forward_s or 1.0)
-    backward_s = whole.backward_s * part_by_forms.backward_s / (whole_by_forms.backward_s or 1.0)
+def _as_much_of(total: Costs, part_by_forms: Costs, total_by_forms: Costs) -> Costs:
+    """Scale the whole's costs by the part's share in closed forms."""
+    forward_s = total.forward_s * part_by_forms.forward_s / (total_by_forms.forward_s or 1.0)
+    backward_s = total.backward_s * part_by_forms.backward_s / (total_by_forms.backward_s or 1.0)
     return Costs(forward_s=forward_s, backward_s=backward_s, sends_s=part_by_forms.sends_s)
 
 
 def _copied(split: Split, gathers_s: float, reduces_s: float) -> Costs:
-    """What of FSDP2's copies each micro-batch repeats."""
+    """Return the costs of FSDP2's copies that each micro-batch repeats."""
     if split.zero == 3:
         return Costs(forward_s=gathers_s, backward_s=gathers_s + reduces_s, sends_s=0.0)
     if split.micro_batches == 1:

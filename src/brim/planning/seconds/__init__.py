@@ -1,1 +1,1 @@
-"""What a model's parts take on this machine in seconds: measured once, and remembered."""
+"""Measure the seconds of a model's parts on this machine, and cache them."""

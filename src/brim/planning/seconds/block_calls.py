@@ -1,6 +1,6 @@
-"""How the parts of a model are called in a step: with which tensors, how often, and how much work that is.
+"""Observe how a step calls a model's parts: with which tensors, how often, and with how much work.
 
-Seen on fake tensors, so that it takes no memory; ``block_timing`` then does one call of each kind for real.
+The step runs on fake tensors, which need no memory; ``block_timing`` then runs one call of each kind for real.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from brim.predict.lowering.fakes import FAKES
 
 Example = Inputs | Mapping[str, Any] | Sequence[Any]
 
-# Settings that tell one layer from the next and nothing about its work.
+# Settings that number layers and do not affect their work.
 _NUMBERING = re.compile(r"(^|_)(idx|index|id|number)$")
 _SIMPLE = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One kind of call of a module. ``args``, ``kwargs`` and ``output`` hold fake tensors.
+    """A kind of call of a module. ``args``, ``kwargs`` and ``output`` hold fake tensors.
 
     ``read`` are the storages (by address) that the module's operations touched: of a cache with an entry per layer,
-    only one. ``flops`` and ``bytes`` are what its ``kernels`` compute, and read and write.
+    only one. Its ``kernels`` compute ``flops``, and read and write ``bytes``.
     """
 
     kind: str
@@ -55,24 +55,24 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """``made``: each call of a part, in order, as (path, kind). ``whole`` is the call of the model itself."""
+    """The calls of a pass: those of parts, in order, as (path, kind), and that of the model itself."""
 
-    made: Sequence[tuple[str, str]]
+    parts: Sequence[tuple[str, str]]
     kinds: Mapping[str, Call]
-    whole: Call
+    model: Call
 
     def of(self, paths: Collection[str]) -> Calls:
-        """The same pass, as far as the parts at ``paths`` are concerned."""
-        calls = [(path, kind) for path, kind in self.made if path in paths]
+        """Restrict the pass to calls of the parts at ``paths``."""
+        calls = [(path, kind) for path, kind in self.parts if path in paths]
         kinds = {kind: self.kinds[kind] for _, kind in calls}
-        return Calls(made=calls, kinds=kinds, whole=self.whole)
+        return Calls(parts=calls, kinds=kinds, model=self.model)
 
 
 def calls_of(model: nn.Module, paths: Collection[str], example: Example) -> Calls:
-    """The calls of the modules at ``paths`` in one forward pass on ``example``.
+    """Observe the calls of the modules at ``paths`` in a forward pass on ``example``.
 
-    ``Inputs`` are for a transformers model that generates: the pass is that of the last token, with the cache that is
-    there by then. Raises UnsupportedError where a pass needs values that only a real run has.
+    ``Inputs`` are for a generating model of transformers: the pass is that of the last token, with a full cache.
+    Raises UnsupportedError where a pass needs values that only a real run has.
     """
     heard = _Heard()
 
@@ -80,18 +80,18 @@ def calls_of(model: nn.Module, paths: Collection[str], example: Example) -> Call
         args, kwargs = _arguments(model, call, example)
         with heard.listening(model, paths), _Work() as work:
             call(*args, **kwargs)
-        assert heard.whole is not None, "the model was called"
-        heard.whole = work.of(heard.whole)
-        owners = {kind: model.get_submodule(path) for path, kind in heard.made}
+        assert heard.model is not None, "the model was called"
+        heard.model = work.of(heard.model)
+        owners = {kind: model.get_submodule(path) for path, kind in heard.parts}
         heard.kinds = {kind: _with_work(owners[kind], call) for kind, call in heard.kinds.items()}
 
     watch_step(model, run)
-    assert heard.whole is not None, "the model was called"
-    return Calls(made=heard.made, kinds=heard.kinds, whole=heard.whole)
+    assert heard.model is not None, "the model was called"
+    return Calls(parts=heard.parts, kinds=heard.kinds, model=heard.model)
 
 
 def _arguments(model: Any, call: Callable[..., Any], example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the pass gets: for ``Inputs``, one token and a cache that a longer pass has filled."""
+    """Return the pass's arguments: for ``Inputs``, a token and a cache that a longer pass has filled."""
     if isinstance(example, Mapping):
         return (), dict(example)
     if not isinstance(example, Inputs):
@@ -111,14 +111,14 @@ def _arguments(model: Any, call: Callable[..., Any], example: Example) -> tuple[
 
 
 def _roomy(cache: Any) -> Any:
-    """The cache as a run has it: with room for one more token, where transformers' own would be copied for it."""
+    """Give the cache room for another token, as a run has it; transformers' own would be copied."""
     if type(cache) is DynamicCache:
         cache.layers = [_Room(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 class _Room(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """A layer of a cache that is full but for the last token, which is written to its place."""
+    """A cache layer with all tokens but the last, which is written in place."""
 
     is_sliding = False
 
@@ -132,7 +132,7 @@ class _Room(CacheLayerMixin):  # type: ignore[no-untyped-call]
         )
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """It has its memory already."""
+        """Do nothing: the memory is allocated."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -155,11 +155,11 @@ class _Room(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 @dataclass
 class _Heard:
-    """What hooks on the parts were told."""
+    """Hooks that record the calls of parts."""
 
-    made: list[tuple[str, str]] = field(default_factory=list)
+    parts: list[tuple[str, str]] = field(default_factory=list)
     kinds: dict[str, Call] = field(default_factory=dict)
-    whole: Call | None = None
+    model: Call | None = None
 
     @contextmanager
     def listening(self, model: nn.Module, paths: Collection[str]) -> Iterator[None]:
@@ -175,18 +175,18 @@ class _Heard:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args, kwargs = copied((args, kwargs), lambda tensor: tensor)
-        self.whole = Call(kind="", args=args, kwargs=kwargs)
+        self.model = Call(kind="", args=args, kwargs=kwargs)
 
     def _hear(self, module: nn.Module, path: str, settings: str) -> list[Any]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             kind = _digest(settings, *_shapes((args, kwargs)))
-            self.made.append((path, kind))
+            self.parts.append((path, kind))
             if kind not in self.kinds:
                 args, kwargs = copied((args, kwargs), lambda tensor: tensor)
                 self.kinds[kind] = Call(kind=kind, args=args, kwargs=kwargs)
 
         def leave(module: nn.Module, args: object, kwargs: object, output: Any) -> None:
-            kind = next(kind for other, kind in reversed(self.made) if other == path)
+            kind = next(kind for other, kind in reversed(self.parts) if other == path)
             if self.kinds[kind].output is None:
                 output = copied(output, lambda tensor: tensor)
                 self.kinds[kind] = replace(self.kinds[kind], output=output)
@@ -198,7 +198,7 @@ class _Heard:
 
 
 def copied(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A deep copy with ``change(tensor)`` in the place of every tensor, whatever object holds it."""
+    """Deep-copy ``value`` with every tensor in it, in any object, replaced by ``change(tensor)``."""
     with _Changing(change):
         return copy.deepcopy(value)
 
@@ -217,7 +217,7 @@ class _Changing(TorchFunctionMode):
 
 
 class _Work(TorchDispatchMode):
-    """Sums what operations compute and move."""
+    """Sum the FLOPs and bytes of operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -251,7 +251,7 @@ class _Work(TorchDispatchMode):
 
 
 def _with_work(module: nn.Module, call: Call) -> Call:
-    """The call made once more alone, its operations counted."""
+    """Repeat the call alone and count its operations."""
     state = [*module.named_parameters(), *module.named_buffers()]
     values = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in state}
     args, kwargs = copied((call.args, call.kwargs), lambda tensor: tensor)
@@ -262,7 +262,7 @@ def _with_work(module: nn.Module, call: Call) -> Call:
 
 
 def _settings(module: nn.Module) -> str:
-    """A digest of a module's settings and shapes, without its layer number."""
+    """Return a digest of a module's settings and shapes, without its layer number."""
     settings: list[object] = []
     for path, part in module.named_modules():
         simple = {k: v for k, v in vars(part).items() if isinstance(v, _SIMPLE) and not _NUMBERING.search(k)}
@@ -282,7 +282,7 @@ def _digest(*facts: object) -> str:
 
 
 def held_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors that an object holds, whatever it is, each once."""
+    """Return each tensor that any object holds, once."""
     tensors: dict[int, torch.Tensor] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,8 @@
-"""Measured seconds of a model's blocks on this machine: one call of each kind, with random weights.
+"""Measure the seconds of a model's blocks on this machine, by a call of each kind with random weights.
 
-A roofline knows neither how a product of a few rows is cut among threads nor what a kernel costs to start. So one
-block of each kind is done for real: made of random numbers, so the model needs no weights, and with several copies in
-turn where blocks are small, as weights that a run has just passed over are in no cache. What was measured is
-remembered in the user's cache folder.
+A roofline knows neither how a product of a few rows is divided among threads nor a kernel's launch time. So a block
+of each kind runs for real: with random numbers, as the model may have no weights, and with several copies in turn
+where blocks are small, as a run finds no weights in the processor's cache. Results are cached in the user's folder.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from brim.planning.seconds.rated_seconds import triggers
 from brim.predict.cost import flops_per_s
 from brim.techniques.blocks import Partition, tensor_bytes
 
-_METHOD = 2  # raised when what is measured, or how, changes
+_METHOD = 2  # raised when the measurement changes
 _COLD_BYTES = 256 << 20  # several times the last-level cache of most processors
-_RAM_SHARE = 1 / 3  # of what is free, for a block and its copies
+_RAM_SHARE = 1 / 3  # of free memory, for a block and its copies
 _RUNS, _MOST_RUNS = 3, 15
 _ARITHMETIC = ("float32", "bfloat16", "float16")
 
@@ -54,14 +53,14 @@ def block_seconds(
     refresh: bool = False,
     calls: Calls | None = None,
 ) -> Mapping[str, BlockSeconds]:
-    """Seconds of each block of ``partition`` in one step on this machine, and under ``""`` those of all the rest.
+    """Return the seconds of each block of ``partition`` in a step on this machine, and under ``""`` those outside.
 
-    ``model`` may be on meta. ``inputs`` is an example as the model takes it (its values do not matter), or ``Inputs``
-    for the pass of a token with a full cache. Where one pass would take longer than ``limit_s`` in all, fewer tokens
-    are timed, and the rest is in proportion to arithmetic and bytes; a block for which there is no RAM is estimated
-    from the machine's rates. A tied block has the seconds of all its uses. The backward pass of the rest is timed
-    from the last block on. ``calls`` are those that ``calls_of`` found in the pass, where they are known. Raises
-    UnsupportedError where a pass needs values that only a real run has.
+    ``model`` may be on meta. ``inputs`` is an example of the model's inputs (its values do not matter), or ``Inputs``
+    for the pass of a token with a full cache. Where a pass would take longer than ``limit_s``, fewer tokens are
+    timed and scaled by arithmetic and bytes; a block without room in RAM is estimated from the machine's rates. A
+    tied block has the seconds of all its uses. The backward pass outside of blocks is timed from the last block on.
+    ``calls`` are the results of ``calls_of``, if known. Raises UnsupportedError where a pass needs values that only a
+    real run has.
     """
     timing = _Timing(model, partition, training, limit_s, refresh)
     owners = triggers(partition)
@@ -88,15 +87,15 @@ class _Timing:
         return Remembered("block-seconds", facts)
 
     def measured(self, inputs: Example, calls: Calls) -> dict[str, BlockSeconds]:
-        # What was timed before needs no pass at all, whatever it would take.
+        # Cached seconds need no pass.
         seconds = {kind: remembered for kind in calls.kinds if (remembered := self._known(kind)) is not None}
-        rest = self._known(_whole_kind(calls))
+        rest = self._known(_outside_key(calls))
         if len(seconds) < len(calls.kinds) or rest is None:
             seconds, rest = self._measure(calls, inputs, seconds)
-            kept = seconds | {_whole_kind(calls): rest}
+            kept = seconds | {_outside_key(calls): rest}
             self._memory.keep({self._key(kind): [t.forward_s, t.backward_s] for kind, t in kept.items()})
         total = {block.name: BlockSeconds(forward_s=0.0) for block in self._partition.blocks}
-        for path, kind in calls.made:
+        for path, kind in calls.parts:
             block = self._owners[path]
             total[block] = _sum(total[block], seconds[kind])
         return total | {OUTSIDE: rest}
@@ -111,7 +110,7 @@ class _Timing:
     def _measure(
         self, calls: Calls, inputs: Example, known_seconds: Mapping[str, BlockSeconds]
     ) -> tuple[dict[str, BlockSeconds], BlockSeconds]:
-        """By kind of call, and the rest. Of a large step, a smaller one is timed."""
+        """Return the seconds by kind of call, and those outside of blocks; a large step is timed by a smaller one."""
         small = calls
         while self._estimate_s(small) > self._limit_s:
             fewer = _smaller(inputs)
@@ -121,10 +120,10 @@ class _Timing:
             if self._estimate_s(smaller) >= self._estimate_s(small):
                 break
             inputs, small = fewer, smaller
-        owners = {kind: path for path, kind in small.made}  # of each kind, one that is called so
+        owners = {kind: path for path, kind in small.parts}  # a module of each kind
         budget_s = self._limit_s / max(1, len(small.kinds))
         seconds, timed = dict(known_seconds), {}
-        for (_, kind), (_, like) in zip(calls.made, small.made, strict=True):
+        for (_, kind), (_, like) in zip(calls.parts, small.parts, strict=True):
             if kind in seconds:
                 continue
             if like not in timed:
@@ -154,14 +153,14 @@ class _Timing:
             return BlockSeconds(forward_s=forward_s, backward_s=2 * forward_s * self._training)
         like = sum(type(part) is type(original) for part in self._model.modules())
         count = max(1, min(like, -(-_COLD_BYTES // max(1, size)), int(room // max(1, takes))))
-        copies = [_made(original, self._device, self._training) for _ in range(count)]
+        copies = [_copy(original, self._device, self._training) for _ in range(count)]
         args, kwargs = copied((call.args, call.kwargs), lambda t: _real(t, self._device, call.read))
 
-        def one(index: int) -> BlockSeconds:
+        def run_once(index: int) -> BlockSeconds:
             inputs = copied((args, kwargs), lambda tensor: tensor)  # a cache grows with every call
             return self._run(copies[index % count], *inputs)
 
-        return _median(one, budget_s)
+        return _median(run_once, budget_s)
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockSeconds:
         if not self._training:
@@ -195,37 +194,37 @@ class _Timing:
     # -- the rest
 
     def _time_rest(self, calls: Calls) -> BlockSeconds:
-        """The model itself, with parts that only give back what they are known to."""
+        """Time the model with parts replaced by stubs that return recorded outputs."""
         if "" in self._owners:
             return BlockSeconds(forward_s=0.0)
-        given_bytes = sum(tensor_bytes(t) for t in held_tensors((calls.whole.args, calls.whole.kwargs)))
-        if given_bytes > free_bytes(self._hardware.compute) * _RAM_SHARE:  # a cache that only a run has room for
-            parts_s = sum(self._roofline_s(calls.kinds[kind]) for _, kind in calls.made)
-            forward_s = max(0.0, self._roofline_s(calls.whole) - parts_s)
+        given_bytes = sum(tensor_bytes(t) for t in held_tensors((calls.model.args, calls.model.kwargs)))
+        if given_bytes > free_bytes(self._hardware.compute) * _RAM_SHARE:  # no room for the cache
+            parts_s = sum(self._roofline_s(calls.kinds[kind]) for _, kind in calls.parts)
+            forward_s = max(0.0, self._roofline_s(calls.model) - parts_s)
             return BlockSeconds(forward_s=forward_s, backward_s=2 * forward_s * self._training)
         memo: dict[int, Any] = {}
         outputs = {
             kind: copied(call.output, lambda t: _real(t, self._device, None)) for kind, call in calls.kinds.items()
         }
-        for path, _ in calls.made:
+        for path, _ in calls.parts:
             part = self._model.get_submodule(path)
-            memo[id(part)] = _Stub(part, [outputs[kind] for other, kind in calls.made if other == path])
-        model = _made(self._model, self._device, self._training, memo)
+            memo[id(part)] = _Stub(part, [outputs[kind] for other, kind in calls.parts if other == path])
+        model = _copy(self._model, self._device, self._training, memo)
         args, kwargs = copied(
-            (calls.whole.args, calls.whole.kwargs), lambda t: _real(t, self._device, calls.whole.read)
+            (calls.model.args, calls.model.kwargs), lambda t: _real(t, self._device, calls.model.read)
         )
 
-        def one(index: int) -> BlockSeconds:
+        def run_once(index: int) -> BlockSeconds:
             for stub in model.modules():
                 if isinstance(stub, _Stub):
                     stub.rewind(self._training)
             return self._run(model, *copied((args, kwargs), lambda tensor: tensor))
 
-        return _median(one, self._limit_s / 10)
+        return _median(run_once, self._limit_s / 10)
 
 
 class _Stub(nn.Module):
-    """Stands for a part: gives the outputs that it gave, and its settings to whoever looks."""
+    """Stand in for a part: return its recorded outputs, and expose its attributes."""
 
     def __init__(self, original: nn.Module, outputs: Sequence[Any]) -> None:
         super().__init__()
@@ -251,13 +250,13 @@ class _Stub(nn.Module):
         return output
 
 
-def _whole_kind(calls: Calls) -> str:
-    """Names what is beside the blocks: the calls of all of them, in order."""
-    return "rest " + hashlib.sha256(repr([kind for _, kind in calls.made]).encode()).hexdigest()[:16]
+def _outside_key(calls: Calls) -> str:
+    """Return the cache key of the seconds outside of blocks: a digest of all calls, in order."""
+    return "rest " + hashlib.sha256(repr([kind for _, kind in calls.parts]).encode()).hexdigest()[:16]
 
 
 def _smaller(inputs: Example) -> Example | None:
-    """About half the work: half the sequences, or half the tokens of one; None where there is nothing to halve."""
+    """Halve the sequences, or the tokens of one sequence; None where neither can be halved."""
     if isinstance(inputs, Inputs):
         if inputs.batch > 1:
             return replace(inputs, batch=inputs.batch // 2)
@@ -267,7 +266,7 @@ def _smaller(inputs: Example) -> Example | None:
     lengths = {t.shape[1] for t in tensors if t.dim() == 2}
     if len(rows) == 1 and (count := min(rows)) > 1:
         return _mapped(inputs, lambda t: t[: count // 2] if t.dim() else t)
-    # Only tensors of tokens can be cut: in an image the second dimension is something else.
+    # Only tensors of tokens can be cut: an image's second dimension is no sequence.
     if len(lengths) == 1 and all(t.dim() == 2 for t in tensors) and (count := min(lengths)) > 1:
         return _mapped(inputs, lambda t: t[:, : count // 2] if t.dim() else t)
     return None
@@ -282,8 +281,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _made(original: nn.Module, device: torch.device, training: bool, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A copy with random values for all its tensors; ``memo`` has replacements for some of its parts."""
+def _copy(original: nn.Module, device: torch.device, training: bool, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Copy a module with random values for all its tensors; ``memo`` has replacements for some of its parts."""
     replacements = dict(memo or {})
     inside = [
         t for part in _parts(original, replacements) for t in (*part._parameters.values(), *part._buffers.values())
@@ -306,14 +305,14 @@ def _parts(module: nn.Module, memo: Mapping[int, Any]) -> list[nn.Module]:
 
 
 def _real(tensor: torch.Tensor, device: torch.device, read: frozenset[int] | None) -> torch.Tensor:
-    """What stands for a tensor of a call: values where they are ``read`` (None: all are), else only the shape."""
+    """Replace a fake tensor by random values where it is ``read`` (None: always), else by an expanded zero."""
     if read is not None and tensor.untyped_storage()._cdata not in read:
         return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
     return _random(tensor, device)
 
 
 def _random(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Values as small as those of a trained model; whole numbers are 0, which is an index that exists."""
+    """Create values as small as those of a trained model; integers are 0, which is a valid index."""
     if tensor.dtype == torch.bool:
         return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
     if not tensor.is_floating_point():
@@ -334,7 +333,7 @@ def _random(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _median(run: Callable[[int], BlockSeconds], budget_s: float) -> BlockSeconds:
-    """The median of as many runs as fit ``budget_s``, and at least of the first one."""
+    """Return the median of as many runs as fit ``budget_s``, or the first run."""
     began_s = time.perf_counter()
     first = run(0)
     runs: list[BlockSeconds] = []

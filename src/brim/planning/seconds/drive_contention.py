@@ -1,4 +1,4 @@
-"""What lanes of this machine take from each other when it computes in RAM: measured, and remembered for a week."""
+"""Measure how lanes of this machine slow each other when it computes in RAM, and cache that for a week."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from brim.errors import TransferError, UsageError
 from brim.measure.contention import READ, WRITE, beside, both_ways
 from brim.measure.probe import drive_folder, probe
 from brim.planning.seconds.measurement_cache import Remembered
-from brim.planning.solver.schedule import COMPUTE, UPDATE, Contention, way
+from brim.planning.solver.schedule import COMPUTE, UPDATE, Contention, lane_of
 
-_METHOD = 4  # raised when what is measured, or how, changes
-# Shares change less than the rates that they are of, and looking takes seconds.
+_METHOD = 4  # raised when the measurement changes
+# Shares change less than rates, and measuring takes seconds.
 _GOOD_FOR_S = 7 * 24 * 3600.0
-_MANY_ROWS = 256  # a product of more is limited by arithmetic as much
-_LANES = {READ: way(DISK, RAM), WRITE: way(RAM, DISK)}
+_MANY_ROWS = 256  # larger products are limited by arithmetic as much
+_LANES = {READ: lane_of(DISK, RAM), WRITE: lane_of(RAM, DISK)}
 
 
 @dataclass(frozen=True, eq=False)
 class SharesWhenAsked(Mapping[tuple[str, str], float]):
-    """What lanes leave each other: ``by_rates``, and above that what :func:`beside_drive` gives.
+    """The contention ``by_rates``, overridden by :func:`beside_drive`.
 
-    That is measured when the first share is asked for: a step that moves nothing asks for none.
+    It is measured at the first access: a step that moves nothing has none.
     """
 
     hardware: Hardware
@@ -53,12 +53,12 @@ class SharesWhenAsked(Mapping[tuple[str, str], float]):
 
 
 def beside_drive(hardware: Hardware, rows: int, *, writes: bool, measures: bool = True) -> Contention | None:
-    """The shares of their speeds that computing and the drive keep beside each other.
+    """Return the shares of their speeds that compute and drive keep while both are busy.
 
-    None for another machine, and where the drive cannot be measured now, as a disk that is full cannot be written, or
-    is not to be (``measures``) and never was.
-    ``rows`` are those of a product: one in a token's pass, many in a training. With ``writes``, those of updates too,
-    which wait for memory as a product of one row does. The first time it takes some seconds for each.
+    None for another machine, where the drive cannot be measured (a full disk cannot be written), and without
+    ``measures`` where nothing is cached. ``rows`` are those of a matrix product: one in a token's pass, many in a
+    training. ``writes`` includes the shares of updates, which are bound by memory as a product of one row is. The
+    first measurement of each share takes some seconds.
     """
     if hardware.compute != RAM or (hardware.name, RAM) != ((here := probe(device="cpu")).name, here.compute):
         return None

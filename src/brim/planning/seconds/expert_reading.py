@@ -1,10 +1,10 @@
-"""How much of a mixture of experts a pass reads: a token asks for a few of them, many tokens for nearly all.
+"""Estimate how much of a mixture of experts a pass reads: a token uses a few of them, many tokens nearly all.
 
-With ``p`` the share of tokens that ask for an expert, ``n`` tokens need it with probability 1 - (1 - p)^n, and the
-experts that a pass needs are the sum of that over all of them. Without statistics of the router every expert is asked
-for equally often, which is the most that can be needed. Not modelled: that the tokens of one text resemble each
-other (they need fewer), shared experts are always asked for (they are no part of the choice), and the guesses of the
-order of use that a run makes: an expert that comes unexpectedly is waited for.
+With ``p`` the share of tokens that use an expert, ``n`` tokens need it with probability 1 - (1 - p)^n; the number of
+experts that a pass needs is the sum over all experts. Without statistics of the router, all experts are assumed
+equally likely, which is the upper bound. Not modelled: tokens of the same text resemble each other (and need fewer),
+shared experts (always used, so not chosen), and a run's guesses of the order of use: an unexpected expert is waited
+for.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A parameter of experts: the ``share`` of it that a pass reads on average, what one token computes of it.
+    """The ``share`` of an experts' parameter that a pass reads on average, and that a token computes (``per_token``).
 
-    ``expert`` is the path of the module where each expert is one of its own, None where all lie in one tensor.
+    ``expert`` is the path of the module where each expert is a module, None where all are in a single tensor.
     """
 
     share: float
@@ -34,9 +34,9 @@ class Reading:
 
 
 def expected_experts(count: int, chosen: int, tokens: int, shares: Sequence[float] | None = None) -> float:
-    """How many of ``count`` experts ``tokens`` tokens need, each asking for ``chosen`` of them.
+    """Return the mean number of ``count`` experts that ``tokens`` tokens need, if each uses ``chosen`` of them.
 
-    ``shares``: of all that was asked for, how much went to each expert (they sum to 1); None: equally much.
+    ``shares``: each expert's share of all uses (their sum is 1); None: all are equal.
     """
     if not 0 < chosen <= count or tokens < 0:
         raise UsageError(f"Cannot choose {chosen} of {count} experts for {tokens} tokens.")
@@ -51,7 +51,7 @@ def expected_experts(count: int, chosen: int, tokens: int, shares: Sequence[floa
 
 
 def reading(model: nn.Module, tokens: int, router: Mapping[str, Sequence[float]] | None = None) -> dict[str, Reading]:
-    """The parameters of experts, by name. Empty for a model that has none.
+    """Return the readings of experts' parameters by name; empty for a model without experts.
 
     ``router``: path of the module that holds a layer's experts -> the shares that each was asked for.
     """

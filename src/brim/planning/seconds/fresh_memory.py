@@ -1,4 +1,4 @@
-"""What pages that are new to a process cost a step on this machine: measured once, and remembered."""
+"""Measure the cost of memory pages that are new to a process on this machine, and cache it."""
 
 from __future__ import annotations
 

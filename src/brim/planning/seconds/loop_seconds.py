@@ -1,4 +1,4 @@
-"""What a token costs beside the model's own pass: the loop of transformers' ``generate``, measured on this machine.
+"""Measure a token's seconds outside of the model's pass, in the loop of transformers' ``generate``, on this machine.
 
 The loop is the same Python for every model: inputs are prepared, scores are copied to 32 bits and looked at, criteria
 to stop are asked, a streamer hears the token. It is timed with a model that does next to nothing, whose own passes
@@ -73,7 +73,7 @@ def _generated_s(model: Any, ids: torch.Tensor) -> float:
 
 
 def _passed_s(model: Any, ids: torch.Tensor) -> float:
-    """The same passes without the loop."""
+    """Time the same passes without the loop."""
     with torch.inference_mode():
         output = model(ids, use_cache=True)
         token, watch = ids[:, :1], Stopwatch()

@@ -1,4 +1,4 @@
-"""Figures that were measured once, in a file of the user's cache folder."""
+"""Cache measurements in a file of the user's cache folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from brim.measure.user_cache import cache_folder, load_text, store_text
 
 
 class Remembered:
-    """Lists of numbers by name, each with when it was kept. ``facts`` are what they depend on: under other ones
-    nothing is known.
+    """Lists of numbers by name, each with its time. They depend on ``facts``: other facts have another file.
 
-    A file that is damaged or cannot be written is warned about and does not stop anything.
+    A file that is damaged or cannot be written only causes a warning.
     """
 
     def __init__(self, what: str, facts: Sequence[object]) -> None:
@@ -26,19 +25,19 @@ class Remembered:
         self._known = self._read()
 
     def get(self, name: str, *, count: int | None, within_s: float = math.inf) -> list[float] | None:
-        """What was kept under ``name``; None where that is nothing, older than ``within_s``, zeros alone, or not
-        ``count`` numbers (None: however many)."""
+        """Return the numbers stored under ``name``; None where they are missing, older than ``within_s``, all zero,
+        or not ``count`` (None: any count)."""
         numbers, at_s = self._known.get(name, ([], 0.0))
         if (count is not None and len(numbers) != count) or not any(numbers):
             return None
-        # Kept in a time to come: a clock was set, and nobody knows how old it is.
+        # A time in the future: the clock was changed, so the age is unknown.
         return numbers if within_s == math.inf or 0 <= time.time() - at_s <= within_s else None
 
-    def keep(self, found: Mapping[str, list[float]]) -> None:
-        """Add ``found`` to the file. It is moved into place, so that no other process reads half of it."""
+    def keep(self, entries: Mapping[str, list[float]]) -> None:
+        """Add ``entries`` to the file, which is replaced atomically for other processes."""
         now_s = time.time()
-        # Another process may have added its own.
-        self._known = self._read() | {name: (list(numbers), now_s) for name, numbers in found.items()}
+        # Another process may have added entries.
+        self._known = self._read() | {name: (list(numbers), now_s) for name, numbers in entries.items()}
         store_text(self._path, json.dumps(self._known))
 
     def _read(self) -> dict[str, tuple[list[float], float]]:
@@ -51,7 +50,7 @@ class Remembered:
 
 
 def _dated(entry: Any) -> tuple[list[float], float]:
-    """Numbers and when they were kept, in seconds since 1970; in older files they stand alone, of any age."""
+    """Parse numbers and their Unix time; entries of older files have no time and count as from 1970."""
     numbers, at_s = (entry, 0.0) if not entry or not isinstance(entry[0], list) else entry
     if not all(0 <= number < math.inf for number in numbers):
         raise ValueError(f"{numbers!r:.100} cannot be measured")

@@ -1,5 +1,4 @@
-"""Seconds of a model's blocks by the rates of a machine that may be another one: a roofline, and the time to start
-kernels. What a pass computes and moves was seen on fake tensors."""
+"""Estimate blocks' seconds by any machine's rates: a roofline of observed FLOPs and bytes, plus launch times."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ _ARITHMETIC = ("float32", "bfloat16", "float16")
 
 
 def triggers(partition: Partition) -> dict[str, str]:
-    """Trigger -> the largest of the blocks that its call needs: its seconds are counted once."""
+    """Map each trigger to the largest block that its call needs, so that its seconds count once."""
     block_of: dict[str, str] = {}
     for block in sorted(partition.blocks, key=lambda block: block.bytes):
         block_of |= dict.fromkeys(block.triggers, block.name)
@@ -29,9 +28,9 @@ def triggers(partition: Partition) -> dict[str, str]:
 def rated_seconds(
     model: nn.Module, partition: Partition, work: PassWork, hardware: Hardware, *, tokens: int
 ) -> Mapping[str, BlockSeconds]:
-    """Seconds of each block of ``partition`` in a pass that does ``work``, and under ``OUTSIDE`` of all the rest.
+    """Return the seconds of each block of ``partition`` in a pass with ``work``, and under ``OUTSIDE`` of the rest.
 
-    ``tokens`` are those of the pass: they say how many experts of a mixture it reads.
+    The pass's ``tokens`` determine how many experts of a mixture it reads.
     """
     owners, read = triggers(partition), _read_only(model, work, tokens)
     parts: dict[str, list[ModuleWork]] = {}
@@ -41,21 +40,21 @@ def rated_seconds(
     seconds = {block.name: 0.0 for block in partition.blocks}
     for trigger, done in parts.items():
         seconds[owners[trigger]] += _seconds(done, hardware)
-    # A GPU that waits for kernels to be started in one part catches up in another: the whole says how long they take.
+    # A GPU that waits for launches in one part catches up in another, so the rest follows from the whole pass.
     seconds[OUTSIDE] = max(0.0, _seconds(read.values(), hardware) - sum(seconds.values())) if beside else 0.0
     return {name: BlockSeconds(forward_s=value) for name, value in seconds.items()}
 
 
 def _nearest(path: str, owners: Mapping[str, str]) -> str:
-    """The trigger whose call ``path`` is a part of; OUTSIDE where there is none."""
+    """Return the trigger that contains ``path``; OUTSIDE where there is none."""
     while path and path not in owners:
         path = path.rpartition(".")[0]
     return path if path in owners else OUTSIDE
 
 
 def _read_only(model: nn.Module, work: PassWork, tokens: int) -> dict[str, ModuleWork]:
-    """``work`` with the bytes of experts that a pass reads on average: a trace on fake tensors reads all of them, or,
-    where their rows are gathered first, hardly any."""
+    """Correct ``work`` to the experts' bytes that a pass reads on average: a trace on fake tensors reads all of them
+    or, where their rows are gathered first, hardly any."""
     parameters, corrected = dict(model.named_parameters()), dict(work)
     experts: dict[str, tuple[float, float]] = {}  # read and not read, by the module that has them
     for name, expert in reading(model, tokens).items():
@@ -75,6 +74,6 @@ def _seconds(parts: Iterable[ModuleWork], hardware: Hardware) -> float:
         compute_s += part.flops / flops_per_s(hardware, dtype)
         moved, kernels = moved + part.bytes, kernels + part.kernels
     device_s = max(compute_s, moved / hardware.tier(hardware.compute).bytes_per_s)
-    if hardware.compute == RAM:  # a processor does itself what it issues
+    if hardware.compute == RAM:  # a processor dispatches operations on the cores that run them
         return device_s + kernels * EAGER.dispatch_s
     return max(device_s + kernels * EAGER.kernel_s, kernels * EAGER.dispatch_s)

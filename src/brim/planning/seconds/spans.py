@@ -1,7 +1,7 @@
-"""When compute worked: COMPUTE events in a run's Timeline, of the whole model and of each of its blocks.
+"""Record COMPUTE events of the model and of each of its blocks in a run's Timeline.
 
-On an accelerator the device's own clock is read, through events between its kernels; elsewhere the host's. Waiting
-that falls into a span has an IDLE event of its own (``Recorder.waited``), so a span is not all work.
+On an accelerator the device's clock is read, through events between its kernels; elsewhere the host's. A wait within
+a span has an IDLE event of its own (``Recorder.waited``), so a span is not all work.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from brim.accelerator import Accelerator, of
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
 
-WHOLE, BLOCKS = 0, 1  # the lanes (streams) of what the model does as a whole, and of its blocks
+WHOLE, BLOCKS = 0, 1  # the lanes (streams) of the model as a whole, and of its blocks
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-MOST_SPANS = 50_000  # 3.5 MB; then nothing more is written, nor does it take any more time
+MOST_SPANS = 50_000  # 3.5 MB; then recording stops and takes no more time
 _MOST_PENDING = 4_096  # marks whose time the device has not reported yet
 
 
 class _Clock(Protocol):
-    """Marks moments. ``is_over``: whether ``seconds`` (since the recorder's making) is known by now."""
+    """A clock that marks moments. ``is_over``: ``seconds`` since the recorder's start are known."""
 
     def mark(self) -> Any: ...
     def is_over(self, mark: Any) -> bool: ...
@@ -35,7 +35,7 @@ class _Clock(Protocol):
 
 
 class _HostClock:
-    """Every moment is known at once."""
+    """The host's clock: every moment is known at once."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.mark = recorder.now_s
@@ -47,11 +47,11 @@ class _HostClock:
         return mark
 
     def settle(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: nothing is pending."""
 
 
 class _EventClock:
-    """Events of the current stream, counted from one whose moment is known to the host as well."""
+    """The device's clock: events of the current stream, relative to one whose host time is known."""
 
     def __init__(self, recorder: Recorder, on: Accelerator) -> None:
         self._on = on
@@ -76,9 +76,9 @@ class _EventClock:
 
 
 class ComputeSpans:
-    """Writes spans as long as it is entered: ``forward``, ``backward``, ``update``, and the blocks' forward passes.
+    """A context that records spans: ``forward``, ``backward``, ``update``, and the blocks' forward passes.
 
-    ``blocks`` are paths of modules; a name of several, joined by ``+``, stands for each of them.
+    ``blocks`` are paths of modules, or several joined by ``+``.
     """
 
     def __init__(
@@ -108,21 +108,21 @@ class ComputeSpans:
         begins: list[Any] = []
 
         def begin(module: nn.Module, args: object) -> None:
-            begins[:] = [self._clock.mark()]  # one that raised has left its own here
+            begins[:] = [self._clock.mark()]  # replaces the mark of a call that raised
 
         def end(module: nn.Module, args: object, output: Any) -> None:
             if begins:
                 self._span(begins.pop(), label, lane)
             if then is not None:
                 then(output)
-            if self._left <= 0:  # not in an optimizer's hook: torch walks over those as they are
+            if self._left <= 0:  # not in an optimizer's hook: torch iterates over those without a copy
                 self._unhook()
 
         self._hooks.append(module.register_forward_pre_hook(begin))
         self._hooks.append(module.register_forward_hook(end))
 
     def _await_backward(self, output: Any) -> None:
-        """The backward pass begins where the loss gets its gradient, and ends when autograd is done."""
+        """Span the backward pass from the loss's gradient to the end of autograd."""
         loss = getattr(output, "loss", None)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             loss.register_hook(self._backward_begins)
@@ -169,7 +169,7 @@ class ComputeSpans:
         self._hooks.clear()
 
     def close(self) -> None:
-        """Take the hooks off and write what is left. A second call does nothing."""
+        """Remove the hooks and write pending spans. A second call does nothing."""
         self._unhook()
         if self._pending:
             self._clock.settle()

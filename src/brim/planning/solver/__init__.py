@@ -1,4 +1,4 @@
-"""Searches for the fastest way that fits, simulates its schedule, and says what it promises."""
+"""Search the fastest plan that fits, and simulate its schedule."""
 
 from brim.planning.solver.passes import BlockCost, Job
 from brim.planning.solver.streaming import plan_streaming, smallest_budget

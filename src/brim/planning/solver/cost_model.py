@@ -1,4 +1,4 @@
-"""What each choice for a training step holds per tier and moment, and what it takes per lane."""
+"""Compute each choice's bytes per tier and moment, and its seconds per lane, in a training step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import groupby, pairwise, product
 from brim.core import Hardware, Link
 from brim.core.hardware import DISK, RAM
 from brim.planning.solver.problem import SERIAL, BlockClass, Column, Pool, Problem
-from brim.planning.solver.schedule import COMPUTE, way
+from brim.planning.solver.schedule import COMPUTE, lane_of
 from brim.planning.solver.step_profile import (
     BACKWARD,
     FULL,
@@ -17,17 +17,17 @@ from brim.planning.solver.step_profile import (
     OFFLOAD,
     SELECTIVE,
     UPDATE,
+    Assignment,
     BlockProfile,
     Frame,
     Limits,
     Shape,
     StepProfile,
-    Way,
 )
 from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM, RESIDENT
 
 CPU = "cpu"  # the lane of updates by the processor beside a GPU
-WHOLE = ""  # the class of what is chosen once for the whole model
+WHOLE = ""  # the class of the frame, which is chosen once for the model
 _RING, _AGAIN, _WINDOW = "ring", "recompute", "window"
 _WINDOW_SLOTS = 2
 
@@ -49,8 +49,8 @@ def problem(
             name=members[0].name,
             count=len(members),
             columns=[
-                _column(members[0], weights, kept, hardware, passes)
-                for weights, kept in choices(members[0], hardware.compute, limits)
+                _column(members[0], weights, activations, hardware, passes)
+                for weights, activations in choices(members[0], hardware.compute, limits)
             ],
         )
         for members in kinds(micro.blocks)
@@ -76,13 +76,13 @@ def _pools(compute: str, slots: int) -> tuple[Pool, ...]:
 
 
 def frames(hardware: Hardware, limits: Limits, profile: StepProfile, shape: Shape) -> dict[str, Frame]:
-    """What could be chosen for the whole model within a shape, by name."""
+    """Return the frames that a shape and the limits allow, by name."""
     away = (DISK,) if hardware.compute == RAM else (RAM, DISK)
     frames_by_name = {}
     for chunked, in_backward, gradients in product(
         (False, True) if profile.head_bytes else (False,), (False, True), (KEEP, *away)
     ):
-        never_whole = in_backward and shape.micro_batch == profile.batch  # gradients are used up as they come
+        never_whole = in_backward and shape.micro_batch == profile.batch  # each gradient is freed after its update
         if gradients != KEEP and (shape.states == KEEP or never_whole):
             continue
         if shape.in_backward not in (None, in_backward):
@@ -101,37 +101,37 @@ def frames(hardware: Hardware, limits: Limits, profile: StepProfile, shape: Shap
 
 
 def choices(block: BlockProfile, compute: str, limits: Limits) -> Iterator[tuple[str, str]]:
-    """What may be done with a block's weights and activations."""
+    """Yield the allowed pairs of a weights choice and an activations choice of a block."""
     homes: tuple[str, ...] = (FROM_DISK,) if compute == RAM else (FROM_RAM, FROM_DISK)
     for weights in (RESIDENT, *(homes if limits.streams else ())):
-        for kept in limits.activations:
-            if kept == OFFLOAD and not block.offload_bytes:
+        for activations in limits.activations:
+            if activations == OFFLOAD and not block.offload_bytes:
                 continue
-            if kept in (SELECTIVE, FULL) and kept not in block.kept_bytes:
-                if KEEP not in limits.activations:  # the user chose it, but this block does not have it
+            if activations in (SELECTIVE, FULL) and activations not in block.kept_bytes:
+                if KEEP not in limits.activations:  # the user chose it, but this block cannot be checkpointed so
                     yield weights, KEEP
                 continue
-            yield weights, kept
+            yield weights, activations
 
 
 def kinds(blocks: Sequence[BlockProfile]) -> list[list[BlockProfile]]:
-    """Blocks that are alike, together; those of one kind in forward order."""
+    """Group blocks by kind, each group in forward order."""
     ordered = sorted(blocks, key=lambda block: repr(block.kind()))
     return [list(members) for _, members in groupby(ordered, key=BlockProfile.kind)]
 
 
-def held_bytes(profile: StepProfile, hardware: Hardware, made: Way) -> Held:
-    """What ``made`` holds in each tier at each moment, as far as the profile knows; the program's own included."""
-    micro, compute = profile.at(made.frame.micro_batch), hardware.compute
+def held_bytes(profile: StepProfile, hardware: Hardware, assignment: Assignment) -> Held:
+    """Estimate the bytes of a step in each tier at each moment, the program's own included."""
+    micro, compute = profile.at(assignment.frame.micro_batch), hardware.compute
     sizes: Held = {}
     pools: dict[str, int] = {}
-    for (tier, moment), count in whole_bytes(profile, compute, made.frame).items():
+    for (tier, moment), count in whole_bytes(profile, compute, assignment.frame).items():
         sizes[tier, moment] = sizes.get((tier, moment), 0) + count
     for block in micro.blocks:
-        slots = block_bytes(block, made.weights[block.name], made.activations[block.name], compute, sizes)
+        slots = block_bytes(block, assignment.weights[block.name], assignment.activations[block.name], compute, sizes)
         for name, count in slots.items():
             pools[name] = max(pools.get(name, 0), count)
-    for pool in _pools(compute, made.frame.slots):
+    for pool in _pools(compute, assignment.frame.slots):
         for place in pool.tiers:
             tier, _, moment = place.partition("@")
             sizes[tier, moment] = sizes.get((tier, moment), 0) + pool.slots * pools.get(pool.name, 0)
@@ -141,10 +141,10 @@ def held_bytes(profile: StepProfile, hardware: Hardware, made: Way) -> Held:
     return sizes
 
 
-def peak_bytes(held: Held) -> dict[str, int]:
-    """The larger of the moments, per tier."""
+def peak_bytes(sizes: Held) -> dict[str, int]:
+    """Return the larger of the moments' bytes per tier."""
     peaks: dict[str, int] = {}
-    for (tier, _), count in held.items():
+    for (tier, _), count in sizes.items():
         peaks[tier] = max(peaks.get(tier, 0), count)
     return peaks
 
@@ -157,7 +157,7 @@ def _at(tier: str, moment: str) -> str:
 
 
 def _whole_column(name: str, profile: StepProfile, hardware: Hardware, frame: Frame) -> Column:
-    """What lies beside blocks, and the optimizer: beside backward where each block is updated in it, else after."""
+    """Build the frame's column; updates in backward overlap with it, an update after it is serial."""
     sizes = whole_bytes(profile, hardware.compute, frame)
     lanes = update_lanes(profile, hardware, frame)
     if not frame.in_backward:
@@ -169,7 +169,7 @@ def _whole_column(name: str, profile: StepProfile, hardware: Hardware, frame: Fr
 
 
 def whole_bytes(profile: StepProfile, compute: str, frame: Frame) -> Held:
-    """What lies in each tier at each moment beside blocks' weights and activations."""
+    """Return the bytes in each tier at each moment without blocks' weights and activations."""
     sizes = _fixed_bytes(profile, compute, frame)
     micro = profile.at(frame.micro_batch)
     blocks = sum(b.kept_bytes[KEEP] for b in micro.blocks) + (micro.head_bytes if frame.chunked else 0)
@@ -193,7 +193,7 @@ def _fixed_bytes(profile: StepProfile, compute: str, frame: Frame) -> Held:
     accumulates = frame.micro_batch < profile.batch
     if accumulates:
         add(gradients, BACKWARD, profile.gradient_bytes)
-    if not accumulates or gradients != compute:  # what is there before the first block's backward
+    if not accumulates or gradients != compute:  # the head's gradients, before the first block's backward
         add(compute, BACKWARD, min(profile.early_gradient_bytes, profile.gradient_bytes))
     whole = not frame.in_backward or accumulates
     add(gradients if whole else compute, UPDATE, profile.gradient_bytes if whole else largest)
@@ -204,20 +204,20 @@ def _fixed_bytes(profile: StepProfile, compute: str, frame: Frame) -> Held:
 
 
 def update_lanes(profile: StepProfile, hardware: Hardware, frame: Frame) -> dict[str, float]:
-    """Seconds of the optimizer by lane, the bytes that it moves included."""
+    """Return the optimizer's seconds by lane, its copies included."""
     compute, lanes = hardware.compute, dict[str, float]()
     if compute == RAM or frame.states == KEEP:
         lanes[COMPUTE] = profile.update_s
-    else:  # read weights, gradients and two states, write all but gradients (torch's fused Adam), beside RAM's rate
+    else:  # PyTorch's fused Adam reads weights, gradients and two states, and writes all but gradients, at RAM's rate
         touched = 2 * (profile.gradient_bytes + profile.state_bytes) + profile.gradient_bytes
         lanes[CPU] = touched / (hardware.tier(RAM).bytes_per_s or 1.0)
     for pair, count in update_moves(profile, compute, frame).items():
-        lanes[way(*pair)] = count / rate(hardware, *pair)
+        lanes[lane_of(*pair)] = count / rate(hardware, *pair)
     return lanes
 
 
 def update_moves(profile: StepProfile, compute: str, frame: Frame) -> dict[tuple[str, str], int]:
-    """Bytes that the optimizer, and gradients on their way to it, move over each link in a step."""
+    """Return the bytes of gradients and optimizer states over each link in a step."""
     moves: dict[tuple[str, str], int] = {}
 
     def move(source: str, target: str, count: int) -> None:
@@ -230,29 +230,29 @@ def update_moves(profile: StepProfile, compute: str, frame: Frame) -> dict[tuple
         move(DISK, RAM, profile.state_bytes)
         move(RAM, DISK, profile.state_bytes)
     if frame.gradients == DISK:
-        passes = profile.passes(frame.micro_batch)  # what one pass wrote, the next one reads to add to it
+        passes = profile.passes(frame.micro_batch)  # each pass reads the sum of those before and writes it again
         move(RAM, DISK, passes * profile.gradient_bytes)
         move(DISK, RAM, passes * profile.gradient_bytes)
     return moves
 
 
-def moved_bytes(profile: StepProfile, hardware: Hardware, made: Way) -> int:
-    """What a step under ``made`` moves over links, all of them together."""
+def moved_bytes(profile: StepProfile, hardware: Hardware, assignment: Assignment) -> int:
+    """Return the bytes that a step moves over all links together."""
     micro, passes, compute = (
-        profile.at(made.frame.micro_batch),
-        profile.passes(made.frame.micro_batch),
+        profile.at(assignment.frame.micro_batch),
+        profile.passes(assignment.frame.micro_batch),
         hardware.compute,
     )
-    count = sum(update_moves(profile, compute, made.frame).values())
+    count = sum(update_moves(profile, compute, assignment.frame).values())
     for block in micro.blocks:
-        count += sum(weight_moves(block, made.weights[block.name], compute, passes).values())
-        if made.activations[block.name] == OFFLOAD:
+        count += sum(weight_moves(block, assignment.weights[block.name], compute, passes).values())
+        if assignment.activations[block.name] == OFFLOAD:
             count += 2 * passes * block.offload_bytes
     return count
 
 
 def rate(hardware: Hardware, source: str, target: str) -> float:
-    """Bytes per second of a link; a way that was not measured is taken to be as fast as the other."""
+    """Return a link's bytes per second; an unmeasured direction is assumed as fast as the reverse."""
     return _link(hardware, source, target).bytes_per_s
 
 
@@ -270,7 +270,7 @@ def _link(hardware: Hardware, source: str, target: str) -> Link:
 
 
 def weight_moves(block: BlockProfile, choice: str, compute: str, passes: int) -> dict[tuple[str, str], int]:
-    """Bytes of a block's weights over each link in a step: to forward and backward of each pass, and back."""
+    """Return the bytes of weights over each link in a step: two loads per pass, and a write of trained ones."""
     if choice == RESIDENT:
         return {}
     path = [RAM, compute] if choice == FROM_RAM else [DISK, compute] if compute == RAM else [DISK, RAM, compute]
@@ -280,43 +280,43 @@ def weight_moves(block: BlockProfile, choice: str, compute: str, passes: int) ->
     return moves
 
 
-def _column(block: BlockProfile, weights: str, kept: str, hardware: Hardware, passes: int) -> Column:
-    """``block`` is as in one of the ``passes``."""
+def _column(block: BlockProfile, weights: str, activations: str, hardware: Hardware, passes: int) -> Column:
+    """Build the column of a block's choices; ``block`` is the profile of one of the ``passes``."""
     compute = hardware.compute
     sizes: Held = {}
-    slots = block_bytes(block, weights, kept, compute, sizes)
-    lanes = {COMPUTE: (block.forward_s + block.backward_s + block.again_s.get(kept, 0.0)) * passes}
-    if kept == OFFLOAD:
+    slots = block_bytes(block, weights, activations, compute, sizes)
+    lanes = {COMPUTE: (block.forward_s + block.backward_s + block.again_s.get(activations, 0.0)) * passes}
+    if activations == OFFLOAD:
         away = DISK if compute == RAM else RAM
         for pair in ((compute, away), (away, compute)):
-            lanes[way(*pair)] = passes * copy_s(hardware, *pair, block.offload_bytes)
+            lanes[lane_of(*pair)] = passes * copy_s(hardware, *pair, block.offload_bytes)
     for pair, count in weight_moves(block, weights, compute, passes).items():
         each = min(count, block.bytes)
         copies_s = count / each * copy_s(hardware, *pair, each) if each else 0.0
-        lanes[way(*pair)] = lanes.get(way(*pair), 0.0) + copies_s
+        lanes[lane_of(*pair)] = lanes.get(lane_of(*pair), 0.0) + copies_s
     places = {_at(*place): count for place, count in sizes.items()}
-    return Column(name=f"{weights} {kept}", bytes=places, seconds=lanes, slot_bytes=slots)
+    return Column(name=f"{weights} {activations}", bytes=places, seconds=lanes, slot_bytes=slots)
 
 
-def block_bytes(block: BlockProfile, weights: str, kept: str, compute: str, held: Held) -> dict[str, int]:
-    """Add to ``held`` what the block holds; returned is what it needs of each pool."""
+def block_bytes(block: BlockProfile, weights: str, activations: str, compute: str, sizes: Held) -> dict[str, int]:
+    """Add the block's bytes to ``sizes`` and return the slot that it needs of each pool."""
     slots: dict[str, int] = {}
 
     def add(tier: str, moment: str, count: int) -> None:
-        held[tier, moment] = held.get((tier, moment), 0) + count
+        sizes[tier, moment] = sizes.get((tier, moment), 0) + count
 
-    add(compute, BACKWARD, block.saved_bytes(kept))
-    if kept in (SELECTIVE, FULL):
-        slots[_AGAIN] = max(0, block.kept_bytes[KEEP] - block.saved_bytes(kept))
+    add(compute, BACKWARD, block.saved_bytes(activations))
+    if activations in (SELECTIVE, FULL):
+        slots[_AGAIN] = max(0, block.kept_bytes[KEEP] - block.saved_bytes(activations))
     if weights != RESIDENT:
         slots[_RING] = block.bytes
-    if kept == OFFLOAD:
+    if activations == OFFLOAD:
         slots[_WINDOW] = block.offload_bytes
     for moment in MOMENTS:
         if weights in (RESIDENT, FROM_RAM):
             add(compute if weights == RESIDENT else RAM, moment, block.bytes)
-        elif block.trained_bytes:  # what is never changed stays in the checkpoint
+        elif block.trained_bytes:  # frozen weights are read from the checkpoint
             add(DISK, moment, block.bytes)
-        if kept == OFFLOAD:
+        if activations == OFFLOAD:
             add(DISK if compute == RAM else RAM, moment, block.offload_bytes)
     return slots

@@ -1,7 +1,7 @@
-"""A choice that fits, found step by step: where the linear program begins, and what it must not be worse than.
+"""Find a choice that fits greedily: the linear program starts from it and never ends worse.
 
-Every block is treated in the fastest way; then, as long as a tier holds too much, blocks are moved to the way that
-frees most of what is too much for each second that it costs.
+Every block begins with its fastest column. While a tier is over its budget, blocks move to the column that frees the
+most excess bytes per second that it costs.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from brim.planning.solver.problem import BlockClass, Column, Counts, Problem, room_bytes
 
 _MOST_MOVES = 64
-_LEAST_S = 1e-9  # what costs nothing is compared by its bytes
+_LEAST_S = 1e-9  # moves that cost no time are compared by their bytes
 
-_Held = dict[str, dict[str, int]]  # as Counts, to be changed
+_Held = dict[str, dict[str, int]]  # a mutable Counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class _Move:
     source: Column
     target: Column
 
-    def made(self, counts: _Held, number: int) -> _Held:
+    def apply(self, counts: _Held, number: int) -> _Held:
         mine = dict(counts[self.blocks.name])
         mine[self.source.name] -= number
         mine[self.target.name] = mine.get(self.target.name, 0) + number
@@ -31,7 +31,7 @@ class _Move:
 
 
 def greedy(problem: Problem) -> Counts | None:
-    """A choice that fits every tier; None where this way of looking finds none."""
+    """Return a choice that fits every tier; None where the greedy search finds none."""
     counts: _Held = {kind.name: {min(kind.columns, key=_seconds).name: kind.count} for kind in problem.classes}
     for _ in range(_MOST_MOVES):
         over = _over(problem, counts)
@@ -45,13 +45,13 @@ def greedy(problem: Problem) -> Counts | None:
 
 
 def _best(problem: Problem, counts: _Held, over: Mapping[str, int]) -> _Held | None:
-    """``counts`` after the move that frees most for its seconds; None where none frees anything."""
+    """Return ``counts`` after the move that frees most per second; None where none frees anything."""
     before, best, most = sum(over.values()), None, 0.0
     for move in _moves(problem, counts):
         number = _number(move, counts, over)
         if not number:
             continue
-        moved = move.made(counts, number)
+        moved = move.apply(counts, number)
         freed = before - sum(_over(problem, moved).values())
         if freed <= 0:
             continue
@@ -69,7 +69,7 @@ def _moves(problem: Problem, counts: _Held) -> Iterator[_Move]:
 
 
 def _number(move: _Move, counts: _Held, over: Mapping[str, int]) -> int:
-    """How many blocks to move: as many as make up for the worst tier, or all that there are."""
+    """Return how many blocks to move: enough for the tier that needs most, or all."""
     number = 0
     for tier, count in over.items():
         less = move.source.bytes.get(tier, 0) - move.target.bytes.get(tier, 0)
@@ -79,7 +79,7 @@ def _number(move: _Move, counts: _Held, over: Mapping[str, int]) -> int:
 
 
 def _over(problem: Problem, counts: Counts) -> dict[str, int]:
-    """By how much each tier that holds too much does."""
+    """Return the excess bytes of each tier that is over its budget."""
     used = dict.fromkeys(problem.budget_bytes, 0)
     slots: dict[str, int] = {}
     for kind in problem.classes:

@@ -1,7 +1,7 @@
-"""One pass over a model whose blocks lie in several tiers: what it is made of, and how long it takes.
+"""Simulate a forward pass over a model whose blocks rest in several tiers.
 
-Compute goes from block to block, be it on the device or, for blocks that the processor computes where they rest, in
-RAM. Beside it a link (and a disk) fills the slots of a ring, as far ahead as there are free ones.
+Blocks are computed in order: on the device, or by the processor for blocks that it computes in RAM. Meanwhile a link
+(and a disk) loads later blocks into the ring's free slots.
 """
 
 from __future__ import annotations
@@ -12,30 +12,29 @@ from dataclasses import dataclass, field
 
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
-from brim.planning.solver.schedule import COMPUTE, Contention, Schedule, Task, simulate, way
+from brim.planning.solver.schedule import COMPUTE, Contention, Schedule, Task, lane_of, simulate
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 
 BESIDE_BLOCKS = "outside of blocks"  # a pass's first task
-CPU = "cpu"  # the lane of what the processor computes beside a GPU
+CPU = "cpu"  # the lane of the processor's computation beside a GPU
 STAGING = 2  # slots in RAM between disk and VRAM: one being read into, one being copied from
-_PASSES = 4  # the first two fill the pipeline, the third is looked at, the last is read for beside it
-# A reader takes cycles and memory bandwidth from products. In a 6.6 GB model, half of it read in each step, on two
-# cores and into huge pages, they kept this share of their speed (bench/streaming.py, its row beside_reads).
+_PASSES = 4  # two fill the pipeline, the third is timed, and the last one's loads overlap with it
+# A reader takes cycles and memory bandwidth from matrix products. They kept this share of their speed in a 6.6 GB
+# model, half of it read in each step, on two cores and into huge pages (bench/streaming.py, its row beside_reads).
 _BESIDE_READS = 0.95
-# Of what the bus of RAM carries, a processor's kernels reach about this much: of two channels of DDR4-3200, which are
-# 51.2 GB/s (JEDEC JESD79-4), 40 are usual. The rest is there for a copy engine beside them.
+# A processor's kernels reach about this share of RAM's bus: 40 of the 51.2 GB/s that two channels of DDR4-3200 carry
+# (JEDEC JESD79-4) are usual. The rest is left for a copy engine.
 _KERNEL_SHARE = 0.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCost:
-    """A block as the planner sees it. ``uses`` per step; 0: its rows are looked up where it rests.
+    """A block's bytes and seconds for the planner. ``uses`` counts its calls per step; 0: its rows are looked up.
 
-    ``overhead_s`` is what streaming it costs beside the bytes: hooks and requests. ``cpu_s`` is what it takes when
-    the processor beside a GPU computes it where it rests in RAM, the way of its inputs and outputs included, and
-    ``cpu_bytes`` what it then holds in RAM beside its weights; 0 seconds: it cannot. ``likely`` is the share of steps
-    that need the block at all: an expert is not asked in each. ``staged_bytes`` is what it takes on its way from disk
-    to VRAM, as it lies in its file; 0: ``bytes``.
+    ``overhead_s`` is the cost of streaming it beside the bytes: hooks and requests. ``cpu_s`` are its seconds when
+    the processor beside a GPU computes it in RAM, the copies of its inputs and outputs included (0: it cannot), and
+    ``cpu_bytes`` its RAM beside its weights then. ``likely`` is the share of steps that need the block: below 1 for
+    an expert. ``staged_bytes`` is its size in its file, for the slot between disk and VRAM; 0: ``bytes``.
     """
 
     name: str
@@ -50,27 +49,26 @@ class BlockCost:
 
     @property
     def passing_bytes(self) -> int:
-        """In a slot of RAM between disk and VRAM."""
+        """Bytes in a RAM slot between disk and VRAM."""
         return self.staged_bytes or self.bytes
 
     @property
     def moved_bytes(self) -> float:
-        """What streaming it moves in a step, on average."""
+        """Bytes that streaming it moves in a step, on average."""
         return self.bytes * self.uses * self.likely
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What is to be planned: blocks in execution order, and what a step needs beside them.
+    """A planning job: blocks in execution order, and a step's other bytes and seconds.
 
-    ``fixed_bytes`` stays in the compute tier for good (loose parameters, buffers, slots of experts); ``step_bytes``
-    is the peak of activations and temporaries, with the part of the KV cache that is in the compute tier;
-    ``spent_bytes`` is what the program takes per tier beside tensors (imports, tokenizer, library workspaces), with
-    the part of the KV cache that rests in RAM; ``bounce_bytes`` of RAM serve reads that cannot go straight to their
-    place there (``fills_ram``: there are some whatever is chosen), and through ``passage_bytes`` of it residents come
-    from disk to VRAM, one at a time. ``cpu_step_bytes`` of
-    RAM are what a processor beside a GPU takes for activations while it computes a block. ``beside``: what lanes were
-    measured to leave each other (None: what ``contention`` knows of the machine).
+    ``fixed_bytes`` always stay in the compute tier (loose parameters, buffers, slots of experts); ``step_bytes`` is
+    the peak of activations and temporaries, with the KV cache in the compute tier; ``spent_bytes`` is the program's
+    memory per tier beside tensors (imports, tokenizer, library workspaces), with the KV cache that rests in RAM.
+    ``bounce_bytes`` is the RAM buffer of reads that cannot go straight to their place in RAM (``fills_ram``: some
+    exist under every choice); ``passage_bytes`` is the RAM through which residents are loaded from disk to VRAM, one
+    at a time; ``cpu_step_bytes`` are the activations in RAM while a processor beside a GPU computes a block.
+    ``beside`` is the measured contention of lanes (None: that of ``contention``).
     """
 
     model: str
@@ -87,17 +85,17 @@ class Job:
     beside: Contention | None = None
 
     def overhead_bytes(self, tier: str) -> int:
-        """What a tier holds at most beside its blocks and the step: ``spent_bytes`` and a bounce buffer."""
+        """Return a tier's most bytes beside blocks and the step: ``spent_bytes`` and the bounce buffer."""
         return self.spent_bytes.get(tier, 0) + (self.bounce_bytes if tier == RAM else 0)
 
     def bounce_in(self, choices: Iterable[str], compute: str) -> int:
-        """The bounce buffer under ``choices``: on its way to VRAM nothing passes through it."""
+        """Return the bounce buffer's bytes under ``choices``; blocks on their way to VRAM do not use it."""
         taken = compute == RAM or self.fills_ram or not {FROM_RAM, COMPUTE_RAM}.isdisjoint(choices)
         return self.bounce_bytes if taken else 0
 
 
 def ways_of(choice: str, compute: str) -> list[tuple[str, str]]:
-    """The links over which a block comes under ``choice``."""
+    """Return the links, as (source, target), that load a block under ``choice``."""
     if choice in (RESIDENT, COMPUTE_RAM):
         return []
     last = [] if compute == RAM else [(RAM, compute)]
@@ -105,28 +103,28 @@ def ways_of(choice: str, compute: str) -> list[tuple[str, str]]:
 
 
 def bus_bytes_per_s(hardware: Hardware) -> float:
-    """What RAM gives to all that read it at once."""
+    """Return RAM's bytes per second for all readers together."""
     return hardware.tier(RAM).bytes_per_s / _KERNEL_SHARE
 
 
 def contention(hardware: Hardware) -> Contention:
-    """What lanes that work beside each other leave of their speeds."""
+    """Return the share of its speed that each lane keeps while another is busy."""
     if hardware.compute == RAM:
-        return {(COMPUTE, way(DISK, RAM)): _BESIDE_READS}
+        return {(COMPUTE, lane_of(DISK, RAM)): _BESIDE_READS}
     link, ram = hardware.link(RAM, hardware.compute).bytes_per_s, hardware.tier(RAM).bytes_per_s
-    # Processor and copy engine read the same RAM; together they get what its bus has.
+    # Processor and copy engine share the bus of RAM.
     share = min(1.0, bus_bytes_per_s(hardware) / (ram + link)) if ram and link else 1.0
-    lane = way(RAM, hardware.compute)
+    lane = lane_of(RAM, hardware.compute)
     return {(CPU, lane): share, (lane, CPU): share}
 
 
 def move_s(block: BlockCost, hardware: Hardware, source: str, target: str) -> float:
-    """Seconds that bringing a block over a link takes in a step: each time, a request and the bytes."""
+    """Return the seconds of a block's loads over a link in a step, the latency of each included."""
     return block.uses * block.likely * hardware.link(source, target).seconds(block.bytes)
 
 
 def chain_s(block: BlockCost, choice: str) -> float:
-    """Seconds of a block in the chain of computation under ``choice``."""
+    """Return a block's seconds in the chain of computation under ``choice``."""
     if choice == COMPUTE_RAM:
         return block.cpu_s
     return block.compute_s + (block.overhead_s if choice != RESIDENT and block.uses else 0.0)
@@ -134,9 +132,9 @@ def chain_s(block: BlockCost, choice: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """Passes one after the other, and the schedule of all that they do.
+    """The schedule of consecutive passes.
 
-    ``firsts`` and ``lasts``: the first task of each, and the last one of its chain of computation.
+    ``firsts`` and ``lasts`` are the first task of each pass and the last of its chain of computation.
     """
 
     schedule: Schedule
@@ -149,12 +147,12 @@ class Passes:
         return [self.schedule.end_s[last] for last in self.lasts]
 
     def of_pass(self, number: int) -> range:
-        """The tasks that were asked for in a pass; loads for the next one are not among them."""
+        """Return the tasks that a pass issues, without loads for it that the pass before issued."""
         ends = [*self.firsts[1:], len(self.schedule.tasks)]
         return range(self.firsts[number], ends[number])
 
     def waited_s(self, index: int) -> float:
-        """How long computation stood still before a task of it."""
+        """Return the seconds that computation was idle before one of its tasks."""
         before = self.chain[index]
         return self.schedule.begin_s[index] - (self.schedule.end_s[before] if before >= 0 else 0.0)
 
@@ -162,15 +160,14 @@ class Passes:
 def simulate_passes(
     jobs: Sequence[Job], hardware: Hardware, choices: Mapping[str, str], slots: int, beside: Contention | None = None
 ) -> Passes:
-    """A pass for each of ``jobs``, which have the same blocks. ``choices``: block -> where it is.
+    """Simulate a pass for each of ``jobs``, which have the same blocks. ``choices``: block -> choice.
 
-    The last block of a pass is followed by loads for the first of the next. Nothing is in the ring when the first
-    begins.
+    The ring is empty at first; after a pass's last block it is filled for the next pass.
     """
     maker, firsts, lasts = _Maker(hardware, choices, slots), [], []
     for job in jobs:
         firsts.append(len(maker.tasks))
-        maker.one(job)
+        maker.add_pass(job)
         lasts.append(maker.last)
     beside = jobs[0].beside if beside is None and jobs else beside
     schedule = simulate(maker.tasks, contention(hardware) if beside is None else beside)
@@ -180,24 +177,24 @@ def simulate_passes(
 def pass_s(
     job: Job, hardware: Hardware, choices: Mapping[str, str], slots: int, beside: Contention | None = None
 ) -> tuple[float, Schedule]:
-    """Seconds of a pass in the steady state, and the schedule of the passes that they were taken from."""
+    """Return the seconds of a pass in the steady state, and the simulated schedule."""
     done = simulate_passes([job] * _PASSES, hardware, choices, slots, beside)
     return done.ends_s[-2] - done.ends_s[-3], done.schedule
 
 
 class _Maker:
-    """Writes tasks in the order in which the runtime asks for them."""
+    """Append tasks in the order in which the runtime issues them."""
 
     def __init__(self, hardware: Hardware, choices: Mapping[str, str], slots: int) -> None:
         self.tasks: list[Task] = []
         self.last = -1  # of the chain of computation
         self.chain: dict[int, int] = {}
         self._hardware, self._choices = hardware, choices
-        # What each free slot of the ring holds still, and who let it go.
+        # Each free slot of the ring: the block that it still holds, and the tasks that release it.
         self._free: deque[tuple[str, list[int]]] = deque([("", [])] * slots)
         self._staging: deque[list[int]] = deque([[]] * STAGING)
 
-    def one(self, job: Job) -> None:
+    def add_pass(self, job: Job) -> None:
         self._compute(BESIDE_BLOCKS, COMPUTE, job.fixed_compute_s, [])
         for block in job.blocks:
             if not block.uses:
@@ -223,7 +220,7 @@ class _Maker:
         if not ways:
             return []
         kept_slot = next((slot for slot in self._free if slot[0] == block.name), None)
-        if kept_slot is not None:  # as many slots as blocks: nothing took its place
+        if kept_slot is not None:  # no other block has overwritten the slot
             self._free.remove(kept_slot)
             return list(kept_slot[1])
         _, free = self._free.popleft()
@@ -236,7 +233,7 @@ class _Maker:
 
     def _copy(self, block: BlockCost, source: str, target: str, after: Sequence[int]) -> int:
         seconds = move_s(block, self._hardware, source, target)
-        return self._task(block.name, way(source, target), seconds, after, block.bytes)
+        return self._task(block.name, lane_of(source, target), seconds, after, block.bytes)
 
 
 __all__ = [

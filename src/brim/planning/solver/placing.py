@@ -1,10 +1,9 @@
-"""Where blocks are to lie, as a linear program over their kinds: exact, and with a bound on what is possible.
+"""Place blocks in tiers by a linear program over their kinds, exact and with a lower bound on the seconds.
 
-A pass lasts at least as long as its chain of computation, as each link is busy, and as RAM is read, by the processor
-or by a link, which slow each other. So with blocks that the processor may compute, what is decided is how much each
-of them gets: both end together where that is the fastest. Which blocks of a kind they are is another question: a
-link that has filled its ring waits. So blocks change places for as long as the simulated pass comes nearer to the
-bound.
+A pass lasts at least as long as its chain of computation, as each link is busy, and as RAM is read; the processor
+and a link that read RAM slow each other. The program decides how many blocks of a kind each of them gets. It does
+not decide which: a link that has filled its ring waits. So blocks of a kind swap choices while that brings the
+simulated pass nearer to the bound.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from brim.planning.solver.passes import (
     ways_of,
 )
 from brim.planning.solver.problem import Beside, BlockClass, Column, Counts, Pool, Problem
-from brim.planning.solver.schedule import COMPUTE, way
+from brim.planning.solver.schedule import COMPUTE, lane_of
 from brim.planning.solver.search import solve
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 
@@ -36,19 +35,19 @@ _RING, _STAGING, _ACTIVATIONS = "ring", "staging", "activations in RAM"
 _LOADING = f"{RAM}@loading"  # RAM while residents pass through it
 _READ = "ram is read"
 _SLOTS = (2, 3, 4)
-_TRIED_BLOCKS = 40_000  # in simulated passes, of blocks that change places: about a second
-_MENDED = 1e-2  # of a pass, is what such changes save at most, mostly
-_PLACES = 4  # with one of the nearest so many: far ones change more than they mend
-_ALIKE = 1e-3  # of a pass: for less, each kind is spread by itself
-_NEAR = 4e-3  # of the bound: nearer than that nothing is looked for
-_LOOKUP_S = 1e-4  # a page of a drive: what rests there for nothing would be dearer than in RAM that is free
+_TRIED_BLOCKS = 40_000  # blocks simulated while swaps are tried: about a second
+_MENDED = 1e-2  # of a pass: swaps rarely save more
+_PLACES = 4  # a block swaps with one of its nearest so many; swaps over a distance disturb more than they mend
+_ALIKE = 1e-3  # of a pass: for a smaller gain, each kind is spread by itself
+_NEAR = 4e-3  # of the bound: a pass as near to it is not improved further
+_LOOKUP_S = 1e-4  # a drive's page: makes free RAM cheaper than a drive for a table
 
 Kinds = dict[tuple[object, ...], list[BlockCost]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placed:
-    """Block -> choice, and the depth of the ring. Nothing that fits has a pass below ``bound_s``."""
+    """Block -> choice, and the ring's depth. No placement that fits has a pass below ``bound_s``."""
 
     choices: Mapping[str, str]
     slots: int
@@ -57,7 +56,7 @@ class Placed:
 
 
 def least_s(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], allowed: Collection[str]) -> float:
-    """No placement that fits has a shorter pass; infinite where none fits."""
+    """Return a lower bound on the seconds of a pass; infinite where no placement fits."""
     kinds, bounds = _kinds(job), [float("inf")]
     for slots in (0, *_SLOTS):
         solution = solve(_problem(job, kinds, hardware, budget_bytes, allowed, slots), traffic=0.0)
@@ -73,9 +72,9 @@ def placements(
     *,
     known_s: float = float("inf"),
 ) -> Iterator[Placed]:
-    """The best placement for each depth of the ring, and without one. Only ``allowed`` choices are made.
+    """Yield the best placement by ``allowed`` choices for each ring depth, and without a ring.
 
-    ``known_s``: what others reach already, so that no time goes to what is far from it.
+    Placements far from ``known_s``, the seconds of another plan, are not improved.
     """
     kinds, solutions = _kinds(job), []
     for slots in (0, *_SLOTS):
@@ -95,9 +94,9 @@ def placements(
 def _changed(
     job: Job, hardware: Hardware, kinds: Kinds, placed: tuple[dict[str, str], float], slots: int, enough_s: float
 ) -> tuple[dict[str, str], float]:
-    """``placed`` (choices, and seconds of the pass) after some blocks of a kind have changed places.
+    """Swap choices within kinds of blocks while the simulated pass of ``placed`` (choices, seconds) is no slower.
 
-    A few are tried at random, always the same: each try is a simulated pass. What takes longer is taken back.
+    Swaps are drawn at random with a fixed seed.
     """
     choices, seconds = placed
     drawn = random.Random(0)
@@ -115,7 +114,7 @@ def _changed(
 
 
 def _neighbours(drawn: random.Random, names: Sequence[str], choices: Mapping[str, str]) -> tuple[str, str]:
-    """Two of ``names``, treated differently and not far from each other."""
+    """Draw two neighbours of ``names`` with different choices."""
     at = drawn.randrange(len(names))
     others = [index for index, name in enumerate(names) if choices[name] != choices[names[at]]]
     nearest = sorted(others, key=lambda index: abs(index - at))[:_PLACES]
@@ -123,7 +122,7 @@ def _neighbours(drawn: random.Random, names: Sequence[str], choices: Mapping[str
 
 
 def _kinds(job: Job) -> Kinds:
-    """Blocks that are alike."""
+    """Group blocks of equal bytes and seconds."""
     kinds: Kinds = {}
     for block in job.blocks:
         times = (f"{block.compute_s:.6g}", f"{block.cpu_s:.6g}", f"{block.overhead_s:.6g}", f"{block.likely:.6g}")
@@ -143,7 +142,7 @@ def _problem(
     choices = [choice for choice in allowed if slots or choice in (RESIDENT, COMPUTE_RAM)]
     classes = []
     for name, blocks in kinds.items():
-        # A table that is only looked up in may rest wherever it likes.
+        # A look-up table may rest in any tier.
         possible = choices if blocks[0].uses else [RESIDENT, FROM_DISK, *([FROM_RAM] if compute != RAM else [])]
         columns = [column for choice in possible for column in _columns(job, blocks[0], choice, hardware)]
         classes.append(BlockClass(name=repr(name), count=len(blocks), columns=columns))
@@ -166,10 +165,10 @@ def _problem(
 
 
 def _beside(job: Job, hardware: Hardware) -> Beside:
-    """The processor's blocks and the link read one RAM. While the processor has a block, no slot is released."""
+    """Describe how processor and link, both reading RAM, slow each other; the processor's blocks release no slot."""
     shares = contention(hardware) if job.beside is None else job.beside
     link = hardware.link(RAM, hardware.compute)
-    lane = way(RAM, hardware.compute)
+    lane = lane_of(RAM, hardware.compute)
     uses = max((block.uses for block in job.blocks), default=1)
     return Beside(
         chain=COMPUTE,
@@ -192,13 +191,13 @@ def _columns(job: Job, block: BlockCost, choice: str, hardware: Hardware) -> Ite
     bytes_by_choice = {RESIDENT: {compute: block.bytes}, FROM_RAM: {RAM: block.bytes}, FROM_DISK: {}}
     bytes_by_choice[COMPUTE_RAM] = {RAM: block.bytes + block.cpu_bytes}
     if not block.uses:
-        seconds = {way(DISK, RAM): _LOOKUP_S} if choice == FROM_DISK else {}
+        seconds = {lane_of(DISK, RAM): _LOOKUP_S} if choice == FROM_DISK else {}
         yield Column(name=choice, bytes=bytes_by_choice[choice], seconds=seconds)
         return
     seconds = {COMPUTE: chain_s(block, choice)}
     ways = ways_of(choice, compute)
     for source, target in ways:
-        seconds[way(source, target)] = move_s(block, hardware, source, target)
+        seconds[lane_of(source, target)] = move_s(block, hardware, source, target)
     rate = bus_bytes_per_s(hardware) if compute != RAM else 0.0
     if rate and choice != RESIDENT:
         seconds[_READ] = block.moved_bytes / rate
@@ -211,9 +210,9 @@ def _columns(job: Job, block: BlockCost, choice: str, hardware: Hardware) -> Ite
 
 
 def _spread(job: Job, hardware: Hardware, kinds: Kinds, solved: Counts, slots: int) -> tuple[dict[str, str], float]:
-    """Counts -> blocks, and the seconds of the pass: evenly spread, so that every stretch of compute hides a load.
+    """Spread each kind's counts evenly over its blocks, so that every stretch of compute hides a load.
 
-    Each kind by itself; all of them together where that takes clearly less.
+    Return choices and the seconds of the pass. Kinds are spread together where that is clearly faster.
     """
     each, whole = _each_in_turn(job, kinds, solved), _all_in_turn(job, hardware, kinds, solved)
     each_s, whole_s = (pass_s(job, hardware, choices, slots)[0] for choices in (each, whole))
@@ -221,7 +220,7 @@ def _spread(job: Job, hardware: Hardware, kinds: Kinds, solved: Counts, slots: i
 
 
 def _each_in_turn(job: Job, kinds: Kinds, solved: Counts) -> dict[str, str]:
-    """Of each kind evenly."""
+    """Spread each kind by itself."""
     chosen: dict[str, str] = {}
     for name, blocks in kinds.items():
         counts = solved[repr(name)]
@@ -238,7 +237,7 @@ def _each_in_turn(job: Job, kinds: Kinds, solved: Counts) -> dict[str, str]:
 
 
 def _all_in_turn(job: Job, hardware: Hardware, kinds: Kinds, solved: Counts) -> dict[str, str]:
-    """At each block as much of the link's seconds has gone by as of the chain's."""
+    """Spread all kinds so that link and chain have done the same share of their seconds at each block."""
     left = {name: dict(solved[repr(name)]) for name in kinds}
     kind_of = {block.name: name for name, blocks in kinds.items() for block in blocks}
     whole = [
@@ -247,20 +246,20 @@ def _all_in_turn(job: Job, hardware: Hardware, kinds: Kinds, solved: Counts) -> 
         for choice, count in counts.items()
     ]
     load_s, done_s = (sum(took_s[lane] * count for took_s, count in whole) or 1.0 for lane in (0, 1))
-    ahead, chosen = 0.0, dict[str, str]()  # by how much of its all the link is, of the chain
+    ahead, chosen = 0.0, dict[str, str]()  # the link's share done, less the chain's
     for block in job.blocks:
         mine, then = left[kind_of[block.name]], dict[str, float]()
         for choice in (choice for choice, count in mine.items() if count):
             loads, does = _both_s(block, choice, hardware)
             then[choice] = ahead + loads / load_s - does / done_s
-        chosen[block.name] = choice = min(then, key=lambda one: (abs(then[one]), -mine[one]))
+        chosen[block.name] = choice = min(then, key=lambda option: (abs(then[option]), -mine[option]))
         ahead = then[choice]
         mine[choice] -= 1
     return chosen
 
 
 def _both_s(block: BlockCost, choice: str, hardware: Hardware) -> tuple[float, float]:
-    """Seconds of a block on its slowest link, and in the chain."""
+    """Return a block's seconds on its slowest link, and in the chain."""
     if not block.uses:
         return 0.0, 0.0
     loads_s = (move_s(block, hardware, *way) for way in ways_of(choice, hardware.compute))

@@ -1,4 +1,4 @@
-"""What the linear program decides: classes of blocks, and the ways in which each may be treated."""
+"""The linear program's input: classes of blocks, and the columns that each may choose from."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 TOLERANCE_BYTES = 4096  # HiGHS lets a row be over by 1e-6 of its unit, and units are GiB
-SERIAL = "serial"  # the lane of what nothing runs beside: its seconds count on every lane
+SERIAL = "serial"  # the lane of work that nothing overlaps with: its seconds count on every lane
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """One way to treat a block: what one such block holds per tier and how many seconds it takes per lane.
-
-    ``slot_bytes``: how large a slot it needs of each pool, which all share that pass through it.
-    """
+    """A choice for a block: its bytes per tier, seconds per lane, and the slot that it needs of each shared pool."""
 
     name: str
     bytes: Mapping[str, int] = field(default_factory=dict)
@@ -24,7 +21,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockClass:
-    """``count`` blocks that are alike, each in one of ``columns``."""
+    """``count`` equal blocks, each in one of ``columns``."""
 
     name: str
     count: int
@@ -33,7 +30,7 @@ class BlockClass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pool:
-    """``slots`` of one size, as large as the largest block in them needs, in each of ``tiers``."""
+    """``slots`` of the size that the largest block in them needs, in each of ``tiers``."""
 
     name: str
     tiers: Sequence[str]
@@ -42,11 +39,11 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beside:
-    """A part of the lane ``chain`` and the lane ``other`` slow each other while both are busy: they read one memory.
+    """A part of the lane ``chain`` and the lane ``other`` slow each other, as both read the same memory.
 
-    The part is what blocks in one of ``columns`` take; it keeps ``part_share`` of its speed, and the other lane
-    ``other_share``. While one such block is under way no slot of ``pool`` is released, so the other lane fills no
-    more than all of them: ``slot_s`` for each, and ``s_per_byte`` of its size.
+    The part is the work of blocks in ``columns``; it keeps ``part_share`` of its speed, the other lane
+    ``other_share``. During such a block no slot of ``pool`` is released, so the other lane fills each slot at most
+    once, in ``slot_s`` and ``s_per_byte`` of its size.
     """
 
     chain: str
@@ -61,9 +58,9 @@ class Beside:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """``fixed_bytes`` and ``fixed_s`` are there whatever is chosen.
+    """The classes with their budgets; ``fixed_bytes`` and ``fixed_s`` are common to all choices.
 
-    A "tier" may also be one tier at one moment (``ram@update``), where a step has several that could be its peak.
+    A "tier" may be a tier at a moment (``ram@update``), for a step with several possible peaks.
     """
 
     classes: Sequence[BlockClass]
@@ -78,17 +75,16 @@ Counts = Mapping[str, Mapping[str, int]]  # class -> column -> blocks
 
 
 def room_bytes(problem: Problem, tier: str) -> int:
-    """What columns and pools may take of ``tier``; negative where what is fixed is too much already.
+    """Return the bytes of ``tier`` for columns and pools; negative where fixed bytes exceed the budget.
 
-    A little less than there is, so that the program's own rounding stays inside; but nothing at all is a room too:
-    a tier that is not to be used.
+    The solver's tolerance is taken off, but never below 0: a tier without room is allowed, and stays unused.
     """
     room = problem.budget_bytes[tier] - problem.fixed_bytes.get(tier, 0)
     return room if room < 0 else max(0, room - TOLERANCE_BYTES)
 
 
 def busiest(problem: Problem, counts: Counts) -> tuple[str, float]:
-    """The lane that sets the pace under ``counts``, and its seconds with what is serial."""
+    """Return the busiest lane under ``counts``, and its seconds with the serial ones."""
     lanes = dict(problem.fixed_s)
     for kind in problem.classes:
         for column in kind.columns:
@@ -104,9 +100,9 @@ def busiest(problem: Problem, counts: Counts) -> tuple[str, float]:
 
 
 def _beside_s(problem: Problem, beside: Beside, counts: Counts, lanes: Mapping[str, float]) -> float:
-    """The least seconds of what slows each other, over how long both are busy (``search`` has the inequalities).
+    """Return the least seconds of two lanes that slow each other, over how long both are busy (see ``search``).
 
-    Of a few rising and falling lines the highest is lowest where two of them cross, or at an end.
+    The maximum of a few straight lines is least where two of them cross, or at an end.
     """
     chain, other = lanes.get(beside.chain, 0.0), lanes.get(beside.other, 0.0)
     part, most = 0.0, 0.0

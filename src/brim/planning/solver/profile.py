@@ -1,4 +1,4 @@
-"""What the planner needs to know of a training step, read off a trace of the plain one."""
+"""Derive a training step's profile from a trace of the plain step."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def profile_of(
     spent_bytes: Mapping[str, int] | None = None,
     head: Option | None = None,
 ) -> StepProfile:
-    """The profile of the last step of ``trace``, a step over ``batch`` rows with no technique applied.
+    """Return the profile of the last step of ``trace``, over ``batch`` rows and without techniques.
 
-    ``trained_bytes`` are those of each block of ``partition`` that the optimizer changes, ``state_bytes`` all of its
-    states, as they are from the second step on, ``gradient_bytes`` all gradients, those beside blocks included.
-    ``repeated`` are the blocks that can be checkpointed or offloaded, ``head`` what chunked logits save.
+    ``trained_bytes`` are the bytes of each block of ``partition`` that the optimizer updates, ``state_bytes`` all its
+    states from the second step on, ``gradient_bytes`` all gradients, those outside of blocks included. ``repeated``
+    are the blocks that can be checkpointed or offloaded, ``head`` the option of chunked logits.
     """
     start = trace.step_starts[-1]
     ops = [op for op in trace.ops if op.at >= start]
-    # A processor does what it issues itself; a GPU only pauses between kernels.
+    # A processor dispatches operations on the cores that run them; a GPU only pauses between kernels.
     launch_s = EAGER.kernel_s + (EAGER.dispatch_s if hardware.compute == RAM else 0.0)
     works = [op for op in ops if op.written_bytes or op.flops]  # the others are views
     seconds = _seconds(works, partition, hardware, launch_s)
@@ -91,7 +91,7 @@ def _block_profiles(
 
 
 def _owner(module: str, names: Sequence[str]) -> str:
-    """The block that a module path lies in; "" is none of them."""
+    """Return the block that contains a module path, or ""."""
     return next((name for name in names if module == name or module.startswith(f"{name}.")), "")
 
 
@@ -110,7 +110,7 @@ def _seconds(
 
 
 def _kept_bytes(trace: Trace, partition: Partition) -> dict[str, int]:
-    """What each block saves for backward."""
+    """Return the bytes that each block saves for backward."""
     names = [block.name for block in partition.blocks]
     kept = dict.fromkeys(names, 0)
     for storage in trace.storages:
@@ -122,7 +122,7 @@ def _kept_bytes(trace: Trace, partition: Partition) -> dict[str, int]:
 
 
 def _peaks(trace: Trace, ops: Sequence[Op]) -> dict[str, int]:
-    """The most that is held before the optimizer works, gradients aside, and while it does, gradients included."""
+    """Return the peak before the update, without gradients, and during it, with them."""
     turn = min((op.at for op in ops if op.phase is Phase.OPTIMIZER), default=ops[-1].at + 1)
     changes = [(s.born, s.bytes, s.category is Category.GRADIENT) for s in trace.storages]
     changes += [(s.died, -s.bytes, s.category is Category.GRADIENT) for s in trace.storages if s.died is not None]
@@ -140,7 +140,7 @@ def _peaks(trace: Trace, ops: Sequence[Op]) -> dict[str, int]:
 
 
 def _early_gradient_bytes(trace: Trace, ops: Sequence[Op], repeated: Sequence[str]) -> int:
-    """Gradients that are there before any of ``repeated`` has its own: those of a head."""
+    """Return the bytes of gradients (a head's) that exist before those of any of ``repeated``."""
     owners = (op for op in ops if op.phase is Phase.BACKWARD and _owner(op.module, repeated))
     begin = min((op.at for op in owners), default=0)
     return sum(
@@ -151,15 +151,15 @@ def _early_gradient_bytes(trace: Trace, ops: Sequence[Op], repeated: Sequence[st
 def deepened(
     shallow: StepProfile, deeper: StepProfile, layers: int, blocks: Sequence[tuple[str, int, int, str]]
 ) -> StepProfile:
-    """The profile of a model with ``layers`` layers more than the one of ``deeper``, which has one more than that of
-    ``shallow``. ``blocks``: of each block its name, its bytes, those trained, and its like in ``deeper``."""
+    """Extrapolate to ``layers`` layers more than ``deeper``, which has one more than ``shallow``. ``blocks`` has each
+    block's name, bytes, trained bytes and template in ``deeper``."""
     like = {block.name: block for block in deeper.blocks}
 
-    def on(one: float, other: float) -> float:
-        return max(0.0, other + layers * (other - one))
+    def on(low: float, high: float) -> float:
+        return max(0.0, high + layers * (high - low))
 
-    def on_bytes(one: int, other: int) -> int:
-        return max(0, other + layers * (other - one))
+    def on_bytes(low: int, high: int) -> int:
+        return max(0, high + layers * (high - low))
 
     a, b = shallow, deeper
     return replace(
@@ -179,11 +179,10 @@ def deepened(
 
 
 def measured(profile: StepProfile, seconds: Mapping[str, tuple[float, float, float]]) -> StepProfile:
-    """``profile`` with the seconds that were measured of its blocks, for as many rows: forward, backward, and forward
-    where nothing is saved.
+    """Replace predicted seconds of blocks by measured ones: forward, backward, and forward without saving.
 
-    A block that is computed again does the last one and then the others: of it, again takes the share of a forward
-    pass that it was thought to. What lies beside blocks is as much slower or faster as blocks were.
+    Recomputation is scaled by measured unsaved over predicted forward, and work outside of blocks by the blocks'
+    measured over predicted seconds.
     """
     timed_blocks = [block for block in profile.blocks if block.name in seconds]
     if not timed_blocks:

@@ -1,9 +1,8 @@
-"""When the tasks of a step run: a discrete-event simulation of lanes that work beside each other.
+"""Simulate when the tasks of a step run on parallel lanes.
 
-A lane (compute, a link in one direction, the disk, the CPU) does one task at a time, in the order given. A task waits
-for those it comes after. What two busy lanes take from each other (both ways of a link, the disk and the processor
-that drives it) is a factor on the speed of each while both are busy, so that time is shared as it passes and not
-decided when a task begins.
+A lane (compute, a link in one direction, the disk, the CPU) does one task at a time, in the order given, and a task
+waits for its predecessors. Two busy lanes may slow each other (both directions of a link, the disk and the processor
+that drives it): each has a factor on its speed for as long as both are busy.
 """
 
 from __future__ import annotations
@@ -15,25 +14,25 @@ from dataclasses import dataclass, field
 from brim.core import EventKind, Timeline
 
 COMPUTE = "compute"
-# A processor's optimizer works in turn with the rest of its compute, but what it shares with a drive is another
-# thing: it waits for memory as a product of one row does, and a product of many rows waits for arithmetic.
+# A processor's optimizer alternates with its other compute but has a lane of its own, as a drive slows it otherwise:
+# updates are bound by memory, products of many rows by arithmetic.
 UPDATE = "update"
-_DONE = 1e-12  # of a task's seconds: what rounding leaves over
+_DONE = 1e-12  # of a task's seconds: the rounding error
 
 # (lane, another lane) -> the share of its speed that the first keeps while the second is busy.
 Contention = Mapping[tuple[str, str], float]
 
 
-def way(source: str, target: str) -> str:
-    """The name of the lane that copies from one tier to another."""
+def lane_of(source: str, target: str) -> str:
+    """Return the name of the lane that copies from one tier to another."""
     return f"{source} -> {target}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """``seconds`` on ``lane`` when that works alone; begins when the tasks ``after`` (by index) have ended.
+    """A task of ``seconds`` on an undisturbed ``lane``; it begins when the tasks ``after`` (by index) have ended.
 
-    ``takes`` bytes per tier from its beginning, ``gives`` them back at its end. ``bytes`` is what it copies.
+    It allocates ``takes`` bytes per tier at its beginning, frees ``gives`` at its end, and copies ``bytes``.
     """
 
     name: str
@@ -47,49 +46,48 @@ class Task:
 
 @dataclass(frozen=True)
 class Schedule:
-    """When each task began and ended, in seconds from the start, in the order of ``tasks``."""
+    """The begin and end of each of ``tasks``, in seconds from the start."""
 
     tasks: Sequence[Task]
     begin_s: Sequence[float]
     end_s: Sequence[float]
 
     def busy_s(self) -> dict[str, float]:
-        """Seconds in which each lane worked, slowed by others or not."""
+        """Return each lane's busy seconds, slowed by others or not."""
         seconds: dict[str, float] = {}
         for task, begin, end in zip(self.tasks, self.begin_s, self.end_s, strict=True):
             seconds[task.lane] = seconds.get(task.lane, 0.0) + end - begin
         return seconds
 
     def limited_by(self) -> str:
-        """The lane of what is busy longest. A processor's update is time of the one processor: the two lanes count
-        together, and the larger of them is named."""
+        """Return the busiest lane. Compute and update share a processor: they count together under the larger one."""
         busy = self.busy_s()
         together = [lane for lane in (COMPUTE, UPDATE) if lane in busy]
         all_s = sum(busy[lane] for lane in together)
         return max(busy, key=lambda lane: (all_s if lane in together else busy[lane], busy[lane]))
 
     def waits_s(self, lane: str = COMPUTE) -> dict[str, float]:
-        """Seconds in which ``lane`` stood still, by the lane of the task that it waited for."""
+        """Return the idle seconds of ``lane``, by the lane that it waited for."""
         seconds: dict[str, float] = {}
         for begin, end, cause in self._waits(lane):
             seconds[cause] = seconds.get(cause, 0.0) + end - begin
         return seconds
 
     def peak_bytes(self) -> dict[str, int]:
-        """The most that tasks held at once, per tier."""
+        """Return the most bytes that tasks held at once, per tier."""
         changes: list[tuple[float, int, str, int]] = []
         for task, begin, end in zip(self.tasks, self.begin_s, self.end_s, strict=True):
             changes += [(begin, 1, tier, count) for tier, count in task.takes.items()]
             changes += [(end, 0, tier, -count) for tier, count in task.gives.items()]
         live: dict[str, int] = {}
         peak: dict[str, int] = {}
-        for _, _, tier, count in sorted(changes):  # at one moment, what is given back comes first
+        for _, _, tier, count in sorted(changes):  # at the same moment, frees come first
             live[tier] = live.get(tier, 0) + count
             peak[tier] = max(peak.get(tier, 0), live[tier])
         return peak
 
     def timeline(self, name: str, compute: str) -> Timeline:
-        """The same as events: compute and idle of the tier ``compute``, copies, and what is held."""
+        """Return the schedule as events: compute and idle time of the tier ``compute``, copies, and memory."""
         rows: list[tuple[float, float, EventKind, str, int, str, str]] = []
         for task, begin, end in zip(self.tasks, self.begin_s, self.end_s, strict=True):
             source, _, target = task.lane.rpartition(" -> ")
@@ -98,7 +96,7 @@ class Schedule:
             rows += [(begin, 0.0, EventKind.ALLOC, tier, n, "", task.name) for tier, n in task.takes.items()]
             rows += [(end, 0.0, EventKind.FREE, tier, n, "", task.name) for tier, n in task.gives.items()]
         rows += [(b, e - b, EventKind.IDLE, compute, 0, "", cause) for b, e, cause in self._waits(COMPUTE)]
-        # At one moment, what is given back comes before what is taken.
+        # At the same moment, frees come before allocations.
         rows.sort(key=lambda row: (row[0], row[2] is not EventKind.FREE))
         timeline = Timeline(name, measured=False)
         for begin, took, kind, tier, count, source, label in rows:
@@ -119,10 +117,7 @@ class Schedule:
 
 
 def simulate(tasks: Sequence[Task], contention: Contention | None = None) -> Schedule:
-    """Run ``tasks``. A task may only come after ones before it in the list, so there is always one that can go on.
-
-    Raises ValueError where one comes after itself or a later one.
-    """
+    """Simulate ``tasks``. Raises ValueError where a task waits for itself or a later one, as that could deadlock."""
     return _Simulation(tasks, {} if contention is None else contention).run()
 
 
@@ -158,7 +153,7 @@ class _Simulation:
             self._left[lane] = (index, self._tasks[index].seconds)
 
     def _advance(self) -> None:
-        """To the moment at which the next task ends."""
+        """Move on to the moment at which the next task ends."""
         speeds = self._speeds_of(tuple(self._left))
         step_s = min(left / speeds[lane] for lane, (_, left) in self._left.items())
         self._now_s += step_s
@@ -180,14 +175,14 @@ class _Simulation:
             self._start(lane)
 
     def _speeds_of(self, busy: tuple[str, ...]) -> dict[str, float]:
-        """Looked up once for every set of lanes: a step has thousands of moments, and few sets.
+        """Return each busy lane's speed, cached per set of lanes: a step has thousands of moments, and few sets.
 
-        What each of the others takes adds up: three lanes all take turns if any two of them do.
+        The slowdowns by the other lanes add up: three lanes take turns if any two of them do.
         """
         if busy not in self._speeds:
             self._speeds[busy] = {lane: 1 / (1 + sum(self._lost(lane, other) for other in busy)) for lane in busy}
         return self._speeds[busy]
 
     def _lost(self, lane: str, beside: str) -> float:
-        """By how much of its time a lane takes longer while another is busy."""
+        """Return the share by which a lane takes longer while another is busy."""
         return 0.0 if lane == beside else 1 / self._contention.get((lane, beside), 1.0) - 1

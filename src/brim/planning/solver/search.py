@@ -1,25 +1,25 @@
-"""The choice per block as a mixed-integer linear program: the fewest seconds whose bytes fit every tier.
+"""Choose per block by a mixed-integer linear program: the fewest seconds whose bytes fit every tier.
 
-Blocks that are alike are one class, and a column says how many of a class are treated in one way. A step lasts at
-least as long as its busiest lane (compute, a link, the disk), since lanes work beside each other:
+Equal blocks are a class, and a variable per column counts the blocks of the class that choose it. Lanes (compute, a
+link, the disk) work in parallel, so a step lasts at least as long as its busiest one:
 
     minimise T + a little of all traffic
     T >= serial + fixed_s[lane] + sum of columns' seconds on it     for each lane
     fixed[tier] + sum of columns' bytes + its pools <= budget       for each tier
     pool >= slots * what every column in use needs of a slot        for each pool
 
-Where a part of the computation and a link slow each other (``Beside``), a step of T seconds has some, B, in which
-both are busy. The part then does B times its share of its work and the link B times its own, and each does the rest
-of it alone. So, with what shares leave (s of the part, r of the link) and the part's and the link's seconds P and L:
+Where a part of the computation and a link slow each other (``Beside``), both are busy for B of a step's T seconds.
+In B the part works at its share s of its speed and the link at its share r, and each does the rest of its work
+alone. With the part's and the link's undisturbed seconds P and L:
 
     T >= chain + (1 - s) B                          the chain of computation has the part in it
     T >= L + (1 - r) B
     T >= (P - s B) + (L - r B) + B                  alone, alone, and both
     r B <= L,  s B <= P, and block by block of the part r B <= what the slots of the pool take
 
-Every step has such a B, so no step is faster than the minimum over all B. How lanes wait for each other apart from
-that is left to the simulation of the schedule. Solved by HiGHS (Huangfu and Hall, "Parallelizing the dual revised
-simplex method", Mathematical Programming Computation 2018).
+Every step has such a B, so no step is faster than the minimum over all B. Other waits between lanes are left to the
+simulated schedule. Solved by HiGHS (Huangfu and Hall, "Parallelizing the dual revised simplex method", Mathematical
+Programming Computation 2018).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ import numpy as np
 from brim.planning.solver.greedy import greedy
 from brim.planning.solver.problem import SERIAL, Beside, Counts, Problem, busiest, room_bytes
 
-_TRAFFIC = 1e-3  # of about equally fast ways, the one that moves and computes less
+_TRAFFIC = 1e-3  # weight of all lanes' seconds: among about equally fast choices, less work is better
 MOST_NODES = 1000  # programs of a training step take 5 at most
-_GIB = float(1 << 30)  # bytes in GiB and seconds as shares of the slowest way keep the matrix well scaled
+_GIB = float(1 << 30)  # GiB, and seconds as shares of the slowest choice, keep the matrix well scaled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Solution:
     """``counts``: class -> column -> blocks. No choice that fits has a busiest lane below ``bound_s``.
 
-    ``gap`` is how far from that this one is, as a share (0: it is the best).
+    ``gap`` is (busiest_s - bound_s) / busiest_s; 0: optimal.
     """
 
     counts: Counts
@@ -52,12 +52,12 @@ class Solution:
 
 
 def solve(problem: Problem, *, most_nodes: int = MOST_NODES, traffic: float = _TRAFFIC) -> Solution | None:
-    """The best choice, or the best found in ``most_nodes`` of the search tree; None where nothing fits or was found.
+    """Return the best choice within ``most_nodes`` of the search tree; None where nothing fits or was found.
 
-    Nodes, not seconds: a plan must not depend on how fast this computer is.
+    The limit counts nodes, not seconds, so that a plan does not depend on this computer's speed.
 
-    The search begins at the greedy choice, where that one fits, and never ends worse. Without weight on ``traffic``
-    the bound is the sharpest, and of about equally fast choices any is taken.
+    The search starts from the greedy choice, if that exists, and never ends worse. With ``traffic`` 0 the bound is
+    sharpest, and ties between about equally fast choices are broken arbitrarily.
     """
     return _Program(problem, traffic).solve(most_nodes, greedy(problem))
 
@@ -131,7 +131,7 @@ class _Program:
             self._row(fixed / self._scale_s, highspy.kHighsInf, {self._time: 1.0, **terms})
 
     def _add_beside(self, beside: Beside) -> None:
-        """The inequalities of the docstring above, over the slowest way's seconds."""
+        """Add the inequalities of the module's docstring, in shares of the slowest choice's seconds."""
         fixed, model = self._problem.fixed_s, self._model
         mine = [index for index, (_, column) in enumerate(self._columns) if column.name in beside.columns]
         both = {index: model.getNumCol() + number for number, index in enumerate(mine)}
@@ -155,7 +155,7 @@ class _Program:
             self._row(-highspy.kHighsInf, count * beside.slot_s, filled)
 
     def _on(self, lane: str) -> dict[int, float]:
-        """Column -> what one of its blocks takes of ``lane``."""
+        """Return the scaled seconds on ``lane`` of a block in each column."""
         seconds = {index: column.seconds.get(lane, 0.0) for index, (_, column) in enumerate(self._columns)}
         return {index: count / self._scale_s for index, count in seconds.items() if count}
 
@@ -184,7 +184,7 @@ class _Program:
             return self._solution(self._counts(list(model.getSolution().col_value)), info.mip_dual_bound)
         if start is None or model.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             return None
-        return self._solution(start, 0.0)  # the nodes were used up before anything was known of the bound
+        return self._solution(start, 0.0)  # the nodes were used up before a bound was known
 
     def _values(self, start: Counts) -> list[float]:
         counts = [start[kind.name].get(column.name, 0) for kind, column in self._columns]
@@ -194,7 +194,7 @@ class _Program:
         pools = [max((column.slot_bytes.get(name, 0) for column in used), default=0) / _GIB for name in self._pools]
         _, seconds = busiest(self._problem, start)
         beside = self._problem.beside
-        if beside is not None:  # it begins with nothing at once
+        if beside is not None:  # B starts at 0: nothing overlaps
             seconds += sum(count * column.seconds.get(beside.other, 0.0) for count, column in told)
         rest = [0.0] * (self._model.getNumCol() - 2 * len(counts) - 1 - len(pools))
         return [*map(float, counts), *flags, seconds / self._scale_s, *pools, *rest]
@@ -208,7 +208,7 @@ class _Program:
 
     def _solution(self, counts: Counts, bound: float) -> Solution:
         _, seconds = busiest(self._problem, counts)
-        # No lane of the fastest choice is busy for longer than that takes, which limits what its traffic adds.
+        # No lane is busy for longer than the step, which limits the traffic term of the objective.
         bound_s = min(seconds, max(0.0, bound) * self._scale_s / (1 + self._weight * len(self._lanes)))
         gap = 0.0 if seconds == 0 else (seconds - bound_s) / seconds
         return Solution(counts=counts, busiest_s=seconds, bound_s=bound_s, gap=gap)

@@ -1,4 +1,4 @@
-"""What the planner knows of a training step, and what it may choose: nouns, without any search."""
+"""Types of the training planner: the profile of a step, its limits, and the choices for it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MOMENTS = (BACKWARD, UPDATE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockProfile:
-    """One block in a plain pass over some rows.
+    """A block in a plain pass over some rows.
 
-    ``kept_bytes`` is what it saves for backward under ``keep``, ``selective`` and ``full``, ``again_s`` what the
-    latter two compute again. ``offload_bytes`` of what it saves could leave.
+    ``kept_bytes`` are its activations saved for backward under ``keep``, ``selective`` and ``full``, ``again_s`` the
+    seconds of recomputation under the latter two. ``offload_bytes`` of its activations can be offloaded.
     """
 
     name: str
@@ -30,29 +30,29 @@ class BlockProfile:
     offload_bytes: int = 0
 
     def kind(self) -> tuple[object, ...]:
-        """Blocks of one kind are alike to the planner."""
+        """Return a key that is the same for blocks that the planner need not distinguish."""
         kept = tuple(sorted(self.kept_bytes.items()))
         return (self.bytes, self.trained_bytes, kept, self.offload_bytes, round(self.forward_s, 9))
 
-    def saved_bytes(self, kept: str) -> int:
-        """What stays in the compute tier for backward under ``kept``."""
-        if kept == OFFLOAD:
+    def saved_bytes(self, activations: str) -> int:
+        """Return the bytes that stay in the compute tier for backward under a choice of ``activations``."""
+        if activations == OFFLOAD:
             return self.kept_bytes[KEEP] - self.offload_bytes
-        return self.kept_bytes[kept]
+        return self.kept_bytes[activations]
 
     def between(self, other: BlockProfile, share: float) -> BlockProfile:
-        """On the line from this one (``share`` 0) to ``other`` (1)."""
+        """Interpolate between this block (``share`` 0) and ``other`` (1)."""
         return replace(
             self,
             forward_s=_mix(self.forward_s, other.forward_s, share),
             backward_s=_mix(self.backward_s, other.backward_s, share),
-            kept_bytes={k: _whole(n, other.kept_bytes.get(k, n), share) for k, n in self.kept_bytes.items()},
+            kept_bytes={k: _mix_bytes(n, other.kept_bytes.get(k, n), share) for k, n in self.kept_bytes.items()},
             again_s={k: _mix(s, other.again_s.get(k, s), share) for k, s in self.again_s.items()},
-            offload_bytes=_whole(self.offload_bytes, other.offload_bytes, share),
+            offload_bytes=_mix_bytes(self.offload_bytes, other.offload_bytes, share),
         )
 
     def scaled(self, share: float) -> BlockProfile:
-        """For ``share`` of the rows, everything in proportion."""
+        """Scale everything to ``share`` of the rows."""
         return replace(
             self,
             forward_s=self.forward_s * share,
@@ -67,11 +67,11 @@ class BlockProfile:
 class StepProfile:
     """A plain step over ``batch`` rows at once: its blocks in forward order, and everything outside of them.
 
-    ``peak_bytes`` of the compute tier by moment, weights and states included: the first without gradients, the
-    second with all of them; ``early_gradient_bytes`` of those are there at the first moment already. ``spent_bytes``
-    per tier is the program's own. ``outside_s`` are seconds (forward, backward) beside the blocks, ``update_s`` the
-    optimizer's; ``launch_s`` of all seconds go into starting operations, however few rows they work on. Chunked
-    logits save ``head_bytes`` at the first moment and take ``head_s`` more. ``row`` is the same step over one row.
+    ``peak_bytes`` of the compute tier by moment include weights and states: before backward without gradients, in the
+    update with all of them; ``early_gradient_bytes`` of those exist before backward of the blocks. ``spent_bytes``
+    per tier are the program's own. ``outside_s`` are seconds (forward, backward) outside of blocks, ``update_s`` the
+    optimizer's; ``launch_s`` of all seconds go into starting operations, independent of rows. Chunked logits save
+    ``head_bytes`` before backward and take ``head_s`` more. ``row`` is the same step over one row.
     """
 
     batch: int
@@ -91,19 +91,19 @@ class StepProfile:
 
     @property
     def activation_bytes(self) -> int:
-        """What the rows hold where backward begins."""
+        """Bytes of activations where backward begins."""
         return max(0, self.peak_bytes[BACKWARD] - self.weight_bytes - self.state_bytes)
 
     @property
     def update_bytes(self) -> int:
-        """What the optimizer takes beside weights, gradients and states."""
+        """Bytes of the optimizer beside weights, gradients and states."""
         return max(0, self.peak_bytes[UPDATE] - self.weight_bytes - self.gradient_bytes - self.state_bytes)
 
     def passes(self, micro_batch: int) -> int:
         return -(-self.batch // micro_batch)
 
     def at(self, micro_batch: int) -> StepProfile:
-        """One pass over ``micro_batch`` rows; a step has ``passes`` of them."""
+        """Return the profile of a pass over ``micro_batch`` rows; a step has ``passes`` of them."""
         if micro_batch >= self.batch:
             return self
         if self.row is None or self.batch == 1:
@@ -115,12 +115,12 @@ class StepProfile:
             batch=micro_batch,
             row=None,
             blocks=[a.between(b, share) for a, b in zip(row.blocks, self.blocks, strict=True)],
-            peak_bytes={m: _whole(row.peak_bytes[m], n, share) for m, n in self.peak_bytes.items()},
+            peak_bytes={m: _mix_bytes(row.peak_bytes[m], n, share) for m, n in self.peak_bytes.items()},
             outside_s=(
                 _mix(row.outside_s[0], self.outside_s[0], share),
                 _mix(row.outside_s[1], self.outside_s[1], share),
             ),
-            head_bytes=_whole(row.head_bytes, self.head_bytes, share),
+            head_bytes=_mix_bytes(row.head_bytes, self.head_bytes, share),
             head_s=_mix(row.head_s, self.head_s, share),
         )
 
@@ -139,17 +139,17 @@ class StepProfile:
         )
 
 
-def _mix(one: float, other: float, share: float) -> float:
-    return max(0.0, one + (other - one) * share)
+def _mix(low: float, high: float, share: float) -> float:
+    return max(0.0, low + (high - low) * share)
 
 
-def _whole(one: int, other: int, share: float) -> int:
-    return max(0, int(one + (other - one) * share))
+def _mix_bytes(low: int, high: int, share: float) -> int:
+    return max(0, int(low + (high - low) * share))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """What is chosen for the whole model; the rest is chosen block by block."""
+    """The choices for the model as a whole; weights and activations are chosen block by block."""
 
     micro_batch: int
     chunked: bool = False
@@ -159,14 +159,14 @@ class Frame:
     slots: int = 2
 
     def homes(self, compute: str) -> tuple[str, str]:
-        """The tiers in which states and gradients rest."""
+        """Return the tiers in which states and gradients rest."""
         home = {KEEP: compute, RAM: RAM, DISK: DISK}
         return home[self.states], home[self.gradients]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
-    """One way to run a step: ``weights`` and ``activations`` have a choice for every block."""
+class Assignment:
+    """All choices for a step: ``weights`` and ``activations`` have a choice for every block."""
 
     frame: Frame
     weights: Mapping[str, str]
@@ -174,8 +174,8 @@ class Way:
     bound_s: float = 0.0
     gap: float = 0.0
 
-    def same(self, other: Way) -> bool:
-        """Whether both do the same, however they were found."""
+    def same(self, other: Assignment) -> bool:
+        """Return True where frame, weights and activations are equal."""
         return (self.frame, dict(self.weights), dict(self.activations)) == (
             other.frame,
             dict(other.weights),
@@ -185,11 +185,11 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """``budget_bytes`` per tier, ``corrections`` per tier: what a proof found beyond the model (may be negative).
+    """``budget_bytes`` per tier, and ``corrections``: bytes per tier by which a proof exceeded the estimate.
 
     ``single_pass``: nothing needs all gradients at once, and the optimizer can be stepped in parts. ``chunkable``:
-    logits can be made in pieces. ``gradients_leave``, ``states_leave``: they may rest elsewhere. ``fixed``: fields of
-    Frame that were ordered. ``activations``: what may be done with them. ``streams``: weights may come and go.
+    logits can be computed in chunks. ``gradients_leave``, ``states_leave``: they may be offloaded. ``fixed``: fields
+    of Frame that the user set. ``activations``: their allowed choices. ``streams``: weights may be streamed.
     """
 
     budget_bytes: Mapping[str, int]
@@ -203,7 +203,7 @@ class Limits:
     streams: bool = True
 
     def allow(self, frame: Frame) -> bool:
-        """Whether ``frame`` is within what was ordered and what is possible."""
+        """Return True where ``frame`` is possible and agrees with the user's settings."""
         return (
             all(getattr(frame, name) == value for name, value in self.fixed.items())
             and (self.single_pass or not frame.in_backward)
@@ -215,10 +215,10 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What a program is made for: the rest of a Frame is among its columns.
+    """The fields of a Frame that an integer program fixes; the others are among its columns.
 
-    ``in_backward`` None: among them too. A program sees how long lanes are busy and not what they wait for, so it
-    cannot tell that updates in backward hide what states away from the compute tier have to wait for.
+    ``in_backward`` None: it is among them too. A program sees how long lanes are busy, not how long they wait, so it
+    cannot tell that updates in backward hide the copies of offloaded states.
     """
 
     micro_batch: int
@@ -227,9 +227,9 @@ class Shape:
     in_backward: bool | None = None
 
 
-def shape_of(way: Way) -> Shape:
-    """The shape to search again in: where ``way`` updates in backward, so does what is found."""
-    frame = way.frame
+def shape_of(assignment: Assignment) -> Shape:
+    """Return the shape for another search; updates in backward are fixed, updates after it are not."""
+    frame = assignment.frame
     return Shape(
         micro_batch=frame.micro_batch, slots=frame.slots, states=frame.states, in_backward=frame.in_backward or None
     )

@@ -1,4 +1,4 @@
-"""The tasks of a training step under a way to run it, for ``schedule.simulate``."""
+"""Simulate a training step: build its tasks from its choices."""
 
 from __future__ import annotations
 
@@ -9,57 +9,56 @@ from itertools import pairwise
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
 from brim.planning.solver.cost_model import CPU, copy_s, update_lanes
-from brim.planning.solver.schedule import COMPUTE, UPDATE, Contention, Schedule, Task, simulate, way
-from brim.planning.solver.step_profile import KEEP, OFFLOAD, BlockProfile, StepProfile, Way
+from brim.planning.solver.schedule import COMPUTE, UPDATE, Contention, Schedule, Task, lane_of, simulate
+from brim.planning.solver.step_profile import KEEP, OFFLOAD, Assignment, BlockProfile, StepProfile
 from brim.techniques.streaming.placement import FROM_DISK, RESIDENT
 
-_STEPS = 4  # the first two fill the pipeline, the third is looked at, the last works beside its end
-_MICROS = 3  # of more of them, each takes what the third does
-_WINDOW = 2  # blocks' activations on their way back at once
+_STEPS = 4  # two fill the pipeline, the third is timed, and the last one overlaps with its end
+_MICROS = 3  # micro-batches that are simulated; each further one takes as long as the third
+_WINDOW = 2  # blocks whose activations are loaded ahead
 _STAGING = 2  # buffers in RAM between disk and VRAM, and between disk and the update
 
 
 def training_step_s(
-    profile: StepProfile, hardware: Hardware, made: Way, contention: Contention | None = None
+    profile: StepProfile, hardware: Hardware, assignment: Assignment, contention: Contention | None = None
 ) -> tuple[float, Schedule]:
-    """Seconds of a step in the steady state, and the schedule of the steps that they were taken from."""
+    """Return the seconds of a step in the steady state, and the simulated schedule."""
     contention = contention_of(hardware) if contention is None else contention
-    micros = profile.passes(made.frame.micro_batch)
+    micros = profile.passes(assignment.frame.micro_batch)
     shown, step_s = min(micros, _MICROS), 0.0
-    step_s, schedule = _steady(profile, hardware, made, shown, contention)
+    step_s, schedule = _steady(profile, hardware, assignment, shown, contention)
     if micros > shown:
-        fewer, _ = _steady(profile, hardware, made, shown - 1, contention)
+        fewer, _ = _steady(profile, hardware, assignment, shown - 1, contention)
         step_s += (micros - shown) * (step_s - fewer)
     return step_s, schedule
 
 
 def contention_of(hardware: Hardware) -> dict[tuple[str, str], float]:
-    """What busy lanes take from each other: both ways of a link, and a drive and the processor that it works beside.
+    """Return the share of its speed that a lane keeps while another is busy.
 
-    What is read from a drive is written to the very memory that the processor computes from, and read from there.
+    Both directions of a link slow each other. A drive slows a processor, as it writes to the memory that this reads.
     """
     shares = {}
     for link in hardware.links:
         if link.duplex_bytes_per_s and link.source != link.target:
             share = min(1.0, link.duplex_bytes_per_s / link.bytes_per_s)
-            shares[way(link.source, link.target), way(link.target, link.source)] = share
+            shares[lane_of(link.source, link.target), lane_of(link.target, link.source)] = share
         memory_bytes_per_s = hardware.tier(RAM).bytes_per_s
         if hardware.compute == RAM and DISK in (link.source, link.target) and memory_bytes_per_s:
             left = 1 - link.bytes_per_s / memory_bytes_per_s
             for lane in (COMPUTE, UPDATE):
-                shares[lane, way(link.source, link.target)] = max(0.5, left)
+                shares[lane, lane_of(link.source, link.target)] = max(0.5, left)
     return shares
 
 
 def _steady(
-    profile: StepProfile, hardware: Hardware, made: Way, shown: int, contention: Contention
+    profile: StepProfile, hardware: Hardware, assignment: Assignment, shown: int, contention: Contention
 ) -> tuple[float, Schedule]:
-    """From where one step begins to compute to where the next one does.
+    """Return the seconds from the first computation of a step to that of the next.
 
-    What the step leaves to be written goes on beside the next; where it ends says nothing of how long steps take, as
-    after the last one nothing is in its way.
+    A step's end is no measure: its last writes overlap with the next step, and nothing slows those of the last step.
     """
-    maker = _Maker(profile, hardware, made)
+    maker = _Maker(profile, hardware, assignment)
     first = []
     for _ in range(_STEPS):
         first.append(len(maker.tasks))
@@ -70,31 +69,31 @@ def _steady(
 
 
 class _Maker:
-    """Writes tasks in the order in which the runtime asks for them."""
+    """Append tasks in the order in which the runtime issues them."""
 
-    def __init__(self, profile: StepProfile, hardware: Hardware, made: Way) -> None:
+    def __init__(self, profile: StepProfile, hardware: Hardware, assignment: Assignment) -> None:
         self.tasks: list[Task] = []
-        self._profile, self._hardware, self._way = profile.at(made.frame.micro_batch), hardware, made
+        self._profile, self._hardware, self._choices = profile.at(assignment.frame.micro_batch), hardware, assignment
         self._compute = hardware.compute
         self._away = DISK if self._compute == RAM else RAM
-        # What each free slot of the ring holds still, and who let it go.
-        self._free: deque[tuple[str, list[int]]] = deque([("", [])] * made.frame.slots)
+        # Each free slot of the ring: the block that it still holds, and the tasks that release it.
+        self._free: deque[tuple[str, list[int]]] = deque([("", [])] * assignment.frame.slots)
         self._staging: deque[list[int]] = deque([[]] * _STAGING)
         self._buffers: deque[list[int]] = deque([[]] * _STAGING)
-        self._updated: dict[str, list[int]] = {}  # what the next use of a block waits for
-        self._barrier: list[int] = []  # what the next step waits for
-        lanes = update_lanes(profile, hardware, made.frame)
-        self._on_cpu = hardware.compute != RAM and made.frame.states != KEEP  # where a GPU's optimizer works
+        self._updated: dict[str, list[int]] = {}  # tasks that the next use of a block waits for
+        self._barrier: list[int] = []  # tasks that the next step waits for
+        lanes = update_lanes(profile, hardware, assignment.frame)
+        self._on_cpu = hardware.compute != RAM and assignment.frame.states != KEEP  # where a GPU's optimizer works
         self._update_s = lanes.get(CPU if self._on_cpu else COMPUTE, 0.0)
         self._update_lane = CPU if self._on_cpu else UPDATE if hardware.compute == RAM else COMPUTE
-        self._turn: list[int] = []  # the update that a processor does before it goes on
+        self._turn: list[int] = []  # the update that a processor finishes before its next computation
 
     def step(self, micros: int) -> None:
-        """One step of ``micros`` micro-batches."""
+        """Append a step of ``micros`` micro-batches."""
         for index in range(micros):
             copies = self._forward()
             self._backward(copies, first=index == 0, last=index == micros - 1)
-        if not self._way.frame.in_backward:  # optimizer.step() returns when all of it is done
+        if not self._choices.frame.in_backward:  # optimizer.step() returns when all of it is done
             turn = len(self.tasks) - 1
             self._barrier = [self._update_later(block, [turn]) for block in self._profile.blocks]
         if not any(block.trained_bytes for block in self._profile.blocks):  # adapters beside the blocks
@@ -105,19 +104,19 @@ class _Maker:
         return len(self.tasks) - 1
 
     def _copy(self, name: str, source: str, target: str, count: int, after: list[int]) -> int:
-        return self._task(name, way(source, target), copy_s(self._hardware, source, target, count), after, count)
+        return self._task(name, lane_of(source, target), copy_s(self._hardware, source, target, count), after, count)
 
     def _forward(self) -> dict[str, int]:
-        """The copies that took activations away, by block."""
+        """Append a forward pass; return the copies that offload activations, by block."""
         copies = {}
         for block in self._profile.blocks:
             ready = self._load(block) + self._updated.pop(block.name, []) + self._barrier + self._turn
             done = self._task(f"{block.name} forward", COMPUTE, block.forward_s, ready)
             self._let_go(block, done)
-            if self._way.activations[block.name] == OFFLOAD:
+            if self._choices.activations[block.name] == OFFLOAD:
                 name, count = f"{block.name} activations", block.offload_bytes
                 copies[block.name] = self._copy(name, self._compute, self._away, count, [done])
-        more = self._profile.head_s if self._way.frame.chunked else 0.0
+        more = self._profile.head_s if self._choices.frame.chunked else 0.0
         self._task("outside of blocks", COMPUTE, sum(self._profile.outside_s) + more, [])
         return copies
 
@@ -125,7 +124,7 @@ class _Maker:
         window: deque[list[int]] = deque([[]] * _WINDOW)
         for block in reversed(self._profile.blocks):
             ready = self._load(block) + self._turn
-            kept = self._way.activations[block.name]
+            kept = self._choices.activations[block.name]
             if block.name in copies:
                 name, after = f"{block.name} activations", [copies[block.name], *window.popleft()]
                 ready.append(self._copy(name, self._away, self._compute, block.offload_bytes, after))
@@ -133,17 +132,17 @@ class _Maker:
             done = self._task(f"{block.name} backward", COMPUTE, seconds, ready)
             if block.name in copies:
                 window.append([done])
-            if last and self._way.frame.in_backward:
+            if last and self._choices.frame.in_backward:
                 done = self._update(block, [done])
-                self._let_go(block, *self._updated.get(block.name, []), done, whole=not self._on_cpu)
+                self._let_go(block, *self._updated.get(block.name, []), done, fresh=not self._on_cpu)
                 continue
-            if block.trained_bytes and self._way.frame.gradients != KEEP:
+            if block.trained_bytes and self._choices.frame.gradients != KEEP:
                 self._send_gradients(block, done, first=first)
             self._let_go(block, done)
 
     def _load(self, block: BlockProfile) -> list[int]:
-        """Bring the block's weights; what to wait for. Where passes turn, the ring holds what is wanted again."""
-        choice = self._way.weights[block.name]
+        """Load the block's weights unless the ring still holds them; return the tasks to wait for."""
+        choice = self._choices.weights[block.name]
         if choice == RESIDENT:
             return []
         kept_slot = next((slot for slot in self._free if slot[0] == block.name), None)
@@ -162,22 +161,22 @@ class _Maker:
         self._staging.append([moved])
         return [moved]
 
-    def _let_go(self, block: BlockProfile, *done: int, whole: bool = True) -> None:
-        """Not ``whole``: what is in the slot is not the block as it is now."""
-        if self._way.weights[block.name] != RESIDENT:
-            self._free.append((block.name if whole else "", list(done)))
+    def _let_go(self, block: BlockProfile, *done: int, fresh: bool = True) -> None:
+        """Release the block's slot; ``fresh=False``: the slot holds a stale copy of the block."""
+        if self._choices.weights[block.name] != RESIDENT:
+            self._free.append((block.name if fresh else "", list(done)))
 
     def _send_gradients(self, block: BlockProfile, done: int, *, first: bool) -> None:
-        """To where they rest; what an earlier pass left there is added."""
+        """Copy gradients to their tier, where they are added to those of earlier passes."""
         name, count = f"{block.name} gradients", block.trained_bytes
         if self._compute != RAM:
             done = self._copy(name, self._compute, RAM, count, [done])
-        if self._way.frame.gradients == DISK:
+        if self._choices.frame.gradients == DISK:
             ready = [done] if first else [done, self._copy(name, DISK, RAM, count, [done])]
             self._copy(name, RAM, DISK, count, ready)
 
     def _update_later(self, block: BlockProfile, after: list[int]) -> int:
-        """As ``_update``, of a block that is not in use: where it is streamed and updated in its slot, it comes."""
+        """Update a block that is not in use: a block that is updated in its slot is loaded first."""
         if self._on_cpu:
             self._free = deque(("" if name == block.name else name, done) for name, done in self._free)
         if self._on_cpu or not block.trained_bytes:
@@ -187,10 +186,10 @@ class _Maker:
         return done
 
     def _update(self, block: BlockProfile, after: list[int]) -> int:
-        """The optimizer on one block's share of what is trained. Returns what the block's weights wait for."""
+        """Run the optimizer on a block; return the task that its weights wait for."""
         if not block.trained_bytes:
             return after[-1]
-        frame, profile, name = self._way.frame, self._profile, f"{block.name} update"
+        frame, profile, name = self._choices.frame, self._profile, f"{block.name} update"
         share = block.trained_bytes / max(1, sum(b.trained_bytes for b in profile.blocks))
         state_bytes = int(profile.state_bytes * share)
         ready = list(after)
@@ -208,11 +207,11 @@ class _Maker:
             self._buffers.append([self._copy(f"{name}: states", RAM, DISK, state_bytes, [done])])
         back = self._bring_home(block, done, RAM if on_cpu else self._compute)
         self._updated[block.name] = [back]
-        return done if self._way.weights[block.name] != RESIDENT else back
+        return done if self._choices.weights[block.name] != RESIDENT else back
 
     def _bring_home(self, block: BlockProfile, done: int, tier: str) -> int:
-        """Copy what was changed, and lies in ``tier`` now, to where the block rests. Returns the last copy."""
-        choice = self._way.weights[block.name]
+        """Copy updated weights from ``tier`` to where the block rests; return the last copy."""
+        choice = self._choices.weights[block.name]
         home = self._compute if choice == RESIDENT else DISK if choice == FROM_DISK else RAM
         path = [tier, RAM, home] if RAM not in (tier, home) and tier != home else [tier, home]
         for source, target in pairwise(path):

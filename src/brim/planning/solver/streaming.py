@@ -1,4 +1,4 @@
-"""Which blocks stay where, what that promises, and what would be needed when nothing fits."""
+"""Place a model's blocks within a budget, promise peaks and seconds, or name the smallest budget that does."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError
 from brim.planning.solver.passes import STAGING, BlockCost, Job, chain_s, move_s, pass_s, ways_of
 from brim.planning.solver.placing import placements
-from brim.planning.solver.schedule import COMPUTE, way
+from brim.planning.solver.schedule import COMPUTE, lane_of
 from brim.planning.solver.tie_break import Weighed, as_fast_s, quietest
 from brim.techniques.streaming.placement import COMPUTE_RAM
 from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, NAME, RESIDENT, RING_SLOTS, STAGING_SLOTS
 from brim.units import format_bytes
 
 CHOICES = (RESIDENT, FROM_RAM, FROM_DISK, COMPUTE_RAM)
-# One slot in use and one under way is the least. More even out blocks of unequal size; each takes residents away.
+# At least a slot in use and one being filled. More smooth out blocks of unequal size, but leave less for residents.
 _RING_SLOTS = (2, 3, 4)
-_SIMULATED = 12  # placements at most, beside the simple ones, by a quicker reckoning
+_SIMULATED = 12  # placements that are simulated, the best by a quick estimate, beside the simple ones
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Placement:
-    """One way to place the blocks: block -> choice, and the ring that the streamed ones need.
+    """A placement of the blocks: block -> choice, and the ring of the streamed ones.
 
-    ``simple``: what one would do without a planner. ``bound_s``: no placement with such a ring has a shorter pass.
+    ``simple``: a baseline without a planner. ``bound_s``: no placement with such a ring has a shorter pass.
     """
 
     choices: Mapping[str, str]
@@ -40,20 +40,20 @@ class _Placement:
         return self.slot_bytes * self.slots
 
     def ways(self, job: Job, compute: str) -> dict[str, list[tuple[str, str]]]:
-        """Block -> the links that it comes over in each step: none where the ring has room for all that share it."""
+        """Return the links that load each block in every step: none where all streamed blocks fit into the ring."""
         ways = self.ways_at_first(job, compute)
         if sum(map(bool, ways.values())) <= self.slots:
             return {name: [] for name in ways}
         return ways
 
     def ways_at_first(self, job: Job, compute: str) -> dict[str, list[tuple[str, str]]]:
-        """The same of the first step, in which the ring holds nothing yet."""
+        """Return the links that load each block in the first step, in which the ring is empty."""
         return {block.name: ways_of(self.choices[block.name], compute) if block.uses else [] for block in job.blocks}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """A plan, the bytes that a step under it moves over links, and the seconds that no tie may go beyond.
+    """A plan, its bytes over links per step, and the seconds that a plan chosen by tie-break may not exceed.
 
     ``bound_s``: no placement of the job has a shorter pass, where that is known.
     """
@@ -66,14 +66,16 @@ class Contender:
     def weighed(self) -> Weighed:
         promise = self.plan.promise
         return Weighed(
-            seconds=_told(promise.step_s), moved_bytes=self.moved_bytes, held_bytes=sum(promise.peak_bytes.values())
+            seconds=_round_s(promise.step_s),
+            moved_bytes=self.moved_bytes,
+            held_bytes=sum(promise.peak_bytes.values()),
         )
 
 
 def plan_streaming(
     job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], *, allowed: Collection[str] = CHOICES
 ) -> Plan:
-    """The plan of ``contender``."""
+    """Return the plan of ``contender``."""
     return contender(job, hardware, budget_bytes, allowed=allowed).plan
 
 
@@ -85,46 +87,42 @@ def contender(
     allowed: Collection[str] = CHOICES,
     known_s: float = float("inf"),
 ) -> Contender:
-    """The fastest placement that fits ``budget_bytes`` (per tier), over slot sizes and ring depths; of those that are
-    as fast, the one that moves least.
+    """Return the fastest placement within ``budget_bytes`` (per tier) over slot sizes and ring depths.
 
-    Only choices in ``allowed`` are made (of blocks that are computed with; tables of rows lie where there is room).
-    Where the processor may compute blocks beside a GPU, how many it gets is decided by ``placing``, in little time
-    where that is far from ``known_s``, which others reach. Raises BudgetError with the smallest budget that would do
-    when nothing fits.
+    Among plans as fast as the fastest it is the one that moves the fewest bytes. Blocks get only ``allowed`` choices;
+    look-up tables rest where there is room. ``placing`` decides how many blocks a processor beside a GPU computes,
+    and spends little time where that is far from ``known_s``, the seconds of another plan. Raises BudgetError with
+    the smallest sufficient budget where nothing fits.
     """
     placements, refusals = _candidates(job, hardware, budget_bytes, allowed, known_s)
     if not placements:
         least = min(refusals, key=lambda error: sum(error.smallest_bytes.values()), default=None)
         raise least or _too_small(job, hardware.compute, budget_bytes)
-    return _fastest(job, hardware, budget_bytes, placements)
+    return _best(job, hardware, budget_bytes, placements)
 
 
-def _fastest(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], found: Sequence[_Placement]) -> Contender:
-    """The best of ``found`` by its simulated schedule; every simple one that could be it is looked at."""
-    # Of equally fast ones (sums of seconds differ by their rounding), the one that keeps link and drive quieter.
-    ordered = sorted(
-        found,
-        key=lambda placement: (_told(_quick_s(job, hardware, placement)), _moved_bytes(job, hardware, placement)),
-    )
+def _best(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], fitting: Sequence[_Placement]) -> Contender:
+    """Return the best candidate by its simulated schedule; every simple one that could be best is simulated."""
+    # Ties (seconds are rounded, as sums differ in their last digits) go to the one that moves fewer bytes.
+    ordered = sorted(fitting, key=lambda p: (_round_s(_quick_s(job, hardware, p)), _moved_bytes(job, hardware, p)))
     tried: list[tuple[_Placement, Contender]] = []
     for count, placement in enumerate(ordered):
         moved_bytes = _moved_bytes(job, hardware, placement)
         if tried:
             best_s = min(contender.weighed().seconds for _, contender in tried)
-            least_s = _told(_least_s(job, hardware, placement))
+            least_s = _round_s(_least_s(job, hardware, placement))
             quieter = all(moved_bytes < contender.moved_bytes for _, contender in tried) or placement.simple
             late = count >= _SIMULATED and not placement.simple
             if late or least_s > as_fast_s(best_s) or (least_s >= best_s and not quieter):
                 continue
         plan = plan_of(job, hardware, budget_bytes, placement.choices, placement.slots)
         tried.append((placement, Contender(plan=plan, moved_bytes=moved_bytes, most_s=float("inf"))))
-    return _chosen(tried, min(placement.bound_s for placement in found))
+    return _chosen(tried, min(placement.bound_s for placement in fitting))
 
 
 def _chosen(tried: Sequence[tuple[_Placement, Contender]], bound_s: float) -> Contender:
-    """The quietest of those that are as fast, and no slower than what needs no planner: all streamed, or all that is
-    done without the processor's help. Nor as slow as to be further from the bound than a tie may be."""
+    """Among plans as fast as the fastest, return the one that moves the fewest bytes. Never slower than the baselines
+    (all streamed, or the best without the processor's help), nor further from the bound than a tie may be."""
     alone = [contender for placement, contender in tried if COMPUTE_RAM not in placement.choices.values()]
     simple_s = [
         contender.weighed().seconds for placement, contender in tried if placement.simple or not placement.slots
@@ -137,14 +135,14 @@ def _chosen(tried: Sequence[tuple[_Placement, Contender]], bound_s: float) -> Co
     return replace(best, most_s=most_s, bound_s=bound_s)
 
 
-def _told(seconds: float) -> float:
+def _round_s(seconds: float) -> float:
     return float(f"{seconds:.9g}")
 
 
 def plan_of(
     job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], choices: Mapping[str, str], slots: int
 ) -> Plan:
-    """The plan with these ``choices`` (block -> choice) and what it promises, its schedule simulated."""
+    """Return the plan with these ``choices`` (block -> choice); its promise is simulated."""
     placement = _Placement(choices=choices, slot_bytes=_slot_bytes(job, hardware.compute, choices), slots=slots)
     lanes = _lanes(job, hardware, placement)
     limited_by = max(lanes, key=lambda lane: lanes[lane])
@@ -173,18 +171,18 @@ def plan_of(
 def _candidates(
     job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], allowed: Collection[str], known_s: float
 ) -> tuple[list[_Placement], list[BudgetError]]:
-    """Placements that fit, and why others do not."""
+    """Return the placements that fit, and the errors of those that do not."""
     compute = hardware.compute
     room = budget_bytes[compute] - job.overhead_bytes(compute) - job.fixed_bytes - job.step_bytes
     candidates: list[_Placement] = []
     refusals: list[BudgetError] = []
     sets = [(False, resident) for resident in _resident_sets(job.blocks, room, allowed)]
-    if RESIDENT in allowed:  # all streamed, as one would without a planner
+    if RESIDENT in allowed:  # the baseline: all streamed
         sets += [(True, resident) for resident in _resident_sets(job.blocks, room, set(allowed) - {RESIDENT})]
     for simple, (residents, slot_bytes, slots) in sets:
         try:
             placement = replace(_place(job, residents, slot_bytes, slots, hardware, budget_bytes), simple=simple)
-        except BudgetError as error:  # too little RAM for this one
+        except BudgetError as error:  # too little RAM
             refusals.append(error)
             continue
         used_choices = {placement.choices[block.name] for block in job.blocks if block.uses}
@@ -200,8 +198,8 @@ def _candidates(
 
 
 def _with_tables(job: Job, compute: str, placement: _Placement, budget_bytes: Mapping[str, int]) -> _Placement:
-    """Tables that are only looked up in, in RAM instead of on disk as far as there is room: a page costs a token
-    less than a program can tell, and yet something."""
+    """Move look-up tables from disk to RAM as far as there is room: a page's read costs a token too little time for
+    the linear program to notice."""
     for block in job.blocks:
         if block.uses or placement.choices[block.name] != FROM_DISK:
             continue
@@ -212,30 +210,30 @@ def _with_tables(job: Job, compute: str, placement: _Placement, budget_bytes: Ma
 
 
 def _slot_bytes(job: Job, compute: str, choices: Mapping[str, str]) -> int:
-    """How large a slot of the ring must be."""
+    """Return the bytes of a ring slot: the largest streamed block."""
     return max((b.bytes for b in job.blocks if b.uses and ways_of(choices[b.name], compute)), default=0)
 
 
 def smallest_budget(job: Job, compute: str) -> int:
-    """The least bytes of the compute tier under which any placement exists."""
+    """Return the least bytes of the compute tier under which a placement exists."""
     sizes = [min(_RING_SLOTS) * size + _mandatory(job.blocks, size) for size in _slot_sizes(job.blocks)]
     return job.overhead_bytes(compute) + job.fixed_bytes + job.step_bytes + min(sizes)
 
 
 def _slot_sizes(blocks: Sequence[BlockCost]) -> list[int]:
-    """Sizes worth trying for a ring slot: none at all (everything resident), or one that some block fills."""
+    """Return the slot sizes worth trying: 0 (everything resident), or the size of a block."""
     return sorted({0, *(b.bytes for b in blocks if b.uses)})
 
 
 def _mandatory(blocks: Sequence[BlockCost], slot_bytes: int) -> int:
-    """Bytes of the blocks that no slot of this size can hold."""
+    """Return the bytes of blocks that are larger than a slot."""
     return sum(b.bytes for b in blocks if b.uses and b.bytes > slot_bytes)
 
 
 def _resident_sets(
     blocks: Sequence[BlockCost], room: int, allowed: Collection[str]
 ) -> Iterator[tuple[set[str], int, int]]:
-    """Residents, slot size and number of slots that fit into ``room``: one for each size and number worth trying."""
+    """Yield residents, slot size and number of slots within ``room``, for each size and number worth trying."""
     used = [b for b in blocks if b.uses]
     for size in _slot_sizes(blocks):
         for slots in _RING_SLOTS if size else (0,):
@@ -251,7 +249,7 @@ def _resident_sets(
 
 
 def _spread(blocks: Sequence[BlockCost], room: int) -> set[str]:
-    """About ``room`` bytes of ``blocks``, evenly spread, so that every stretch of compute hides a load."""
+    """Choose about ``room`` bytes of ``blocks``, evenly spread, so that every stretch of compute hides a load."""
     total = sum(block.bytes for block in blocks)
     if total <= room:
         return {block.name for block in blocks}
@@ -280,7 +278,7 @@ def _place(
 
 
 def _homes(job: Job, residents: set[str], hardware: Hardware, budget_bytes: Mapping[str, int]) -> dict[str, str]:
-    """Streamed block -> where it rests: RAM as far as it reaches (also evenly spread), then disk."""
+    """Return where each streamed block rests: in RAM as far as there is room (evenly spread), else on disk."""
     streamed = [b for b in job.blocks if b.name not in residents]
     if hardware.compute == RAM:
         return {b.name: FROM_DISK for b in streamed}
@@ -316,16 +314,14 @@ def _peak_bytes(job: Job, compute: str, placement: _Placement) -> dict[str, int]
         resting += sum(b.bytes + b.cpu_bytes for b in by_choice[COMPUTE_RAM])
         resting += job.cpu_step_bytes if by_choice[COMPUTE_RAM] else 0
         bounce = job.bounce_in(placement.choices.values(), compute)
-        at_once = (
-            bounce if job.fills_ram else 0
-        )  # what is not there whatever is chosen comes when residents have passed
+        at_once = bounce if job.fills_ram else 0  # other bounce buffers are allocated after residents have loaded
         loading = max(resting + bounce - at_once, job.passage_bytes)
         peak[RAM] = job.spent_bytes.get(RAM, 0) + at_once + staging + loading
     return peak
 
 
 def _lanes(job: Job, hardware: Hardware, placement: _Placement) -> dict[str, float]:
-    """Seconds that each lane is busy in a step."""
+    """Return each lane's busy seconds in a step."""
     choices, ways = placement.choices, placement.ways(job, hardware.compute)
     lanes = {COMPUTE: job.fixed_compute_s}
     for block in job.blocks:
@@ -334,18 +330,18 @@ def _lanes(job: Job, hardware: Hardware, placement: _Placement) -> dict[str, flo
         lanes[COMPUTE] += block.cpu_s if choices[block.name] == COMPUTE_RAM else block.compute_s
         for source, target in ways[block.name]:
             took_s = move_s(block, hardware, source, target)
-            lanes[way(source, target)] = lanes.get(way(source, target), 0.0) + took_s
+            lanes[lane_of(source, target)] = lanes.get(lane_of(source, target), 0.0) + took_s
     return lanes
 
 
 def _moved_bytes(job: Job, hardware: Hardware, placement: _Placement) -> float:
-    """Over every link that they take. Also of what the ring would keep: a resident is quieter than that."""
+    """Return the bytes over all links in a first step: blocks that the ring would keep count, residents do not."""
     ways = placement.ways_at_first(job, hardware.compute)
     return sum(block.moved_bytes * len(ways[block.name]) for block in job.blocks)
 
 
 def _quick_s(job: Job, hardware: Hardware, placement: _Placement) -> float:
-    """Seconds of one step in the steady state, the links' loads as one: to choose by, not to promise."""
+    """Estimate the steady seconds of a step for ranking: a block's load counts on its slowest link alone."""
     loads, ways = dict[str, float](), placement.ways(job, hardware.compute)
     for block in job.blocks:
         loads[block.name] = max((move_s(block, hardware, *way) for way in ways[block.name]), default=0.0)
@@ -354,7 +350,7 @@ def _quick_s(job: Job, hardware: Hardware, placement: _Placement) -> float:
 
 
 def _least_s(job: Job, hardware: Hardware, placement: _Placement) -> float:
-    """No schedule of ``placement`` is shorter: lanes take from each other, and never give."""
+    """Return a lower bound on the seconds of ``placement``: contention only slows lanes."""
     chain = sum(chain_s(block, placement.choices[block.name]) for block in job.blocks if block.uses)
     lanes = _lanes(job, hardware, placement)
     least = max(job.fixed_compute_s + chain, *lanes.values())
@@ -365,7 +361,7 @@ def _least_s(job: Job, hardware: Hardware, placement: _Placement) -> float:
 
 
 def _pipeline_s(job: Job, choices: Mapping[str, str], loads: Mapping[str, float], slots: int) -> float:
-    """Cyclic loads into a ring of slots, beside compute."""
+    """Return the steady seconds of a step whose loads into a ring overlap with compute."""
     link_free = now = first_end = 0.0
     freed = [0.0] * slots  # when each slot was last released, oldest first
     for step in range(3):

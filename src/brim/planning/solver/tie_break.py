@@ -1,4 +1,4 @@
-"""Of plans that are as fast as anybody can tell, the one that moves least, and of those the one that needs least."""
+"""Break ties between plans of indistinguishable seconds by the fewest bytes moved, then the fewest bytes held."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-# Predictions are off by several times as much (5 % in the median, and one plan's runs differ by as much between
-# them), and an answer says that it is within a hundredth of the best. Bytes that cross a link or a drive are known
-# exactly, and what they cost beside their seconds (wear, noise, others who use the link) no prediction sees.
+# Predictions are off by several times as much (5 % in the median, as are runs of the same plan), and an answer says
+# that it is within a hundredth of the best. Bytes that cross a link or a drive are known exactly, and cost more than
+# seconds: wear, noise, other users of the link.
 AS_FAST = 0.01
 
 T = TypeVar("T")
@@ -16,20 +16,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weighed:
-    """What a plan is compared by: seconds of a step, bytes that it moves over links, bytes that it holds."""
+    """A plan's criteria: seconds of a step, bytes moved over links, bytes held."""
 
     seconds: float
     moved_bytes: float
     held_bytes: int
 
 
-def quietest(found: Sequence[T], weighed: Callable[[T], Weighed], *, most_s: float = float("inf")) -> T:
-    """The fastest of ``found``, or one as fast within ``AS_FAST`` that moves less, or moves as much and holds less.
+def quietest(candidates: Sequence[T], weighed: Callable[[T], Weighed], *, most_s: float = float("inf")) -> T:
+    """Return the candidate that moves, then holds the fewest bytes among those within ``AS_FAST`` of the fastest.
 
-    One that is slower than ``most_s`` (the time without a planner) never replaces another. Of equals, the
-    first.
+    A candidate slower than ``most_s`` (the time without a planner) never replaces the fastest. Of equals, the first
+    wins.
     """
-    with_weights = [(candidate, weighed(candidate)) for candidate in found]
+    with_weights = [(candidate, weighed(candidate)) for candidate in candidates]
     least_s = min(weight.seconds for _, weight in with_weights)
     tied = [
         (candidate, weight)
@@ -40,5 +40,5 @@ def quietest(found: Sequence[T], weighed: Callable[[T], Weighed], *, most_s: flo
 
 
 def as_fast_s(least_s: float) -> float:
-    """The most seconds that cannot be distinguished from ``least_s``."""
+    """Return the most seconds that cannot be distinguished from ``least_s``."""
     return (1 + AS_FAST) * least_s

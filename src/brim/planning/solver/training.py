@@ -1,8 +1,8 @@
-"""The fastest ways to run a training step within a budget, from a profile of the plain step.
+"""Find the fastest choices for a training step within a budget, from a profile of the plain step.
 
-A step could have its peak at two moments: where forward ends and backward begins (activations), and where the
-optimizer works (gradients and states). Every tier is limited at both. What the bytes are exactly, a trace of the step
-with the techniques applied says afterwards; ``corrections`` take what it found back into the search.
+A step can have its peak at two moments: where backward begins (activations), and in the update (gradients and
+states). Every tier is limited at both. A trace of the step with the techniques applied then gives the exact bytes;
+``corrections`` take the difference into the next search.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
 from brim.planning.solver.cost_model import WHOLE, choices, frames, held_bytes, kinds, peak_bytes, problem
 from brim.planning.solver.search import Solution, solve
-from brim.planning.solver.step_profile import FULL, KEEP, Frame, Limits, Shape, StepProfile, Way
+from brim.planning.solver.step_profile import FULL, KEEP, Assignment, Frame, Limits, Shape, StepProfile
 from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM, RESIDENT
 
 _RING_SLOTS = (2, 3)
-_CLOSE = 1 / 64  # a budget is the smallest when one this much smaller does not do
+_CLOSE = 1 / 64  # the precision of the smallest budget
 _ENDLESS_BYTES = 1 << 60
 
 
 def shapes(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator[Shape]:
-    """Every shape that is worth a search, large micro-batches first."""
+    """Yield every shape that is worth a search, large micro-batches first."""
     sizes = [profile.batch]
     while sizes[-1] > 1:
         sizes.append(-(-sizes[-1] // 2))
@@ -43,14 +43,14 @@ def shapes(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator
             yield Shape(micro_batch=size, slots=slots, states=states, in_backward=in_backward)
 
 
-def best(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator[Way]:
-    """A way for every shape in which one fits, by the seconds of its busiest lane."""
-    ways = [solve_shape(profile, hardware, limits, shape) for shape in shapes(profile, hardware, limits)]
-    yield from sorted((way for way in ways if way is not None), key=lambda way: way.bound_s)
+def best(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator[Assignment]:
+    """Yield the best choices of every shape in which some fit, sorted by the seconds of the busiest lane."""
+    solved = [solve_shape(profile, hardware, limits, shape) for shape in shapes(profile, hardware, limits)]
+    yield from sorted((each for each in solved if each is not None), key=lambda each: each.bound_s)
 
 
-def solve_shape(profile: StepProfile, hardware: Hardware, limits: Limits, shape: Shape) -> Way | None:
-    """The way of this shape whose busiest lane is the least busy; None where none fits."""
+def solve_shape(profile: StepProfile, hardware: Hardware, limits: Limits, shape: Shape) -> Assignment | None:
+    """Return the choices of this shape with the least busy busiest lane; None where none fit."""
     possible = frames(hardware, limits, profile, shape)
     if not possible:
         return None
@@ -58,14 +58,11 @@ def solve_shape(profile: StepProfile, hardware: Hardware, limits: Limits, shape:
     if solution is None:
         return None
     (chosen,) = solution.counts[WHOLE]
-    return _way(profile, shape, possible[chosen], solution)
+    return _assignment(profile, shape, possible[chosen], solution)
 
 
-def baselines(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator[Way]:
-    """What one would do without a planner: all resident; checkpointing only; all streamed, from RAM or from disk.
-
-    (On a processor, all resident is also the processor alone.) Each of them as far as ``limits`` allow it.
-    """
+def baselines(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator[Assignment]:
+    """Yield the allowed baselines: all resident; checkpointing only; all streamed from RAM or from disk."""
     names = [block.name for block in profile.blocks]
     keep = dict.fromkeys(names, KEEP)
     full = {block.name: FULL if FULL in block.kept_bytes else KEEP for block in profile.blocks}
@@ -82,14 +79,14 @@ def baselines(profile: StepProfile, hardware: Hardware, limits: Limits) -> Itera
     for frame, weights, activations in candidates:
         allowed = all((weights, activations[b.name]) in choices(b, hardware.compute, limits) for b in profile.blocks)
         if allowed and limits.allow(frame):
-            yield Way(frame=frame, weights=dict.fromkeys(names, weights), activations=activations)
+            yield Assignment(frame=frame, weights=dict.fromkeys(names, weights), activations=activations)
 
 
-def smallest(profile: StepProfile, hardware: Hardware, limits: Limits) -> tuple[dict[str, int], Way] | None:
-    """Of each tier that is short, the least with which something fits, and what does; None where nothing ever does.
+def smallest(profile: StepProfile, hardware: Hardware, limits: Limits) -> tuple[dict[str, int], Assignment] | None:
+    """Return the smallest budget of each tier that is short, and choices that fit it; None where none ever fit.
 
-    A GPU's memory is made larger up to what the GPU has; where that is not enough it is RAM that is, then both, and
-    then there has to be another GPU.
+    The GPU's budget is raised up to its capacity; else RAM's, then both, then the disk's, and last beyond the GPU's
+    capacity.
     """
     compute = hardware.compute
     capacity = _ENDLESS_BYTES if compute == RAM else hardware.tier(compute).capacity_bytes
@@ -110,11 +107,11 @@ def smallest(profile: StepProfile, hardware: Hardware, limits: Limits) -> tuple[
 
 def _shrunk(
     profile: StepProfile, hardware: Hardware, limits: Limits, lifted: list[str]
-) -> tuple[dict[str, int], Way] | None:
-    """Halve between what fits and what does not, one tier after the other."""
+) -> tuple[dict[str, int], Assignment] | None:
+    """Find the smallest budget by bisection, one tier after the other."""
     for tier in lifted:
         unlimited = _first(profile, hardware, limits)
-        if unlimited is None:  # the program ran out of time
+        if unlimited is None:  # the program ran out of nodes
             return None
         high = (
             peak_bytes(held_bytes(profile, hardware, unlimited)).get(tier, 0) + _corrected(limits, tier) + (1 << 20)
@@ -122,7 +119,7 @@ def _shrunk(
         low = 0
         most = limits.budget_bytes[tier]
         while high < most and _first(profile, hardware, _with(limits, {tier: high})) is None:
-            low, high = high, min(2 * high, most)  # the program rounds to its own grain
+            low, high = high, min(2 * high, most)  # the program's tolerance may need more
         while high - low > max(1 << 16, int(high * _CLOSE)):
             middle = (low + high) // 2
             if _first(profile, hardware, _with(limits, {tier: middle})) is None:
@@ -142,20 +139,20 @@ def _with(limits: Limits, budget_bytes: Mapping[str, int]) -> Limits:
     return replace(limits, budget_bytes={**limits.budget_bytes, **budget_bytes})
 
 
-def _first(profile: StepProfile, hardware: Hardware, limits: Limits) -> Way | None:
-    """Any way that fits, looked for where least is taken: few rows at once, or all, with no sum of gradients."""
+def _first(profile: StepProfile, hardware: Hardware, limits: Limits) -> Assignment | None:
+    """Return any choices that fit, searched at the fewest rows and at all rows, which need no sum of gradients."""
     candidates = (shape for shape in shapes(profile, hardware, limits) if shape.in_backward is None)
     least = [shape for shape in candidates if shape.slots == min(_RING_SLOTS)]
     sizes = {min(shape.micro_batch for shape in least), max(shape.micro_batch for shape in least)} if least else set()
     for shape in least:
         if shape.micro_batch in sizes:
-            way = solve_shape(profile, hardware, limits, shape)
-            if way is not None:
-                return way
+            assignment = solve_shape(profile, hardware, limits, shape)
+            if assignment is not None:
+                return assignment
     return None
 
 
-def _way(profile: StepProfile, shape: Shape, frame: Frame, solution: Solution) -> Way:
+def _assignment(profile: StepProfile, shape: Shape, frame: Frame, solution: Solution) -> Assignment:
     weights: dict[str, str] = {}
     activations: dict[str, str] = {}
     blocks = profile.at(shape.micro_batch).blocks
@@ -164,7 +161,7 @@ def _way(profile: StepProfile, shape: Shape, frame: Frame, solution: Solution) -
         names = sorted((block.name for block in members), key=order.__getitem__)
         for name, column in zip(names, _spread(solution.counts[members[0].name], len(names)), strict=True):
             weights[name], activations[name] = column.split()
-    return Way(
+    return Assignment(
         frame=frame,
         weights={name: weights[name] for name in order},
         activations={name: activations[name] for name in order},
@@ -174,7 +171,7 @@ def _way(profile: StepProfile, shape: Shape, frame: Frame, solution: Solution) -
 
 
 def _spread(counts: Mapping[str, int], total: int) -> list[str]:
-    """Every column as evenly as it goes, so that each stretch of compute hides its share of copies."""
+    """Spread the columns evenly, so that each stretch of compute hides its share of copies."""
     credit = dict.fromkeys(counts, 0.0)
     left, choices = dict(counts), []
     for _ in range(total):

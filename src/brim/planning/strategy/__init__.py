@@ -1,1 +1,1 @@
-"""How a model is trained: the techniques to choose from, searched, predicted and proved."""
+"""Choose a training's techniques: search, predict and prove."""

@@ -1,4 +1,4 @@
-"""What is to be trained, as the search for ways to do it is told, and what it chose."""
+"""The input and the result of the search for a training strategy."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from brim.planning.solver.schedule import Contention, Schedule
-from brim.planning.solver.step_profile import Limits, Way
+from brim.planning.solver.step_profile import Assignment, Limits
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.ladder import Orders
 from brim.planning.strategy.prediction import Prediction, Rehearsal
 from brim.techniques.blocks import Partition
 
-# Measured seconds of blocks over so many rows: forward, backward, forward where nothing is saved.
+# Rows -> measured seconds of each block: forward, backward, forward without saving.
 Clock = Callable[[int], Mapping[str, tuple[float, float, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStrategy:
-    """What was chosen, and proved: the step was traced with it in force.
+    """A proved strategy: the step was traced with ``choice`` in force.
 
-    ``prediction`` is the promise; of its bytes, ``spent_bytes`` per tier are the program's own. ``partition`` has the
-    blocks that ``choice`` speaks of. ``rung`` is the fallback level that it is, or (``planned``) in whose place it
-    stands; -1: in no one's. ``way`` is the choice as the search knows it, ``schedule`` what the machine does in it:
-    None where its blocks are others than those that were profiled. ``heap_s`` of its seconds go into memory that is
-    given back and asked for anew.
+    ``prediction`` is the promise; ``spent_bytes`` per tier of it are the program's own. ``partition`` has the blocks
+    of ``choice``. ``rung`` is its fallback level, or (``planned``) the level that it replaces; -1: none.
+    ``assignment`` is the solver's form of the choice and ``schedule`` its simulation: None where its blocks are not
+    the profiled ones. ``heap_s`` of its seconds go into memory that is freed and allocated again.
     """
 
     choice: Choice
@@ -35,7 +34,7 @@ class TrainingStrategy:
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
     rung: int = -1
     planned: bool = False
-    way: Way | None = None
+    assignment: Assignment | None = None
     schedule: Schedule | None = None
     heap_s: float = 0.0
 
@@ -45,23 +44,21 @@ class TrainingStrategy:
 
     @property
     def limited_by(self) -> str:
-        """The lane that the step waits for: the one that is busy longest."""
+        """The busiest lane."""
         return self.prediction.limited_by
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained, for the search. ``tokens`` make a row; ``clock`` is None where seconds are computed.
+    """A training for the search. A row has ``tokens`` tokens; ``clock`` is None where seconds are computed.
 
-    ``state_bytes`` says what the optimizer keeps for all of some parameters (None: a trace does). ``orders`` is what
-    the user fixed, and ``limits`` what may be done within that. Parameters in ``stay`` are not streamed.
-    ``in_place``: whether some activations can write over their inputs, asked where there is need.
-    ``aside`` are bytes of the compute tier that a step is given where nobody knows what it does; ``finer``: where
-    nothing else fits, blocks may be cut finer than ``rehearsal`` has them. ``brief``: gradients of one step are gone
-    before those of the next come.
-    ``beside``: what lanes of the machine were measured to leave each other. ``fresh_s_per_byte``: what memory costs
-    that a run gives back and asks for anew, as its budget leaves no room to keep it. ``exact``: every layer is
-    rehearsed for every proof; ``proves_all``: of what is chosen at least.
+    ``state_bytes`` gives the optimizer's bytes for some parameters (None: a trace does). ``orders`` are the user's
+    settings, ``limits`` the choices that they leave. Parameters in ``stay`` are not streamed. ``in_place()`` is True
+    where some activations can write over their inputs. ``aside`` are bytes of the compute tier reserved for a step
+    that cannot be rehearsed; ``finer``: blocks may be cut finer than in ``rehearsal`` where nothing else fits.
+    ``brief``: a step's gradients are freed before those of the next exist. ``beside`` is the measured contention of
+    lanes. ``fresh_s_per_byte`` is the cost of memory that is freed and allocated again, as the budget leaves no room
+    to keep it. ``exact``: every proof rehearses every layer; ``proves_all``: that of the chosen strategy does.
     """
 
     rehearsal: Rehearsal

@@ -1,4 +1,4 @@
-"""What a training step does with memory: one value per technique, as a Plan has it and back."""
+"""A training step's choice per technique, converted to a Plan and back."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ OFFLOADED = "offload"
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One way to run a training step. The defaults are plain PyTorch with everything in the compute tier.
+    """The techniques of a training step. The defaults are plain PyTorch with everything in the compute tier.
 
     ``micro_batch`` sequences go through the model at once, and logits exist for ``chunk_tokens`` of their tokens at
     once (0: all). ``checkpointing`` has ``full`` or ``selective`` by block, ``activations`` the blocks whose saved
-    tensors leave the compute tier. ``in_backward``: each block is updated in the last backward pass, as soon as its
-    gradients are there. ``states`` and ``gradients`` say where those rest; with ``brief_buffer`` states on disk
-    come to RAM one at a time, and room is made for them only while they are updated. ``streaming`` has ``stream:ram``
-    or ``stream:disk`` by block; blocks that are not in it are resident.
+    tensors are offloaded. ``in_backward``: each block is updated in the last backward pass, as soon as its gradients
+    exist. ``states`` and ``gradients`` are the places where those rest; with ``brief_buffer`` states on disk are
+    loaded to RAM one at a time, into a buffer that exists only during the update. ``streaming`` has ``stream:ram`` or
+    ``stream:disk`` by block; other blocks are resident.
     """
 
     precision: str = "fp32"
@@ -51,7 +51,7 @@ class Choice:
         return any(choice != weight_streaming.RESIDENT for choice in self.streaming.values())
 
     def decisions(self) -> tuple[Decision, ...]:
-        """As a Plan keeps them, in the order in which techniques are applied."""
+        """Return the decisions of a Plan, in the order in which techniques are applied."""
         decisions = [Decision(technique=PRECISION, block="", choice=self.precision)]
         decisions += [Decision(technique=CHECKPOINTING, block=b, choice=c) for b, c in self.checkpointing.items()]
         decisions += [Decision(technique=weight_streaming.NAME, block=b, choice=c) for b, c in self.streaming.items()]
@@ -83,7 +83,7 @@ class Choice:
 
     @classmethod
     def of(cls, plan: Plan) -> Choice:
-        """The choice that a training plan was made of."""
+        """Return the choice of a training plan."""
         settings = dict(plan.settings)
         own = {name: settings.pop(name) for name in (MICRO_BATCH, CHUNK_TOKENS, IN_PLACE, IN_BACKWARD)}
         return cls(
@@ -105,4 +105,4 @@ class Choice:
 def _place(plan: Plan, technique: str) -> Place:
     place = plan.choices(technique)[""]
     assert place in ("keep", "ram", "disk")
-    return place  # type: ignore[return-value]  # one of them, as was just seen
+    return place  # type: ignore[return-value]

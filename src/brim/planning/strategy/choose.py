@@ -1,8 +1,8 @@
-"""How a training is chosen, whoever asks: ``brim plan``, ``brim train``, ``brim.fit`` and ``brim run``.
+"""Choose a training strategy, for ``brim plan``, ``brim train``, ``brim.fit`` and ``brim run``.
 
-What is all in memory is not made faster by any plan. Where that does not fit, the planner searches and the fallback
-levels are what else there is; below the last of them weights are streamed in blocks as fine as they can be cut. All
-of it is proved by the same traces and timed by the same schedules.
+No plan is faster than keeping everything in memory. Where that does not fit, the planner searches; else the first
+fallback level that fits is used, and below the last level weights are streamed in the finest blocks. All strategies
+are proved by the same traces and timed by the same schedules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from brim.core import Plan
 from brim.errors import BudgetError, UnsupportedError
 from brim.planning.inference.choosing import Need, make_plan
-from brim.planning.solver.step_profile import KEEP, OFFLOAD, Limits, Way
+from brim.planning.solver.step_profile import KEEP, OFFLOAD, Assignment, Limits
 from brim.planning.strategy.case import Case, TrainingStrategy
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.ladder import Orders, Subject, climb_down, fits, is_small, ladder, no_smaller, too_small
@@ -26,28 +26,28 @@ from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.loss import chunked as chunked_loss
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 
-_PROOFS = 4  # how often a streaming plan is tightened before it is given up
-_WORTH_IT = 0.02  # a plan that is predicted to be faster by less is not worth being another one than a level
+_PROOFS = 4  # tries to tighten a streaming plan
+_WORTH_IT = 0.02  # a level is preferred to a plan that is faster by less than this share
 _MARGIN_BYTES = 1 << 20
 
 
 def search_training(planner: Planner, *, top: int = 1, start: int = 0) -> list[TrainingStrategy]:
-    """The fastest proved ways to do the planner's training, the best first: ``top`` of them at most.
+    """Return up to ``top`` of the fastest proved strategies, the best first.
 
-    With ``start``, a number of fallback levels that failed, it is the first of the others that fits. Raises
-    BudgetError, with the smallest bytes that do where they are known, when nothing fits.
+    With ``start`` > 0, the number of fallback levels that failed, it is the first later level that fits. Raises
+    BudgetError, with the smallest sufficient bytes where they are known, when nothing fits.
     """
     case, best = planner.case, None
     if start <= 0:
-        best = _whole(planner, _rungs(case, in_place=False)[0])
+        best = _unplanned(planner, _rungs(case, in_place=False)[0])
         if best is not None and (top == 1 or not _is_searchable(case)):
             return [best]
-    # Where not even the weights have room, what is left of activations is not looked at.
+    # In-place activations are no help where not even the weights fit.
     room = planner.limits.budget_bytes[planner.hardware.compute] >= case.rehearsal.partition.bytes
     rungs = _rungs(case, in_place=room and case.rehearsal.inputs is not None and case.in_place())
     if start <= 0:
         if best is None and rungs[0] != rungs[min(1, len(rungs) - 1)] == replace(rungs[0], in_place=True):
-            best = _whole(planner, rungs[1], 1)
+            best = _unplanned(planner, rungs[1], 1)
         looks = _searches(case) if best is None else top > 1
         strategies = _planned(planner, rungs, top) if looks and _is_searchable(case) else []
         if best is not None:
@@ -58,8 +58,8 @@ def search_training(planner: Planner, *, top: int = 1, start: int = 0) -> list[T
 
 
 def follow(planner: Planner, plan: Plan, partition: Partition) -> TrainingStrategy:
-    """What ``plan`` decided about the blocks of ``partition``, proved for the budget that there is now; its seconds
-    are those that the plan promised. Raises BudgetError where it does not fit."""
+    """Prove the choice of ``plan`` on ``partition`` for the present budget, and keep the seconds that it promised.
+    Raises BudgetError where it does not fit."""
     strategy = planner.proved(Choice.of(plan), partition)
     if not _fits(planner, strategy):
         raise too_small(strategy.prediction.peak_bytes, planner.limits.budget_bytes)
@@ -69,7 +69,7 @@ def follow(planner: Planner, plan: Plan, partition: Partition) -> TrainingStrate
 
 
 def within(orders: Orders, limits: Limits) -> Limits:
-    """What of ``limits`` the ``orders`` leave to a search."""
+    """Narrow ``limits`` to the choices that the user's ``orders`` leave."""
     fixed: dict[str, object] = dict(limits.fixed)
     if orders.micro_batch is not None:
         fixed["micro_batch"] = orders.micro_batch
@@ -97,8 +97,8 @@ def loop_case(
     finer: bool = False,
     exact: bool = False,
 ) -> Case:
-    """A training by a loop that is not brim's own: nothing is done that changes what it calls, and gradients of more
-    than one step may be there while states pass through."""
+    """Return the case of a training loop of the user's: its calls are not changed, and gradients of several steps
+    may exist while states pass through their buffer."""
     limits = Limits(
         budget_bytes=dict(budget_bytes),
         single_pass=False,
@@ -122,13 +122,13 @@ def loop_case(
 
 
 def _is_searchable(case: Case) -> bool:
-    """Whether a search can keep to the orders, and knows what a step does."""
-    # A number of blocks is no choice for each of them.
+    """Return True where a search can obey the orders, and a step can be rehearsed."""
+    # A search cannot be held to a number of offloaded blocks.
     return case.rehearsal.inputs is not None and not case.orders.offload_activations
 
 
 def _searches(case: Case) -> bool:
-    """Whether there is a search before the levels: a small step is over before a plan is made."""
+    """Return True where a search precedes the levels: a small step is over before a search is."""
     return _is_searchable(case) and not is_small(case.rehearsal.model)
 
 
@@ -148,8 +148,8 @@ def _rungs(case: Case, *, in_place: bool) -> list[Choice]:
     return [rung for rung in rungs if case.brief or not rung.brief_buffer]
 
 
-def _whole(planner: Planner, choice: Choice, rung: int = 0) -> TrainingStrategy | None:
-    """``choice``, which has all in memory or all that was ordered, where it fits and keeps what memory it frees."""
+def _unplanned(planner: Planner, choice: Choice, rung: int = 0) -> TrainingStrategy | None:
+    """Prove ``choice`` without a search; None where it does not fit or its heap frees memory that it needs again."""
     if not fits(_floor_bytes(planner, choice), planner.limits.budget_bytes):
         return None
     strategy = replace(planner.proved(choice), rung=rung)
@@ -157,10 +157,10 @@ def _whole(planner: Planner, choice: Choice, rung: int = 0) -> TrainingStrategy 
 
 
 def _planned(planner: Planner, rungs: list[Choice], top: int) -> list[TrainingStrategy]:
-    """What the planner finds; a level in place of its first where that is as fast."""
+    """Return the planner's strategies, preceded by a level that is as fast as the first of them."""
     try:
         strategies = planner.search(top)
-    except UnsupportedError:  # states of such an optimizer stay where they are
+    except UnsupportedError:  # the optimizer's states cannot be offloaded
         return []
     if strategies and planner.case.proves_all:
         best = planner.exactly(strategies[0])
@@ -170,7 +170,7 @@ def _planned(planner: Planner, rungs: list[Choice], top: int) -> list[TrainingSt
     if not strategies:
         return []
     strategies = [replace(strategy, rung=_place(planner, rungs, strategy), planned=True) for strategy in strategies]
-    if any(rung.in_place for rung in rungs):  # which no search looks at
+    if any(rung.in_place for rung in rungs):  # the search has no in-place activations
         level = _level(planner, rungs, 0)
         if level is not None and strategies[0].step_s > level.step_s * (1 - _WORTH_IT):
             return [level, *strategies][:top]
@@ -178,26 +178,27 @@ def _planned(planner: Planner, rungs: list[Choice], top: int) -> list[TrainingSt
 
 
 def _place(planner: Planner, rungs: list[Choice], strategy: TrainingStrategy) -> int:
-    """The number of the first level that takes no more of the compute tier than ``strategy``, as far as is known
-    without a trace; of the last if none does."""
+    """Return the first level whose estimate needs no more of the compute tier than ``strategy``; else the last."""
     compute = planner.hardware.compute
 
-    def held(way: Way | None) -> int:
-        return 0 if way is None else planner.held(way).get(compute, 0)
+    def compute_bytes(assignment: Assignment | None) -> int:
+        return 0 if assignment is None else planner.estimated_peaks(assignment).get(compute, 0)
 
-    most = held(strategy.way)
-    ways = ((rung, planner.way(choice)) for rung, choice in enumerate(rungs))
-    return next((rung for rung, way in ways if way is not None and held(way) <= most), len(rungs) - 1)
+    most = compute_bytes(strategy.assignment)
+    assignments = ((rung, planner.assignment(choice)) for rung, choice in enumerate(rungs))
+    return next(
+        (rung for rung, each in assignments if each is not None and compute_bytes(each) <= most), len(rungs) - 1
+    )
 
 
 def _level(planner: Planner, rungs: list[Choice], start: int) -> TrainingStrategy | None:
-    """The first level from ``start`` on that fits."""
+    """Return the first level from ``start`` on that fits."""
     nearest = _nearest(planner, rungs, start)
     return nearest if nearest.rung >= start and _fits(planner, nearest) else None
 
 
 def _nearest(planner: Planner, rungs: list[Choice], start: int) -> TrainingStrategy:
-    """As ``_level``; if none fits, the level that comes nearest."""
+    """Return the first level from ``start`` on that fits, or the one that comes nearest."""
     case = planner.case
     rung, choice, _ = climb_down(
         rungs,
@@ -214,7 +215,7 @@ def _nearest(planner: Planner, rungs: list[Choice], start: int) -> TrainingStrat
 
 
 def _by_levels(planner: Planner, rungs: list[Choice], start: int) -> TrainingStrategy:
-    """The first fallback level from ``start`` on that fits, or weights streamed below the last of them."""
+    """Return the first fallback level from ``start`` on that fits, or weight streaming below the last of them."""
     case, budget = planner.case, planner.limits.budget_bytes
     if start > len(rungs):  # weight streaming, below the last of them, was in force
         raise no_smaller()
@@ -231,7 +232,7 @@ def _by_levels(planner: Planner, rungs: list[Choice], start: int) -> TrainingStr
 
 
 def _least(planner: Planner, rungs: list[Choice]) -> TrainingStrategy:
-    """What takes least, of what a search looks at and of the last level. Raises BudgetError."""
+    """Return the smallest strategy of the search, or the last level. Raises BudgetError where neither fits."""
     try:
         return planner.least()
     except BudgetError:
@@ -244,7 +245,7 @@ def _least(planner: Planner, rungs: list[Choice]) -> TrainingStrategy:
 
 
 def _streamed(planner: Planner, base: TrainingStrategy, rung: int) -> TrainingStrategy:
-    """Weight streaming on top of ``base``: planned, predicted, and tightened until it is proved to fit."""
+    """Add weight streaming to ``base``, and tighten it until it is proved to fit."""
     case, hardware, budget = planner.case, planner.hardware, planner.limits.budget_bytes
     rehearsal, compute, choice = case.rehearsal, hardware.compute, base.choice
     spent = rehearsal.spent_bytes()
@@ -263,7 +264,7 @@ def _streamed(planner: Planner, base: TrainingStrategy, rung: int) -> TrainingSt
         peaks = strategy.prediction.peak_bytes
         if fits(peaks, budget):
             return replace(strategy, rung=rung)
-        # Never less: where another tier is full, room that is left here would only be filled with weights.
+        # Never less: where another tier is full, spare room here would only be filled with weights.
         step_bytes += max(0, peaks[compute] - budget[compute]) + margin
     raise too_small(peaks, budget)
 
@@ -273,7 +274,7 @@ def _fits(planner: Planner, strategy: TrainingStrategy) -> bool:
 
 
 def _floor_bytes(planner: Planner, choice: Choice) -> Mapping[str, int]:
-    """Weights, gradients and optimizer states that a choice keeps for good in the compute tier."""
+    """Return the bytes of weights, gradients and states that always stay in the compute tier."""
     case = planner.case
     trained = [p for p in case.rehearsal.model.parameters() if p.requires_grad]
     floor_bytes = case.rehearsal.partition.bytes

@@ -1,9 +1,9 @@
-"""A deep model's training, rehearsed with a few of its layers.
+"""Predict a deep model's training from rehearsals with a few of its layers.
 
-Layers that are alike (the same classes, settings and shapes) are treated in a few ways by a plan. A model with some
-of each is rehearsed, and one with one more of each; the layers that were left out add what that adds, by the bytes
-that the planner knows of each. Peaks are followed moment by moment, since another moment may have the largest one in
-the deep model.
+A plan treats equal layers (the same classes, settings and shapes) in a few ways. A model with some layers of each
+treatment is rehearsed, and one with one more of each; the difference, scaled by the bytes that the planner knows of
+each layer, is added for the layers left out. Peaks are extrapolated moment by moment, since the deep model may have
+its peak at another moment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.estimation.extrapolation import Stack, find_stack
 from brim.memory.pool import round_up
 from brim.planning.solver.cost_model import block_bytes
-from brim.planning.solver.step_profile import BACKWARD, OFFLOAD, UPDATE, StepProfile, Way
+from brim.planning.solver.step_profile import BACKWARD, OFFLOAD, UPDATE, Assignment, StepProfile
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.prediction import Rehearsal
 from brim.planning.strategy.step import bytes_at_once
@@ -31,20 +31,20 @@ from brim.techniques.optimizer_offload.technique import gradient_buffer_bytes, u
 from brim.techniques.streaming.placement import RESIDENT
 from brim.techniques.streaming.weight_streaming import Weights
 
-_LARGEST_SHARE = 0.6  # of the layers; with more, a rehearsal of all is no more work than two of some
+_LARGEST_SHARE = 0.6  # of the layers; with more, one rehearsal of all layers is no more work than two
 _GRAIN_BYTES = 512  # of the caching allocator
 _LEAST_WEIGHT = 1 << 20
-_SEGMENTS_BYTES = 40 << 20  # two of the caching allocator's, which a deep model may hold more than a shallow one
-_REST_BYTES = 1 << 20  # of a 2 MiB segment, which a further layer's small tensors may leave unfilled
-_TRIES = 2  # a model with one layer of a kind may lack a moment that those with more have
-_GROWS = 1.15  # times what is known of a layer: more, and the shallower of two models lacks what the other has
-_MOST_BEYOND = 0.02  # of what more layers hold: 2 MiB segments that are not filled. A pool's first one is no rule
+_SEGMENTS_BYTES = 40 << 20  # two segments of the caching allocator that only the deep model may need
+_REST_BYTES = 1 << 20  # unfilled part of a 2 MiB segment for a further layer's small tensors
+_TRIES = 2  # a model with one layer of a kind may lack a moment that deeper ones have
+_GROWS = 1.15  # times a layer's known bytes: growth beyond it means that the shallower model lacked something
+_MOST_BEYOND = 0.02  # of further layers' bytes: unfilled 2 MiB segments. The first segment of a pool does not recur
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Peaks:
-    """Peaks of a rehearsal: bytes of tensors in the compute tier by moment, what its allocator holds beyond the
-    largest, and the peaks of other tiers."""
+    """Peaks of a rehearsal: tensors in the compute tier by moment, its allocator's bytes beyond the largest of them,
+    and other tiers' peaks."""
 
     moments: Mapping[str, int]
     beyond_bytes: int
@@ -53,7 +53,7 @@ class _Peaks:
 
 @dataclass(kw_only=True)
 class Shallow:
-    """Rehearsals of ``rehearsal`` with few layers, each made once."""
+    """Cached rehearsals of ``rehearsal`` with few layers."""
 
     rehearsal: Rehearsal
     stack: Stack
@@ -62,7 +62,7 @@ class Shallow:
 
     @classmethod
     def of(cls, rehearsal: Rehearsal) -> Shallow | None:
-        """None where the layers cannot be told apart, or a block lies in several of them."""
+        """Find the layers; None where there are none, or a block lies in several of them."""
         stack = find_stack(rehearsal.model)
         if stack is None:
             return None
@@ -73,25 +73,25 @@ class Shallow:
 
     @property
     def unfilled_bytes(self) -> int:
-        """The most that is added to what the tensors of all layers take."""
+        """The most bytes of unfilled segments that are added for all layers."""
         return _unfilled_bytes(self.stack.layers)
 
     def few(self, more: int = 1) -> Rehearsal:
-        """The rehearsal with all special layers and ``more`` of the others."""
+        """Return the rehearsal with all special layers and ``more`` of the others."""
         return self._shortened(self.stack.special + more)
 
     def template(self, name: str) -> str:
-        """The block in ``few(2)`` that is like a block of the deep model: of those that are alike, the first."""
+        """Return the first block in ``few(2)`` that is equal to a block of the deep model."""
         special, layers = self.stack.special, self.stack.layers
         return self.stack.renamed(name, dict.fromkeys(range(special, layers), special)) or name
 
-    def predict(self, choice: Choice, way: Way, profile: StepProfile) -> dict[str, int] | None:
-        """Peaks per tier of the deep step under ``choice``; None where all layers have to be rehearsed.
+    def predict(self, choice: Choice, assignment: Assignment, profile: StepProfile) -> dict[str, int] | None:
+        """Return the deep step's peaks per tier; None where all layers have to be rehearsed.
 
-        ``choice`` is ``way`` as the runtime takes it.
+        ``choice`` is the runtime's form of ``assignment``.
         """
         compute, stack = self.rehearsal.hardware.compute, self.stack
-        known = _KnownLayers(profile, stack, way, compute, bytes_at_once(self.rehearsal.model))
+        known = _KnownLayers(profile, stack, assignment, compute, bytes_at_once(self.rehearsal.model))
         treatments = self._treatments(choice)
         fewest = known.fewest(treatments)
         groups: dict[str, list[int]] = defaultdict(list)
@@ -117,7 +117,7 @@ class Shallow:
         return None if peaks is None else {**peaks, RAM: peaks.get(RAM, 0) + known.room(range(stack.layers))}
 
     def _treatments(self, choice: Choice) -> dict[int, str]:
-        """How ``choice`` treats each layer that has its like, in words that are equal for equal treatment."""
+        """Return a key of each repeated layer's choices, equal for equal treatment."""
         treatments: dict[int, list[str]] = {n: [] for n in range(self.stack.special, self.stack.layers)}
         for name in dict.fromkeys([*choice.streaming, *choice.checkpointing, *choice.activations]):
             layer = self.stack.place(name)
@@ -128,7 +128,7 @@ class Shallow:
         return {layer: " ".join(sorted(words)) for layer, words in treatments.items()}
 
     def _rehearsed(self, choice: Choice, layers: Sequence[int], known: _KnownLayers) -> _Peaks:
-        """Peaks with the special layers and ``layers``, without the RAM that states pass through."""
+        """Rehearse the special layers and ``layers``; return peaks without the RAM buffer of states."""
         own = [*range(self.stack.special), *layers]
         small = _narrowed(choice, self.stack, own)
         key = f"{len(own)} {small!r}"
@@ -143,7 +143,7 @@ class Shallow:
         return replace(peaks, others={**peaks.others, RAM: peaks.others.get(RAM, 0) - known.room(own)})
 
     def _shortened(self, count: int) -> Rehearsal:
-        """The rehearsal with the first ``count`` layers: which of those that are alike does not matter."""
+        """Return the rehearsal with the first ``count`` layers."""
         if count in self._rehearsals:
             return self._rehearsals[count]
         rehearsal = self.rehearsal
@@ -169,62 +169,63 @@ class Shallow:
 
 
 class _KnownLayers:
-    """Bytes of a deep model's layers that the planner knows, under ``way`` on a machine that computes in ``compute``.
+    """Known bytes of a deep model's layers under ``assignment``, on a machine that computes in the tier ``compute``.
 
-    ``at_once_bytes`` of the parameters that stay are updated at once.
+    ``at_once_bytes`` of resident parameters are updated at once.
     """
 
-    def __init__(self, profile: StepProfile, stack: Stack, way: Way, compute: str, at_once_bytes: int) -> None:
+    def __init__(
+        self, profile: StepProfile, stack: Stack, assignment: Assignment, compute: str, at_once_bytes: int
+    ) -> None:
         self.compute = compute
-        self._profile, self._stack, self._way, self._at_once_bytes = profile, stack, way, at_once_bytes
-        self._blocks = [(block, stack.place(block.name)) for block in profile.at(way.frame.micro_batch).blocks]
+        self._profile, self._stack, self._assignment, self._at_once_bytes = profile, stack, assignment, at_once_bytes
+        self._blocks = [(block, stack.place(block.name)) for block in profile.at(assignment.frame.micro_batch).blocks]
         self._bytes: dict[int, dict[tuple[str, str], int]] = defaultdict(dict)
-        states, gradients = way.frame.homes(compute)
+        states, gradients = assignment.frame.homes(compute)
         trained = max(1, sum(block.trained_bytes for block in profile.blocks))
         for block, layer in self._blocks:
             if layer is None:
                 continue
             own = self._bytes[layer]
-            block_bytes(block, way.weights[block.name], way.activations[block.name], compute, own)
+            block_bytes(block, assignment.weights[block.name], assignment.activations[block.name], compute, own)
             for moment in (BACKWARD, UPDATE):
                 share = block.trained_bytes / trained
                 own[states, moment] = own.get((states, moment), 0) + int(profile.state_bytes * share)
                 own[gradients, moment] = own.get((gradients, moment), 0) + block.trained_bytes
 
     def weight(self, layers: Collection[int], tier: str, early: bool) -> int:
-        """Bytes of ``layers`` in a tier, in a backward pass (``early``) or while they are updated; none weighs 0."""
+        """Return the bytes of ``layers`` in a tier, in backward (``early``) or in the update; at least 1 MiB each."""
         key = (tier, BACKWARD if early else UPDATE)
         return sum(self._bytes[layer].get(key, 0) + _LEAST_WEIGHT for layer in layers)
 
     def room(self, layers: Collection[int]) -> int:
-        """RAM through which states and gradients on disk pass, in a model of these layers: three blocks where that
-        is little beside all of them."""
-        profile, frame = self._profile, self._way.frame
+        """Return the bytes of the RAM buffers for states and gradients on disk, in a model of these layers."""
+        profile, frame = self._profile, self._assignment.frame
         per_byte = profile.state_bytes / max(1, profile.gradient_bytes)
         sizes: list[int] = []
         for block in profile.blocks:
             if block.trained_bytes and self._stack.place(block.name) in {None, *layers}:
-                streams = self._way.weights[block.name] != RESIDENT
+                streams = self._assignment.weights[block.name] != RESIDENT
                 pieces = 1 if streams else -(-block.trained_bytes // self._at_once_bytes)
                 sizes += [block.trained_bytes // pieces] * pieces
         states = usual_buffer_bytes([int(size * per_byte) for size in sizes]) if frame.states == DISK else 0
         return states + (gradient_buffer_bytes(sizes) if frame.gradients == DISK else 0)
 
     def fewest(self, treatments: Mapping[int, str]) -> dict[str, int]:
-        """The number of layers of a treatment from which on each further one adds as much as the one before.
+        """Return the least layers of each treatment from which on each further layer adds the same bytes.
 
-        Activations wait and come back in a window: the layers that fill it do not add what later ones do.
+        Offloaded activations have a window in the compute tier: layers that fill it add other bytes than later ones.
         """
         window = ToRam.window_bytes if self.compute == VRAM else ToDisk.window_bytes
         return {
             treatments[layer]: 1 + -(-window // max(1, block.offload_bytes))
             for block, layer in self._blocks
-            if layer in treatments and layer is not None and self._way.activations[block.name] == OFFLOAD
+            if layer in treatments and layer is not None and self._assignment.activations[block.name] == OFFLOAD
         }
 
 
 def _narrowed(choice: Choice, stack: Stack, layers: Sequence[int]) -> Choice:
-    """``choice`` for a model of these layers only."""
+    """Restrict ``choice`` to these layers."""
     places = {layer: index for index, layer in enumerate(layers)}
 
     def narrow(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,7 +240,7 @@ def _narrowed(choice: Choice, stack: Stack, layers: Sequence[int]) -> Choice:
 
 
 def _without(model: nn.Module, stack: Stack, count: int) -> nn.Module:
-    """A copy of ``model`` with its first ``count`` layers. Parameters and buffers are the same objects."""
+    """Copy ``model`` with its first ``count`` layers; parameters and buffers are shared."""
     parent, _, name = stack.path.rpartition(".")
     owner: Any = model.get_submodule(parent)
     layers = owner._modules[name]
@@ -252,10 +253,10 @@ def _without(model: nn.Module, stack: Stack, count: int) -> nn.Module:
 
 
 def _moments(trace: Trace, last: str, stack: str) -> dict[str, int]:
-    """The most bytes of tensors at each moment of the step, in the allocator's grain.
+    """Return the peak bytes of tensors at each moment of the step, in the allocator's grain.
 
-    ``last`` is the path of the layer whose backward comes first. Moments: while building, each forward pass with the
-    beginning of its backward, the rest of that, and the optimizer.
+    ``last`` is the path of the last layer, whose backward comes first. The moments are the building, each forward
+    pass with the beginning of its backward, the rest of that backward, and the update.
     """
     marks = list(_marks(trace, last, stack))
     changes = [(s.born, round_up(s.bytes, _GRAIN_BYTES)) for s in trace.storages if s.bytes]
@@ -272,7 +273,7 @@ def _moments(trace: Trace, last: str, stack: str) -> dict[str, int]:
 
 
 def _marks(trace: Trace, last: str, stack: str) -> Iterator[tuple[int, str]]:
-    """Ticks at which another moment begins."""
+    """Yield the tick at which each moment begins, and its name."""
     yield -1, "build"
     name, number, reached = "build", -1, False
     turn = _turn(trace.ops)
@@ -295,13 +296,13 @@ def _marks(trace: Trace, last: str, stack: str) -> Iterator[tuple[int, str]]:
 
 
 def _turn(ops: Sequence[Op]) -> int:
-    """The tick at which the optimizer begins for good: what it does beside a backward pass belongs to that."""
+    """Return the tick at which the optimizer begins after the last backward pass."""
     before = max((op.at for op in ops if op.phase in (Phase.FORWARD, Phase.BACKWARD)), default=-1)
     return min((op.at for op in ops if op.phase is Phase.OPTIMIZER and op.at > before), default=1 << 62)
 
 
 def _grows_as_known(first: _Peaks, second: _Peaks, added: Sequence[int], known: _KnownLayers) -> bool:
-    """True if the later moments grow by what is known of the layers ``added``, as each of those left out will."""
+    """Return True where late moments grow by no more than the known bytes of the layers ``added``."""
     most_bytes = _GROWS * known.weight(added, known.compute, early=False)
     late = [moment for moment in second.moments if not moment.startswith("begin")]
     return all(second.moments[moment] - first.moments[moment] <= most_bytes for moment in late)
@@ -310,7 +311,7 @@ def _grows_as_known(first: _Peaks, second: _Peaks, added: Sequence[int], known: 
 def _extrapolated(
     first: _Peaks, second: _Peaks, added: Sequence[int], left: Sequence[int], known: _KnownLayers
 ) -> dict[str, int]:
-    """``second`` with the layers ``left``, each adding as much more as its bytes are to those ``added``."""
+    """Extrapolate ``second`` by the layers ``left``, in proportion to their known bytes over those ``added``."""
     compute = known.compute
 
     def grown(before: int, after: int, tier: str, early: bool) -> int:

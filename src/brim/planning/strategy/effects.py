@@ -1,4 +1,4 @@
-"""What each technique of a training plan saves and costs, and what would save more: told from the profile."""
+"""Estimate from the profile what each technique of a training plan saves and costs, and what would save more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from brim.core.hardware import DISK, RAM
 from brim.planning.solver.cost_model import held_bytes, peak_bytes
-from brim.planning.solver.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Frame, StepProfile, Way
+from brim.planning.solver.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Assignment, Frame, StepProfile
 from brim.planning.strategy.choice import CHUNK_TOKENS, GRADIENTS, IN_BACKWARD, MICRO_BATCH, STATES
 from brim.planning.strategy.ladder import CHUNK_TOKENS as TOKENS_AT_ONCE
 from brim.planning.strategy.search import Planner
@@ -18,18 +18,18 @@ from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.streaming import weight_streaming
 from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM, RESIDENT
 
-_LEAST_BYTES = 1 << 20  # less is not worth a line
+_LEAST_BYTES = 1 << 20  # smaller savings are not listed
 _ROUNDING = 1e-9  # of a sum of floating-point seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """One technique of a proposal.
+    """A technique of a proposal.
 
     Attributes:
         technique: Its name: ``"weight_streaming"``, ``"checkpointing"``, ...
-        what: What it does here, in words.
-        saves_bytes: What it saves of each tier; negative where it takes.
+        what: Its use here, in words.
+        saves_bytes: Bytes that it saves per tier; negative where it needs more.
         costs_s: Seconds of a step that it costs.
     """
 
@@ -43,64 +43,65 @@ class Effect:
         return {"technique": self.technique, "what": self.what, "saves_bytes": saves, "costs_s": self.costs_s}
 
 
-def effects(planner: Planner, way: Way) -> list[Effect]:
-    """For each technique in ``way``: what the step would take without it, per tier and in seconds."""
-    with_it_s, rows = planner.seconds(way), []
-    for technique, what, without in _used(planner.profile, way):
-        saves = _saved(planner, without, way)
+def effects(planner: Planner, assignment: Assignment) -> list[Effect]:
+    """Return the bytes that each technique of ``assignment`` saves, and the seconds that it costs."""
+    with_it_s, rows = planner.seconds(assignment), []
+    for technique, what, without in _used(planner.profile, assignment):
+        saves = _saved(planner, without, assignment)
         costs_s = _difference_s(with_it_s, planner.seconds(without))
         rows.append(Effect(technique=technique, what=what, saves_bytes=saves, costs_s=costs_s))
     return rows
 
 
-def frees(planner: Planner, way: Way) -> list[Effect]:
-    """What else would make room in some tier, and what it would cost: cheapest per byte first."""
-    now_s, candidates = planner.seconds(way), []
-    for technique, what, changed in _unused(planner, way):
-        saves = _saved(planner, way, changed)
+def frees(planner: Planner, assignment: Assignment) -> list[Effect]:
+    """Return further techniques that would save bytes of a tier, the cheapest in seconds per byte first."""
+    now_s, candidates = planner.seconds(assignment), []
+    for technique, what, changed in _unused(planner, assignment):
+        saves = _saved(planner, assignment, changed)
         if any(count >= _LEAST_BYTES for count in saves.values()):
             costs_s = _difference_s(planner.seconds(changed), now_s)
             candidates.append(Effect(technique=technique, what=what, saves_bytes=saves, costs_s=costs_s))
     return sorted(candidates, key=lambda effect: effect.costs_s / max(effect.saves_bytes.values()))
 
 
-def _difference_s(one_s: float, other_s: float) -> float:
-    """How much longer ``one_s`` is; 0 where that is no more than the rounding of sums of seconds."""
-    return 0.0 if math.isclose(one_s, other_s, rel_tol=_ROUNDING) else one_s - other_s
+def _difference_s(longer_s: float, shorter_s: float) -> float:
+    """Return ``longer_s - shorter_s``; 0 where that is within the rounding of sums."""
+    return 0.0 if math.isclose(longer_s, shorter_s, rel_tol=_ROUNDING) else longer_s - shorter_s
 
 
-def _saved(planner: Planner, before: Way, after: Way) -> dict[str, int]:
-    """By how much each tier's peak is smaller after than before; negative where it is larger."""
-    peaks = [peak_bytes(held_bytes(planner.profile, planner.hardware, way)) for way in (before, after)]
+def _saved(planner: Planner, before: Assignment, after: Assignment) -> dict[str, int]:
+    """Return the decrease of each tier's peak; negative where it grows."""
+    peaks = [peak_bytes(held_bytes(planner.profile, planner.hardware, assignment)) for assignment in (before, after)]
     tiers = dict.fromkeys([*peaks[0], *peaks[1]])
     saved = {tier: peaks[0].get(tier, 0) - peaks[1].get(tier, 0) for tier in tiers}
     return {tier: count for tier, count in saved.items() if count}
 
 
-def _used(profile: StepProfile, way: Way) -> Iterator[tuple[str, str, Way]]:
-    """Technique, what it does, and the way without it."""
-    yield from _frame_used(profile, way)
-    total = len(way.weights)
+def _used(profile: StepProfile, assignment: Assignment) -> Iterator[tuple[str, str, Assignment]]:
+    """Yield each technique in use, its use in words, and the assignment without it."""
+    yield from _frame_used(profile, assignment)
+    total = len(assignment.weights)
     for kept in (SELECTIVE, FULL, OFFLOAD):
-        chosen = [name for name, choice in way.activations.items() if choice == kept]
+        chosen = [name for name, choice in assignment.activations.items() if choice == kept]
         if chosen:
             offloads = kept == OFFLOAD
             technique = activation_offload.NAME if offloads else checkpointing.NAME
             what = f"{len(chosen)} of {total} blocks" + ("" if offloads else f", {kept}")
-            yield technique, what, replace(way, activations={**way.activations, **dict.fromkeys(chosen, KEEP)})
+            activations = {**assignment.activations, **dict.fromkeys(chosen, KEEP)}
+            yield technique, what, replace(assignment, activations=activations)
     for choice in (FROM_RAM, FROM_DISK):
-        chosen = [name for name, other in way.weights.items() if other == choice]
+        chosen = [name for name, other in assignment.weights.items() if other == choice]
         if chosen:
             what = f"{len(chosen)} of {total} blocks from {choice.rpartition(':')[2].upper()}"
-            without = replace(way, weights={**way.weights, **dict.fromkeys(chosen, RESIDENT)})
+            without = replace(assignment, weights={**assignment.weights, **dict.fromkeys(chosen, RESIDENT)})
             yield weight_streaming.NAME, what, without
 
 
-def _frame_used(profile: StepProfile, way: Way) -> Iterator[tuple[str, str, Way]]:
-    frame = way.frame
+def _frame_used(profile: StepProfile, assignment: Assignment) -> Iterator[tuple[str, str, Assignment]]:
+    frame = assignment.frame
 
-    def without(**changes: object) -> Way:
-        return replace(way, frame=replace(frame, **changes))  # type: ignore[arg-type]  # fields of Frame
+    def without(**changes: object) -> Assignment:
+        return replace(assignment, frame=replace(frame, **changes))  # type: ignore[arg-type]  # fields of Frame
 
     if frame.micro_batch < profile.batch:
         what = f"{frame.micro_batch} of {profile.batch} rows at once"
@@ -115,58 +116,58 @@ def _frame_used(profile: StepProfile, way: Way) -> Iterator[tuple[str, str, Way]
         yield GRADIENTS, f"gradients in {frame.gradients.upper()}", without(gradients=KEEP)
 
 
-def _unused(planner: Planner, way: Way) -> Iterator[tuple[str, str, Way]]:
-    """One step further with each technique, as far as the limits allow."""
-    for technique, what, changed in _further(planner.profile, planner.hardware.compute, way):
+def _unused(planner: Planner, assignment: Assignment) -> Iterator[tuple[str, str, Assignment]]:
+    """Yield each technique taken a step further, as far as the limits allow."""
+    for technique, what, changed in _further(planner.profile, planner.hardware.compute, assignment):
         if planner.limits.allow(changed.frame) and _may(planner, changed):
             yield technique, what, changed
 
 
-def _may(planner: Planner, way: Way) -> bool:
+def _may(planner: Planner, assignment: Assignment) -> bool:
     limits = planner.limits
-    streams = any(choice != RESIDENT for choice in way.weights.values())
-    return (limits.streams or not streams) and set(way.activations.values()) <= {KEEP, *limits.activations}
+    streams = any(choice != RESIDENT for choice in assignment.weights.values())
+    return (limits.streams or not streams) and set(assignment.activations.values()) <= {KEEP, *limits.activations}
 
 
-def _further(profile: StepProfile, compute: str, way: Way) -> Iterator[tuple[str, str, Way]]:
-    frame = way.frame
+def _further(profile: StepProfile, compute: str, assignment: Assignment) -> Iterator[tuple[str, str, Assignment]]:
+    frame = assignment.frame
     if frame.micro_batch > 1:
         half = frame.micro_batch // 2
-        yield MICRO_BATCH, f"{half} rows at once", _framed(way, micro_batch=half)
+        yield MICRO_BATCH, f"{half} rows at once", _framed(assignment, micro_batch=half)
     if not frame.chunked and profile.head_bytes:
-        yield CHUNK_TOKENS, f"logits of {TOKENS_AT_ONCE} tokens at once", _framed(way, chunked=True)
+        yield CHUNK_TOKENS, f"logits of {TOKENS_AT_ONCE} tokens at once", _framed(assignment, chunked=True)
     if not frame.in_backward:
-        yield IN_BACKWARD, "each block updated as soon as it has its gradients", _framed(way, in_backward=True)
+        yield IN_BACKWARD, "each block updated as soon as it has its gradients", _framed(assignment, in_backward=True)
     for place in (RAM, DISK):
         if frame.states != place != compute and frame.states != DISK:
-            yield STATES, f"states in {place.upper()}", _framed(way, states=place)
+            yield STATES, f"states in {place.upper()}", _framed(assignment, states=place)
     blocks = {block.name: block for block in profile.blocks}
 
-    def treat(kept: str, possible: Callable[[str], bool]) -> Mapping[str, str]:
-        names = [name for name, now in way.activations.items() if now == KEEP and possible(name)]
-        return dict.fromkeys(names, kept)
+    def treat(choice: str, possible: Callable[[str], bool]) -> Mapping[str, str]:
+        names = [name for name, now in assignment.activations.items() if now == KEEP and possible(name)]
+        return dict.fromkeys(names, choice)
 
-    for kept in (SELECTIVE, FULL):
-        more = treat(kept, lambda name, kept=kept: kept in blocks[name].kept_bytes)  # type: ignore[misc]
+    for choice in (SELECTIVE, FULL):
+        more = treat(choice, lambda name, choice=choice: choice in blocks[name].kept_bytes)  # type: ignore[misc]
         if more:
-            what = f"{len(more)} blocks more, {kept}"
-            yield checkpointing.NAME, what, replace(way, activations={**way.activations, **more})
+            what = f"{len(more)} blocks more, {choice}"
+            yield checkpointing.NAME, what, replace(assignment, activations={**assignment.activations, **more})
     more = treat(OFFLOAD, lambda name: bool(blocks[name].offload_bytes))
     if more:
         yield (
             activation_offload.NAME,
             f"{len(more)} blocks more",
-            replace(way, activations={**way.activations, **more}),
+            replace(assignment, activations={**assignment.activations, **more}),
         )
     home = FROM_DISK if compute == RAM else FROM_RAM
-    resident = [name for name, choice in way.weights.items() if choice == RESIDENT]
+    resident = [name for name, choice in assignment.weights.items() if choice == RESIDENT]
     half_of_them = resident[::2] if len(resident) > 1 else []
     if half_of_them:
-        weights = {**way.weights, **dict.fromkeys(half_of_them, home)}
+        weights = {**assignment.weights, **dict.fromkeys(half_of_them, home)}
         what = f"{len(half_of_them)} blocks more from {home.rpartition(':')[2].upper()}"
-        yield weight_streaming.NAME, what, replace(way, weights=weights)
+        yield weight_streaming.NAME, what, replace(assignment, weights=weights)
 
 
-def _framed(way: Way, **changes: object) -> Way:
-    frame: Frame = replace(way.frame, **changes)  # type: ignore[arg-type]  # fields of Frame
-    return replace(way, frame=frame)
+def _framed(assignment: Assignment, **changes: object) -> Assignment:
+    frame: Frame = replace(assignment.frame, **changes)  # type: ignore[arg-type]  # fields of Frame
+    return replace(assignment, frame=frame)

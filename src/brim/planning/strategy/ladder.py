@@ -1,6 +1,6 @@
-"""Fallback levels of a training: rungs from the fastest to the smallest, predicted until one fits.
+"""Fallback levels of a training: rungs from the fastest to the smallest, predicted until a rung fits.
 
-Each rung adds one technique to those above it. What the user ordered holds on every rung.
+Each rung adds a technique to those above it. The user's settings hold on every rung.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from brim.planning.strategy.prediction import Prediction
 from brim.techniques import micro_batch
 from brim.units import format_bytes
 
-CHUNK_TOKENS = 256  # a chunk's product is large enough to run at full rate
+CHUNK_TOKENS = 256  # a chunk's matrix product still runs at full rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What the user fixed; None leaves it to the planner.
+    """The user's settings; None leaves one to the planner.
 
     ``offload_activations`` is a number of blocks, evenly spread. ``stream_weights`` False: never.
     """
@@ -38,7 +38,7 @@ class Orders:
     stream_weights: bool | None = None
 
     def fixed(self, blocks: Sequence[str]) -> dict[str, Any]:
-        """The fields of Choice that are the same on every rung."""
+        """Return the fields of Choice that are the same on every rung."""
         settings: dict[str, Any] = {}
         if self.precision is not None:
             settings["precision"] = self.precision
@@ -57,7 +57,7 @@ class Orders:
 
 
 def spread(blocks: Sequence[str], count: int) -> tuple[str, ...]:
-    """``count`` of ``blocks`` at even distances, so that copies have compute to hide behind."""
+    """Return ``count`` of ``blocks`` at even distances, so that compute hides their copies."""
     if count > len(blocks):
         raise UsageError(
             f"Cannot offload the activations of {count} blocks.",
@@ -69,12 +69,12 @@ def spread(blocks: Sequence[str], count: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What the ladder needs to know of a training. ``batch`` sequences make a step.
+    """A training's properties for the ladder. A step has ``batch`` sequences.
 
-    ``in_place``: some activations can write over their inputs. ``chunkable``: the logits can be computed in pieces.
-    ``single_pass``: nothing looks at all gradients together (clipping their norm does), so a block can be updated as
-    soon as it has its own. ``gradients_leave``: nothing needs them in the compute tier. ``states_leave``: the
-    optimizer can be stepped block by block.
+    ``in_place``: some activations can write over their inputs. ``chunkable``: the logits can be computed in chunks.
+    ``single_pass``: nothing needs all gradients together (clipping by norm does), so a block can be updated as soon
+    as it has its own. ``gradients_leave``: they can be offloaded. ``states_leave``: the optimizer can be stepped
+    block by block.
     """
 
     compute: str
@@ -88,10 +88,10 @@ class Subject:
 
 
 def ladder(subject: Subject, orders: Orders) -> list[Choice]:
-    """Rungs without weight streaming, each smaller than the one before."""
+    """Return the rungs without weight streaming, each smaller than the one before."""
     fixed = orders.fixed(subject.blocks)
     activations: dict[str, Any] = {"activations": tuple(subject.blocks)}
-    accumulates = fixed.get("micro_batch", 1) < subject.batch  # else a block's gradients are used as they come
+    accumulates = fixed.get("micro_batch", 1) < subject.batch  # else gradients can be freed block by block
 
     def leave(place: Place) -> list[dict[str, Any]]:
         if not subject.states_leave:
@@ -99,7 +99,7 @@ def ladder(subject: Subject, orders: Orders) -> list[Choice]:
         gradients = subject.gradients_leave and (accumulates or not subject.single_pass)
         return [{"states": place}, *([{"gradients": place}] if gradients else [])]
 
-    # From VRAM everything goes to RAM first; what is on disk instead makes room in RAM, not in VRAM.
+    # From VRAM everything moves to RAM first; moving it on to disk frees RAM, not VRAM.
     away = [*leave("disk"), activations] if subject.compute == RAM else [*leave("ram"), activations, *leave("disk")]
     changes: list[dict[str, Any]] = [
         {},
@@ -119,7 +119,7 @@ def ladder(subject: Subject, orders: Orders) -> list[Choice]:
         if rung not in rungs:
             rungs.append(rung)
     last = rungs[-1]
-    if last.states == DISK and not last.in_backward:  # gradients and states are not worked on at the same time then
+    if last.states == DISK and not last.in_backward:  # backward and update do not overlap then
         rungs.append(replace(last, brief_buffer=True))
     return rungs
 
@@ -128,7 +128,7 @@ _SMALL_BYTES = 4 << 20  # of what is trained
 
 
 def is_small(model: nn.Module) -> bool:
-    """Whether what passes through buffers during an update is no small part of what is trained."""
+    """Return True where the buffers of an update are no small part of the trained bytes."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) < _SMALL_BYTES
 
 
@@ -147,14 +147,12 @@ def climb_down(
     floor: Callable[[Choice], Mapping[str, int]] = lambda choice: {},
     one_by_one: bool = False,
 ) -> tuple[int, Choice, Prediction]:
-    """The first of ``rungs`` from ``start`` on that fits, with the largest micro-batch that fits there: its number,
-    what it does and what that takes.
+    """Return the first of ``rungs`` from ``start`` on that fits, or the nearest: its number, choice and prediction.
 
-    ``floor`` gives bytes that a choice certainly takes: where they are too many already, nothing is predicted. A
-    prediction takes seconds, and every rung takes less of the tier ``compute`` than the one before: so the first
-    that fits there is found by halving, and from there on all tiers are looked at. Not so with ``one_by_one``: for
-    models so small that the buffers of a rung are larger than what it lets go. When none fits, the one that comes
-    nearest.
+    Its micro-batch is the largest that fits. ``floor`` gives a lower bound on a choice's bytes: rungs whose bound
+    exceeds the budget are not predicted. A prediction takes seconds, and each rung needs less of the tier ``compute``
+    than the one before, so the first that fits that tier is found by bisection; from there on all tiers are checked.
+    ``one_by_one`` checks every rung: in small models the buffers of a rung may be larger than its savings.
     """
     predictions: dict[int, Prediction] = {}
     begin = min(start, len(rungs) - 1)
@@ -178,8 +176,7 @@ def climb_down(
 
 
 def _first(values: Sequence[int], holds: Callable[[int], bool]) -> int:
-    """The position of the first of ``values`` that ``holds``, where all after one that does do too; their number
-    where none does. The very first is asked first: mostly it is that one."""
+    """Return the first index whose value ``holds``, or the length. It is mostly 0, which is tried first."""
     if not values or holds(values[0]):
         return 0
     return bisect_left(values, True, lo=1, key=holds)
@@ -207,7 +204,7 @@ def too_small(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) ->
 
 
 def no_smaller() -> BudgetError:
-    """Memory ran out under a plan that was predicted to fit, and no smaller one is known."""
+    """Return the error for a run that is out of memory under the smallest plan."""
     return BudgetError(
         "Cannot continue training with less memory.",
         "The smallest plan is already in force.",
@@ -218,7 +215,7 @@ def no_smaller() -> BudgetError:
 def _enlarge(
     choice: Choice, prediction: Prediction, predict: Predict, budget_bytes: Mapping[str, int], batch: int
 ) -> tuple[Choice, Prediction]:
-    """The largest micro-batch that fits, solved from predictions; ``prediction`` is that of ``choice`` itself."""
+    """Find the largest micro-batch that fits, from predictions; ``prediction`` is that of ``choice`` itself."""
     predictions = {1: prediction}
     tier = min(prediction.peak_bytes, key=lambda tier: budget_bytes.get(tier, math.inf) - prediction.peak_bytes[tier])
 

@@ -1,4 +1,4 @@
-"""Predicted Timeline of a training step: tensors, computing and copies, by the machine's rates."""
+"""Predict the Timeline of a training step, its tensors, computation and copies, by the machine's rates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from brim.predict import cost
 _PHASES = {Phase.FORWARD: FORWARD, Phase.BACKWARD: BACKWARD, Phase.OPTIMIZER: UPDATE}
 
 
-_BEFORE_S = -1.0  # time of tensors that exist before the step, until ``placed`` sets it
+_BEFORE_S = -1.0  # the time of tensors from before the step, until ``placed`` sets it
 
 
 def step_timeline(

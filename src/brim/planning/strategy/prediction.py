@@ -1,4 +1,4 @@
-"""What a training step will take, found by applying the plan to a model without bytes and tracing a step of it."""
+"""Predict a training step's peaks and seconds: apply the plan to a model without data and trace a step of it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ from brim.techniques.micro_batch import MicroBatch
 from brim.techniques.precision import PrecisionHandle, states_dtype
 from brim.techniques.streaming.weight_streaming import RESIDENT, Weights
 
-# What moves brings threads, requests, hooks and the pages of files that rows are looked up in. A 135 M model with
-# weights and states on disk took up to 7 MB for them that its process had not grown by before the first step.
+# Offloading needs threads, requests, hooks and pages of files for look-ups. They took up to 7 MB after the first step
+# began, in a 135 M model with weights and states on disk.
 _MOVING_BYTES = 8 << 20
-# Of many: the first has no gradients to add to, the last may let them go in its backward pass, and every other one
-# adds to those of all parameters.
+# The first pass has no gradients to add to, the last may free them in its backward; all others are equal.
 _REHEARSED_PASSES = 3
 _ENDLESS_BYTES = 1 << 60
 _CPU = torch.device("cpu")
@@ -46,7 +45,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The peaks of a step per tier, the program's share included, and its seconds as far as the machine is known."""
+    """A step's peaks per tier, the program's share included, and its seconds on a known machine."""
 
     peak_bytes: Mapping[str, int]
     step_s: float = 0.0
@@ -54,7 +53,7 @@ class Prediction:
     limited_by: str = ""
 
     def with_heap(self, limits: HeapLimits | None) -> Prediction:
-        """The same where the heap keeps what is freed, to ``limits``."""
+        """Return the prediction for a heap that keeps freed memory up to ``limits``."""
         if limits is None:
             return self
         return replace(self, peak_bytes={**self.peak_bytes, RAM: limits.promised_bytes})
@@ -67,10 +66,10 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """A step as operations and storages, and its peaks per tier without the program's own share.
+    """A traced step, and its peaks per tier without the program's own share.
 
-    ``timed`` has its seconds by the machine's rates alone. ``fresh_bytes`` of all its passes are written to pages
-    that a process which keeps nothing must ask for anew.
+    ``timed`` has its seconds by the machine's rates. ``fresh_bytes`` of all its passes are written to new pages in a
+    process that keeps no freed memory.
     """
 
     trace: Trace
@@ -81,14 +80,13 @@ class Rehearsed:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """A training to be predicted. ``model`` is never run, only its shape is used; it may have no values.
+    """A training to predict. ``model`` is never run and may have no values.
 
-    ``optimizer`` makes the optimizer of a model; ``inputs`` a batch of so many sequences, as long as they come (None:
-    it is not known what a step does, and what is predicted is what the plan holds before one);
-    ``spent_bytes`` says what the program itself takes per tier. ``device`` is "emulated" where RAM plays VRAM.
-    Parameters with a source in ``weights`` hold nothing until their block is placed. ``update_bytes`` are updated at
-    once (None: as ``model`` is large). ``in_place`` is filled: what has been tried out once for some techniques is
-    known in later predictions of them.
+    ``optimizer`` creates the optimizer of a model; ``inputs`` creates a batch of a number of sequences of the longest
+    length (None: the step is unknown, and only the memory before it is predicted); ``spent_bytes`` returns the
+    program's own bytes per tier. ``device`` is "emulated" where RAM plays VRAM. Parameters with a source in
+    ``weights`` hold nothing until their block is placed. ``update_bytes`` are updated at once (None: depends on the
+    size of ``model``). ``in_place`` caches in-place activations by techniques for later predictions.
     """
 
     name: str
@@ -108,11 +106,11 @@ class Rehearsal:
 
     @property
     def reserves(self) -> bool:
-        """Whether PyTorch's CUDA allocator holds what the compute tier does."""
+        """True where PyTorch's CUDA allocator manages the compute tier."""
         return self.hardware.compute == VRAM and self.device != "emulated"
 
     def trace(self, choice: Choice) -> Trace:
-        """The step under ``choice`` as operations and storages; what lies in other tiers is not in it."""
+        """Trace the step under ``choice``, without the memory of other tiers."""
         run = _Run(self, choice, _ENDLESS_BYTES)
         try:
             return run.trace()
@@ -120,34 +118,34 @@ class Rehearsal:
             run.memory.close()
 
     def predict(self, choice: Choice) -> Prediction:
-        """Peak bytes per tier and seconds of a step under ``choice``."""
+        """Predict peak bytes per tier and seconds of a step under ``choice``."""
         seen = self.rehearse(choice)
         timed, peak_bytes = seen.timed, seen.peak_bytes
         del seen
         return replace(timed, peak_bytes=self.in_all(choice, peak_bytes))
 
     def rehearse(self, choice: Choice) -> Rehearsed:
-        """The step under ``choice``, and what it takes without the program's own share."""
+        """Rehearse the step under ``choice``, without the program's own share."""
         try:
-            # Slabs are cut to the budget of RAM, so the prediction is made under it, and without it where it is not
-            # enough: how much would be is what the planner wants to know then.
+            # Slabs depend on the budget of RAM, so it is set; where it is too small the planner needs the bytes that
+            # would do, so it is lifted.
             return self._see_in(choice, self.budget_bytes.get(RAM, _ENDLESS_BYTES))
         except BudgetError:
             return self._see_in(choice, _ENDLESS_BYTES)
 
     def in_all(self, choice: Choice, peak_bytes: Mapping[str, int]) -> dict[str, int]:
-        """``peak_bytes`` of a step under ``choice`` with the program's own share."""
+        """Add the program's own share to ``peak_bytes`` of a step under ``choice``."""
         peak = dict(peak_bytes)
         moves = choice.streams or choice.offloads_optimizer or choice.activations
         if self.hardware.compute == RAM and moves and self.spent_bytes is not dict:
             peak[RAM] += _MOVING_BYTES
-        spent = self.spent_bytes()  # asked last: what the tracing itself leaves behind is part of it
+        spent = self.spent_bytes()  # called last, as memory that the tracing leaves behind is part of it
         return {tier: count + spent.get(tier, 0) for tier, count in peak.items()}
 
     def foresee(self, choice: Choice, promised_s: float) -> Timeline:
-        """The step under ``choice`` as a Timeline from 0 s on; of many passes, as many as are rehearsed.
+        """Return the rehearsed passes of a step under ``choice`` as a Timeline from 0 s on.
 
-        It takes the share of ``promised_s`` that its passes have of the whole step's computing.
+        They take their share of the step's computation in ``promised_s``.
         """
         run = _Run(self, choice, _ENDLESS_BYTES)
         trace = run.trace()
@@ -176,7 +174,7 @@ class Rehearsal:
 
 
 class _HostSource(TorchSource):
-    """Memory beside that of the device which is traced."""
+    """Host memory beside the traced device."""
 
     def make(self, bytes: int) -> torch.Tensor:
         with on_host():
@@ -184,7 +182,7 @@ class _HostSource(TorchSource):
 
 
 class _Run:
-    """One step without bytes, under a choice: what ``trace`` builds, and what came of it."""
+    """A step without data under a choice: the function that ``trace`` calls, and its results."""
 
     def __init__(self, rehearsal: Rehearsal, choice: Choice, ram_bytes: int) -> None:
         self._rehearsal, self._choice = rehearsal, choice
@@ -192,8 +190,8 @@ class _Run:
         self.passes = -(-rehearsal.batch // choice.micro_batch)
         self.rehearsed = min(_REHEARSED_PASSES, self.passes) if rehearsal.inputs is not None else 0
         self._precision: PrecisionHandle | None = None
-        self.moved: dict[tuple[str, str], int] = {}  # bytes by way, of the step as it is rehearsed
-        self.moved_between: dict[tuple[str, str], int] = {}  # by each pass that is neither the first nor the last
+        self.moved: dict[tuple[str, str], int] = {}  # bytes over each link in the rehearsed step
+        self.moved_between: dict[tuple[str, str], int] = {}  # in each pass that is neither the first nor the last
         recorder = Recorder(Timeline(rehearsal.name, measured=False))
         device = torch.device("cuda" if self.on_cuda else "cpu")
         host = None
@@ -217,7 +215,7 @@ class _Run:
         optimizer = rehearsal.optimizer(model)
         if choice.states == "keep":
             make_states(optimizer, memory.device, states_dtype(choice.precision))
-        # What is tried before the model is moved, is tried where it is.
+        # In-place activations are tried before the model is moved, so on its present device.
         first = next(model.parameters(), None)
         fitted = self._fitted(model, optimizer, self._inputs(None if first is None else first.device))
         self._precision = fitted.precision
@@ -257,27 +255,27 @@ class _Run:
         return fitted
 
     def _inputs(self, device: torch.device | None = None) -> Any:
-        """A batch on ``device`` (None: where it is computed)."""
+        """Return a batch on ``device`` (None: the compute tier's)."""
         if self._rehearsal.inputs is None:
             return None
         inputs = self._rehearsal.inputs(self._choice.micro_batch)
         return map_tensors(inputs, lambda value: value.to(device or self.memory.device))
 
     def _absent(self) -> set[str]:
-        """Parameters whose values do not stay where the module has them, so that their memory there is let go."""
+        """Return parameters whose values are moved, so that their memory in the module is freed."""
         rehearsal, streaming = self._rehearsal, self._choice.streaming
         named = dict(rehearsal.model.named_parameters())
         if rehearsal.hardware.compute == RAM:
             blocks = [b for b in rehearsal.partition.blocks if streaming.get(b.name, RESIDENT) != RESIDENT]
             return {name for block in blocks for name in block.tensors} | set(rehearsal.weights.sources)
-        # What has no values yet will have them in RAM.
+        # Parameters without values yet will be loaded to RAM.
         return {name for name, p in named.items() if p.device.type in ("cpu", "meta")} | set(
             rehearsal.weights.sources
         )
 
 
 def works_in_place(model: nn.Module, example: Any) -> bool:
-    """Whether some activations of ``model`` may write over their inputs."""
+    """Return True where some activations of ``model`` may write over their inputs."""
     try:
         return bool(inplace_activations.options(model, example))
     except UnsupportedError:  # it cannot be tried without bytes
@@ -285,7 +283,7 @@ def works_in_place(model: nn.Module, example: Any) -> bool:
 
 
 def _resident_bytes(trace: Trace) -> int:
-    """What a process grows by for the tensors of a step on the CPU."""
+    """Return the bytes by which a process grows for the tensors of a step on the CPU."""
     heap = HeapGrowth()
     for storage, born, _ in lives(trace):
         if born:
@@ -296,7 +294,7 @@ def _resident_bytes(trace: Trace) -> int:
 
 
 def _fresh_bytes(trace: Trace) -> int:
-    """What the tensors take that are made within the step, as far as they have mappings of their own."""
+    """Return the bytes of the step's tensors that have memory mappings of their own."""
     sizes = (s.bytes for s in trace.storages if s.born >= trace.step_starts[0])
     return sum(round_up(size, PAGE_BYTES) for size in sizes if size >= MAPPING_THRESHOLD_BYTES)
 
@@ -306,20 +304,20 @@ def _grown(before: Mapping[tuple[str, str], int], after: Mapping[tuple[str, str]
 
 
 def _middle_pass(trace: Trace) -> Trace:
-    """The second of three passes, of which a step may have many more: it adds to the gradients of those before."""
+    """Return the second of three passes, which stands for all further ones: it adds to existing gradients."""
     phases = itertools.groupby((op for op in trace.ops if op.step == 0), lambda op: op.phase is Phase.BACKWARD)
     return replace(trace, ops=tuple(op for _, ops in itertools.islice(phases, 2, 4) for op in ops))
 
 
 def _computes_s(trace: Trace, run: _Run, hardware: Hardware) -> tuple[float, float]:
-    """Seconds of the passes that were rehearsed, with the update, and of all others."""
+    """Return the seconds of the rehearsed passes with the update, and of all others."""
     more = run.passes - run.rehearsed
     middle_s = cost.step_cost(_middle_pass(trace), hardware).step_s if more else 0.0
     return cost.step_cost(trace, hardware).step_s, more * middle_s
 
 
 def _timed(trace: Trace, run: _Run, hardware: Hardware) -> Prediction:
-    """Copies run beside compute, so the slowest lane sets the pace. Passes that were not rehearsed are all alike."""
+    """Time the step by its slowest lane, as copies overlap with compute. All passes not rehearsed are equal."""
     lanes = {"compute": sum(_computes_s(trace, run, hardware))}
     more = run.passes - run.rehearsed
     for (source, target), bytes in run.moved.items():

@@ -277,7 +277,7 @@ def bytes_at_once(model: nn.Module) -> int:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in a model's output; of a model that gives none, a stand-in with gradients for all of it."""
+    """Return the loss in a model's output; without one, a stand-in that gives all outputs gradients."""
     loss: torch.Tensor | None = getattr(output, "loss", None)
     if loss is not None:
         return loss

@@ -1,4 +1,4 @@
-"""How ways to train compare, and what is known of a model before any of them is tried."""
+"""Convert between assignments and choices, rank them, and derive their inputs from a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from brim.core import Hardware
 from brim.core.hardware import VRAM
 from brim.errors import UnsupportedError
-from brim.planning.solver.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Frame, Way
+from brim.planning.solver.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Assignment, Frame
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.ladder import CHUNK_TOKENS
 from brim.techniques.base import Option
@@ -22,22 +22,22 @@ from brim.techniques.streaming.placement import RESIDENT, STAGING_SLOTS
 from brim.techniques.streaming.weight_streaming import RING_SLOTS
 
 
-def rank(seconds: float, way: Way) -> tuple[float, int, float]:
-    """Of ways that are as fast to four digits, the one that does least comes first."""
-    frame = way.frame
+def rank(seconds: float, assignment: Assignment) -> tuple[float, int, float]:
+    """Return a sort key: seconds to four digits, then the number of techniques in use."""
+    frame = assignment.frame
     used = [frame.chunked, frame.in_backward, frame.states != KEEP, frame.gradients != KEEP]
-    used += [kept != KEEP for kept in way.activations.values()]
-    used += [weights != RESIDENT for weights in way.weights.values()]
+    used += [kept != KEEP for kept in assignment.activations.values()]
+    used += [weights != RESIDENT for weights in assignment.weights.values()]
     return float(f"{seconds:.4g}"), sum(used), seconds
 
 
-def signature(way: Way) -> tuple[Any, ...]:
-    kinds = frozenset((way.weights[name], kept) for name, kept in way.activations.items())
-    return (replace(way.frame, slots=2), kinds)
+def signature(assignment: Assignment) -> tuple[Any, ...]:
+    kinds = frozenset((assignment.weights[name], kept) for name, kept in assignment.activations.items())
+    return (replace(assignment.frame, slots=2), kinds)
 
 
 def trained_bytes(model: nn.Module, partition: Partition) -> dict[str, int]:
-    """Of each block, the bytes that the optimizer changes."""
+    """Return the trained bytes of each block."""
     parameters = dict(model.named_parameters())
     return {
         block.name: sum(tensor_bytes(parameters[n]) for n in block.tensors if parameters[n].requires_grad)
@@ -55,10 +55,10 @@ def head_option(model: nn.Module, tokens: int, hardware: Hardware) -> Option | N
     return next((option for option in options if option.choice == str(CHUNK_TOKENS)), None)
 
 
-def as_choice(way: Way, precision: str, compute: str) -> Choice:
-    """``way`` as the runtime takes it."""
-    frame, kept = way.frame, way.activations
-    streams = any(choice != RESIDENT for choice in way.weights.values())
+def as_choice(assignment: Assignment, precision: str, compute: str) -> Choice:
+    """Convert ``assignment`` to the runtime's form."""
+    frame, kept = assignment.frame, assignment.activations
+    streams = any(choice != RESIDENT for choice in assignment.weights.values())
     settings = {RING_SLOTS: frame.slots} if streams else {}
     if streams and compute == VRAM:
         settings[STAGING_SLOTS] = 2
@@ -71,13 +71,13 @@ def as_choice(way: Way, precision: str, compute: str) -> Choice:
         in_backward=frame.in_backward,
         states=frame.states,  # type: ignore[arg-type]  # the same three words
         gradients=frame.gradients,  # type: ignore[arg-type]
-        streaming=dict(way.weights) if streams else {},
+        streaming=dict(assignment.weights) if streams else {},
         streaming_settings=settings,
     )
 
 
-def as_way(choice: Choice, names: Sequence[str]) -> Way | None:
-    """``choice`` as the search knows it; None where it speaks of other blocks than ``names``."""
+def as_assignment(choice: Choice, names: Sequence[str]) -> Assignment | None:
+    """Convert ``choice`` to the solver's form; None where it has other blocks than ``names``."""
     if not {*choice.streaming, *choice.checkpointing, *choice.activations} <= set(names):
         return None
     frame = Frame(
@@ -89,7 +89,7 @@ def as_way(choice: Choice, names: Sequence[str]) -> Way | None:
         slots=choice.streaming_settings.get(RING_SLOTS, 2),
     )
     kept = dict.fromkeys(names, KEEP) | {n: c for n, c in choice.checkpointing.items() if c != NONE}
-    return Way(
+    return Assignment(
         frame=frame,
         weights={name: choice.streaming.get(name, RESIDENT) for name in names},
         activations=kept | dict.fromkeys(choice.activations, OFFLOAD),

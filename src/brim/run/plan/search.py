@@ -22,7 +22,7 @@ from brim.planning.precision_rows import Row
 from brim.planning.precision_table import rows_of
 from brim.planning.request import LOSSY, Answer, Machine, Proposal, Request, machine_of
 from brim.planning.solver.passes import CPU
-from brim.planning.solver.schedule import UPDATE, way
+from brim.planning.solver.schedule import UPDATE, lane_of
 from brim.planning.training import plan_training, precision_of
 from brim.run.plan.routers import routers_of
 from brim.units import format_bytes
@@ -30,10 +30,10 @@ from brim.units import format_bytes
 _FEWER_BITS = "int8"  # the default to compare 16 bits with
 # What people say for a lane that sets the pace. Beside a GPU, the processor updates weights as fast as RAM is read.
 _LIMITS = {
-    way(RAM, VRAM): "link",
-    way(VRAM, RAM): "link",
-    way(DISK, RAM): "disk",
-    way(RAM, DISK): "disk",
+    lane_of(RAM, VRAM): "link",
+    lane_of(VRAM, RAM): "link",
+    lane_of(DISK, RAM): "disk",
+    lane_of(RAM, DISK): "disk",
     CPU: "RAM",
     UPDATE: "RAM",
 }

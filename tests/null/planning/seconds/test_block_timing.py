@@ -150,7 +150,7 @@ def test_families(name: str, training: bool, cache: Path) -> None:
     model = families.make(name)
     partition = find_blocks(model)
     found = block_seconds(model, partition, families.inputs(name), training=training, limit_s=0.2)
-    used = {path for path, _ in calls_of(model, triggers(partition), families.inputs(name)).made}
+    used = {path for path, _ in calls_of(model, triggers(partition), families.inputs(name)).parts}
     owners = triggers(partition)
     for path in used:
         assert found[owners[path]].forward_s > 0

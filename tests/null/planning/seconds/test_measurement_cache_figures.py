@@ -13,7 +13,7 @@ from brim.measure.probe import probe
 from brim.planning.inference.warm_up import most_grown
 from brim.planning.seconds import drive_contention, loop_seconds
 from brim.planning.seconds.measurement_cache import Remembered
-from brim.planning.solver.schedule import COMPUTE, UPDATE, Task, simulate, way
+from brim.planning.solver.schedule import COMPUTE, UPDATE, Task, lane_of, simulate
 
 
 def test_the_loop_around_a_token_takes_milliseconds_at_most_and_is_remembered(
@@ -32,7 +32,7 @@ def test_lanes_beside_the_drive_are_measured_once_and_for_this_machine_only(
     here = probe(device="cpu")
     found = drive_contention.beside_drive(here, 1, writes=True)
     assert found is not None
-    lanes = {COMPUTE, UPDATE, way(DISK, RAM), way(RAM, DISK)}
+    lanes = {COMPUTE, UPDATE, lane_of(DISK, RAM), lane_of(RAM, DISK)}
     assert {lane for pair in found for lane in pair} == lanes
     assert len(found) == 10 and all(0 < share <= 1 for share in found.values())
     monkeypatch.setattr(drive_contention, "beside", pytest.fail)
@@ -43,15 +43,15 @@ def test_lanes_beside_the_drive_are_measured_once_and_for_this_machine_only(
 def test_lanes_beside_the_drive_are_measured_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(
-        drive_contention, "beside_drive", lambda *_, **__: asked.append(1) or {(COMPUTE, way(DISK, RAM)): 0.5}
+        drive_contention, "beside_drive", lambda *_, **__: asked.append(1) or {(COMPUTE, lane_of(DISK, RAM)): 0.5}
     )
-    rates = {(COMPUTE, way(DISK, RAM)): 0.9, (UPDATE, way(DISK, RAM)): 0.8}
+    rates = {(COMPUTE, lane_of(DISK, RAM)): 0.9, (UPDATE, lane_of(DISK, RAM)): 0.8}
     shares = drive_contention.SharesWhenAsked(probe(device="cpu"), 1, rates, writes=True)
     resident = simulate([Task(name="one", lane=COMPUTE, seconds=1.0)], shares)
     assert resident.end_s == [1.0] and not asked
-    tasks = [Task(name="one", lane=COMPUTE, seconds=1.0), Task(name="two", lane=way(DISK, RAM), seconds=4.0)]
+    tasks = [Task(name="one", lane=COMPUTE, seconds=1.0), Task(name="two", lane=lane_of(DISK, RAM), seconds=4.0)]
     assert simulate(tasks, shares).end_s[0] == pytest.approx(2.0) and asked == [1]
-    assert shares[UPDATE, way(DISK, RAM)] == 0.8 and len(shares) == 2 and asked == [1]
+    assert shares[UPDATE, lane_of(DISK, RAM)] == 0.8 and len(shares) == 2 and asked == [1]
 
 
 @pytest.mark.thorough

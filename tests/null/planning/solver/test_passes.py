@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.planning.solver.passes import BlockCost, Job, pass_s
-from brim.planning.solver.schedule import COMPUTE, way
+from brim.planning.solver.schedule import COMPUTE, lane_of
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 
 GPU = Hardware(
@@ -58,7 +58,7 @@ def test_what_comes_from_disk_takes_the_slower_of_two_ways() -> None:
     work = job(6, compute_s=0.05)
     found_s, schedule = pass_s(work, GPU, all_of(work, FROM_DISK), 2)
     assert found_s == pytest.approx(6 * 1.0)
-    assert schedule.busy_s()[way(RAM, VRAM)] == pytest.approx(4 * 6 * 0.1)
+    assert schedule.busy_s()[lane_of(RAM, VRAM)] == pytest.approx(4 * 6 * 0.1)
 
 
 def test_the_processor_computes_while_the_link_brings_the_next() -> None:

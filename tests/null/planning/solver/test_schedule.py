@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from brim.core import EventKind
 from brim.core.hardware import DISK, RAM
-from brim.planning.solver.schedule import COMPUTE, UPDATE, Task, simulate, way
+from brim.planning.solver.schedule import COMPUTE, UPDATE, Task, lane_of, simulate
 
-LINK = way(DISK, RAM)
+LINK = lane_of(DISK, RAM)
 
 
 def work(lane: str, seconds: float, *after: int, **more: object) -> Task:

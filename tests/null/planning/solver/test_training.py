@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.planning.solver.cost_model import held_bytes, peak_bytes
-from brim.planning.solver.schedule import COMPUTE, way
+from brim.planning.solver.schedule import COMPUTE, lane_of
 from brim.planning.solver.schedule import UPDATE as UPDATES
 from brim.planning.solver.step_profile import (
     BACKWARD,
@@ -22,11 +22,11 @@ from brim.planning.solver.step_profile import (
     OFFLOAD,
     SELECTIVE,
     UPDATE,
+    Assignment,
     BlockProfile,
     Frame,
     Limits,
     StepProfile,
-    Way,
 )
 from brim.planning.solver.steps import training_step_s
 from brim.planning.solver.training import baselines, best, smallest
@@ -83,15 +83,15 @@ def limits(vram: int, ram: int = 64 * GIB, **more: object) -> Limits:
     return Limits(budget_bytes={VRAM: vram, RAM: ram, DISK: 1000 * GIB}, **more)  # type: ignore[arg-type]
 
 
-def fastest(step: StepProfile, hardware: Hardware, within: Limits) -> tuple[float, Way]:
+def fastest(step: StepProfile, hardware: Hardware, within: Limits) -> tuple[float, Assignment]:
     timed = [(training_step_s(step, hardware, made)[0], made) for made in best(step, hardware, within)]
     return min(timed, key=lambda pair: pair[0])
 
 
-def plain(step: StepProfile, **more: object) -> Way:
+def plain(step: StepProfile, **more: object) -> Assignment:
     names = [block.name for block in step.blocks]
     frame = Frame(micro_batch=step.batch, **more)  # type: ignore[arg-type]
-    return Way(frame=frame, weights=dict.fromkeys(names, RESIDENT), activations=dict.fromkeys(names, KEEP))
+    return Assignment(frame=frame, weights=dict.fromkeys(names, RESIDENT), activations=dict.fromkeys(names, KEEP))
 
 
 def test_where_all_fits_nothing_is_done() -> None:
@@ -182,7 +182,7 @@ def test_copies_hide_behind_compute_until_the_link_is_the_limit() -> None:
     assert hidden_s <= resident_s * 1.05
     moved_s = 2 * (COUNT - streamed.frame.slots) * step.blocks[0].bytes / 0.2e9  # at its ends it holds what comes
     assert bound_s == pytest.approx(moved_s, rel=0.15)
-    assert schedule.waits_s()[way(RAM, VRAM)] > moved_s  # over three steps
+    assert schedule.waits_s()[lane_of(RAM, VRAM)] > moved_s  # over three steps
 
 
 @pytest.mark.parametrize(("slots", "in_backward", "loads"), [(2, True, 12), (3, True, 10), (2, False, 20)])
@@ -195,7 +195,7 @@ def test_the_ring_holds_what_is_wanted_again_where_passes_turn(slots: int, in_ba
     names = [task.name for task in schedule.tasks]
     firsts = [index for index, name in enumerate(names) if name == "layer.0 forward"]
     third = schedule.tasks[firsts[1] + 1 : firsts[2] + 1]
-    assert sum(task.lane == way(DISK, RAM) for task in third) == loads
+    assert sum(task.lane == lane_of(DISK, RAM) for task in third) == loads
 
 
 def test_updating_in_backward_hides_the_processors_work() -> None:
@@ -216,7 +216,7 @@ def test_updates_in_backward_are_found_where_they_hide_what_states_wait_for(seco
 def test_what_updates_leave_a_drive_is_told_apart_from_what_products_do() -> None:
     """In turn with a drive, updates and the states that they wait for take as long as one after the other."""
     step = replace(profile(), update_s=0.5)
-    made, read, write = plain(step, states=DISK), way(DISK, RAM), way(RAM, DISK)
+    made, read, write = plain(step, states=DISK), lane_of(DISK, RAM), lane_of(RAM, DISK)
     in_turn = {(a, b): 0.5 for a in (UPDATES, read, write) for b in (UPDATES, read, write) if a != b}
     beside_s, _ = training_step_s(step, CPU, made, {})
     turns_s, _ = training_step_s(step, CPU, made, in_turn)
@@ -230,7 +230,7 @@ def test_what_updates_leave_a_drive_is_told_apart_from_what_products_do() -> Non
 @settings(max_examples=60)
 @given(
     left=st.dictionaries(
-        st.sampled_from(list(itertools.permutations((COMPUTE, way(DISK, RAM), way(RAM, DISK)), 2))),
+        st.sampled_from(list(itertools.permutations((COMPUTE, lane_of(DISK, RAM), lane_of(RAM, DISK)), 2))),
         st.floats(0.05, 1.0),
     ),
     seconds=st.floats(1e-4, 0.1),
@@ -259,7 +259,7 @@ def within(limits_: Limits, held: dict[str, int]) -> bool:
     return all(count <= limits_.budget_bytes.get(tier, count) for tier, count in held.items())
 
 
-def held(step: StepProfile, made: Way, hardware: Hardware = GPU) -> dict[str, int]:
+def held(step: StepProfile, made: Assignment, hardware: Hardware = GPU) -> dict[str, int]:
     return peak_bytes(held_bytes(step, hardware, made))
 
 

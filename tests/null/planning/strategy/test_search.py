@@ -12,7 +12,7 @@ from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM
 from brim.memory.heap import most_in_use_bytes
 from brim.planning.request import Machine, Request
-from brim.planning.solver.step_profile import KEEP, Frame, Way
+from brim.planning.solver.step_profile import KEEP, Assignment, Frame
 from brim.planning.strategy.case import Case
 from brim.planning.strategy.search import Planner
 from brim.planning.training import case_of
@@ -51,12 +51,12 @@ def test_memory_that_is_given_back_and_asked_for_anew_costs_time_so_a_plan_leave
     in_use = whole.prediction.peak_bytes[RAM]
     tight = case(tmp_path, in_use + (in_use >> 5))  # it fits, and there is no room to keep anything
     (free,) = Planner(tight).search(1)
-    assert free.way.same(whole.way) and free.heap_s == 0
+    assert free.assignment.same(whole.assignment) and free.heap_s == 0
     dear = replace(tight, fresh_s_per_byte=1e-6)
     (chosen,) = Planner(dear).search(1)
     assert chosen.heap_s == 0
     assert chosen.prediction.peak_bytes[RAM] <= most_in_use_bytes(in_use + (in_use >> 5))
-    same = Planner(dear).prove(whole.way, corrects=False)
+    same = Planner(dear).prove(whole.assignment, corrects=False)
     assert same is not None
     assert same.step_s == free.step_s + same.heap_s > chosen.step_s > free.step_s
     fresh_bytes = tight.rehearsal.rehearse(whole.choice).fresh_bytes
@@ -71,11 +71,11 @@ def test_on_a_processor_no_layer_is_left_out_of_a_proof(tmp_path: Path) -> None:
     case = case_of(Request(model=tmp_path, task="train", batch=2, seq=32), on, 0)
     planner = Planner(case)
     names = [block.name for block in planner.profile.blocks]
-    way = Way(
+    assignment = Assignment(
         frame=Frame(micro_batch=2, states=DISK, in_backward=True),
         weights=dict.fromkeys(names, RESIDENT),
         activations=dict.fromkeys(names, KEEP),
     )
-    choice = planner.choice(way)
+    choice = planner.choice(assignment)
     whole = case.rehearsal.rehearse(choice).peak_bytes
-    assert planner.peaks(way, choice) == case.rehearsal.in_all(choice, whole)
+    assert planner.peaks(assignment, choice) == case.rehearsal.in_all(choice, whole)
