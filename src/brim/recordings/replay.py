@@ -31,7 +31,7 @@ from brim.recordings.restore import pieces, restore
 from brim.recordings.starting_state import State, final_state, starting_state
 
 MOST_EVENTS = 4_000_000  # replayed again to find sizes that no event has
-_ROWS = 1 << 14  # events read together
+_ROWS = 1 << 12  # events read together
 _SHOWN_BY = 100_000  # events that show how the allocator chose among blocks of one size
 
 

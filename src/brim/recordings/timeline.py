@@ -45,7 +45,7 @@ _KINDS = {
     OOM: EventKind.OOM,
 }
 _TIMELINE_KINDS = np.array([_KINDS[action] for action in range(OOM + 1)], np.int8)
-_ROWS = 1 << 14  # written at once
+_ROWS = 1 << 12  # written at once
 
 
 @dataclass(frozen=True, kw_only=True)
