@@ -24,6 +24,8 @@ class ProgramCommand(Command):
             word = args[at]
             if word.startswith("-m"):
                 end = at + (2 if word == "-m" else 1)
+                if end > len(args):
+                    raise click.BadOptionUsage("module", "Option '-m' requires an argument.", ctx)
                 return super().parse_args(ctx, [*args[:end], "--", *args[end:]])
             alone = "=" in word or word in flags or word in ctx.help_option_names
             at += 1 if alone or word == "--" else 2

@@ -199,8 +199,8 @@ def test_brims_own_errors_are_not_taken_for_the_modules(monkeypatch):
         traced(lambda: Wrong(UnsupportedError("brim's")))
 
     bug: dict[str, Any] = {"__name__": "brim.predict.compiled.graph"}
-    exec("def made(layout):\n    assert False, 'a bug'", bug)  # an assertion of the module that it says it is of
-    monkeypatch.setattr(Layout, "made", bug["made"])
+    exec("def empty(layout):\n    assert False, 'a bug'", bug)  # an assertion of the module that it says it is of
+    monkeypatch.setattr(Layout, "empty", bug["empty"])
     with pytest.raises(AssertionError, match="a bug"):
         traced()
 
