@@ -24,7 +24,6 @@ import brim
 from brim.device import kernels
 from brim.device.kernels import KernelAnswers, Script, answers_for, described
 from brim.device.settings import DeviceSettings
-from brim.estimation.simulation import lives
 
 if TYPE_CHECKING:
     from conftest import OnDevice
@@ -208,19 +207,3 @@ def test_reductions_over_more_than_2_gib_take_a_workspace_for_each_part(
     made = brim.trace(build, steps=1, target="cuda", capability=(8, 9))
     assert made.not_modelled == ()
     assert brim.simulate(made, "RTX 4090").peak_bytes.allocated == allocated_bytes
-
-
-def test_unique_elements_are_let_go_once_they_are_joined(on_device: OnDevice) -> None:
-    """TensorCompare.cpp, ``isin_sorting``: 353,280 bytes on PyTorch's CUDA build."""
-
-    def build() -> Callable[[], Any]:
-        elements, wanted = torch.arange(5000, device="cuda"), torch.arange(1000, device="cuda")
-        return lambda: torch.isin(elements, wanted)
-
-    made = brim.trace(build, steps=1)
-    held = peak = 0
-    for storage, born, _ in lives(made):
-        if (storage.born if born else storage.died or 0) >= made.step_starts[0]:
-            held += -(-storage.bytes // 512) * 512 * (1 if born else -1)
-            peak = max(peak, held)
-    assert peak == 353_280

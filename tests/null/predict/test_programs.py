@@ -618,11 +618,25 @@ def test_a_group_of_several_ranks_is_refused(monkeypatch):
         on_cuda(build)
 
 
-def test_a_sort_without_a_cuda_build_counts_its_results_and_is_named():
-    made = on_cuda(lambda: lambda: torch.randn(256, 8192, device="cuda").sort(-1), steps=1)
+@pytest.mark.parametrize(
+    ("shape", "temporary"),
+    [
+        ((256, 4096), 4096 * 8),  # in place; positions of one row
+        ((256, 8192), 16777216 + 25166079),  # row by row in one launch
+        ((64, 8192), 2 * 4194304 + 2097152 + 6400511),  # all at once
+        ((1, 8192), 65536 + 109055),  # one row
+    ],
+)
+def test_sorting_takes_what_its_kernel_takes(shape, temporary):
+    """As PyTorch's CUDA build asks its allocator; published peaks of sparsemax on an RTX 3090 show the first two."""
+    made = on_cuda(lambda: lambda: torch.randn(shape, device="cuda").sort(-1), steps=1)
     (sort,) = (op for op in made.ops if op.name.startswith("aten.sort"))
-    assert [s.bytes for s in made.storages if s.born > sort.at] == [256 * 8192 * 4, 256 * 8192 * 8]
-    assert made.not_modelled == ("aten.sort: its temporaries",)
+    taken = sorted((s for s in made.storages if s.born > sort.at), key=lambda s: s.born)[2:]  # after both results
+    held = peak = 0
+    for _, change in sorted([(s.born, s.bytes) for s in taken] + [(s.died or 0, -s.bytes) for s in taken]):
+        held += change
+        peak = max(peak, held)
+    assert peak == temporary
 
 
 def test_a_linear_layer_adds_its_bias_in_place_to_what_is_not_contiguous():

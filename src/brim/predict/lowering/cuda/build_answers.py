@@ -6,7 +6,7 @@ Without such a build only results are counted, and kernels that may allocate mor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from brim.device.kernels import answers_for, described
-from brim.predict.lowering.kernel import Kernel, Rule
+from brim.predict.lowering.kernel import Kernel, Rule, Script
 from brim.predict.side_effects import by_brim
 
 TEMPORARIES = "its temporaries"  # not known here; PyTorch's CUDA build answers them
@@ -53,45 +53,22 @@ _CHOOSE_BY_VALUES = (torch.ops.aten.linalg_matrix_exp.default,)  # by norms, how
 _DEPENDS_ON_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
-def asking(capability: tuple[int, int], keep: Callable[[Kernel], None]) -> Callable[..., bool]:
-    """Return a function that plays what PyTorch answers for a call; it returns False where there is no answer.
-
-    ``keep`` takes cuBLAS's workspace once.
-    """
-
-    def ask(kernel: Kernel, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        call = described(func, args, kwargs)
-        if call is None:
-            return False
-        with by_brim():
-            answers = answers_for(capability)
-            script = None if answers is None else answers.script(call)
-        if script is not None:
-            # As long as values say, which the device does not compute: there the result may be empty.
-            kernel.play(script, keep, by_values=any(tag in func.tags for tag in _DEPENDS_ON_VALUES))
-        return script is not None
-
-    return ask
-
-
-def answered_rule(ask: Callable[..., bool], otherwise: Rule | None = None) -> Rule:
-    """Return the rule of any kernel. ``otherwise`` is its rule where there is no answer."""
+def answered_rule(capability: tuple[int, int], keep: Callable[[Kernel], None], otherwise: Rule | None = None) -> Rule:
+    """Return the rule of any kernel. ``keep`` takes cuBLAS's workspace once, ``otherwise`` is for no build."""
 
     def rule(kernel: Kernel) -> None:
-        if ask(kernel, kernel.func, kernel.args, kernel.kwargs):
+        script = _script(kernel, capability)
+        if script is not None:
+            # As long as values say, which the device does not compute: there the result may be empty.
+            kernel.play(script, keep, by_values=any(tag in kernel.func.tags for tag in _DEPENDS_ON_VALUES))
             if kernel.func in _CHOOSE_BY_VALUES:
                 kernel.unknown = f"{kernel.func.overloadpacket}: temporaries that values decide on"
         elif otherwise is not None:
             otherwise(kernel)
         elif _may_take_more(kernel):
-            name_temporaries(kernel)
+            kernel.unknown = f"{kernel.func.overloadpacket}: {TEMPORARIES}"
 
     return rule
-
-
-def name_temporaries(kernel: Kernel) -> None:
-    """Name a kernel that also allocates temporaries of unknown size."""
-    kernel.unknown = f"{kernel.func.overloadpacket}: {TEMPORARIES}"
 
 
 def naming_temporaries(rule: Rule) -> Rule:
@@ -99,7 +76,7 @@ def naming_temporaries(rule: Rule) -> Rule:
 
     def naming(kernel: Kernel) -> None:
         rule(kernel)
-        name_temporaries(kernel)
+        kernel.unknown = f"{kernel.func.overloadpacket}: {TEMPORARIES}"
 
     return naming
 
@@ -124,3 +101,12 @@ def _may_take_more(kernel: Kernel) -> bool:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _script(kernel: Kernel, capability: tuple[int, int]) -> Script | None:
+    call = described(kernel.func, kernel.args, kernel.kwargs)
+    if call is None:
+        return None
+    with by_brim():
+        answers = answers_for(capability)
+        return None if answers is None else answers.script(call)

@@ -23,7 +23,7 @@ def _aligned(bytes: int) -> int:
 
 
 def sort_bytes(count: int, key_bytes: int, value_bytes: int, bits: int) -> int:
-    """``DeviceRadixSort`` of keys and values, by the keys' lowest ``bits``."""
+    """``DeviceRadixSort`` of keys, with values where ``value_bytes`` is not 0, by their lowest ``bits``."""
     if count <= max(_LARGEST_SINGLE_TILE // max(key_bytes, value_bytes, 4) // 256, 1) * 256:
         return 1
     passes = ceil(bits / 8)
@@ -42,9 +42,16 @@ def merge_sort_bytes(count: int, key_bytes: int, value_bytes: int) -> int:
     return _aligned(count * key_bytes) + _aligned(count * value_bytes) + parts + _SLACK
 
 
+def segmented_sort_bytes(count: int, key_bytes: int, value_bytes: int) -> int:
+    """``DeviceSegmentedRadixSort``: second copies."""
+    return _aligned(count * key_bytes) + _aligned(count * value_bytes) + _SLACK
+
+
 def _sorted_per_tile(key_bytes: int, value_bytes: int) -> int:
     if key_bytes <= 2:
         return 512 * 11
+    if not value_bytes:
+        return 384 * 15
     if key_bytes == 8:
         return 384 * 12
     return 384 * (14 if value_bytes == 8 else 17)
@@ -66,6 +73,12 @@ def thrust_unique_by_key_bytes(count: int) -> int:
     """``thrust::unique_by_key`` of 64-bit keys: of every tile whether it is done, its sum and the one up to it."""
     tiles = ceil(count / (448 * 11)) + 32
     return _aligned(tiles * 4) + 2 * _aligned(tiles * 8) + _SLACK
+
+
+def scan_by_key_bytes(count: int, item_bytes: int) -> int:
+    """``DeviceScan::InclusiveScanByKey``: the state of every tile, 32 more, and the key before each tile."""
+    tiles = ceil(count / (2464 if item_bytes == 8 else 4032))
+    return _aligned((tiles + 32) * 16) + _aligned((tiles + 1) * item_bytes) + _SLACK
 
 
 def select_bytes(count: int) -> int:

@@ -7,13 +7,11 @@ aten/src/ATen/native. To add up many values at one place their positions are sor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from math import prod
 
 import torch
 
 from brim.predict.lowering.cuda import cub as cuda_cub
-from brim.predict.lowering.cuda.build_answers import name_temporaries
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 _aten = torch.ops.aten
@@ -25,20 +23,19 @@ _FEW_ROWS = 4  # for each multiprocessor, as PyTorch's CUDA build asks its alloc
 _MASKS = (torch.bool, torch.uint8)
 
 
-def _index_put_of(multiprocessors: int, ask: Callable[..., bool]) -> Rule:
+def _index_put_of(multiprocessors: int) -> Rule:
     def rule(kernel: Kernel) -> None:
         """A mask that takes one value is filled."""
         kernel.emit()
         target, values = kernel.args[0], kernel.arg("values")
         mask = _only_mask(kernel.arg("indices"))
         if mask is None:
-            _put(kernel, kernel.arg("indices"), ask)
+            _put(kernel, [index for index in kernel.arg("indices") if index is not None])
         elif values.numel() > 1 and mask.numel():
             count = values.numel() * mask.numel() // max(target.numel(), 1)
             handles: list[int] = []
             _positions(kernel, mask, multiprocessors, _take(kernel, count * mask.dim() * _INDEX_BYTES, handles))
-            positions = [mask.new_empty(count, dtype=torch.int64) for _ in range(mask.dim())]
-            _put(kernel, [*takewhile(lambda index: index is None, kernel.arg("indices")), *positions], ask)
+            _put(kernel, [mask.new_empty(count, dtype=torch.int64) for _ in range(mask.dim())])
             kernel.free(handles[0])
 
     return rule
@@ -90,13 +87,30 @@ def _broadcast_stride(index: torch.Tensor, shape: torch.Size) -> tuple[int, ...]
     return (*(0 for _ in range(missing)), *(0 if size == 1 != wanted else step for size, step, wanted in own))
 
 
-def _put(kernel: Kernel, indices: Sequence[torch.Tensor | None], ask: Callable[..., bool]) -> None:
+def _put(kernel: Kernel, indices: Sequence[torch.Tensor]) -> None:
     """``index_put_with_sort_kernel``, where values are added up."""
-    if not kernel.arg("accumulate") or any(index is not None and index.dtype in _MASKS for index in indices):
+    target, values = kernel.args[0], kernel.arg("values")
+    if not kernel.arg("accumulate") or not indices or any(index.dtype in _MASKS for index in indices):
         return
-    args = (kernel.args[0], indices, kernel.arg("values"), True, _unsafe(kernel))
-    if not ask(kernel, _aten._index_put_impl_.default, args, {}):
-        name_temporaries(kernel)
+    count = prod(torch.broadcast_shapes(*(index.shape for index in indices)))
+    if not count or not target.numel():
+        return
+    if not _unsafe(kernel):
+        for index in indices:  # the smallest and the largest index are looked at
+            _checked(kernel, index.element_size())
+    linear = _linear(kernel, len(indices), count)
+    dims = _dims(kernel.arg("indices"), len(indices))
+    before = prod(target.shape[: dims[0]]) if _adjacent(dims) else 1
+    slices = prod(size for dim, size in enumerate(target.shape) if dim not in dims) // before
+    wide = values.element_size() * count * before * slices
+    temporaries = [] if values.is_contiguous() and nbytes(values) == wide else [kernel.temp(wide)]
+    if not _adjacent(dims) or not target.is_contiguous():
+        temporaries.append(kernel.temp(nbytes(target)))
+    ordered = [kernel.temp(count * _INDEX_BYTES) for _ in range(3)]  # sorted, where each was, and a range
+    bits = cuda_cub.bits_of(prod(target.size(dim) for dim in dims))
+    kernel.free(kernel.temp(cuda_cub.sort_bytes(count, _INDEX_BYTES, _INDEX_BYTES, bits)))
+    for handle in (*reversed(ordered), *reversed(temporaries), linear):
+        kernel.free(handle)
 
 
 def _unsafe(kernel: Kernel) -> bool:
@@ -105,6 +119,38 @@ def _unsafe(kernel: Kernel) -> bool:
         return False
     named = any(argument.name == "unsafe" for argument in kernel.func._schema.arguments)
     return bool(kernel.arg("unsafe")) if named else torch._C._current_graph_task_id() != -1
+
+
+def _checked(kernel: Kernel, item_bytes: int) -> None:
+    ends = [kernel.temp(item_bytes) for _ in range(2)]
+    for _ in ends:
+        kernel.free(kernel.temp(1))
+    for handle in ends:
+        kernel.free(handle)
+
+
+def _linear(kernel: Kernel, indices: int, count: int) -> int:
+    """Positions in the target's memory: each index is wrapped, and multiplied by what a step of it is."""
+    combined = -1
+    for number in range(indices):
+        wrapped = kernel.temp(count * _INDEX_BYTES)
+        scaled = kernel.temp(count * _INDEX_BYTES)
+        kernel.free(wrapped)
+        if number:
+            kernel.free(scaled)
+        else:
+            combined = scaled
+    return combined
+
+
+def _dims(indices: Sequence[torch.Tensor | None], count: int) -> list[int]:
+    """Which dimensions are indexed; a mask takes as many as it has."""
+    first = [dim for dim, index in enumerate(indices) if index is not None]
+    return first if len(first) == count else list(range(first[0], first[0] + count))
+
+
+def _adjacent(dims: Sequence[int]) -> bool:
+    return dims[-1] - dims[0] + 1 == len(dims)
 
 
 def _nonzero_of(multiprocessors: int) -> Rule:
@@ -138,10 +184,7 @@ def _embedding_backward(kernel: Kernel, multiprocessors: int) -> None:
     gradient, indices, rows = kernel.args[0], kernel.args[1], kernel.args[2]
     dense = None if gradient.is_contiguous() else kernel.temp(nbytes(gradient))
     kernel.contiguous(indices)
-    if kernel.arg("scale_grad_by_freq"):
-        name_temporaries(kernel)
-        return
-    if indices.numel() <= _UNSORTED_ROWS:
+    if indices.numel() <= _UNSORTED_ROWS and not kernel.arg("scale_grad_by_freq"):
         kernel.emit()
         return
     few = rows < _FEW_ROWS * multiprocessors
@@ -158,6 +201,11 @@ def _sorted_embedding_backward(
     sorted_indices, places, order = (kernel.temp(count * bytes) for _ in range(3))
     kernel.free(kernel.temp(cuda_cub.sort_bytes(count, bytes, bytes, cuda_cub.bits_of(rows))))
     kernel.free(order)
+    times = None
+    if kernel.arg("scale_grad_by_freq"):  # how often each row is read, scanned forwards and backwards
+        times = kernel.temp(count * bytes)
+        for _ in range(2):
+            kernel.free(kernel.temp(cuda_cub.scan_by_key_bytes(count, bytes)))
     kernel.emit()
     begins, number, seen = kernel.temp(count * bytes), kernel.temp(8), kernel.temp(count * bytes)
     kernel.free(kernel.temp(cuda_cub.unique_by_key_bytes(count, bytes)))
@@ -173,16 +221,18 @@ def _sorted_embedding_backward(
         temporaries.append(kernel.temp(rows * width * 4))
     for handle in (*reversed(temporaries), total, firsts, parts, number, begins, places, sorted_indices):
         kernel.free(handle)
+    if times is not None:
+        kernel.free(times)
 
 
-def rules(multiprocessors: int, ask: Callable[..., bool]) -> dict[torch._ops.OpOverload, Rule]:
+def rules(multiprocessors: int) -> dict[torch._ops.OpOverload, Rule]:
     return {
         _aten.index.Tensor: _index_of(multiprocessors),
         _aten._unsafe_index.Tensor: _index_of(multiprocessors),
-        _aten._unsafe_index_put.default: _index_put_of(multiprocessors, ask),
-        _aten.index_put_.default: _index_put_of(multiprocessors, ask),
-        _aten.index_put.default: _index_put_of(multiprocessors, ask),
-        _aten._index_put_impl_.default: _index_put_of(multiprocessors, ask),
+        _aten._unsafe_index_put.default: _index_put_of(multiprocessors),
+        _aten.index_put_.default: _index_put_of(multiprocessors),
+        _aten.index_put.default: _index_put_of(multiprocessors),
+        _aten._index_put_impl_.default: _index_put_of(multiprocessors),
         _aten.nonzero.default: _nonzero_of(multiprocessors),
     }
 

@@ -13,15 +13,15 @@ import torch
 
 from brim.core.trace import TO_DEVICE
 from brim.predict.lowering.cuda import convolution as cuda_convolution
-from brim.predict.lowering.cuda import cub as cuda_cub
 from brim.predict.lowering.cuda import efficient_attention as cuda_efficient_attention
 from brim.predict.lowering.cuda import indexing as cuda_indexing
 from brim.predict.lowering.cuda import norms as cuda_norms
 from brim.predict.lowering.cuda import recurrent as cuda_recurrent
 from brim.predict.lowering.cuda import reductions as cuda_reductions
+from brim.predict.lowering.cuda import sorting as cuda_sorting
 from brim.predict.lowering.cuda.build_answers import (
+    TEMPORARIES,
     answered_rule,
-    asking,
     naming_temporaries,
     takes_results_only,
 )
@@ -284,6 +284,25 @@ def _softmax_backward(kernel: Kernel) -> None:
     kernel.temp(grad.numel() * torch.promote_types(grad.dtype, output.dtype).itemsize)
 
 
+def _safe_softmax(kernel: Kernel) -> None:
+    """transformers/attention.cpp: which elements, and then rows, are minus infinity."""
+    source = kernel.args[0]
+    kernel.emit()
+    kernel.free(kernel.contiguous(source))
+    kernel.temp(source.numel())
+    kernel.temp(source.numel() // max(source.size(kernel.arg("dim")), 1))
+    kernel.temp(source.element_size())  # a zero, which takes the place of those rows
+
+
+def _logsumexp(kernel: Kernel) -> None:
+    """ReduceOps.cpp: maxima, then exp(self - maxima) as large as the input, summed into the result."""
+    if kernel.args[0].dim() == 0:
+        kernel.unknown = f"{kernel.func.overloadpacket}: {TEMPORARIES}"
+    kernel.temp(kernel.result.numel() * kernel.result.element_size())
+    kernel.temp(nbytes(kernel.args[0]))
+    kernel.emit()
+
+
 def _flash_backward(kernel: Kernel) -> None:
     """transformers/cuda/flash_attn/flash_api.cpp: row sums and the query's gradient in float32, in 128-row blocks."""
     query, key = kernel.arg("query"), kernel.arg("key")
@@ -315,15 +334,6 @@ def _cudnn_attention_backward(kernel: Kernel) -> None:
     kernel.emit()
     batch, heads, rows, size = kernel.arg("query").shape
     kernel.temp(batch * heads * rows * (size + 1) * 4)
-
-
-def _cumulative_sum(kernel: Kernel) -> None:
-    """cuda/ScanUtils.cuh: rows are dense, and one row is CUB's."""
-    kernel.emit()
-    source = kernel.arg("self")
-    kernel.contiguous(source)
-    if source.dim() and source.numel() == source.size(kernel.arg("dim")):
-        kernel.temp(cuda_cub.scan_bytes(source.numel(), kernel.result.element_size()))
 
 
 def _roll(kernel: Kernel) -> None:
@@ -371,7 +381,7 @@ _ASKED: dict[torch._ops.OpOverload, Rule] = {
     _aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
     _aten._chunk_cat.default: _chunk_cat,
     **cuda_norms.RULES,
-    _aten.cumsum.default: _cumulative_sum,
+    **cuda_sorting.RULES,
     _aten.native_layer_norm.default: _statistics_in_float,
     _aten.native_dropout.default: _dropout,
     _aten.native_group_norm.default: _group_norm,
@@ -381,6 +391,8 @@ _ASKED: dict[torch._ops.OpOverload, Rule] = {
     _aten._log_softmax.default: contiguous_after("self"),
     _aten._softmax_backward_data.default: _softmax_backward,
     _aten._log_softmax_backward_data.default: contiguous_after("grad_output", "output"),
+    _aten._safe_softmax.default: _safe_softmax,
+    _aten.logsumexp.default: _logsumexp,
     _aten.roll.default: _roll,
     _aten.native_layer_norm_backward.default: contiguous_before("grad_out", "input", "weight", "bias"),
     _aten.nll_loss_forward.default: contiguous_after("self"),
@@ -396,17 +408,16 @@ def rules(capability: tuple[int, int]) -> Callable[[torch._ops.OpOverload], Rule
     the host, for indices, which values decide on, and for reductions, whose workspace is followed to other sizes.
     """
     workspaces = Workspaces(capability)
-    ask = asking(capability, workspaces.keep)
     reduction = cuda_reductions.rule_of(capability)
-    large_reduction = answered_rule(ask, naming_temporaries(reduction))
+    large_reduction = answered_rule(capability, workspaces.keep, naming_temporaries(reduction))
     multiprocessors = cuda_reductions.multiprocessors_of(capability)[0]
     asked = {
         **_ASKED,
         **cuda_efficient_attention.rules(capability),
         **cuda_indexing.embeddings(multiprocessors),
     }
-    asked = {func: answered_rule(ask, rule) for func, rule in asked.items()}
-    anything = answered_rule(ask)
+    asked = {func: answered_rule(capability, workspaces.keep, rule) for func, rule in asked.items()}
+    anything = answered_rule(capability, workspaces.keep)
 
     def reduce(kernel: Kernel) -> None:
         # TensorIterator cuts what 32 bits cannot index into parts, each with a workspace of its own.
@@ -415,7 +426,7 @@ def rules(capability: tuple[int, int]) -> Callable[[torch._ops.OpOverload], Rule
     known = {
         **asked,
         **_BY_RULE,
-        **cuda_indexing.rules(multiprocessors, ask),
+        **cuda_indexing.rules(multiprocessors),
         **cuda_convolution.rules(capability, anything),
         **cuda_recurrent.rules(),
         **dict.fromkeys(cuda_reductions.OPERATIONS, reduce),
