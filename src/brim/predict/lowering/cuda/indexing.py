@@ -144,7 +144,7 @@ def _linear(kernel: Kernel, indices: int, count: int) -> int:
 
 
 def _dims(indices: Sequence[torch.Tensor | None], count: int) -> list[int]:
-    """Which dimensions are indexed; a mask takes as many as it has."""
+    """Return the indexed dimensions; a mask takes as many as it has."""
     first = [dim for dim, index in enumerate(indices) if index is not None]
     return first if len(first) == count else list(range(first[0], first[0] + count))
 
