@@ -19,6 +19,7 @@ from brim.model_inputs import map_tensors
 from brim.planning.inference.choosing import Need, found_with_more, make_plan
 from brim.planning.inference.example_shapes import on_host, without_values
 from brim.planning.inference.machine import capability
+from brim.planning.inference.proof import in_words
 from brim.predict.tracer import trace
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.dry_run import call_with
@@ -54,9 +55,9 @@ def plan_forward(
         if not smallest:
             return partition, replace(plan, budget_bytes=dict(budget))
         raise BudgetError(
-            f"Cannot run {type(model).__name__} in {_in_words(budget)}.",
-            f"The smallest plan takes {_in_words(smallest)}, including the bytes that PyTorch and cuBLAS hold.",
-            f"Give {_in_words(smallest)} or more.",
+            f"Cannot run {type(model).__name__} in {in_words(budget)}.",
+            f"The smallest plan takes {in_words(smallest)}, including the bytes that PyTorch and cuBLAS hold.",
+            f"Give {in_words(smallest)} or more.",
             smallest_bytes=smallest,
         ) from error
 
@@ -79,14 +80,10 @@ def _plan(
             return partition, replace(plan, promise=promise)
         spent += round_up(reserved - budget[VRAM], _SEGMENT_BYTES)
     raise BudgetError(
-        f"Cannot run {type(model).__name__} in {_in_words(budget)}.",
+        f"Cannot run {type(model).__name__} in {in_words(budget)}.",
         f"{_PROOFS} plans were tried; the last takes {format_bytes(reserved)} of VRAM.",
         smallest_bytes={VRAM: reserved},
     )
-
-
-def _in_words(amounts: Mapping[str, int]) -> str:
-    return ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in amounts.items())
 
 
 def reserved_bytes(
