@@ -27,13 +27,23 @@ class Growth:
         self._on_gpu = on_gpu
         self._begin_bytes = self._begin_peak_bytes = 0
 
+    def before_decision(self, model: nn.Module) -> None:
+        """Note what the program holds besides ``model`` before its first call.
+
+        A decision gives the heap's free memory back. Taking that memory again is no growth.
+        """
+        self._note(model, 0)
+
     def begin(self, model: nn.Module, brim_bytes: int) -> None:
         """Start measuring after the decision for ``model``; brim holds ``brim_bytes`` of the resident memory for
         it."""
+        self._note(model, brim_bytes)
+
+    def _note(self, model: nn.Module, brim_bytes: int) -> None:
         if self._budget_bytes is None or self._on_gpu or (counts := _counts()) is None:
             return
         own = brim_bytes or present_bytes([*model.parameters(), *model.buffers()])
-        self._begin_bytes = counts["RssAnon"] + counts["RssShmem"] - own
+        self._begin_bytes = max(self._begin_bytes, counts["RssAnon"] + counts["RssShmem"] - own)
         self._begin_peak_bytes = counts["VmHWM"]
 
     def above(self) -> str | None:

@@ -121,6 +121,7 @@ class Launched:
             write_note(line)
 
     def _decide(self, call: Call) -> None:
+        growth = self._growth or self._new_growth(call.model)
         try:
             outcome = None if self._is_negligible(call) else self._certain(call) or self._planned(call)
         except BrimError as error:
@@ -130,7 +131,7 @@ class Launched:
             name = type(call.model).__name__
             write_note(f"{name} is left as it is: {type(error).__name__}: {first_line(error)}")
             outcome = None
-        self._note_growth(call.model, outcome)
+        self._note_growth(growth, call.model, outcome)
         if outcome is None:
             return
         if self._moves is not None and outcome.choice != "fitted":
@@ -154,15 +155,20 @@ class Launched:
             self._ample = Ample(self.settings)
         return self._ample
 
-    def _note_growth(self, model: nn.Module, outcome: Outcome | None) -> None:
+    def _new_growth(self, model: nn.Module) -> Growth:
+        from brim.run.script.growth import Growth
+
+        growth = Growth(self.settings, on_gpu=self.settings.device != "cpu" and _sees_cuda())
+        growth.before_decision(model)
+        return growth
+
+    def _note_growth(self, growth: Growth, model: nn.Module, outcome: Outcome | None) -> None:
         if outcome is None or outcome.choice != "fitted":
             self._left_alone[type(model).__name__] = None
         if self._growth is None:
-            from brim.run.script.growth import Growth
-
-            self._growth = Growth(self.settings, on_gpu=self.settings.device != "cpu" and _sees_cuda())
             pools = () if outcome is None else outcome.pools
-            self._growth.begin(model, sum(pool.held_bytes for pool in pools if pool.tier == RAM))
+            growth.begin(model, sum(pool.held_bytes for pool in pools if pool.tier == RAM))
+            self._growth = growth
 
     def _certain(self, call: Call) -> Outcome | None:
         """The outcome for a model that certainly fits; None where a prediction is needed: for the report, and after

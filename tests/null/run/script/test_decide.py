@@ -552,6 +552,24 @@ def test_the_budget_that_a_refusal_names_does_when_it_is_given(both: Run, name: 
     assert sum(model["promised_bytes"]["ram"] for model in models) <= parse_bytes(f"{named}B")
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(("count", "code"), [(260_000, 0), (420_000, BudgetError.exit_code)])
+def test_memory_that_the_program_had_before_its_first_call_is_no_growth(both: Run, count: int, code: int) -> None:
+    """A decision gives the heap's free memory back, in holes here: 150 MB that the program takes again."""
+    _, ended = both(f"""
+        def objects(count):
+            return [bytes(600) for _ in range(count)]
+        many = objects(240_000)
+        few = many[::40]  # between holes
+        del many
+        with torch.no_grad():
+            net()(torch.randn(4, 384))
+        many = objects({count})
+    """, ram="4MiB")  # fmt: skip
+    assert ended.code == code, ended.err
+    assert ("and its budget is 4 MiB" in ended.err) == bool(code)
+
+
 FEW_PARAMETERS = """
     class Wide(nn.Module):
         def __init__(self):
