@@ -16,6 +16,7 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.planning.factory import is_factory
 from brim.planning.file import described_source, parameter_count
+from brim.planning.proof import Bytes, sufficient
 from brim.planning.request import LOSSY, Machine, Nearest, Proposal, Request, machine_of, ram_option
 from brim.planning.training import states_of
 from brim.units import exact_bytes, format_bytes
@@ -25,12 +26,11 @@ Planner = Callable[[Request, Machine], list[Proposal]]
 # The most plans for more memory and for other changes: a limit in seconds would give other answers on a slower or
 # busier computer.
 _MEMORY_PLANS, _OTHER_PLANS = 4, 8
-_RAISES = 4  # raises of a budget that an error called the smallest
+_RAISES = 4  # plans in budgets that errors called the smallest
 _SHORTEST, _FEWEST = 64, 1  # tokens, sequences
 _OPTIMIZERS = ("adamw8bit", "lion", "sgd")  # each keeps less than the one before
 _MODELS = 3
 _ROUNDED_BYTES = 1 << 20  # amounts that people can type
-_TIGHTENINGS = 4  # raises of the smallest budget until a plan is proved
 _LEAST_BYTES = 1  # a budget that nothing fits
 _T = TypeVar("_T")
 
@@ -91,24 +91,30 @@ def nearest(
 
 def _enough(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> dict[str, int] | None:
     """Return proved bytes of the tiers that are short, other tiers unchanged; None where none was proved."""
-    budget_bytes = {tier: _rounded(count) for tier, count in needs.items()}
-    for _ in range(_RAISES if budget_bytes else 0):
-        refused = prover.refusal(request, _with(machine, budget_bytes))
-        if refused is None:
-            return budget_bytes
+
+    def plan(budget: Bytes) -> dict[str, int]:
+        refused = prover.refusal(request, _with(machine, budget))
+        if refused is not None:
+            raise refused
+        return {tier: count for tier, count in budget.items() if count > machine.budget_bytes.get(tier, 0)}
+
+    def doubled(budget: Bytes, refused: BudgetError) -> Bytes | None:
         # The error's smallest bytes fall short again, by a little less each time: the difference is added twice.
         more = {
-            tier: _rounded(2 * count - budget_bytes.get(tier, count))
+            tier: _rounded(2 * count - budget.get(tier, count))
             for tier, count in refused.smallest_bytes.items()
-            if count > max(budget_bytes.get(tier, 0), machine.budget_bytes.get(tier, 0))
+            if count > max(budget.get(tier, 0), machine.budget_bytes.get(tier, 0))
         }
-        if not more:
-            return None
-        budget_bytes |= more
-    return None
+        return {**budget, **more} if more else None
+
+    rounded = {tier: _rounded(count) for tier, count in needs.items()}
+    try:
+        return sufficient(plan, machine.budget_bytes, rounded, raised=doubled, most=_RAISES) if needs else None
+    except BudgetError:
+        return None
 
 
-def _with(machine: Machine, bytes: dict[str, int]) -> Machine:
+def _with(machine: Machine, bytes: Bytes) -> Machine:
     """Return ``machine`` with these bytes in its tiers, even beyond its capacity."""
     tiers = tuple(
         replace(tier, capacity_bytes=max(tier.capacity_bytes, bytes.get(tier.name, 0)))
@@ -246,14 +252,16 @@ def in_the_least(machine: Machine, attempt: Callable[[Machine], _T]) -> _T | Non
     ``attempt`` plans for a machine and raises BudgetError with the smallest bytes where nothing fits; the budget
     grows to these until a plan is proved. None: the refusals name no smaller budget than the machine's.
     """
-    compute, budget = machine.hardware.compute, _LEAST_BYTES
-    for _ in range(_TIGHTENINGS):
-        tight = replace(machine, budget_bytes={**machine.budget_bytes, compute: budget})
-        try:
-            return attempt(tight)
-        except BudgetError as error:
-            least = error.smallest_bytes.get(compute, 0)
-            if least <= budget or least >= machine.budget_bytes[compute]:
-                return None
-            budget = least
-    return None
+    compute = machine.hardware.compute
+
+    def plan(budget: Bytes) -> _T:
+        return attempt(replace(machine, budget_bytes=dict(budget)))
+
+    def raised(needs: Bytes, refused: BudgetError) -> Bytes | None:
+        least = refused.smallest_bytes.get(compute, 0)
+        return {compute: least} if needs[compute] < least < machine.budget_bytes[compute] else None
+
+    try:
+        return sufficient(plan, machine.budget_bytes, {compute: _LEAST_BYTES}, raised=raised, most=_RAISES)
+    except BudgetError:
+        return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from brim import catalog
@@ -96,16 +97,18 @@ def _has_room(changed: Options, needs: Mapping[str, int], gpus: int) -> bool:
 
 def _larger_gpus(options: Options, needs: Mapping[str, int], fits: Search) -> _Changes:
     mine = catalog.gpu(options["gpu"])
-    least_bytes = max(needs.get(VRAM, 0), mine.capacity_bytes + 1)
-    for _ in range(_CARDS):
-        card = next(iter(cards_with(least_bytes, mine.vendor)), None)
-        if card is None:
-            return
-        changed, least_bytes = {**options, "gpu": card.name}, int(_LARGER * card.capacity_bytes)
+    for card in islice(_ever_larger(mine, max(needs.get(VRAM, 0), mine.capacity_bytes + 1)), _CARDS):
+        changed = {**options, "gpu": card.name}
         if fits(changed):
             more = format_bytes(card.capacity_bytes - mine.capacity_bytes)
             yield changed, f"{more} more on each GPU, as {card.name} ({format_bytes(card.capacity_bytes)}) has"
             return
+
+
+def _ever_larger(mine: catalog.Gpu, least_bytes: int) -> Iterator[catalog.Gpu]:
+    while cards := cards_with(least_bytes, mine.vendor):
+        yield cards[0]
+        least_bytes = int(_LARGER * cards[0].capacity_bytes)
 
 
 def _shorter(options: Options, needs: Mapping[str, int], fits: Search) -> _Changes:

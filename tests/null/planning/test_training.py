@@ -19,11 +19,11 @@ from brim.cli.train.command import train as command
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, ModelError
+from brim.planning.proof import fits
 from brim.planning.request import Machine, Proposal, Request
 from brim.planning.solver.schedule import lane_of as lane
 from brim.planning.solver.tie_break import AS_FAST
 from brim.planning.strategy.choice import Choice
-from brim.planning.strategy.ladder import fits
 from brim.planning.strategy.search import Planner
 from brim.planning.training import BESIDE_BYTES, case_of, plan_training
 from brim.techniques.streaming.placement import FROM_RAM

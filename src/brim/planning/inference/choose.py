@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -18,11 +18,21 @@ from brim.core import Decision, Hardware, Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.estimation.step_memory import Observation
-from brim.memory.pool import round_up
-from brim.planning.inference.choosing import Cut, Need, best_plan, cuts, found_with_more, job_of
+from brim.planning.inference.choosing import Cut, Need, best_plan, cuts, job_of
+from brim.planning.inference.machine import predict
 from brim.planning.inference.memory import Sizes
 from brim.planning.inference.pass_seconds import PassSeconds
-from brim.planning.inference.proof import check_promise, in_words, proved, taken
+from brim.planning.proof import (
+    ENDLESS_BYTES,
+    Bytes,
+    check_promise,
+    in_words,
+    largest,
+    or_smallest,
+    promising,
+    prove_within,
+    refusal,
+)  # fmt: skip
 from brim.planning.solver import Job
 from brim.techniques.blocks import Partition
 from brim.techniques.experts.router_statistics import RouterStatistics
@@ -41,8 +51,6 @@ if TYPE_CHECKING:
 BATCH, PROMPT_TOKENS, TOTAL_TOKENS, CHUNK_TOKENS = "batch", "prompt_tokens", "total_tokens", "prefill_chunk"
 _CHUNK_STEPS = 16  # the largest chunk that fits is searched to a sixteenth of the prompt
 _WORTH_TOKENS = 256  # the least tokens of a chunk for a larger batch, as each chunk costs a pass
-_PROOFS = 8  # plans that are tried, each in a smaller budget than the one before
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,43 +217,34 @@ class GenerationSearch:
         case, memory = self.case, self.case.device_memory
         if memory is None:
             return self._run()
-        budget = case.budget_bytes
-        try:
-            return self._within(budget, memory)
-        except BudgetError as error:
-            strategy = found_with_more(lambda more: self._within(more, memory), budget, error)
-            peaks = strategy.plan.promise.peak_bytes
-            smallest = {tier: count for tier, count in peaks.items() if count > budget.get(tier, count)}
-            if not smallest:
-                return _promising(strategy, peaks[VRAM], budget)
-            raise BudgetError(
-                f"Cannot run {case.name} in {in_words(budget)}.",
+
+        def refuse(smallest: Bytes) -> BudgetError:
+            return BudgetError(
+                f"Cannot run {case.name} in {in_words(case.budget_bytes)}.",
                 f"The smallest plan takes {in_words(smallest)}, including what PyTorch and cuBLAS hold.",
                 f"Give {in_words(smallest)} or more, or a shorter input.",
-                smallest_bytes=smallest,
-            ) from error
+                smallest_bytes=dict(smallest),
+            )
 
-    def _within(self, budget: Mapping[str, int], memory: DeviceMemory) -> GenerationStrategy:
-        """Shrink the budget of the plan until the allocator's reserved bytes fit."""
-        spare = 0
-        for _ in range(_PROOFS):
-            search = self._with_budget({**budget, VRAM: max(0, budget[VRAM] - spare)})
-            try:
-                strategy = search._run()
-            except BudgetError as error:
-                if spare and VRAM in error.smallest_bytes:
-                    error.smallest_bytes[VRAM] += spare
-                raise
-            reserved = search._reserved_bytes(memory, strategy, budget[VRAM])
-            if reserved <= budget[VRAM]:
-                return _promising(strategy, reserved, budget)
-            spare += round_up(reserved - budget[VRAM], SMALL_SEGMENT_BYTES)
-        raise BudgetError(
-            f"Cannot run {self.case.name} in {in_words(budget)}.",
-            f"{_PROOFS} plans were tried; of the last one PyTorch would reserve {format_bytes(reserved)}.",
-            f"Give {format_bytes(reserved)} of VRAM or more.",
-            smallest_bytes={VRAM: reserved},
+        strategy = or_smallest(
+            lambda budget: self._within(budget, memory),
+            lambda s: s.plan.promise.peak_bytes,
+            case.budget_bytes,
+            refuse,
         )
+        return replace(strategy, plan=replace(strategy.plan, budget_bytes=dict(case.budget_bytes)))
+
+    def _within(self, budget: Bytes, memory: DeviceMemory) -> GenerationStrategy:
+        """Shrink the budget of the plan until the allocator's reserved bytes fit."""
+
+        def takes(strategy: GenerationStrategy) -> Bytes:
+            return {VRAM: self._reserved_bytes(memory, strategy, budget[VRAM])}
+
+        strategy, reserved = prove_within(
+            budget, lambda tight: self._with_budget(tight)._run(), takes, refusal(self.case.name, budget),
+            grain_bytes=SMALL_SEGMENT_BYTES,
+        )  # fmt: skip
+        return replace(strategy, plan=promising(strategy.plan, reserved, budget))
 
     def _reserved_bytes(self, memory: DeviceMemory, strategy: GenerationStrategy, vram_bytes: int) -> int:
         from brim.planning.inference.device_memory import Passes
@@ -267,7 +266,7 @@ class GenerationSearch:
 
     def _run(self) -> GenerationStrategy:
         wanted = self.case.wanted
-        batch = wanted.batch or _largest(len(wanted.lengths), 1, self._with_short_chunks).sizes.batch
+        batch = wanted.batch or largest(len(wanted.lengths), 1, self._with_short_chunks).sizes.batch
         return self._with_batch(min(batch, len(wanted.lengths)), self._with_chunks)
 
     # -- sizes
@@ -308,7 +307,7 @@ class GenerationSearch:
         if asked is not None or not self._divisible:
             return self._placed(case.sizes(batch, min(asked or prompt, prompt)), resting)
         step = max(1, prompt // _CHUNK_STEPS)
-        return _largest(prompt, step, lambda chunk: self._placed(case.sizes(batch, chunk), resting))
+        return largest(prompt, step, lambda chunk: self._placed(case.sizes(batch, chunk), resting))
 
     # -- the needs of passes
 
@@ -363,15 +362,16 @@ class GenerationSearch:
     def _proved(self, sizes: Sizes, resting: int) -> GenerationStrategy:
         case, need = self.case, self.need(sizes, resting)
 
-        def attempt(budget: Mapping[str, int]) -> tuple[Cut, Plan]:
+        def attempt(budget: Bytes) -> tuple[Cut, Plan]:
             jobs = ((cut, case.job(cut, need)) for cut in self.cuts(need))
             return best_plan(jobs, case.hardware, budget, tokens=need.tokens)
 
-        def takes(cut: Cut, plan: Plan) -> Mapping[str, int]:
-            return taken(case.module, cut, plan, case.job(cut, need), case.hardware, case.weights)
+        def takes(planned: tuple[Cut, Plan]) -> Bytes:
+            return _pool_bytes(case, *planned, case.job(planned[0], need))
 
-        cut, plan = proved(case.name, case.budget_bytes, attempt, takes)
-        return self._strategy(sizes, resting, cut, self._with_cache(plan, sizes, resting), need)
+        (cut, plan), taken = prove_within(case.budget_bytes, attempt, takes, refusal(case.name, case.budget_bytes))
+        plan = self._with_cache(promising(plan, taken, case.budget_bytes), sizes, resting)
+        return self._strategy(sizes, resting, cut, plan, need)
 
     def _strategy(self, sizes: Sizes, resting: int, cut: Cut, plan: Plan, need: Need) -> GenerationStrategy:
         prompt_job = self.case.job(cut, self.need(sizes, resting, prompt=True))
@@ -451,8 +451,7 @@ class GenerationSearch:
                 "Make a new one: brim plan MODEL ... --output FILE.",
             )
         if not fixed.choices(EXPERTS):
-            takes = taken(case.module, cut, fixed, strategy.job, case.hardware, case.weights)
-            check_promise(fixed, takes, strategy.job.spent_bytes)
+            check_promise(fixed, _pool_bytes(case, cut, fixed, strategy.job), strategy.job.spent_bytes)
         return self._with_reserved_bytes(strategy)
 
     def _with_reserved_bytes(self, strategy: GenerationStrategy) -> GenerationStrategy:
@@ -469,7 +468,7 @@ class GenerationSearch:
                 "Make a new one on this machine: brim plan MODEL ... --output FILE.",
                 smallest_bytes={VRAM: reserved},
             )
-        return _promising(strategy, reserved, plan.budget_bytes)
+        return replace(strategy, plan=promising(plan, {VRAM: reserved}, plan.budget_bytes))
 
     def _with_more(self, fixed: Plan, sizes: Sizes, step_bytes: int) -> Plan:
         """Add the bytes of sampling and of prompts of several lengths to ``fixed``, planned without them."""
@@ -490,12 +489,22 @@ class GenerationSearch:
         return replace(fixed, promise=replace(fixed.promise, peak_bytes=peak))
 
 
-def _promising(strategy: GenerationStrategy, vram_bytes: int, budget_bytes: Mapping[str, int]) -> GenerationStrategy:
-    """Raise the strategy's promise to ``vram_bytes`` of VRAM, under ``budget_bytes``."""
-    peak = dict(strategy.plan.promise.peak_bytes)
-    peak[VRAM] = max(vram_bytes, peak.get(VRAM, 0))
-    promise = replace(strategy.plan.promise, peak_bytes=peak)
-    return replace(strategy, plan=replace(strategy.plan, promise=promise, budget_bytes=dict(budget_bytes)))
+def _pool_bytes(case: GenerationCase, cut: Cut, plan: Plan, job: Job) -> dict[str, int]:
+    """Return a run's bytes per tier, by applying the plan to the model on fake memory."""
+    endless = replace(plan, budget_bytes=dict.fromkeys(plan.budget_bytes, ENDLESS_BYTES))
+    handle = predict(case.module, cut.partition, endless, case.hardware, case.weights)
+    try:
+        pools = [handle.memory.compute, *([handle.memory.host] if handle.memory.host else [])]
+        pool_bytes = {pool.tier: pool.peak_bytes for pool in pools}
+    finally:
+        handle.remove()
+    beside = {case.hardware.compute: job.step_bytes}
+    choices = plan.choices(STREAMING)
+    if COMPUTE_RAM in choices.values():
+        beside[RAM] = job.cpu_step_bytes + sum(
+            block.cpu_bytes for block in job.blocks if choices[block.name] == COMPUTE_RAM
+        )
+    return {tier: n + beside.get(tier, 0) + job.overhead_bytes(tier) for tier, n in pool_bytes.items()}
 
 
 def kept_by_model(plan: Plan) -> bool:
@@ -522,28 +531,6 @@ def cut_of(plan: Plan, cuts: Iterable[Cut]) -> Cut | None:
             choice, slots = next(iter(experts.values())), plan.settings[EXPERT_SLOTS]
             return replace(cut, experts=replace(cut.experts, choice=choice, slots=slots))
     return None
-
-
-def _largest(most: int, step: int, attempt: Callable[[int], T]) -> T:
-    """Return the result of ``attempt`` for the largest number up to ``most`` that fits, by bisection to ``step``.
-
-    Raises the BudgetError of the smallest number where none fits.
-    """
-    try:
-        return attempt(most)
-    except BudgetError:
-        if most == 1:
-            raise
-    least = min(step, most - 1)
-    fits, best = least, attempt(least)
-    refused = most
-    while refused - fits > step:
-        middle = (fits + refused) // 2
-        try:
-            fits, best = middle, attempt(middle)
-        except BudgetError:
-            refused = middle
-    return best
 
 
 __all__ = ["GenerationCase", "GenerationStrategy", "Wanted", "follow", "search_generation"]

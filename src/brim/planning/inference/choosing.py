@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from brim.memory.checkpoint_files import TensorSource
 from brim.memory.direct_io import bounce_bytes
 from brim.memory.layout import BlockLayout, file_layout, packed_layout, staged_layout
 from brim.planning.inference.expert_plans import ExpertPlan, expert_plans
+from brim.planning.proof import in_words, over_bytes
 from brim.planning.seconds.block_seconds import OUTSIDE, BlockSeconds
 from brim.planning.seconds.expert_reading import reading
 from brim.planning.solver import BlockCost, Job
@@ -28,11 +28,8 @@ from brim.techniques.experts.router_statistics import RouterStatistics
 from brim.techniques.streaming.placement import computable
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import RESIDENT, Weights
-from brim.units import format_bytes
 
 _IN_MODULE = Weights()
-T = TypeVar("T")
-_ATTEMPTS = 8  # budgets that are tried at most, each larger than the one before
 _HOOKS_S = 60e-6  # two hooks, a slot's hand-over and a request; an estimate, not a measurement
 
 
@@ -136,7 +133,8 @@ def best_plan(
             continue
         if cut.experts is not None:
             plan = cut.experts.plan(planned.plan, hardware, tokens)
-            over = {tier: n for tier, n in plan.promise.peak_bytes.items() if n > budget.get(tier, n)}
+            peaks = plan.promise.peak_bytes
+            over = {tier: peaks[tier] for tier in over_bytes(peaks, budget)}
             if over:  # the solver does not know the slots of experts
                 more = _over(plan, over)
                 refusal = more if refusal is None or _need(more) < _need(refusal) else refusal
@@ -157,29 +155,12 @@ def best_plan(
 
 
 def _over(plan: Plan, over: Mapping[str, int]) -> BudgetError:
-    told = ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in over.items())
     return BudgetError(
         f"Cannot run {plan.model} with its experts cached.",
-        f"It takes {told}.",
+        f"It takes {in_words(over)}.",
         "Give that much or more.",
         smallest_bytes=dict(over),
     )
-
-
-def found_with_more(search: Callable[[Mapping[str, int]], T], budget: Mapping[str, int], refusal: BudgetError) -> T:
-    """Repeat ``search`` in larger budgets, raised to the smallest bytes of each refusal, until one is sufficient.
-
-    The result may fit ``budget`` after all, as another search finds other plans. Raises the last refusal.
-    """
-    smallest = dict(refusal.smallest_bytes)
-    for _ in range(_ATTEMPTS if smallest else 0):
-        try:
-            return search({**budget, **smallest})
-        except BudgetError as error:
-            refusal = error
-            for tier, count in error.smallest_bytes.items():
-                smallest[tier] = max(smallest.get(tier, 0), count)
-    raise refusal
 
 
 def _need(error: BudgetError) -> int:

@@ -25,6 +25,7 @@ from brim.model_cache import cache_argument, cache_input, cache_of, keeps_keys
 from brim.planning.inference.machine import capability
 from brim.planning.inference.memory import Sizes
 from brim.planning.inference.remembered_passes import fingerprint_of
+from brim.planning.proof import ENDLESS_BYTES
 from brim.planning.seconds.measurement_cache import Remembered
 from brim.predict.tracer import trace
 from brim.techniques.blocks import Partition
@@ -34,7 +35,6 @@ from brim.techniques.streaming.weight_streaming import Weights
 from brim.techniques.weights import place_weights
 
 _METHOD = 1  # raised when the traced passes or the stored format change
-_ENDLESS_BYTES = 1 << 60
 _CUDA = torch.device("cuda")
 _GROWN_TENSORS = 4096  # simulated of a growing cache: more would take seconds and need no other segments
 # Tensors of ``generate`` between passes (tokens, masks, flags of ended sequences), and a program's own few, share
@@ -110,8 +110,8 @@ class _Steps:
         matrix @ matrix  # cuBLAS allocates its workspace at the first product, before all other tensors
         del matrix
         memory = fake_memory(
-            Timeline(self._plan.model, measured=False), compute_tier=VRAM, compute_bytes=_ENDLESS_BYTES,
-            ram_bytes=_ENDLESS_BYTES, device=_CUDA,
+            Timeline(self._plan.model, measured=False), compute_tier=VRAM, compute_bytes=ENDLESS_BYTES,
+            ram_bytes=ENDLESS_BYTES, device=_CUDA,
         )  # fmt: skip
         handle = place_weights(copy, self._partition, self._plan, memory, self._weights)
         placement = self._passes.placement

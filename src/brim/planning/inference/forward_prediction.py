@@ -13,24 +13,20 @@ from brim.core import EventKind, Hardware, Plan, Timeline, Trace
 from brim.core.hardware import VRAM
 from brim.errors import BudgetError, UnsupportedError, first_line
 from brim.estimation.simulation import simulate
-from brim.memory.pool import round_up
 from brim.memory.tiers import fake_memory
 from brim.model_inputs import map_tensors
-from brim.planning.inference.choosing import Need, found_with_more, make_plan
+from brim.planning.inference.choosing import Need, make_plan
 from brim.planning.inference.example_shapes import on_host, without_values
 from brim.planning.inference.machine import capability
-from brim.planning.inference.proof import in_words
+from brim.planning.proof import ENDLESS_BYTES, Bytes, in_words, or_smallest, prove_within, refusal
 from brim.predict.tracer import trace
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.dry_run import call_with
 from brim.techniques.meta_copy import meta_copy
 from brim.techniques.streaming.weight_streaming import Weights
 from brim.techniques.weights import place_weights
-from brim.units import format_bytes
 
-_PROOFS = 8  # most plans tried, each with less room for weights and slots than the one before
 _SEGMENT_BYTES = 2 << 20  # the allocator requests multiples of it from the driver
-_ENDLESS_BYTES = 1 << 60
 _CUDA = torch.device("cuda")
 
 
@@ -46,44 +42,35 @@ def plan_forward(
     """
     if not _is_reserved(hardware, device):
         return make_plan(model, hardware, budget, need, Weights(), task="forward")
-    try:
-        return _plan(model, hardware, budget, need, inputs)
-    except BudgetError as error:
-        partition, plan = found_with_more(lambda more: _plan(model, hardware, more, need, inputs), budget, error)
-        peaks = plan.promise.peak_bytes
-        smallest = {tier: count for tier, count in peaks.items() if count > budget.get(tier, count)}
-        if not smallest:
-            return partition, replace(plan, budget_bytes=dict(budget))
-        raise BudgetError(
-            f"Cannot run {type(model).__name__} in {in_words(budget)}.",
+
+    def attempt(tight: Bytes) -> tuple[Partition, Plan]:
+        return make_plan(model, hardware, tight, need, Weights(), task="forward")
+
+    def takes(planned: tuple[Partition, Plan]) -> Bytes:
+        return {VRAM: reserved_bytes(model, *planned, hardware, need.step_bytes, inputs)}
+
+    def search(budget: Bytes) -> tuple[Partition, Plan]:
+        refuse = refusal(name, budget)
+        (partition, plan), reserved = prove_within(budget, attempt, takes, refuse, grain_bytes=_SEGMENT_BYTES)
+        promise = replace(plan.promise, peak_bytes={**plan.promise.peak_bytes, **reserved})
+        return partition, replace(plan, promise=promise)
+
+    def refuse(smallest: Bytes) -> BudgetError:
+        return BudgetError(
+            f"Cannot run {name} in {in_words(budget)}.",
             f"The smallest plan takes {in_words(smallest)}, including the bytes that PyTorch and cuBLAS hold.",
             f"Give {in_words(smallest)} or more.",
-            smallest_bytes=smallest,
-        ) from error
+            smallest_bytes=dict(smallest),
+        )
+
+    name = type(model).__name__
+    partition, plan = or_smallest(search, lambda planned: planned[1].promise.peak_bytes, budget, refuse)
+    return partition, replace(plan, budget_bytes=dict(budget))
 
 
 def _is_reserved(hardware: Hardware, device: str) -> bool:
     """True if PyTorch's CUDA allocator manages the compute tier."""
     return hardware.compute == VRAM and device != "emulated"
-
-
-def _plan(
-    model: nn.Module, hardware: Hardware, budget: Mapping[str, int], need: Need, inputs: Any
-) -> tuple[Partition, Plan]:
-    spent = 0
-    for _ in range(_PROOFS):
-        less = replace(need, spent_bytes={**need.spent_bytes, VRAM: need.spent_bytes.get(VRAM, 0) + spent})
-        partition, plan = make_plan(model, hardware, budget, less, Weights(), task="forward")
-        reserved = reserved_bytes(model, partition, plan, hardware, need.step_bytes, inputs)
-        if reserved <= budget[VRAM]:
-            promise = replace(plan.promise, peak_bytes={**plan.promise.peak_bytes, VRAM: reserved})
-            return partition, replace(plan, promise=promise)
-        spent += round_up(reserved - budget[VRAM], _SEGMENT_BYTES)
-    raise BudgetError(
-        f"Cannot run {type(model).__name__} in {in_words(budget)}.",
-        f"{_PROOFS} plans were tried; the last takes {format_bytes(reserved)} of VRAM.",
-        smallest_bytes={VRAM: reserved},
-    )
 
 
 def reserved_bytes(
@@ -97,8 +84,8 @@ def reserved_bytes(
 
     def put_in_force(copy: nn.Module) -> nn.Module:
         memory = fake_memory(
-            Timeline(plan.model, measured=False), compute_tier=VRAM, compute_bytes=_ENDLESS_BYTES,
-            ram_bytes=_ENDLESS_BYTES, device=_CUDA,
+            Timeline(plan.model, measured=False), compute_tier=VRAM, compute_bytes=ENDLESS_BYTES,
+            ram_bytes=ENDLESS_BYTES, device=_CUDA,
         )  # fmt: skip
         return place_weights(copy, partition, plan, memory, Weights()).model
 

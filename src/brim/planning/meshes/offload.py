@@ -19,6 +19,7 @@ from brim.estimation.ranks.sizes import Shape
 from brim.estimation.ranks.split import Split, check_sizes
 from brim.estimation.ranks.time import StepTime, crossed_s, host_s, node_rate, sent_s
 from brim.planning.meshes.search import RECOMPUTE, Mesh, Pieces, nccl_bytes
+from brim.planning.proof import prove
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_PROOFS = 8  # while nothing fits; later only the smallest mesh of each family is proved
@@ -81,11 +82,14 @@ def best(
     nothing else is left.
     """
     search = _Search(candidates=candidates, room=room)
-    while (mesh := search.following(top, doubt)) is not None:
+
+    def attempt(mesh: Mesh) -> None:
         try:
             search.proved[mesh] = proof(mesh)
         except (ModelError, UnsupportedError) as error:  # this model's layers cannot be split so
             search.refused[mesh] = error
+
+    prove(search.following(top, doubt), attempt, lambda _: search.following(top, doubt), most=None)
     if search.refused and not search.proved:
         raise next(iter(search.refused.values()))
     return search.fitting()[:top]

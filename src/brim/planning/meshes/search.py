@@ -26,6 +26,7 @@ from brim.estimation.ranks.split import Split, in_flight, stage_layers
 from brim.estimation.ranks.time import StageTime, StepTime, kernels_s, sent_s, step_time, training_hardware
 from brim.estimation.simulation import place_of
 from brim.planning.meshes.splits import splits
+from brim.planning.proof import prove
 from brim.predict.formulas import megatron_states
 
 _Key = tuple[int | str, ...]
@@ -124,18 +125,19 @@ def meshes(
 
 def best(candidates: list[Mesh], proves: Callable[[Mesh], bool], top: int) -> list[Mesh]:
     """Return the ``top`` fastest candidates for which ``proves`` is True, one per split."""
-    chosen: list[Mesh] = []
-    seen: set[Split] = set()
-    for mesh in itertools.islice(candidates, _MOST_PROOFS):
-        alike = replace(mesh.split, stage_layers=())
-        if alike in seen:
-            continue
+    chosen: dict[Split, Mesh] = {}
+    left = iter(candidates[:_MOST_PROOFS])
+
+    def proof(mesh: Mesh) -> None:
         if proves(mesh):
-            chosen.append(mesh)
-            seen.add(alike)
-        if len(chosen) == top:
-            break
-    return chosen
+            chosen[replace(mesh.split, stage_layers=())] = mesh
+
+    def following() -> Mesh | None:
+        unlike = (mesh for mesh in left if replace(mesh.split, stage_layers=()) not in chosen)
+        return next(unlike, None) if len(chosen) < top else None
+
+    prove(following(), proof, lambda _: following(), most=None)
+    return list(chosen.values())
 
 
 def _which(split: Split, stage: int) -> tuple[int, int]:

@@ -15,10 +15,11 @@ from torch import nn
 from brim.core import Plan
 from brim.errors import BudgetError, UnsupportedError
 from brim.planning.inference.choosing import Need, make_plan
+from brim.planning.proof import Bytes, fits, prove_within
 from brim.planning.solver.step_profile import KEEP, OFFLOAD, Assignment, Limits
 from brim.planning.strategy.case import Case, TrainingStrategy
 from brim.planning.strategy.choice import Choice
-from brim.planning.strategy.ladder import Orders, Subject, climb_down, fits, is_small, ladder, no_smaller, too_small
+from brim.planning.strategy.ladder import Orders, Subject, climb_down, is_small, ladder, no_smaller, too_small
 from brim.planning.strategy.prediction import Rehearsal
 from brim.planning.strategy.search import Planner
 from brim.techniques.blocks import Partition, tensor_bytes
@@ -26,7 +27,6 @@ from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.loss import chunked as chunked_loss
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 
-_PROOFS = 4  # tries to tighten a streaming plan
 _WORTH_IT = 0.02  # a level is preferred to a plan that is faster by less than this share
 _MARGIN_BYTES = 1 << 20
 
@@ -250,23 +250,24 @@ def _streamed(planner: Planner, base: TrainingStrategy, rung: int) -> TrainingSt
     rehearsal, compute, choice = case.rehearsal, hardware.compute, base.choice
     spent = rehearsal.spent_bytes()
     activation_bytes = base.prediction.peak_bytes[compute] - spent.get(compute, 0) - rehearsal.partition.bytes
-    step_bytes, margin = max(0, activation_bytes), min(_MARGIN_BYTES, budget[compute] // 64)
-    for _ in range(_PROOFS):
-        need = Need(
-            step_bytes=step_bytes,
-            tokens=max(1, 3 * choice.micro_batch * case.tokens),  # backward multiplies twice
-            stay=case.stay,
-            spent_bytes=spent,
-        )
-        partition, plan = make_plan(rehearsal.model, hardware, budget, need, rehearsal.weights, task="train")
+    need = Need(
+        step_bytes=max(0, activation_bytes),
+        tokens=max(1, 3 * choice.micro_batch * case.tokens),  # backward multiplies twice
+        stay=case.stay,
+        spent_bytes=spent,
+    )
+
+    def attempt(tight: Bytes) -> TrainingStrategy:
+        partition, plan = make_plan(rehearsal.model, hardware, tight, need, rehearsal.weights, task="train")
         streamed = replace(choice, streaming=plan.choices(STREAMING), streaming_settings=plan.settings)
-        strategy = planner.proved(streamed, partition)
-        peaks = strategy.prediction.peak_bytes
-        if fits(peaks, budget):
-            return replace(strategy, rung=rung)
-        # Never less: where another tier is full, spare room here would only be filled with weights.
-        step_bytes += max(0, peaks[compute] - budget[compute]) + margin
-    raise too_small(peaks, budget)
+        return planner.proved(streamed, partition)
+
+    def refuse(peaks: Bytes) -> BudgetError:
+        return too_small(peaks, budget)
+
+    margin = min(_MARGIN_BYTES, budget[compute] // 64)
+    strategy, _ = prove_within(budget, attempt, lambda s: s.prediction.peak_bytes, refuse, margin_bytes=margin)
+    return replace(strategy, rung=rung)
 
 
 def _fits(planner: Planner, strategy: TrainingStrategy) -> bool:

@@ -15,10 +15,10 @@ from torch import nn
 
 from brim.core.hardware import DISK, RAM
 from brim.errors import BudgetError, UsageError
+from brim.planning.proof import fits, in_words, over_bytes
 from brim.planning.strategy.choice import Choice, Place
 from brim.planning.strategy.prediction import Prediction
 from brim.techniques import micro_batch
-from brim.units import format_bytes
 
 CHUNK_TOKENS = 256  # a chunk's matrix product still runs at full rate
 
@@ -171,7 +171,9 @@ def climb_down(
             if choice.micro_batch == 1 < batch and order.micro_batch is None:
                 choice, prediction = _enlarge(choice, prediction, predict, budget_bytes, batch)
             return index, choice, prediction
-    nearest = min(predictions, key=lambda index: _excess(predictions[index], budget_bytes))
+    nearest = min(
+        predictions, key=lambda index: sum(over_bytes(predictions[index].peak_bytes, budget_bytes).values())
+    )
     return nearest, rungs[nearest], predictions[nearest]
 
 
@@ -182,24 +184,14 @@ def _first(values: Sequence[int], holds: Callable[[int], bool]) -> int:
     return bisect_left(values, True, lo=1, key=holds)
 
 
-def fits(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) -> bool:
-    return all(count <= budget_bytes[tier] for tier, count in peak_bytes.items() if tier in budget_bytes)
-
-
-def _excess(prediction: Prediction, budget_bytes: Mapping[str, int]) -> int:
-    return sum(max(0, prediction.peak_bytes.get(tier, 0) - amount) for tier, amount in budget_bytes.items())
-
-
 def too_small(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) -> BudgetError:
-    short = {t: n for t, n in peak_bytes.items() if t in budget_bytes and n > budget_bytes[t]}
-    asked = ", ".join(f"{format_bytes(amount)} of {tier.upper()}" for tier, amount in budget_bytes.items())
-    need = ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in short.items())
+    short = {tier: peak_bytes[tier] for tier in over_bytes(peak_bytes, budget_bytes)}
     flags = " ".join(f"--{tier} {-(-count // (1 << 20))}MiB" for tier, count in short.items())
     return BudgetError(
-        f"Cannot train with {asked}.",
-        f"The smallest plan known takes {need}.",
+        f"Cannot train with {in_words(budget_bytes)}.",
+        f"The smallest plan known takes {in_words(short)}.",
         f"Give {flags} or more, or a smaller --micro-batch or --seq.",
-        smallest_bytes=dict(short),
+        smallest_bytes=short,
     )
 
 

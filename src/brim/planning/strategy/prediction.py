@@ -21,6 +21,7 @@ from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
 from brim.model_inputs import map_tensors
 from brim.planning.inference.machine import Device, capability
+from brim.planning.proof import ENDLESS_BYTES
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.predicted_timeline import known_way, step_timeline
 from brim.planning.strategy.step import Fitted, apply_choice
@@ -39,7 +40,6 @@ from brim.techniques.streaming.weight_streaming import RESIDENT, Weights
 _MOVING_BYTES = 8 << 20
 # The first pass has no gradients to add to, the last may free them in its backward; all others are equal.
 _REHEARSED_PASSES = 3
-_ENDLESS_BYTES = 1 << 60
 _CPU = torch.device("cpu")
 
 
@@ -111,7 +111,7 @@ class Rehearsal:
 
     def trace(self, choice: Choice) -> Trace:
         """Trace the step under ``choice``, without the memory of other tiers."""
-        run = _Run(self, choice, _ENDLESS_BYTES)
+        run = _Run(self, choice, ENDLESS_BYTES)
         try:
             return run.trace()
         finally:
@@ -129,9 +129,9 @@ class Rehearsal:
         try:
             # Slabs depend on the budget of RAM, so it is set; where it is too small the planner needs the bytes that
             # would do, so it is lifted.
-            return self._see_in(choice, self.budget_bytes.get(RAM, _ENDLESS_BYTES))
+            return self._see_in(choice, self.budget_bytes.get(RAM, ENDLESS_BYTES))
         except BudgetError:
-            return self._see_in(choice, _ENDLESS_BYTES)
+            return self._see_in(choice, ENDLESS_BYTES)
 
     def in_all(self, choice: Choice, peak_bytes: Mapping[str, int]) -> dict[str, int]:
         """Add the program's own share to ``peak_bytes`` of a step under ``choice``."""
@@ -147,7 +147,7 @@ class Rehearsal:
 
         They take their share of the step's computation in ``promised_s``.
         """
-        run = _Run(self, choice, _ENDLESS_BYTES)
+        run = _Run(self, choice, ENDLESS_BYTES)
         trace = run.trace()
         run.memory.close()
         name = f"{self.name}: a step, {run.rehearsed} of {run.passes} passes"
@@ -197,7 +197,7 @@ class _Run:
         host = None
         if rehearsal.hardware.compute != RAM:
             host = Pool(RAM, ram_bytes, _HostSource(_CPU), recorder)
-        compute = Pool(rehearsal.hardware.compute, _ENDLESS_BYTES, TorchSource(device), recorder)
+        compute = Pool(rehearsal.hardware.compute, ENDLESS_BYTES, TorchSource(device), recorder)
         self.memory = Memory(compute=compute, host=host, recorder=recorder, device=device, fake=True)
 
     def trace(self) -> Trace:

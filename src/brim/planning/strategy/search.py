@@ -8,7 +8,7 @@ resident, checkpointing only, all streamed) are candidates too, so nothing slowe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from brim.core import Category, Trace
 from brim.core.hardware import RAM
 from brim.errors import BudgetError
 from brim.memory.heap import most_in_use_bytes
+from brim.planning.proof import fits, prove
 from brim.planning.seconds.fresh_memory import given_back
 from brim.planning.solver import training as solver
 from brim.planning.solver.cost_model import held_bytes, moved_bytes, peak_bytes
@@ -27,13 +28,14 @@ from brim.planning.solver.tie_break import Weighed, as_fast_s, quietest
 from brim.planning.strategy.case import Case, TrainingStrategy
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.depth import Shallow
-from brim.planning.strategy.ladder import fits, too_small
+from brim.planning.strategy.ladder import too_small
 from brim.planning.strategy.prediction import Prediction, Rehearsal
 from brim.planning.strategy.ways import as_assignment, as_choice, head_option, rank, signature, trained_bytes
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.streaming.placement import RESIDENT
 
+_Least = tuple[Limits, dict[str, int], Assignment]  # of the smallest assignment under limits, and the bytes it needs
 _PROOFS = 3  # of an assignment: the first, and two corrections
 _LEAST_PROOFS = 4  # of the smallest assignment
 _MARGIN_BYTES = 1 << 20
@@ -297,23 +299,23 @@ class Planner:
         self, assignment: Assignment, *, corrects: bool = True, limits: Limits | None = None
     ) -> TrainingStrategy | None:
         """Prove ``assignment`` or, with ``corrects``, its corrections by the real peaks; None where nothing fits."""
-        limits, best = limits or self.limits, None
+        limits = limits or self.limits
         self._sizes.add(assignment.frame.micro_batch)
-        for _ in range(_PROOFS if corrects else 1):
-            strategy = self._strategy(assignment)
-            if fits(strategy.prediction.peak_bytes, limits.budget_bytes):
-                best = strategy if best is None or strategy.step_s < best.step_s else best
-                if not self._has_room(strategy, limits):
-                    break
-            elif best is not None:
-                break
-            self._learned = self._corrections(strategy)
+
+        def fitting(strategies: Sequence[TrainingStrategy]) -> list[TrainingStrategy]:
+            return [s for s in strategies if fits(s.prediction.peak_bytes, limits.budget_bytes)]
+
+        def correct(strategies: Sequence[TrainingStrategy]) -> Assignment | None:
+            last, fit = strategies[-1], fitting(strategies)
+            if fit and (last is not fit[-1] or not self._has_room(last, limits)):
+                return None
+            self._learned = self._corrections(last)
             corrected = replace(limits, corrections=self._learned)
-            again = solver.solve_shape(self.profile, self.hardware, corrected, shape_of(assignment))
-            if again is None or again.same(assignment):
-                break
-            assignment = again
-        return best
+            again = solver.solve_shape(self.profile, self.hardware, corrected, shape_of(_assignment(last)))
+            return None if again is None or again.same(_assignment(last)) else again
+
+        strategies = prove(assignment, self._strategy, correct, most=_PROOFS if corrects else 1)
+        return min(fitting(strategies), key=lambda strategy: strategy.step_s, default=None)
 
     def proved(self, choice: Choice, partition: Partition | None = None) -> TrainingStrategy:
         """Prove ``choice`` unchanged on the blocks of ``partition`` (None: the profiled ones)."""
@@ -447,28 +449,35 @@ class Planner:
 
     def least(self) -> TrainingStrategy:
         """Return the smallest strategy if its proof fits; else raise BudgetError with its bytes."""
-        limits, need, strategy = self.limits, dict[str, int](), None
-        for _ in range(_LEAST_PROOFS):
+        budget = self.limits.budget_bytes
+
+        def smallest(limits: Limits) -> _Least | None:
             least = solver.smallest(self.profile, self.hardware, limits)
-            if least is None:
-                break
-            need, strategy = least[0], self._strategy(least[1])
-            peaks = strategy.prediction.peak_bytes
-            if fits(peaks, self.limits.budget_bytes):
-                return strategy
-            if fits(peaks, {**self.limits.budget_bytes, **need}):
-                break
+            return None if least is None else (limits, least[0], least[1])
+
+        def proof(least: _Least) -> tuple[_Least, TrainingStrategy]:
+            return least, self._strategy(least[2])
+
+        def correct(proofs: Sequence[tuple[_Least, TrainingStrategy]]) -> _Least | None:
+            (limits, need, _), strategy = proofs[-1]
+            if fits(strategy.prediction.peak_bytes, {**budget, **need}):
+                return None
             corrections = {t: max(0, n, limits.corrections.get(t, 0)) for t, n in self._corrections(strategy).items()}
-            limits = replace(limits, corrections=corrections)
-        if strategy is None:
+            return smallest(replace(limits, corrections=corrections))
+
+        proofs = prove(smallest(self.limits), proof, correct, most=_LEAST_PROOFS)
+        if not proofs:
             raise BudgetError(
                 "Cannot train within this budget.",
                 "No sufficient budget is known.",
                 "Reduce --batch, --seq or the model.",
             )
+        (_, need, _), strategy = proofs[-1]
         peaks = strategy.prediction.peak_bytes
+        if fits(peaks, budget):
+            return strategy
         short = {tier: max(peaks.get(tier, 0), count) for tier, count in need.items()}
-        raise too_small({**{t: n for t, n in peaks.items() if t not in short}, **short}, self.limits.budget_bytes)
+        raise too_small({**{t: n for t, n in peaks.items() if t not in short}, **short}, budget)
 
     def choice(self, assignment: Assignment) -> Choice:
         """Convert ``assignment`` to the runtime's form."""

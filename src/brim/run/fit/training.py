@@ -14,18 +14,18 @@ from torch import nn
 from brim.allocator.config import LARGE_SEGMENT_BYTES
 from brim.core import Hardware, Timeline
 from brim.core.hardware import RAM
-from brim.errors import BudgetError, UsageError
+from brim.errors import UsageError
 from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.memory.heap import HeapRetention, retention_limits
 from brim.memory.mapped import present_bytes
-from brim.planning.inference.choosing import found_with_more
 from brim.planning.inference.example_shapes import on_host, without_values
 from brim.planning.inference.machine import Device, capability, make_memory
+from brim.planning.proof import or_smallest
 from brim.planning.strategy.case import TrainingStrategy
 from brim.planning.strategy.choice import MICRO_BATCH, Choice
 from brim.planning.strategy.choose import follow, loop_case, search_training
-from brim.planning.strategy.ladder import Orders, fits, too_small
+from brim.planning.strategy.ladder import Orders, too_small
 from brim.planning.strategy.prediction import Prediction, Rehearsal, works_in_place
 from brim.planning.strategy.search import Planner
 from brim.planning.strategy.step import Fitted, apply_choice, bytes_at_once
@@ -168,15 +168,14 @@ class Search:
 
         For a GPU it names a proved budget: a plan for a larger budget has other segments than the refused plan.
         """
-        try:
+        if not self._planner.case.rehearsal.reserves:
             return self._within(self.budget_bytes)
-        except BudgetError as error:
-            if not self._planner.case.rehearsal.reserves:
-                raise
-            strategy = found_with_more(self._within, self.budget_bytes, error)
-            if not fits(strategy.prediction.peak_bytes, self.budget_bytes):
-                raise too_small(strategy.prediction.peak_bytes, self.budget_bytes) from error
-            return strategy
+        return or_smallest(
+            self._within,
+            lambda strategy: strategy.prediction.peak_bytes,
+            self.budget_bytes,
+            lambda peaks: too_small(peaks, self.budget_bytes),
+        )
 
     def _within(self, budget_bytes: Mapping[str, int]) -> TrainingStrategy:
         (strategy,) = search_training(self._planner.within(budget_bytes))

@@ -36,8 +36,8 @@ from brim.planning.inference.machine import (
     on,
     put_in_force,
 )
+from brim.planning.proof import ENDLESS_BYTES, Bytes, fits, sufficient
 from brim.planning.strategy.case import TrainingStrategy
-from brim.planning.strategy.ladder import fits
 from brim.printable import write_note
 from brim.run.fit.training import Search, enforce, tensor_bytes_of
 from brim.run.script.copies import allow_copies, has_other_hooks
@@ -59,9 +59,7 @@ from brim.techniques.base import HANDLE_ATTRIBUTE, refuse_special_tensors
 from brim.techniques.streaming.weight_streaming import Weights
 from brim.units import MIB, format_bytes
 
-_ENDLESS_BYTES = 1 << 62
 _LESS = 0.8  # share of the failed plan's promise that the next plan may use
-_ATTEMPTS = 8  # most budgets tried to find the one that an error names
 _Fit = Callable[[], Any]  # enforces a plan
 _Example = Mapping[str, Any] | Sequence[Any] | None
 
@@ -291,7 +289,7 @@ class Decisions:
         """Predict the bytes of a model that fits, so that the other models get the rest of the budget."""
         model = None if outcome.model is None else outcome.model()
         if model is not None:
-            self._plan(self._again(model, outcome, dict.fromkeys(self._budget, _ENDLESS_BYTES)), outcome)
+            self._plan(self._again(model, outcome, dict.fromkeys(self._budget, ENDLESS_BYTES)), outcome)
 
     def _plan(self, case: _Case, outcome: Outcome) -> None:
         try:
@@ -460,20 +458,27 @@ class Decisions:
         """
         assert self.hardware is not None
         most = self._budget_for(case, {self.hardware.compute: holds})
-        need = dict(error.smallest_bytes) if isinstance(error, BudgetError) else {}
-        for _ in range(_ATTEMPTS if need else 0):
+        if not isinstance(error, BudgetError) or not error.smallest_bytes:
+            return most
+
+        def share_of(need: Bytes) -> Bytes:
+            return case.share_of({**self._budget, **self._budget_for(case, need)})
+
+        def plan(need: Bytes) -> dict[str, int]:
             budget = self._budget_for(case, need)
             if any(count >= most.get(tier, count + 1) for tier, count in budget.items()):
-                break
-            share = case.share_of({**self._budget, **budget})
-            try:
-                self._planned(replace(case, share=share), replace(outcome))
-            except BudgetError as refusal:
-                for tier, count in refusal.smallest_bytes.items():
-                    need[tier] = max(count, share[tier] + 1, need.get(tier, 0))
-            else:
-                return budget
-        return most
+                return most
+            self._planned(replace(case, share=share_of(need)), replace(outcome))
+            return budget
+
+        def raised(need: Bytes, refusal: BudgetError) -> Bytes:
+            share, least = share_of(need), refusal.smallest_bytes
+            return {**need, **{t: max(count, share[t] + 1, need.get(t, 0)) for t, count in least.items()}}
+
+        try:
+            return sufficient(plan, {}, error.smallest_bytes, raised=raised)
+        except BudgetError:
+            return most
 
     def _budget_for(self, case: _Case, need: Mapping[str, int]) -> dict[str, int]:
         """The smallest budgets, in whole MiB, of which the model's share is at least ``need``."""

@@ -20,8 +20,8 @@ from brim.memory.heap import HeapLimits, HeapRetention, retention_limits, watche
 from brim.models.training_model import TrainingModel, make_optimizer, open_training_model
 from brim.planning.file import PlanFile
 from brim.planning.inference.machine import Device, make_memory
-from brim.planning.inference.proof import check_promise
 from brim.planning.inference.warm_up import warm_up
+from brim.planning.proof import check_promise
 from brim.planning.seconds.spans import ComputeSpans
 from brim.planning.strategy.case import Case, TrainingStrategy
 from brim.planning.strategy.choice import Choice

@@ -13,8 +13,9 @@ import transformers
 from brim.core import Hardware, Promise
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.planning.inference.machine import emulated_hardware
+from brim.planning.proof import fits
 from brim.planning.strategy.choice import Choice
-from brim.planning.strategy.ladder import Orders, Subject, climb_down, fits, ladder
+from brim.planning.strategy.ladder import Orders, Subject, climb_down, ladder
 from brim.planning.strategy.prediction import Prediction, Rehearsal
 from brim.techniques.blocks import find_blocks
 from brim.techniques.checkpointing import technique as checkpointing
