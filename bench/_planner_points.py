@@ -23,7 +23,7 @@ from brim.planning.request import Answer, Machine, Proposal, Request, machine_of
 from brim.planning.seconds.drives import reading_from
 from brim.planning.solver.step_profile import FULL, KEEP, Assignment, BlockProfile, Frame
 from brim.planning.solver.streaming import plan_of
-from brim.planning.strategy.search import Planner
+from brim.planning.strategy.search import TrainingSearch
 from brim.planning.training import case_of
 from brim.processes import python_command
 from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM, RESIDENT
@@ -236,10 +236,10 @@ def _trainings(cell: Cell, folder: Path) -> Iterator[Point]:
     machine = _largest(cell, folder)
     start_bytes = machine.start_bytes()
     request = cell.request(folder, machine.budget_bytes)
-    blocks = Planner(case_of(request, machine, start_bytes)).profile.blocks
+    blocks = TrainingSearch(case_of(request, machine, start_bytes)).profile.blocks
     for label, kind, way in _ways(cell, machine.hardware.compute, blocks):
         machine = _largest(cell, folder)
-        planner = Planner(case_of(request, machine, start_bytes))
+        planner = TrainingSearch(case_of(request, machine, start_bytes))
         try:
             found = planner.prove(way, corrects=False)
         except BudgetError:

@@ -82,9 +82,9 @@ def estimated(folder: Path, **asked: Any) -> tuple[Modules, Trace, dict[str, str
 def trained(folder: Path, *, checkpointed: str = "none", **asked: Any) -> tuple[Modules, Trace]:
     """The step of ``brim train`` with everything on the GPU."""
     case = case_of(Request(model=folder, task="train", seq=_SEQ, batch=1, **asked), gpu(24 * GIB), 0)
-    blocks = checkpointing.blocks(case.rehearsal.model) if checkpointed != "none" else ()
+    blocks = checkpointing.blocks(case.step.model) if checkpointed != "none" else ()
     choice = Choice(precision=case.precision, checkpointing=dict.fromkeys(blocks, checkpointed))
-    return modules_of(lambda: case.rehearsal.trace(choice))
+    return modules_of(lambda: case.step.trace(choice))
 
 
 def compare(folder: Path, *, checkpointing: str = "none", **asked: Any) -> None:

@@ -29,7 +29,7 @@ from brim.planning.strategy.case import TrainingStrategy
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.choose import search_training
 from brim.planning.strategy.ladder import Orders
-from brim.planning.strategy.search import Planner
+from brim.planning.strategy.search import TrainingSearch
 from brim.planning.training import plan_training
 from brim.run.fit.training import Search
 from brim.run.plan.search import plan
@@ -199,7 +199,7 @@ def trained(request: Request, on: Machine) -> TrainingStrategy:
         device="auto", disk_folder=None, start_bytes=resident_bytes(),
     )  # fmt: skip
     training_model = open_training_model(Path(request.model), method=request.method, precision=precision, seed=0)
-    (found,) = search_training(Planner(training_case(terms, training_model)))
+    (found,) = search_training(TrainingSearch(training_case(terms, training_model)))
     return found
 
 

@@ -16,7 +16,7 @@ import brim
 from brim.core import Hardware
 from brim.core.hardware import RAM
 from brim.planning.strategy.choice import Choice
-from brim.planning.strategy.prediction import Rehearsal, works_in_place
+from brim.planning.strategy.prediction import TrainingStep, works_in_place
 from brim.run.fit import api as fitting_door
 from brim.techniques.blocks import find_blocks
 from brim.techniques.streaming.weight_streaming import Weights
@@ -56,13 +56,13 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, t
 
 def predicted(hardware: Hardware, in_place: bool) -> int:
     model, _ = make()
-    rehearsal = Rehearsal(
+    training_step = TrainingStep(
         name="net", model=model, partition=find_blocks(model), weights=Weights(), batch=1, hardware=hardware,
         optimizer=lambda twin: torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9),
         inputs=lambda count: {name: torch.empty_like(value) for name, value in inputs.items()},
     )  # fmt: skip
     inputs = example()
-    return rehearsal.predict(Choice(in_place=in_place)).peak_bytes[RAM]
+    return training_step.predict(Choice(in_place=in_place)).peak_bytes[RAM]
 
 
 @pytest.mark.filterwarnings("ignore")

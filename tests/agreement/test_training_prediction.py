@@ -23,7 +23,7 @@ from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
 from brim.planning.inference.machine import emulated_hardware
 from brim.planning.strategy.choice import Choice
-from brim.planning.strategy.prediction import Prediction, Rehearsal
+from brim.planning.strategy.prediction import Prediction, TrainingStep
 from brim.planning.strategy.step import apply_choice
 from brim.techniques.blocks import find_blocks
 from brim.techniques.micro_batch import split
@@ -90,8 +90,8 @@ CHOICES: dict[str, Callable[[list[str], list[str]], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def rehearsal(model: nn.Module, hardware: Hardware, **changes: Any) -> Rehearsal:
-    return Rehearsal(
+def training_step(model: nn.Module, hardware: Hardware, **changes: Any) -> TrainingStep:
+    return TrainingStep(
         **{
             "name": "tiny",
             "model": model,
@@ -166,7 +166,7 @@ def test_the_peaks_of_full_training(name: str, micro_batch: int, known_machine: 
     model = language_model()
     parts = [block.name for block in find_blocks(model).blocks]
     choice = Choice(micro_batch=micro_batch, **CHOICES[name](BLOCKS, parts))
-    predicted = rehearsal(model, emulated_hardware(known_machine)).predict(choice)
+    predicted = training_step(model, emulated_hardware(known_machine)).predict(choice)
     assert_agree(predicted, measure(model, choice))
 
 
@@ -177,7 +177,7 @@ def test_the_peaks_of_lora(name: str, known_machine: Hardware) -> None:
     model = language_model(lora=True)
     parts = [block.name for block in find_blocks(model, stay=stay(model)).blocks]
     choice = Choice(micro_batch=2, **CHOICES[name](LORA_BLOCKS, parts))
-    predicted = rehearsal(model, emulated_hardware(known_machine)).predict(choice)
+    predicted = training_step(model, emulated_hardware(known_machine)).predict(choice)
     assert_agree(predicted, measure(model, choice))
 
 
@@ -185,7 +185,7 @@ def test_the_peaks_of_lora(name: str, known_machine: Hardware) -> None:
 def test_a_step_on_cuda_goes_through_the_caching_allocator(known_machine: Hardware) -> None:
     """No GPU is needed to say what leaves VRAM, and in what steps VRAM is reserved."""
     hardware, model = emulated_hardware(known_machine), language_model()
-    on_cuda = rehearsal(model, hardware, device="cuda")
+    on_cuda = training_step(model, hardware, device="cuda")
     plain, offloaded = (
         on_cuda.predict(Choice(micro_batch=BATCH, states=states)).peak_bytes for states in ("keep", "ram")
     )

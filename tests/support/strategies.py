@@ -9,7 +9,7 @@ from torch import nn
 from brim.core import Hardware
 from brim.core.hardware import RAM
 from brim.estimation.step_memory import Inputs, watch_inference
-from brim.planning.inference.choose import GenerationCase, GenerationStrategy, Wanted, search_generation
+from brim.planning.inference.choose import GenerationCase, GenerationRequest, GenerationStrategy, search_generation
 from brim.planning.inference.pass_seconds import PassSeconds
 from brim.techniques.streaming.weight_streaming import Weights
 
@@ -27,7 +27,7 @@ def strategy_of(
         weights=Weights(),
         hardware=hardware,
         budget_bytes={**budget, hardware.compute: budget[hardware.compute] + seen.step_bytes},
-        wanted=Wanted(lengths=(prompt,) * batch, new_tokens=new, batch=batch),
+        request=GenerationRequest(lengths=(prompt,) * batch, new_tokens=new, batch=batch),
         shape=None,
         watch=lambda sizes: seen,
         spent_bytes=lambda: {RAM: 0},

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from brim.planning.strategy.choice import Choice
-from brim.planning.strategy.prediction import Rehearsal, Rehearsed
+from brim.planning.strategy.prediction import SimulatedStep, TrainingStep
 from brim.run.data.dataset import Batches, open_data
 from brim.run.train.loop import Request
 
@@ -54,17 +54,17 @@ def remember_predictions() -> Callable[[], None]:
     """From now on, what a choice takes is predicted once for each kind of training: it is most of a tiny one.
 
     Returns what ends it."""
-    rehearse, made = Rehearsal.rehearse, {}
+    simulate, made = TrainingStep.simulate, {}
 
-    def remembered(self: Rehearsal, choice: Choice) -> Rehearsed:
+    def remembered(self: TrainingStep, choice: Choice) -> SimulatedStep:
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         key = (type(self.model), trained, self.batch, self.clip_norm, self.hardware.name, repr(choice))
         if key not in made:
-            made[key] = rehearse(self, choice)
+            made[key] = simulate(self, choice)
         return made[key]
 
-    Rehearsal.rehearse = remembered  # type: ignore[method-assign]
-    return lambda: setattr(Rehearsal, "rehearse", rehearse)
+    TrainingStep.simulate = remembered  # type: ignore[method-assign]
+    return lambda: setattr(TrainingStep, "simulate", simulate)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import nn
 
 from brim.estimation.step_memory import Inputs, Observation
-from brim.planning.inference.choose import GenerationCase, Wanted
+from brim.planning.inference.choose import GenerationCase, GenerationRequest
 from brim.planning.inference.depth import Shallow
 from brim.planning.inference.memory import Sizes, cache_shape, watch_generation
 from brim.planning.inference.pass_seconds import PassSeconds
@@ -80,7 +80,7 @@ class Subject:
             weights=self.weights,
             hardware=self.machine.hardware,
             budget_bytes=self.machine.budget_bytes,
-            wanted=Wanted(
+            request=GenerationRequest(
                 lengths=(inputs.prompt,) * inputs.batch,
                 new_tokens=inputs.total - inputs.prompt,
                 batch=inputs.batch,

@@ -33,13 +33,13 @@ from brim.planning.seconds.drive_contention import SharesWhenAsked
 from brim.planning.seconds.fresh_memory import fresh_seconds
 from brim.planning.solver.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Limits
 from brim.planning.solver.steps import contention_of
-from brim.planning.strategy.case import Case, Clock, TrainingStrategy
+from brim.planning.strategy.case import Clock, TrainingCase, TrainingStrategy
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.choose import loop_case, search_training
 from brim.planning.strategy.effects import effects, frees
 from brim.planning.strategy.ladder import Orders, spread
-from brim.planning.strategy.prediction import Rehearsal, works_in_place
-from brim.planning.strategy.search import Planner
+from brim.planning.strategy.prediction import TrainingStep, works_in_place
+from brim.planning.strategy.search import TrainingSearch
 from brim.techniques import optimizers
 from brim.techniques.blocks import Partition, find_blocks
 from brim.techniques.checkpointing import technique as checkpointing
@@ -67,11 +67,9 @@ def plan_training(request: Request, machine: Machine) -> list[Proposal]:
         importlib.import_module("peft")  # a training imports it before its bytes are counted
     start_bytes = machine.start_bytes()
     with quiet():
-        planner = Planner(case_of(request, machine, start_bytes))
-        strategies = search_training(planner, top=request.top)
-    return [
-        _proposal(request, machine, planner, strategy, first=strategy is strategies[0]) for strategy in strategies
-    ]
+        search = TrainingSearch(case_of(request, machine, start_bytes))
+        strategies = search_training(search, top=request.top)
+    return [_proposal(request, machine, search, strategy, first=strategy is strategies[0]) for strategy in strategies]
 
 
 def states_of(request: Request) -> int:
@@ -97,7 +95,7 @@ def _refuse_states(request: Request, machine: Machine) -> None:
 
 
 def precision_of(request: Request, compute: str) -> tuple[str, str]:
-    """Return the precision and its origin: the request's, else the planner's choice."""
+    """Return the precision and its origin: the request's, else the search's choice."""
     if request.precision is None and is_factory(request.model):
         return "fp32", "by default: a loop of your own runs as it is written"
     if request.precision is None and request.prefer == "quality":
@@ -128,7 +126,7 @@ def training_limits(
     )
 
 
-def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
+def case_of(request: Request, machine: Machine, start_bytes: int) -> TrainingCase:
     if is_factory(request.model):
         return _case_of_factory(request, machine, start_bytes)
     hardware = machine.hardware
@@ -145,9 +143,9 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
         return {"input_ids": ids, "labels": ids.clone()}
 
     partition = find_blocks(model, stay=adapters)
-    rehearsal = _rehearsal(request, machine, model, partition, dict(_sources(model, base)), inputs, start_bytes)
-    return Case(
-        rehearsal=rehearsal,
+    step = _step_of(request, machine, model, partition, dict(_sources(model, base)), inputs, start_bytes)
+    return TrainingCase(
+        step=step,
         state_bytes=lambda trained: sum(optimizers.state_bytes(request.optimizer, trained)),
         precision=precision,
         limits=training_limits(model, precision, machine.budget_bytes, clips=False, adapters=adapters),
@@ -160,7 +158,7 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
     )
 
 
-def _case_of_factory(request: Request, machine: Machine, start_bytes: int) -> Case:
+def _case_of_factory(request: Request, machine: Machine, start_bytes: int) -> TrainingCase:
     """Return the case of the user's loop with ``brim.fit``, whose budget and promise count tensors only."""
     model, example = factory.made_by(find_model(request.model))
     compute, partition = machine.hardware.compute, checkpointing.partition_of(model)
@@ -169,9 +167,9 @@ def _case_of_factory(request: Request, machine: Machine, start_bytes: int) -> Ca
     def inputs(count: int) -> Any:
         return factory.with_rows(example, count)
 
-    rehearsal = _rehearsal(request, machine, model, partition, {}, inputs, start_bytes)  # no weights in files
+    step = _step_of(request, machine, model, partition, {}, inputs, start_bytes)  # no weights in files
     return loop_case(
-        replace(rehearsal, spent_bytes=dict),
+        replace(step, spent_bytes=dict),
         budget_bytes=machine.budget_bytes,
         orders=Orders(micro_batch=request.batch if factory.sees_rows_together(model) else None),
         in_place=lambda: works_in_place(model, inputs(request.batch)),
@@ -184,7 +182,7 @@ def _is_here(request: Request, machine: Machine) -> bool:
     return request.gpu is None and not machine.assumed
 
 
-def _rehearsal(
+def _step_of(
     request: Request,
     machine: Machine,
     model: nn.Module,
@@ -192,9 +190,9 @@ def _rehearsal(
     sources: dict[str, TensorSource],
     inputs: Callable[[int], Any],
     start_bytes: int,
-) -> Rehearsal:
+) -> TrainingStep:
     here = _is_here(request, machine)
-    return Rehearsal(
+    return TrainingStep(
         name=str(request.model),
         model=model,
         partition=partition,
@@ -280,7 +278,7 @@ def _sources(model: nn.Module, names: frozenset[str]) -> Iterator[tuple[str, Ten
 
 
 def _proposal(
-    request: Request, machine: Machine, planner: Planner, strategy: TrainingStrategy, *, first: bool
+    request: Request, machine: Machine, search: TrainingSearch, strategy: TrainingStrategy, *, first: bool
 ) -> Proposal:
     compute, peaks = machine.hardware.compute, strategy.prediction.peak_bytes
     limits = retention_limits(peaks[RAM], machine.budget_bytes[RAM]) if compute == RAM else None
@@ -297,14 +295,14 @@ def _proposal(
         plan=plan,
         step_s=strategy.step_s,
         limited_by=strategy.limited_by,
-        techniques=[] if strategy.assignment is None else effects(planner, strategy.assignment),
+        techniques=[] if strategy.assignment is None else effects(search, strategy.assignment),
         command=(
             factory.command()
             if is_factory(request.model)
             else command(request, strategy.choice, [block.name for block in strategy.partition.blocks])
         ),
         gap=0.0 if strategy.assignment is None else strategy.assignment.gap,
-        frees=frees(planner, strategy.assignment) if first and strategy.assignment is not None else (),
+        frees=frees(search, strategy.assignment) if first and strategy.assignment is not None else (),
         timeline=timeline,
     )
 

@@ -24,7 +24,7 @@ from brim.planning.request import Machine, Proposal, Request
 from brim.planning.solver.schedule import lane_of as lane
 from brim.planning.solver.tie_break import AS_FAST
 from brim.planning.strategy.choice import Choice
-from brim.planning.strategy.search import Planner
+from brim.planning.strategy.search import TrainingSearch
 from brim.planning.training import BESIDE_BYTES, case_of, plan_training
 from brim.techniques.streaming.placement import FROM_RAM
 
@@ -73,8 +73,8 @@ def machine(vram: int, ram: int = 8 * GIB) -> Machine:
     return Machine(hardware=GPU, budget_bytes={VRAM: vram, RAM: ram, DISK: 100 * GIB}, assumed=("all of it",))
 
 
-def planner_of(request: Request, on: Machine) -> Planner:
-    return Planner(replace(case_of(request, on, 0), exact=True))
+def planner_of(request: Request, on: Machine) -> TrainingSearch:
+    return TrainingSearch(replace(case_of(request, on, 0), exact=True))
 
 
 def choice_of(proposal: Proposal) -> Choice:
@@ -199,7 +199,7 @@ def test_a_model_without_a_loss_is_refused(tmp_path: Path) -> None:
         plan_training(asked(tmp_path), machine(8 * GIB))
 
 
-# -- deep models, of which a few layers are rehearsed
+# -- deep models, of which a few layers are traced
 
 DEEP = 14
 WAYS: list[dict[str, Any]] = [
@@ -237,14 +237,14 @@ def choice_for(way: Mapping[str, Any], precision: str) -> Choice:
 
 
 @pytest.fixture(scope="module")
-def planners(tmp_path_factory: pytest.TempPathFactory) -> tuple[Planner, Planner]:
-    """Of a deep model: one that rehearses few layers, and one that rehearses all."""
+def planners(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingSearch, TrainingSearch]:
+    """Of a deep model: one that traces few layers, and one that traces all."""
     deep = llama(tmp_path_factory.mktemp("saved") / "deep", layers=DEEP, hidden=512)
     case = case_of(asked(deep, seq=256), machine(8 * GIB), 0)
-    return Planner(case), Planner(replace(case, exact=True))
+    return TrainingSearch(case), TrainingSearch(replace(case, exact=True))
 
 
-def test_the_profile_of_few_layers_is_that_of_all(planners: tuple[Planner, Planner]) -> None:
+def test_the_profile_of_few_layers_is_that_of_all(planners: tuple[TrainingSearch, TrainingSearch]) -> None:
     few, every = (one.profile for one in planners)
     for part in ("weight_bytes", "gradient_bytes", "state_bytes", "early_gradient_bytes", "head_bytes"):
         assert getattr(few, part) == getattr(every, part), part
@@ -258,7 +258,9 @@ def test_the_profile_of_few_layers_is_that_of_all(planners: tuple[Planner, Plann
 
 
 @pytest.mark.parametrize("way", WAYS, ids=[" ".join(way) or "plain" for way in WAYS])
-def test_a_few_layers_say_what_all_of_them_take(way: dict[str, Any], planners: tuple[Planner, Planner]) -> None:
+def test_a_few_layers_say_what_all_of_them_take(
+    way: dict[str, Any], planners: tuple[TrainingSearch, TrainingSearch]
+) -> None:
     few, every = planners
     choice = choice_for(way, "bf16-mixed")
     known = few.assignment(choice)

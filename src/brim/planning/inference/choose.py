@@ -54,7 +54,7 @@ _WORTH_TOKENS = 256  # the least tokens of a chunk for a larger batch, as each c
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class GenerationRequest:
     """The largest generation to plan for. ``batch`` and ``chunk`` None: as many sequences and tokens at once as fit.
 
     ``lengths``: tokens of each prompt. ``drawn``: tokens are sampled. ``continued``: turns of a conversation, each
@@ -108,7 +108,7 @@ class GenerationCase:
     weights: Weights
     hardware: Hardware
     budget_bytes: Mapping[str, int]
-    wanted: Wanted
+    request: GenerationRequest
     shape: kv_cache.CacheShape | None
     watch: Callable[[Sizes], Observation]
     spent_bytes: Callable[[], Mapping[str, int]]
@@ -129,7 +129,7 @@ class GenerationCase:
 
     @cached_property
     def prompt(self) -> int:
-        return max(self.wanted.lengths)
+        return max(self.request.lengths)
 
     @cached_property
     def stay(self) -> frozenset[str]:
@@ -138,9 +138,9 @@ class GenerationCase:
         return frozenset(name for name in names if self.weights.sources and name not in self.weights.sources)
 
     def sizes(self, batch: int, chunk: int) -> Sizes:
-        wanted = self.wanted
-        total, padded = self.prompt + wanted.new_tokens, wanted.padded(batch)
-        return Sizes(batch=batch, prompt=self.prompt, total=total, chunk=chunk, padded=padded, drawn=wanted.drawn)
+        request = self.request
+        total, padded = self.prompt + request.new_tokens, request.padded(batch)
+        return Sizes(batch=batch, prompt=self.prompt, total=total, chunk=chunk, padded=padded, drawn=request.drawn)
 
     def placement(self, sizes: Sizes, resting: int) -> kv_cache.Placement | None:
         return None if self.shape is None else sizes.placement(self.shape, resting)
@@ -265,16 +265,16 @@ class GenerationSearch:
         return other
 
     def _run(self) -> GenerationStrategy:
-        wanted = self.case.wanted
-        batch = wanted.batch or largest(len(wanted.lengths), 1, self._with_short_chunks).sizes.batch
-        return self._with_batch(min(batch, len(wanted.lengths)), self._with_chunks)
+        request = self.case.request
+        batch = request.batch or largest(len(request.lengths), 1, self._with_short_chunks).sizes.batch
+        return self._with_batch(min(batch, len(request.lengths)), self._with_chunks)
 
     # -- sizes
 
     def _with_short_chunks(self, batch: int) -> GenerationStrategy:
         case = self.case
         least = min(case.prompt, max(_WORTH_TOKENS, case.prompt // _CHUNK_STEPS))
-        if batch == 1 or case.wanted.chunk is not None or not self._divisible:
+        if batch == 1 or case.request.chunk is not None or not self._divisible:
             return self._with_batch(batch, self._with_chunks)
         return self._with_batch(batch, lambda _, resting: self._placed(case.sizes(batch, least), resting))
 
@@ -297,7 +297,7 @@ class GenerationSearch:
 
     def _with_chunks(self, batch: int, resting: int) -> GenerationStrategy:
         """Use the given prompt chunk, or the largest that fits."""
-        case, prompt, asked = self.case, self.case.prompt, self.case.wanted.chunk
+        case, prompt, asked = self.case, self.case.prompt, self.case.request.chunk
         if asked is not None and asked < prompt and not self._divisible:
             raise UnsupportedError(
                 f"Cannot process the prompt with {case.name} in chunks of {asked} tokens.",
@@ -418,17 +418,17 @@ class GenerationSearch:
 
     def follow(self, fixed: Plan) -> GenerationStrategy:
         """Return the strategy of the given plan. Raises UsageError where it has no room for the prompts."""
-        case, settings, wanted = self.case, fixed.settings, self.case.wanted
+        case, settings, request = self.case, fixed.settings, self.case.request
         batch, prompt = settings.get(BATCH, 1), settings.get(PROMPT_TOKENS, case.prompt)
-        total = settings.get(TOTAL_TOKENS, prompt + wanted.new_tokens)
-        if case.prompt > prompt or case.prompt + wanted.new_tokens > total:
+        total = settings.get(TOTAL_TOKENS, prompt + request.new_tokens)
+        if case.prompt > prompt or case.prompt + request.new_tokens > total:
             raise UsageError(
-                f"Cannot use the plan for {case.prompt} prompt tokens and {wanted.new_tokens} new ones.",
+                f"Cannot use the plan for {case.prompt} prompt tokens and {request.new_tokens} new ones.",
                 f"It has room for a prompt of {prompt} tokens, and {total} in all.",
-                f"Make a plan for this case: brim plan --seq {case.prompt} --new-tokens {wanted.new_tokens}.",
+                f"Make a plan for this case: brim plan --seq {case.prompt} --new-tokens {request.new_tokens}.",
             )
-        chunk, padded = settings.get(CHUNK_TOKENS, prompt), wanted.padded(batch)
-        sizes = Sizes(batch=batch, prompt=prompt, total=total, chunk=chunk, padded=padded, drawn=wanted.drawn)
+        chunk, padded = settings.get(CHUNK_TOKENS, prompt), request.padded(batch)
+        sizes = Sizes(batch=batch, prompt=prompt, total=total, chunk=chunk, padded=padded, drawn=request.drawn)
         resting = settings.get(kv_cache.RESTING_TOKENS, 0)
         need = self.need(sizes, resting)
         cut = cut_of(fixed, self.cuts(need))
@@ -533,4 +533,4 @@ def cut_of(plan: Plan, cuts: Iterable[Cut]) -> Cut | None:
     return None
 
 
-__all__ = ["GenerationCase", "GenerationStrategy", "Wanted", "follow", "search_generation"]
+__all__ = ["GenerationCase", "GenerationRequest", "GenerationStrategy", "follow", "search_generation"]

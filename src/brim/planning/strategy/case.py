@@ -11,7 +11,7 @@ from brim.planning.solver.schedule import Contention, Schedule
 from brim.planning.solver.step_profile import Assignment, Limits
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.ladder import Orders
-from brim.planning.strategy.prediction import Prediction, Rehearsal
+from brim.planning.strategy.prediction import Prediction, TrainingStep
 from brim.techniques.blocks import Partition
 
 # Rows -> measured seconds of each block: forward, backward, forward without saving.
@@ -49,19 +49,19 @@ class TrainingStrategy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class TrainingCase:
     """A training for the search. A row has ``tokens`` tokens; ``clock`` is None where seconds are computed.
 
     ``state_bytes`` gives the optimizer's bytes for some parameters (None: a trace does). ``orders`` are the user's
     settings, ``limits`` the choices that they leave. Parameters in ``stay`` are not streamed. ``in_place()`` is True
     where some activations can write over their inputs. ``aside`` are bytes of the compute tier reserved for a step
-    that cannot be rehearsed; ``finer``: blocks may be cut finer than in ``rehearsal`` where nothing else fits.
+    that cannot be traced; ``finer``: blocks may be cut finer than in ``step`` where nothing else fits.
     ``brief``: a step's gradients are freed before those of the next exist. ``beside`` is the measured contention of
     lanes. ``fresh_s_per_byte`` is the cost of memory that is freed and allocated again, as the budget leaves no room
-    to keep it. ``exact``: every proof rehearses every layer; ``proves_all``: that of the chosen strategy does.
+    to keep it. ``exact``: every proof traces every layer; ``proves_all``: that of the chosen strategy does.
     """
 
-    rehearsal: Rehearsal
+    step: TrainingStep
     precision: str
     limits: Limits
     tokens: int
@@ -79,4 +79,4 @@ class Case:
     proves_all: bool = False
 
 
-__all__ = ["Case", "Clock", "TrainingStrategy"]
+__all__ = ["Clock", "TrainingCase", "TrainingStrategy"]

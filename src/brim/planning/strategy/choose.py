@@ -1,6 +1,6 @@
 """Choose a training strategy, for ``brim plan``, ``brim train``, ``brim.fit`` and ``brim run``.
 
-No plan is faster than keeping everything in memory. Where that does not fit, the planner searches; else the first
+No plan is faster than keeping everything in memory. Where that does not fit, the search searches; else the first
 fallback level that fits is used, and below the last level weights are streamed in the finest blocks. All strategies
 are proved by the same traces and timed by the same schedules.
 """
@@ -17,11 +17,11 @@ from brim.errors import BudgetError, UnsupportedError
 from brim.planning.inference.choosing import Need, make_plan
 from brim.planning.proof import Bytes, fits, prove_within
 from brim.planning.solver.step_profile import KEEP, OFFLOAD, Assignment, Limits
-from brim.planning.strategy.case import Case, TrainingStrategy
+from brim.planning.strategy.case import TrainingCase, TrainingStrategy
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.ladder import Orders, Subject, climb_down, is_small, ladder, no_smaller, too_small
-from brim.planning.strategy.prediction import Rehearsal
-from brim.planning.strategy.search import Planner
+from brim.planning.strategy.prediction import TrainingStep
+from brim.planning.strategy.search import TrainingSearch
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.loss import chunked as chunked_loss
@@ -31,38 +31,38 @@ _WORTH_IT = 0.02  # a level is preferred to a plan that is faster by less than t
 _MARGIN_BYTES = 1 << 20
 
 
-def search_training(planner: Planner, *, top: int = 1, start: int = 0) -> list[TrainingStrategy]:
+def search_training(search: TrainingSearch, *, top: int = 1, start: int = 0) -> list[TrainingStrategy]:
     """Return up to ``top`` of the fastest proved strategies, the best first.
 
     With ``start`` > 0, the number of fallback levels that failed, it is the first later level that fits. Raises
     BudgetError, with the smallest sufficient bytes where they are known, when nothing fits.
     """
-    case, best = planner.case, None
+    case, best = search.case, None
     if start <= 0:
-        best = _unplanned(planner, _rungs(case, in_place=False)[0])
+        best = _unplanned(search, _rungs(case, in_place=False)[0])
         if best is not None and (top == 1 or not _is_searchable(case)):
             return [best]
     # In-place activations are no help where not even the weights fit.
-    room = planner.limits.budget_bytes[planner.hardware.compute] >= case.rehearsal.partition.bytes
-    rungs = _rungs(case, in_place=room and case.rehearsal.inputs is not None and case.in_place())
+    room = search.limits.budget_bytes[search.hardware.compute] >= case.step.partition.bytes
+    rungs = _rungs(case, in_place=room and case.step.inputs is not None and case.in_place())
     if start <= 0:
         if best is None and rungs[0] != rungs[min(1, len(rungs) - 1)] == replace(rungs[0], in_place=True):
-            best = _unplanned(planner, rungs[1], 1)
+            best = _unplanned(search, rungs[1], 1)
         looks = _searches(case) if best is None else top > 1
-        strategies = _planned(planner, rungs, top) if looks and _is_searchable(case) else []
+        strategies = _planned(search, rungs, top) if looks and _is_searchable(case) else []
         if best is not None:
             return [best, *(strategy for strategy in strategies if strategy.choice != best.choice)][:top]
         if strategies:
             return strategies
-    return [_by_levels(planner, rungs, max(0, start))]
+    return [_by_levels(search, rungs, max(0, start))]
 
 
-def follow(planner: Planner, plan: Plan, partition: Partition) -> TrainingStrategy:
+def follow(search: TrainingSearch, plan: Plan, partition: Partition) -> TrainingStrategy:
     """Prove the choice of ``plan`` on ``partition`` for the present budget, and keep the seconds that it promised.
     Raises BudgetError where it does not fit."""
-    strategy = planner.proved(Choice.of(plan), partition)
-    if not _fits(planner, strategy):
-        raise too_small(strategy.prediction.peak_bytes, planner.limits.budget_bytes)
+    strategy = search.proved(Choice.of(plan), partition)
+    if not _fits(search, strategy):
+        raise too_small(strategy.prediction.peak_bytes, search.limits.budget_bytes)
     told = plan.promise
     promised = replace(strategy.prediction, step_s=told.step_s, bound_s=told.bound_s, limited_by=told.limited_by)
     return replace(strategy, prediction=promised, planned=True)
@@ -86,7 +86,7 @@ def within(orders: Orders, limits: Limits) -> Limits:
 
 
 def loop_case(
-    rehearsal: Rehearsal,
+    step: TrainingStep,
     *,
     budget_bytes: Mapping[str, int],
     orders: Orders,
@@ -96,7 +96,7 @@ def loop_case(
     aside: Callable[[Choice], int] = lambda choice: 0,
     finer: bool = False,
     exact: bool = False,
-) -> Case:
+) -> TrainingCase:
     """Return the case of a training loop of the user's: its calls are not changed, and gradients of several steps
     may exist while states pass through their buffer."""
     limits = Limits(
@@ -107,8 +107,8 @@ def loop_case(
         states_leave=states_leave,
         streams=False,
     )
-    return Case(
-        rehearsal=rehearsal,
+    return TrainingCase(
+        step=step,
         precision=precision,
         limits=within(orders, limits),
         tokens=0,
@@ -121,25 +121,25 @@ def loop_case(
     )
 
 
-def _is_searchable(case: Case) -> bool:
-    """Return True where a search can obey the orders, and a step can be rehearsed."""
+def _is_searchable(case: TrainingCase) -> bool:
+    """Return True where a search can obey the orders, and a step can be traced."""
     # A search cannot be held to a number of offloaded blocks.
-    return case.rehearsal.inputs is not None and not case.orders.offload_activations
+    return case.step.inputs is not None and not case.orders.offload_activations
 
 
-def _searches(case: Case) -> bool:
+def _searches(case: TrainingCase) -> bool:
     """Return True where a search precedes the levels: a small step is over before a search is."""
-    return _is_searchable(case) and not is_small(case.rehearsal.model)
+    return _is_searchable(case) and not is_small(case.step.model)
 
 
-def _rungs(case: Case, *, in_place: bool) -> list[Choice]:
-    rehearsal, limits = case.rehearsal, case.limits
+def _rungs(case: TrainingCase, *, in_place: bool) -> list[Choice]:
+    step, limits = case.step, case.limits
     subject = Subject(
-        compute=rehearsal.hardware.compute,
-        batch=rehearsal.batch,
-        blocks=[] if rehearsal.inputs is None else checkpointing.blocks(rehearsal.model),
+        compute=step.hardware.compute,
+        batch=step.batch,
+        blocks=[] if step.inputs is None else checkpointing.blocks(step.model),
         in_place=in_place,
-        chunkable=limits.chunkable and _chunkable(rehearsal.model),
+        chunkable=limits.chunkable and _chunkable(step.model),
         single_pass=limits.single_pass,
         gradients_leave=limits.gradients_leave,
         states_leave=limits.states_leave,
@@ -148,108 +148,108 @@ def _rungs(case: Case, *, in_place: bool) -> list[Choice]:
     return [rung for rung in rungs if case.brief or not rung.brief_buffer]
 
 
-def _unplanned(planner: Planner, choice: Choice, rung: int = 0) -> TrainingStrategy | None:
+def _unplanned(search: TrainingSearch, choice: Choice, rung: int = 0) -> TrainingStrategy | None:
     """Prove ``choice`` without a search; None where it does not fit or its heap frees memory that it needs again."""
-    if not fits(_floor_bytes(planner, choice), planner.limits.budget_bytes):
+    if not fits(_floor_bytes(search, choice), search.limits.budget_bytes):
         return None
-    strategy = replace(planner.proved(choice), rung=rung)
-    return strategy if _fits(planner, strategy) and not strategy.heap_s else None
+    strategy = replace(search.proved(choice), rung=rung)
+    return strategy if _fits(search, strategy) and not strategy.heap_s else None
 
 
-def _planned(planner: Planner, rungs: list[Choice], top: int) -> list[TrainingStrategy]:
-    """Return the planner's strategies, preceded by a level that is as fast as the first of them."""
+def _planned(search: TrainingSearch, rungs: list[Choice], top: int) -> list[TrainingStrategy]:
+    """Return the search's strategies, preceded by a level that is as fast as the first of them."""
     try:
-        strategies = planner.search(top)
+        strategies = search.run(top)
     except UnsupportedError:  # the optimizer's states cannot be offloaded
         return []
-    if strategies and planner.case.proves_all:
-        best = planner.exactly(strategies[0])
-        if not fits(best.prediction.peak_bytes, planner.limits.budget_bytes):
+    if strategies and search.case.proves_all:
+        best = search.exactly(strategies[0])
+        if not fits(best.prediction.peak_bytes, search.limits.budget_bytes):
             return []
         strategies = [best, *strategies[1:]]
     if not strategies:
         return []
-    strategies = [replace(strategy, rung=_place(planner, rungs, strategy), planned=True) for strategy in strategies]
+    strategies = [replace(strategy, rung=_place(search, rungs, strategy), planned=True) for strategy in strategies]
     if any(rung.in_place for rung in rungs):  # the search has no in-place activations
-        level = _level(planner, rungs, 0)
+        level = _level(search, rungs, 0)
         if level is not None and strategies[0].step_s > level.step_s * (1 - _WORTH_IT):
             return [level, *strategies][:top]
     return strategies
 
 
-def _place(planner: Planner, rungs: list[Choice], strategy: TrainingStrategy) -> int:
+def _place(search: TrainingSearch, rungs: list[Choice], strategy: TrainingStrategy) -> int:
     """Return the first level whose estimate needs no more of the compute tier than ``strategy``; else the last."""
-    compute = planner.hardware.compute
+    compute = search.hardware.compute
 
     def compute_bytes(assignment: Assignment | None) -> int:
-        return 0 if assignment is None else planner.estimated_peaks(assignment).get(compute, 0)
+        return 0 if assignment is None else search.estimated_peaks(assignment).get(compute, 0)
 
     most = compute_bytes(strategy.assignment)
-    assignments = ((rung, planner.assignment(choice)) for rung, choice in enumerate(rungs))
+    assignments = ((rung, search.assignment(choice)) for rung, choice in enumerate(rungs))
     return next(
         (rung for rung, each in assignments if each is not None and compute_bytes(each) <= most), len(rungs) - 1
     )
 
 
-def _level(planner: Planner, rungs: list[Choice], start: int) -> TrainingStrategy | None:
+def _level(search: TrainingSearch, rungs: list[Choice], start: int) -> TrainingStrategy | None:
     """Return the first level from ``start`` on that fits."""
-    nearest = _nearest(planner, rungs, start)
-    return nearest if nearest.rung >= start and _fits(planner, nearest) else None
+    nearest = _nearest(search, rungs, start)
+    return nearest if nearest.rung >= start and _fits(search, nearest) else None
 
 
-def _nearest(planner: Planner, rungs: list[Choice], start: int) -> TrainingStrategy:
+def _nearest(search: TrainingSearch, rungs: list[Choice], start: int) -> TrainingStrategy:
     """Return the first level from ``start`` on that fits, or the one that comes nearest."""
-    case = planner.case
+    case = search.case
     rung, choice, _ = climb_down(
         rungs,
-        planner.predicted,
-        planner.limits.budget_bytes,
-        compute=planner.hardware.compute,
-        batch=case.rehearsal.batch,
+        search.predicted,
+        search.limits.budget_bytes,
+        compute=search.hardware.compute,
+        batch=case.step.batch,
         order=case.orders,
         start=start,
-        floor=lambda choice: _floor_bytes(planner, choice),
-        one_by_one=is_small(case.rehearsal.model),
+        floor=lambda choice: _floor_bytes(search, choice),
+        one_by_one=is_small(case.step.model),
     )
-    return replace(planner.proved(choice), rung=rung)
+    return replace(search.proved(choice), rung=rung)
 
 
-def _by_levels(planner: Planner, rungs: list[Choice], start: int) -> TrainingStrategy:
+def _by_levels(search: TrainingSearch, rungs: list[Choice], start: int) -> TrainingStrategy:
     """Return the first fallback level from ``start`` on that fits, or weight streaming below the last of them."""
-    case, budget = planner.case, planner.limits.budget_bytes
+    case, budget = search.case, search.limits.budget_bytes
     if start > len(rungs):  # weight streaming, below the last of them, was in force
         raise no_smaller()
     if not start and not case.finer and _searches(case):
-        return _least(planner, rungs)
-    nearest = _nearest(planner, rungs, start)
-    if nearest.rung >= start and _fits(planner, nearest):
+        return _least(search, rungs)
+    nearest = _nearest(search, rungs, start)
+    if nearest.rung >= start and _fits(search, nearest):
         return nearest
     if case.finer:
-        return _streamed(planner, nearest, len(rungs))
+        return _streamed(search, nearest, len(rungs))
     if not start and _is_searchable(case):
-        return planner.least()
-    raise no_smaller() if _fits(planner, nearest) else too_small(nearest.prediction.peak_bytes, budget)
+        return search.least()
+    raise no_smaller() if _fits(search, nearest) else too_small(nearest.prediction.peak_bytes, budget)
 
 
-def _least(planner: Planner, rungs: list[Choice]) -> TrainingStrategy:
+def _least(search: TrainingSearch, rungs: list[Choice]) -> TrainingStrategy:
     """Return the smallest strategy of the search, or the last level. Raises BudgetError where neither fits."""
     try:
-        return planner.least()
+        return search.least()
     except BudgetError:
         last = None
-        if fits(_floor_bytes(planner, rungs[-1]), planner.limits.budget_bytes):
-            last = _level(planner, rungs, len(rungs) - 1)
+        if fits(_floor_bytes(search, rungs[-1]), search.limits.budget_bytes):
+            last = _level(search, rungs, len(rungs) - 1)
         if last is None:
             raise
         return last
 
 
-def _streamed(planner: Planner, base: TrainingStrategy, rung: int) -> TrainingStrategy:
+def _streamed(search: TrainingSearch, base: TrainingStrategy, rung: int) -> TrainingStrategy:
     """Add weight streaming to ``base``, and tighten it until it is proved to fit."""
-    case, hardware, budget = planner.case, planner.hardware, planner.limits.budget_bytes
-    rehearsal, compute, choice = case.rehearsal, hardware.compute, base.choice
-    spent = rehearsal.spent_bytes()
-    activation_bytes = base.prediction.peak_bytes[compute] - spent.get(compute, 0) - rehearsal.partition.bytes
+    case, hardware, budget = search.case, search.hardware, search.limits.budget_bytes
+    step, compute, choice = case.step, hardware.compute, base.choice
+    spent = step.spent_bytes()
+    activation_bytes = base.prediction.peak_bytes[compute] - spent.get(compute, 0) - step.partition.bytes
     need = Need(
         step_bytes=max(0, activation_bytes),
         tokens=max(1, 3 * choice.micro_batch * case.tokens),  # backward multiplies twice
@@ -258,9 +258,9 @@ def _streamed(planner: Planner, base: TrainingStrategy, rung: int) -> TrainingSt
     )
 
     def attempt(tight: Bytes) -> TrainingStrategy:
-        partition, plan = make_plan(rehearsal.model, hardware, tight, need, rehearsal.weights, task="train")
+        partition, plan = make_plan(step.model, hardware, tight, need, step.weights, task="train")
         streamed = replace(choice, streaming=plan.choices(STREAMING), streaming_settings=plan.settings)
-        return planner.proved(streamed, partition)
+        return search.proved(streamed, partition)
 
     def refuse(peaks: Bytes) -> BudgetError:
         return too_small(peaks, budget)
@@ -270,20 +270,20 @@ def _streamed(planner: Planner, base: TrainingStrategy, rung: int) -> TrainingSt
     return replace(strategy, rung=rung)
 
 
-def _fits(planner: Planner, strategy: TrainingStrategy) -> bool:
-    return fits(strategy.prediction.peak_bytes, planner.limits.budget_bytes)
+def _fits(search: TrainingSearch, strategy: TrainingStrategy) -> bool:
+    return fits(strategy.prediction.peak_bytes, search.limits.budget_bytes)
 
 
-def _floor_bytes(planner: Planner, choice: Choice) -> Mapping[str, int]:
+def _floor_bytes(search: TrainingSearch, choice: Choice) -> Mapping[str, int]:
     """Return the bytes of weights, gradients and states that always stay in the compute tier."""
-    case = planner.case
-    trained = [p for p in case.rehearsal.model.parameters() if p.requires_grad]
-    floor_bytes = case.rehearsal.partition.bytes
+    case = search.case
+    trained = [p for p in case.step.model.parameters() if p.requires_grad]
+    floor_bytes = case.step.partition.bytes
     if not choice.in_backward and choice.gradients == KEEP:
         floor_bytes += _bytes(trained)
     if choice.states == KEEP and case.state_bytes is not None:
         floor_bytes += case.state_bytes(trained)
-    return {planner.hardware.compute: floor_bytes}
+    return {search.hardware.compute: floor_bytes}
 
 
 def _bytes(tensors: Iterable[nn.Parameter]) -> int:

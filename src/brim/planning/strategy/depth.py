@@ -1,7 +1,7 @@
-"""Predict a deep model's training from rehearsals with a few of its layers.
+"""Predict a deep model's training from traces with a few of its layers.
 
 A plan treats equal layers (the same classes, settings and shapes) in a few ways. A model with some layers of each
-treatment is rehearsed, and one with one more of each; the difference, scaled by the bytes that the planner knows of
+treatment is traced, and one with one more of each; the difference, scaled by the bytes that the search knows of
 each layer, is added for the layers left out. Peaks are extrapolated moment by moment, since the deep model may have
 its peak at another moment.
 """
@@ -23,7 +23,7 @@ from brim.memory.pool import round_up
 from brim.planning.solver.cost_model import block_bytes
 from brim.planning.solver.step_profile import BACKWARD, OFFLOAD, UPDATE, Assignment, StepProfile
 from brim.planning.strategy.choice import Choice
-from brim.planning.strategy.prediction import Rehearsal
+from brim.planning.strategy.prediction import TrainingStep
 from brim.planning.strategy.step import bytes_at_once
 from brim.techniques.activation_offload.activations import ToDisk, ToRam
 from brim.techniques.blocks import Partition, tensor_bytes
@@ -31,7 +31,7 @@ from brim.techniques.optimizer_offload.technique import gradient_buffer_bytes, u
 from brim.techniques.streaming.placement import RESIDENT
 from brim.techniques.streaming.weight_streaming import Weights
 
-_LARGEST_SHARE = 0.6  # of the layers; with more, one rehearsal of all layers is no more work than two
+_LARGEST_SHARE = 0.6  # of the layers; with more, one trace of all layers is no more work than two
 _GRAIN_BYTES = 512  # of the caching allocator
 _LEAST_WEIGHT = 1 << 20
 _SEGMENTS_BYTES = 40 << 20  # two segments of the caching allocator that only the deep model may need
@@ -43,7 +43,7 @@ _MOST_BEYOND = 0.02  # of further layers' bytes: unfilled 2 MiB segments. The fi
 
 @dataclass(frozen=True, kw_only=True)
 class _Peaks:
-    """Peaks of a rehearsal: tensors in the compute tier by moment, its allocator's bytes beyond the largest of them,
+    """Peaks of a step: tensors in the compute tier by moment, its allocator's bytes beyond the largest of them,
     and other tiers' peaks."""
 
     moments: Mapping[str, int]
@@ -53,31 +53,31 @@ class _Peaks:
 
 @dataclass(kw_only=True)
 class Shallow:
-    """Cached rehearsals of ``rehearsal`` with few layers."""
+    """Cached versions of ``step`` with few layers."""
 
-    rehearsal: Rehearsal
+    step: TrainingStep
     stack: Stack
-    _rehearsals: dict[int, Rehearsal] = field(default_factory=dict)
+    _steps: dict[int, TrainingStep] = field(default_factory=dict)
     _peaks: dict[str, _Peaks] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rehearsal: Rehearsal) -> Shallow | None:
+    def of(cls, step: TrainingStep) -> Shallow | None:
         """Find the layers; None where there are none, or a block lies in several of them."""
-        stack = find_stack(rehearsal.model)
+        stack = find_stack(step.model)
         if stack is None:
             return None
-        for block in rehearsal.partition.blocks:
+        for block in step.partition.blocks:
             if len({stack.place(name) for name in (*block.triggers, *block.tensors)}) > 1:
                 return None
-        return cls(rehearsal=rehearsal, stack=stack)
+        return cls(step=step, stack=stack)
 
     @property
     def unfilled_bytes(self) -> int:
         """The most bytes of unfilled segments that are added for all layers."""
         return _unfilled_bytes(self.stack.layers)
 
-    def few(self, more: int = 1) -> Rehearsal:
-        """Return the rehearsal with all special layers and ``more`` of the others."""
+    def few(self, more: int = 1) -> TrainingStep:
+        """Return the step with all special layers and ``more`` of the others."""
         return self._shortened(self.stack.special + more)
 
     def template(self, name: str) -> str:
@@ -86,12 +86,12 @@ class Shallow:
         return self.stack.renamed(name, dict.fromkeys(range(special, layers), special)) or name
 
     def predict(self, choice: Choice, assignment: Assignment, profile: StepProfile) -> dict[str, int] | None:
-        """Return the deep step's peaks per tier; None where all layers have to be rehearsed.
+        """Return the deep step's peaks per tier; None where all layers have to be traced.
 
         ``choice`` is the runtime's form of ``assignment``.
         """
-        compute, stack = self.rehearsal.hardware.compute, self.stack
-        known = _KnownLayers(profile, stack, assignment, compute, bytes_at_once(self.rehearsal.model))
+        compute, stack = self.step.hardware.compute, self.stack
+        known = _KnownLayers(profile, stack, assignment, compute, bytes_at_once(self.step.model))
         treatments = self._treatments(choice)
         fewest = known.fewest(treatments)
         groups: dict[str, list[int]] = defaultdict(list)
@@ -105,7 +105,7 @@ class Shallow:
             )
             if len(more) + stack.special > _LARGEST_SHARE * stack.layers or len(few) == len(more):
                 return None
-            first, second = (self._rehearsed(choice, layers, known) for layers in (few, more))
+            first, second = (self._simulated(choice, layers, known) for layers in (few, more))
             if first.moments.keys() != second.moments.keys():
                 continue
             added_layers = sorted(set(more) - set(few))
@@ -127,45 +127,45 @@ class Shallow:
                 treatments[layer].append(f"{inside}={choices} {name in choice.activations}")
         return {layer: " ".join(sorted(words)) for layer, words in treatments.items()}
 
-    def _rehearsed(self, choice: Choice, layers: Sequence[int], known: _KnownLayers) -> _Peaks:
-        """Rehearse the special layers and ``layers``; return peaks without the RAM buffer of states."""
+    def _simulated(self, choice: Choice, layers: Sequence[int], known: _KnownLayers) -> _Peaks:
+        """Trace the special layers and ``layers``; return peaks without the RAM buffer of states."""
         own = [*range(self.stack.special), *layers]
         small = _narrowed(choice, self.stack, own)
         key = f"{len(own)} {small!r}"
         if key not in self._peaks:
-            rehearsed = self._shortened(len(own)).rehearse(small)
-            compute = self.rehearsal.hardware.compute
-            moments = _moments(rehearsed.trace, f"{self.stack.path}.{len(own) - 1}", self.stack.path)
-            others = {tier: count for tier, count in rehearsed.peak_bytes.items() if tier != compute}
-            beyond = rehearsed.peak_bytes[compute] - max(moments.values())
+            simulated = self._shortened(len(own)).simulate(small)
+            compute = self.step.hardware.compute
+            moments = _moments(simulated.trace, f"{self.stack.path}.{len(own) - 1}", self.stack.path)
+            others = {tier: count for tier, count in simulated.peak_bytes.items() if tier != compute}
+            beyond = simulated.peak_bytes[compute] - max(moments.values())
             self._peaks[key] = _Peaks(moments=moments, beyond_bytes=beyond, others=others)
         peaks = self._peaks[key]
         return replace(peaks, others={**peaks.others, RAM: peaks.others.get(RAM, 0) - known.room(own)})
 
-    def _shortened(self, count: int) -> Rehearsal:
-        """Return the rehearsal with the first ``count`` layers."""
-        if count in self._rehearsals:
-            return self._rehearsals[count]
-        rehearsal = self.rehearsal
-        model = _without(rehearsal.model, self.stack, count)
+    def _shortened(self, count: int) -> TrainingStep:
+        """Return the step with the first ``count`` layers."""
+        if count in self._steps:
+            return self._steps[count]
+        step = self.step
+        model = _without(step.model, self.stack, count)
         parameters = dict(model.named_parameters())
 
         def stays(name: str) -> bool:
             return (self.stack.place(name) or 0) < count
 
-        blocks = [b for b in rehearsal.partition.blocks if all(map(stays, (*b.triggers, *b.tensors)))]
-        loose = tuple(filter(stays, rehearsal.partition.loose))
+        blocks = [b for b in step.partition.blocks if all(map(stays, (*b.triggers, *b.tensors)))]
+        loose = tuple(filter(stays, step.partition.loose))
         loose_bytes = sum(map(tensor_bytes, (*(parameters[name] for name in loose), *model.buffers())))
-        sources = {name: source for name, source in rehearsal.weights.sources.items() if name in parameters}
-        at_once = bytes_at_once(rehearsal.model) if rehearsal.update_bytes is None else rehearsal.update_bytes
-        self._rehearsals[count] = replace(
-            rehearsal,
+        sources = {name: source for name, source in step.weights.sources.items() if name in parameters}
+        at_once = bytes_at_once(step.model) if step.update_bytes is None else step.update_bytes
+        self._steps[count] = replace(
+            step,
             model=model,
             partition=Partition(blocks=tuple(blocks), loose=loose, loose_bytes=loose_bytes),
             weights=Weights(sources=sources),
             update_bytes=at_once,
         )
-        return self._rehearsals[count]
+        return self._steps[count]
 
 
 class _KnownLayers:

@@ -12,7 +12,7 @@ from brim.planning.solver.cost_model import held_bytes, peak_bytes
 from brim.planning.solver.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Assignment, Frame, StepProfile
 from brim.planning.strategy.choice import CHUNK_TOKENS, GRADIENTS, IN_BACKWARD, MICRO_BATCH, STATES
 from brim.planning.strategy.ladder import CHUNK_TOKENS as TOKENS_AT_ONCE
-from brim.planning.strategy.search import Planner
+from brim.planning.strategy.search import TrainingSearch
 from brim.techniques.activation_offload import technique as activation_offload
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.streaming import weight_streaming
@@ -43,23 +43,23 @@ class Effect:
         return {"technique": self.technique, "what": self.what, "saves_bytes": saves, "costs_s": self.costs_s}
 
 
-def effects(planner: Planner, assignment: Assignment) -> list[Effect]:
+def effects(search: TrainingSearch, assignment: Assignment) -> list[Effect]:
     """Return the bytes that each technique of ``assignment`` saves, and the seconds that it costs."""
-    with_it_s, rows = planner.seconds(assignment), []
-    for technique, what, without in _used(planner.profile, assignment):
-        saves = _saved(planner, without, assignment)
-        costs_s = _difference_s(with_it_s, planner.seconds(without))
+    with_it_s, rows = search.seconds(assignment), []
+    for technique, what, without in _used(search.profile, assignment):
+        saves = _saved(search, without, assignment)
+        costs_s = _difference_s(with_it_s, search.seconds(without))
         rows.append(Effect(technique=technique, what=what, saves_bytes=saves, costs_s=costs_s))
     return rows
 
 
-def frees(planner: Planner, assignment: Assignment) -> list[Effect]:
+def frees(search: TrainingSearch, assignment: Assignment) -> list[Effect]:
     """Return further techniques that would save bytes of a tier, the cheapest in seconds per byte first."""
-    now_s, candidates = planner.seconds(assignment), []
-    for technique, what, changed in _unused(planner, assignment):
-        saves = _saved(planner, assignment, changed)
+    now_s, candidates = search.seconds(assignment), []
+    for technique, what, changed in _unused(search, assignment):
+        saves = _saved(search, assignment, changed)
         if any(count >= _LEAST_BYTES for count in saves.values()):
-            costs_s = _difference_s(planner.seconds(changed), now_s)
+            costs_s = _difference_s(search.seconds(changed), now_s)
             candidates.append(Effect(technique=technique, what=what, saves_bytes=saves, costs_s=costs_s))
     return sorted(candidates, key=lambda effect: effect.costs_s / max(effect.saves_bytes.values()))
 
@@ -69,9 +69,9 @@ def _difference_s(longer_s: float, shorter_s: float) -> float:
     return 0.0 if math.isclose(longer_s, shorter_s, rel_tol=_ROUNDING) else longer_s - shorter_s
 
 
-def _saved(planner: Planner, before: Assignment, after: Assignment) -> dict[str, int]:
+def _saved(search: TrainingSearch, before: Assignment, after: Assignment) -> dict[str, int]:
     """Return the decrease of each tier's peak; negative where it grows."""
-    peaks = [peak_bytes(held_bytes(planner.profile, planner.hardware, assignment)) for assignment in (before, after)]
+    peaks = [peak_bytes(held_bytes(search.profile, search.hardware, assignment)) for assignment in (before, after)]
     tiers = dict.fromkeys([*peaks[0], *peaks[1]])
     saved = {tier: peaks[0].get(tier, 0) - peaks[1].get(tier, 0) for tier in tiers}
     return {tier: count for tier, count in saved.items() if count}
@@ -116,15 +116,15 @@ def _frame_used(profile: StepProfile, assignment: Assignment) -> Iterator[tuple[
         yield GRADIENTS, f"gradients in {frame.gradients.upper()}", without(gradients=KEEP)
 
 
-def _unused(planner: Planner, assignment: Assignment) -> Iterator[tuple[str, str, Assignment]]:
+def _unused(search: TrainingSearch, assignment: Assignment) -> Iterator[tuple[str, str, Assignment]]:
     """Yield each technique taken a step further, as far as the limits allow."""
-    for technique, what, changed in _further(planner.profile, planner.hardware.compute, assignment):
-        if planner.limits.allow(changed.frame) and _may(planner, changed):
+    for technique, what, changed in _further(search.profile, search.hardware.compute, assignment):
+        if search.limits.allow(changed.frame) and _may(search, changed):
             yield technique, what, changed
 
 
-def _may(planner: Planner, assignment: Assignment) -> bool:
-    limits = planner.limits
+def _may(search: TrainingSearch, assignment: Assignment) -> bool:
+    limits = search.limits
     streams = any(choice != RESIDENT for choice in assignment.weights.values())
     return (limits.streams or not streams) and set(assignment.activations.values()) <= {KEEP, *limits.activations}
 

@@ -39,7 +39,7 @@ from brim.techniques.streaming.weight_streaming import RESIDENT, Weights
 # began, in a 135 M model with weights and states on disk.
 _MOVING_BYTES = 8 << 20
 # The first pass has no gradients to add to, the last may free them in its backward; all others are equal.
-_REHEARSED_PASSES = 3
+_TRACED_PASSES = 3
 _CPU = torch.device("cpu")
 
 
@@ -65,7 +65,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsed:
+class SimulatedStep:
     """A traced step, and its peaks per tier without the program's own share.
 
     ``timed`` has its seconds by the machine's rates. ``fresh_bytes`` of all its passes are written to new pages in a
@@ -79,7 +79,7 @@ class Rehearsed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsal:
+class TrainingStep:
     """A training to predict. ``model`` is never run and may have no values.
 
     ``optimizer`` creates the optimizer of a model; ``inputs`` creates a batch of a number of sequences of the longest
@@ -119,15 +119,15 @@ class Rehearsal:
 
     def predict(self, choice: Choice) -> Prediction:
         """Predict peak bytes per tier and seconds of a step under ``choice``."""
-        seen = self.rehearse(choice)
+        seen = self.simulate(choice)
         timed, peak_bytes = seen.timed, seen.peak_bytes
         del seen
         return replace(timed, peak_bytes=self.in_all(choice, peak_bytes))
 
-    def rehearse(self, choice: Choice) -> Rehearsed:
-        """Rehearse the step under ``choice``, without the program's own share."""
+    def simulate(self, choice: Choice) -> SimulatedStep:
+        """Trace the step under ``choice``, without the program's own share."""
         try:
-            # Slabs depend on the budget of RAM, so it is set; where it is too small the planner needs the bytes that
+            # Slabs depend on the budget of RAM, so it is set; where it is too small the search needs the bytes that
             # would do, so it is lifted.
             return self._see_in(choice, self.budget_bytes.get(RAM, ENDLESS_BYTES))
         except BudgetError:
@@ -143,14 +143,14 @@ class Rehearsal:
         return {tier: count + spent.get(tier, 0) for tier, count in peak.items()}
 
     def foresee(self, choice: Choice, promised_s: float) -> Timeline:
-        """Return the rehearsed passes of a step under ``choice`` as a Timeline from 0 s on.
+        """Return the traced passes of a step under ``choice`` as a Timeline from 0 s on.
 
         They take their share of the step's computation in ``promised_s``.
         """
         run = _Run(self, choice, ENDLESS_BYTES)
         trace = run.trace()
         run.memory.close()
-        name = f"{self.name}: a step, {run.rehearsed} of {run.passes} passes"
+        name = f"{self.name}: a step, {run.traced_passes} of {run.passes} passes"
         blocks = [block.name for block in self.partition.blocks]
         drawn_s, further_s = _computes_s(trace, run, self.hardware)
         whole_s = promised_s or _timed(trace, run, self.hardware).step_s
@@ -159,7 +159,7 @@ class Rehearsal:
         timeline.facts["promised_step_s"] = promised_s
         return timeline
 
-    def _see_in(self, choice: Choice, ram_bytes: int) -> Rehearsed:
+    def _see_in(self, choice: Choice, ram_bytes: int) -> SimulatedStep:
         run = _Run(self, choice, ram_bytes)
         trace = run.trace()
         memory, compute = run.memory, self.hardware.compute
@@ -169,8 +169,8 @@ class Rehearsal:
         peak[DISK] = memory.disk_peak_bytes
         memory.close()
         timed = Prediction(peak_bytes={}) if self.inputs is None else _timed(trace, run, self.hardware)
-        fresh_bytes = _fresh_bytes(trace) * run.passes // max(1, run.rehearsed)
-        return Rehearsed(trace=trace, peak_bytes=peak, timed=timed, fresh_bytes=fresh_bytes)
+        fresh_bytes = _fresh_bytes(trace) * run.passes // max(1, run.traced_passes)
+        return SimulatedStep(trace=trace, peak_bytes=peak, timed=timed, fresh_bytes=fresh_bytes)
 
 
 class _HostSource(TorchSource):
@@ -184,59 +184,59 @@ class _HostSource(TorchSource):
 class _Run:
     """A step without data under a choice: the function that ``trace`` calls, and its results."""
 
-    def __init__(self, rehearsal: Rehearsal, choice: Choice, ram_bytes: int) -> None:
-        self._rehearsal, self._choice = rehearsal, choice
-        self.on_cuda = rehearsal.reserves
-        self.passes = -(-rehearsal.batch // choice.micro_batch)
-        self.rehearsed = min(_REHEARSED_PASSES, self.passes) if rehearsal.inputs is not None else 0
+    def __init__(self, step: TrainingStep, choice: Choice, ram_bytes: int) -> None:
+        self._step, self._choice = step, choice
+        self.on_cuda = step.reserves
+        self.passes = -(-step.batch // choice.micro_batch)
+        self.traced_passes = min(_TRACED_PASSES, self.passes) if step.inputs is not None else 0
         self._precision: PrecisionHandle | None = None
-        self.moved: dict[tuple[str, str], int] = {}  # bytes over each link in the rehearsed step
+        self.moved: dict[tuple[str, str], int] = {}  # bytes over each link in the traced step
         self.moved_between: dict[tuple[str, str], int] = {}  # in each pass that is neither the first nor the last
-        recorder = Recorder(Timeline(rehearsal.name, measured=False))
+        recorder = Recorder(Timeline(step.name, measured=False))
         device = torch.device("cuda" if self.on_cuda else "cpu")
         host = None
-        if rehearsal.hardware.compute != RAM:
+        if step.hardware.compute != RAM:
             host = Pool(RAM, ram_bytes, _HostSource(_CPU), recorder)
-        compute = Pool(rehearsal.hardware.compute, ENDLESS_BYTES, TorchSource(device), recorder)
+        compute = Pool(step.hardware.compute, ENDLESS_BYTES, TorchSource(device), recorder)
         self.memory = Memory(compute=compute, host=host, recorder=recorder, device=device, fake=True)
 
     def trace(self) -> Trace:
         target = "cuda" if self.on_cuda else "cpu"
-        of = capability(self._rehearsal.hardware) if self.on_cuda else (8, 0)
+        of = capability(self._step.hardware) if self.on_cuda else (8, 0)
         try:
-            return trace(self.build, steps=1, target=target, model=self._rehearsal.name, capability=of)
+            return trace(self.build, steps=1, target=target, model=self._step.name, capability=of)
         finally:
             if self._precision is not None:
                 self._precision.close()
 
     def build(self) -> Callable[[], None]:
-        rehearsal, choice, memory = self._rehearsal, self._choice, self.memory
-        model = meta_copy(rehearsal.model, absent=self._absent(), device=memory.device).train()
-        optimizer = rehearsal.optimizer(model)
+        step, choice, memory = self._step, self._choice, self.memory
+        model = meta_copy(step.model, absent=self._absent(), device=memory.device).train()
+        optimizer = step.optimizer(model)
         if choice.states == "keep":
             make_states(optimizer, memory.device, states_dtype(choice.precision))
         # In-place activations are tried before the model is moved, so on its present device.
         first = next(model.parameters(), None)
         fitted = self._fitted(model, optimizer, self._inputs(None if first is None else first.device))
         self._precision = fitted.precision
-        micros = [MicroBatch(inputs=self._inputs(), weight=1 / self.rehearsed) for _ in range(self.rehearsed)]
+        micros = [MicroBatch(inputs=self._inputs(), weight=1 / self.traced_passes) for _ in range(self.traced_passes)]
         copied, begins = memory.recorder.copied_bytes, []
         model.register_forward_pre_hook(lambda *_: begins.append(dict(copied)))
 
-        def step() -> None:
+        def run_step() -> None:
             before = dict(copied)
             if micros:
-                fitted.step(micros, clip_norm=rehearsal.clip_norm)
+                fitted.step(micros, clip_norm=step.clip_norm)
             self.moved = _grown(before, copied)
             if len(begins) > 2:
                 self.moved_between = _grown(begins[1], begins[2])
 
-        return step
+        return run_step
 
     def _fitted(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> Fitted:
-        rehearsal, choice = self._rehearsal, self._choice
+        step, choice = self._step, self._choice
         plan = choice.plan(
-            model=rehearsal.name, hardware=rehearsal.hardware.name, budget_bytes={}, promise=Promise(peak_bytes={})
+            model=step.name, hardware=step.hardware.name, budget_bytes={}, promise=Promise(peak_bytes={})
         )
         beside = (choice.micro_batch, choice.precision, repr(choice.checkpointing), choice.chunk_tokens)
         fitted = apply_choice(
@@ -244,34 +244,32 @@ class _Run:
             optimizer,
             plan,
             self.memory,
-            rehearsal.partition,
-            rehearsal.weights,
+            step.partition,
+            step.weights,
             inputs,
-            update_bytes=rehearsal.update_bytes,
-            in_place=rehearsal.in_place.get(beside),
+            update_bytes=step.update_bytes,
+            in_place=step.in_place.get(beside),
         )
         if choice.in_place:
-            rehearsal.in_place[beside] = fitted.in_place
+            step.in_place[beside] = fitted.in_place
         return fitted
 
     def _inputs(self, device: torch.device | None = None) -> Any:
         """Return a batch on ``device`` (None: the compute tier's)."""
-        if self._rehearsal.inputs is None:
+        if self._step.inputs is None:
             return None
-        inputs = self._rehearsal.inputs(self._choice.micro_batch)
+        inputs = self._step.inputs(self._choice.micro_batch)
         return map_tensors(inputs, lambda value: value.to(device or self.memory.device))
 
     def _absent(self) -> set[str]:
         """Return parameters whose values are moved, so that their memory in the module is freed."""
-        rehearsal, streaming = self._rehearsal, self._choice.streaming
-        named = dict(rehearsal.model.named_parameters())
-        if rehearsal.hardware.compute == RAM:
-            blocks = [b for b in rehearsal.partition.blocks if streaming.get(b.name, RESIDENT) != RESIDENT]
-            return {name for block in blocks for name in block.tensors} | set(rehearsal.weights.sources)
+        step, streaming = self._step, self._choice.streaming
+        named = dict(step.model.named_parameters())
+        if step.hardware.compute == RAM:
+            blocks = [b for b in step.partition.blocks if streaming.get(b.name, RESIDENT) != RESIDENT]
+            return {name for block in blocks for name in block.tensors} | set(step.weights.sources)
         # Parameters without values yet will be loaded to RAM.
-        return {name for name, p in named.items() if p.device.type in ("cpu", "meta")} | set(
-            rehearsal.weights.sources
-        )
+        return {name for name, p in named.items() if p.device.type in ("cpu", "meta")} | set(step.weights.sources)
 
 
 def works_in_place(model: nn.Module, example: Any) -> bool:
@@ -310,16 +308,16 @@ def _middle_pass(trace: Trace) -> Trace:
 
 
 def _computes_s(trace: Trace, run: _Run, hardware: Hardware) -> tuple[float, float]:
-    """Return the seconds of the rehearsed passes with the update, and of all others."""
-    more = run.passes - run.rehearsed
+    """Return the seconds of the traced passes with the update, and of all others."""
+    more = run.passes - run.traced_passes
     middle_s = cost.step_cost(_middle_pass(trace), hardware).step_s if more else 0.0
     return cost.step_cost(trace, hardware).step_s, more * middle_s
 
 
 def _timed(trace: Trace, run: _Run, hardware: Hardware) -> Prediction:
-    """Time the step by its slowest lane, as copies overlap with compute. All passes not rehearsed are equal."""
+    """Time the step by its slowest lane, as copies overlap with compute. All other passes are equal."""
     lanes = {"compute": sum(_computes_s(trace, run, hardware))}
-    more = run.passes - run.rehearsed
+    more = run.passes - run.traced_passes
     for (source, target), bytes in run.moved.items():
         count = bytes + more * run.moved_between.get((source, target), 0)
         rate = hardware.link(*known_way(hardware, source, target)).bytes_per_s

@@ -1,7 +1,7 @@
 """Search the fastest assignments for a training within a budget, time them by their schedules, and prove them.
 
 An assignment is proved by tracing the step with its techniques in force, on fake tensors. Where the bytes differ from
-the estimate, the search is repeated with the difference as a correction. The baselines without a planner (all
+the estimate, the search is repeated with the difference as a correction. The baselines without a search (all
 resident, checkpointing only, all streamed) are candidates too, so nothing slower is ever offered.
 """
 
@@ -25,11 +25,11 @@ from brim.planning.solver.schedule import Schedule
 from brim.planning.solver.step_profile import KEEP, Assignment, Limits, StepProfile, shape_of
 from brim.planning.solver.steps import contention_of, training_step_s
 from brim.planning.solver.tie_break import Weighed, as_fast_s, quietest
-from brim.planning.strategy.case import Case, TrainingStrategy
+from brim.planning.strategy.case import TrainingCase, TrainingStrategy
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.depth import Shallow
 from brim.planning.strategy.ladder import too_small
-from brim.planning.strategy.prediction import Prediction, Rehearsal
+from brim.planning.strategy.prediction import Prediction, TrainingStep
 from brim.planning.strategy.ways import as_assignment, as_choice, head_option, rank, signature, trained_bytes
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.checkpointing import technique as checkpointing
@@ -40,7 +40,7 @@ _PROOFS = 3  # of an assignment: the first, and two corrections
 _LEAST_PROOFS = 4  # of the smallest assignment
 _MARGIN_BYTES = 1 << 20
 _ROOM = 0.02  # of a budget: with less left over the search is not repeated
-_UNFILLED = 0.02  # of a budget: where unfilled segments may be more, every layer is rehearsed
+_UNFILLED = 0.02  # of a budget: where unfilled segments may be more, every layer is traced
 _SURELY = 0.9  # of a baseline's estimated bytes: a lower bound on its real ones
 # The further search has a limit in operations that proofs trace (0.5 to 1 ms each): a limit in seconds would give
 # other plans on a slower or busier computer.
@@ -50,13 +50,13 @@ _NOTHING = 0.01  # of a budget: smaller gradients and states (adapters') are not
 _MANY = 12  # candidates that are tried per requested strategy
 
 
-class Planner:
+class TrainingSearch:
     """A training's search, from traces of its plain step over the whole batch and over one row."""
 
-    def __init__(self, case: Case) -> None:
-        self.case, self._rehearsal = case, case.rehearsal
-        self.limits, self.hardware = case.limits, case.rehearsal.hardware
-        self._shallow = None if case.exact or case.rehearsal.inputs is None else Shallow.of(case.rehearsal)
+    def __init__(self, case: TrainingCase) -> None:
+        self.case, self._step = case, case.step
+        self.limits, self.hardware = case.limits, case.step.hardware
+        self._shallow = None if case.exact or case.step.inputs is None else Shallow.of(case.step)
         self._known: dict[str, dict[str, int]] = {}  # choice -> peaks without the program's own
         self._rated: dict[str, Prediction] = {}  # choice -> seconds by the machine's rates, if all layers were traced
         self._fresh: dict[str, int] = {}  # choice -> bytes that a step allocates again, if known
@@ -68,11 +68,11 @@ class Planner:
         self._proof_ops = 0  # by each proof
         self._plain: StepProfile | None = None
 
-    def within(self, budget_bytes: Mapping[str, int]) -> Planner:
-        """Return a planner for another budget that shares the traces."""
+    def within(self, budget_bytes: Mapping[str, int]) -> TrainingSearch:
+        """Return a search for another budget that shares the traces."""
         if budget_bytes == self.limits.budget_bytes:
             return self
-        other = Planner(replace(self.case, limits=replace(self.limits, budget_bytes=dict(budget_bytes))))
+        other = TrainingSearch(replace(self.case, limits=replace(self.limits, budget_bytes=dict(budget_bytes))))
         other._known, other._rated, other._fresh = self._known, self._rated, self._fresh
         other._plain, other._proof_ops = self._plain, self._proof_ops
         return other
@@ -81,25 +81,25 @@ class Planner:
     def profile(self) -> StepProfile:
         """The plain step's profile, over all rows and over one."""
         whole = self._all_rows()
-        return replace(whole, row=self._profile(1) if self._rehearsal.batch > 1 else None)
+        return replace(whole, row=self._profile(1) if self._step.batch > 1 else None)
 
     def _all_rows(self) -> StepProfile:
         """Return the plain step's profile over all rows, from its proof if there was one, else from a trace."""
         if self._plain is None:
-            self._plain = self._profile(self._rehearsal.batch)
+            self._plain = self._profile(self._step.batch)
         return self._plain
 
     def _profile(self, batch: int) -> StepProfile:
-        rehearsal = replace(self._rehearsal, batch=batch)
+        step = replace(self._step, batch=batch)
         if self._shallow is None:
-            profile, proof_ops = self._profile_of(rehearsal)
+            profile, proof_ops = self._profile_of(step)
         else:
             (shallow, few), (deeper, more) = (
                 self._profile_of(replace(self._shallow.few(count), batch=batch)) for count in (1, 2)
             )
-            trained = trained_bytes(rehearsal.model, rehearsal.partition)
+            trained = trained_bytes(step.model, step.partition)
             blocks = [
-                (b.name, b.bytes, trained[b.name], self._shallow.template(b.name)) for b in rehearsal.partition.blocks
+                (b.name, b.bytes, trained[b.name], self._shallow.template(b.name)) for b in step.partition.blocks
             ]
             left = self._shallow.stack.layers - self._shallow.stack.special - 2
             profile = deepened(shallow, deeper, left, blocks)
@@ -110,40 +110,38 @@ class Planner:
     def _complete(self, profile: StepProfile, proof_ops: int, batch: int) -> StepProfile:
         """Add the program's own bytes and measured seconds to ``profile``."""
         self._proof_ops = proof_ops
-        profile = replace(profile, spent_bytes=dict(self._rehearsal.spent_bytes()))
+        profile = replace(profile, spent_bytes=dict(self._step.spent_bytes()))
         return profile if self.case.clock is None else measured(profile, self.case.clock(batch))
 
-    def _profile_of(self, rehearsal: Rehearsal) -> tuple[StepProfile, int]:
+    def _profile_of(self, step: TrainingStep) -> tuple[StepProfile, int]:
         """Trace the plain step; return its profile and its number of operations."""
-        trace = rehearsal.trace(self._plain_choice(rehearsal.batch))
-        return self._read(rehearsal, trace), len(trace.ops)
+        trace = step.trace(self._plain_choice(step.batch))
+        return self._read(step, trace), len(trace.ops)
 
     def _plain_choice(self, batch: int) -> Choice:
         return Choice(precision=self.case.precision, micro_batch=batch)
 
-    def _read(self, rehearsal: Rehearsal, trace: Trace) -> StepProfile:
-        """Return the profile of the plain step of ``rehearsal`` from its ``trace``."""
-        model = rehearsal.model
+    def _read(self, step: TrainingStep, trace: Trace) -> StepProfile:
+        """Return the profile of the plain step of ``step`` from its ``trace``."""
+        model = step.model
         trained = [p for p in model.parameters() if p.requires_grad]
         return profile_of(
             trace,
-            rehearsal.partition,
+            step.partition,
             self.hardware,
-            batch=rehearsal.batch,
-            trained_bytes=trained_bytes(model, rehearsal.partition),
+            batch=step.batch,
+            trained_bytes=trained_bytes(model, step.partition),
             gradient_bytes=sum(tensor_bytes(p) for p in trained),
             state_bytes=_state_bytes(trace) if self.case.state_bytes is None else self.case.state_bytes(trained),
-            repeated=[b.name for b in rehearsal.partition.blocks if b.name in set(checkpointing.blocks(model))],
+            repeated=[b.name for b in step.partition.blocks if b.name in set(checkpointing.blocks(model))],
             head=(
-                head_option(model, rehearsal.batch * self.case.tokens, self.hardware)
-                if self.limits.chunkable
-                else None
+                head_option(model, step.batch * self.case.tokens, self.hardware) if self.limits.chunkable else None
             ),
         )
 
     # -- the search
 
-    def search(self, top: int) -> list[TrainingStrategy]:
+    def run(self, top: int) -> list[TrainingStrategy]:
         """Return up to ``top`` proved strategies that differ in more than numbers; empty if none fits.
 
         The first moves the fewest bytes among those as fast as the fastest; the others follow by seconds.
@@ -286,7 +284,7 @@ class Planner:
     def _timed(self, assignment: Assignment) -> tuple[float, Schedule]:
         beside = contention_of(self.hardware) if self.case.beside is None else self.case.beside
         # The profile over one row is not needed where all rows are computed at once.
-        profile = self._all_rows() if assignment.frame.micro_batch == self._rehearsal.batch else self.profile
+        profile = self._all_rows() if assignment.frame.micro_batch == self._step.batch else self.profile
         return training_step_s(profile, self.hardware, assignment, beside)
 
     def estimated_peaks(self, assignment: Assignment) -> dict[str, int]:
@@ -319,20 +317,20 @@ class Planner:
 
     def proved(self, choice: Choice, partition: Partition | None = None) -> TrainingStrategy:
         """Prove ``choice`` unchanged on the blocks of ``partition`` (None: the profiled ones)."""
-        assignment = self.assignment(choice) if partition is None and self._rehearsal.inputs is not None else None
+        assignment = self.assignment(choice) if partition is None and self._step.inputs is not None else None
         if assignment is not None:
             return self._strategy(assignment, choice)
         peaks = self._peaks_of(choice, partition)
         return TrainingStrategy(
             choice=choice,
-            partition=self._rehearsal.partition if partition is None else partition,
+            partition=self._step.partition if partition is None else partition,
             prediction=replace(self._rated[_key(choice, partition)], peak_bytes=peaks),
             spent_bytes=self._spent(choice, partition, peaks),
         )
 
     def predicted(self, choice: Choice) -> Prediction:
         """Predict the peaks of ``choice``, without seconds."""
-        assignment = self.assignment(choice) if self._rehearsal.inputs is not None else None
+        assignment = self.assignment(choice) if self._step.inputs is not None else None
         return Prediction(peak_bytes=self._peaks_of(choice) if assignment is None else self.peaks(assignment, choice))
 
     def _strategy(self, assignment: Assignment, choice: Choice | None = None) -> TrainingStrategy:
@@ -349,7 +347,7 @@ class Planner:
         )
         return TrainingStrategy(
             choice=choice,
-            partition=self._rehearsal.partition,
+            partition=self._step.partition,
             prediction=prediction,
             spent_bytes=self._spent(choice, None, peaks),
             assignment=assignment,
@@ -387,25 +385,25 @@ class Planner:
 
     def _peaks_of(self, choice: Choice, partition: Partition | None = None) -> dict[str, int]:
         """Return peaks per tier, from the cache or a trace of every layer."""
-        key, rehearsal = _key(choice, partition), self._rehearsal
+        key, step = _key(choice, partition), self._step
         if partition is not None:
-            rehearsal = replace(rehearsal, partition=partition)
+            step = replace(step, partition=partition)
         if key not in self._known:
-            self._known[key] = self._rehearsed(key, rehearsal, choice)
-        return rehearsal.in_all(choice, self._known[key])
+            self._known[key] = self._simulated(key, step, choice)
+        return step.in_all(choice, self._known[key])
 
-    def _rehearsed(self, key: str, rehearsal: Rehearsal, choice: Choice) -> dict[str, int]:
-        seen = rehearsal.rehearse(choice)
+    def _simulated(self, key: str, step: TrainingStep, choice: Choice) -> dict[str, int]:
+        seen = step.simulate(choice)
         self._fresh[key], self._rated[key] = seen.fresh_bytes, seen.timed
         self._traced_ops += self._proof_ops
         if (
             self._plain is None
             and self._shallow is None
-            and rehearsal is self._rehearsal
-            and choice == self._plain_choice(rehearsal.batch)
-            and rehearsal.inputs is not None
+            and step is self._step
+            and choice == self._plain_choice(step.batch)
+            and step.inputs is not None
         ):  # the profile is read from the same trace
-            self._plain = self._complete(self._read(rehearsal, seen.trace), len(seen.trace.ops), rehearsal.batch)
+            self._plain = self._complete(self._read(step, seen.trace), len(seen.trace.ops), step.batch)
         compute = self.hardware.compute
         return {**seen.peak_bytes, compute: seen.peak_bytes[compute] + self.case.aside(choice)}
 
@@ -413,7 +411,7 @@ class Planner:
         """Prove ``strategy`` by a trace of all its layers."""
         key = _key(strategy.choice)
         if key not in self._rated:
-            self._known[key] = self._rehearsed(key, self._rehearsal, strategy.choice)
+            self._known[key] = self._simulated(key, self._step, strategy.choice)
         peaks = self._peaks_of(strategy.choice)
         spent = self._spent(strategy.choice, None, peaks)
         return replace(strategy, prediction=replace(strategy.prediction, peak_bytes=peaks), spent_bytes=spent)
@@ -485,7 +483,7 @@ class Planner:
 
     def assignment(self, choice: Choice) -> Assignment | None:
         """Convert ``choice`` to the solver's form; None where it has other blocks."""
-        return as_assignment(choice, [block.name for block in self._rehearsal.partition.blocks])
+        return as_assignment(choice, [block.name for block in self._step.partition.blocks])
 
 
 def _assignment(strategy: TrainingStrategy) -> Assignment:
@@ -504,4 +502,4 @@ def _key(choice: Choice, partition: Partition | None = None) -> str:
     return f"{choice!r} {blocks}"
 
 
-__all__ = ["Planner", "trained_bytes"]
+__all__ = ["TrainingSearch", "trained_bytes"]

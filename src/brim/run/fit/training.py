@@ -26,8 +26,8 @@ from brim.planning.strategy.case import TrainingStrategy
 from brim.planning.strategy.choice import MICRO_BATCH, Choice
 from brim.planning.strategy.choose import follow, loop_case, search_training
 from brim.planning.strategy.ladder import Orders, too_small
-from brim.planning.strategy.prediction import Prediction, Rehearsal, works_in_place
-from brim.planning.strategy.search import Planner
+from brim.planning.strategy.prediction import Prediction, TrainingStep, works_in_place
+from brim.planning.strategy.search import TrainingSearch
 from brim.planning.strategy.step import Fitted, apply_choice, bytes_at_once
 from brim.predict.lowering.cuda.kernels import cublas_workspace_bytes
 from brim.techniques.base import HANDLE_ATTRIBUTE, refuse_second
@@ -135,7 +135,7 @@ class Search:
         self.budget_bytes, self.device, self.example = budget_bytes, device, example
         self._reserve_bytes = reserve_bytes
         knows_inputs, host_example = example is not None, on_host(example)
-        rehearsal = Rehearsal(
+        step = TrainingStep(
             name=type(model).__name__,
             model=model,
             partition=checkpointing.partition_of(model),
@@ -148,7 +148,7 @@ class Search:
             budget_bytes=budget_bytes,
         )
         case = loop_case(
-            rehearsal,
+            step,
             budget_bytes=budget_bytes,
             orders=Orders(micro_batch=1, checkpointing=None if knows_inputs else "none"),
             in_place=lambda: knows_inputs and in_place and works_in_place(model, example),
@@ -157,18 +157,18 @@ class Search:
             finer=True,
             exact=True,  # the states of the program's own optimizer for fewer layers are not known
         )
-        self._planner = Planner(case)
+        self._search = TrainingSearch(case)
 
     def untouched(self) -> Prediction:
         """Prediction of a step without brim, its seconds left out."""
-        return self._planner.predicted(Choice())
+        return self._search.predicted(Choice())
 
     def run(self) -> TrainingStrategy:
         """The fastest strategy that fits. Raises BudgetError.
 
         For a GPU it names a proved budget: a plan for a larger budget has other segments than the refused plan.
         """
-        if not self._planner.case.rehearsal.reserves:
+        if not self._search.case.step.reserves:
             return self._within(self.budget_bytes)
         return or_smallest(
             self._within,
@@ -178,7 +178,7 @@ class Search:
         )
 
     def _within(self, budget_bytes: Mapping[str, int]) -> TrainingStrategy:
-        (strategy,) = search_training(self._planner.within(budget_bytes))
+        (strategy,) = search_training(self._search.within(budget_bytes))
         return strategy
 
     def follow(self, file: PlanFile) -> TrainingStrategy:
@@ -193,7 +193,7 @@ class Search:
                 "Run it by brim train --plan, or plan for file.py:build.",
             )
         settings = {**file.plan.settings, MICRO_BATCH: 1}  # as here: the loop decides
-        return follow(self._planner, replace(file.plan, settings=settings), self._planner.case.rehearsal.partition)
+        return follow(self._search, replace(file.plan, settings=settings), self._search.case.step.partition)
 
     def _aside(self, choice: Choice) -> int:
         """Bytes set aside without an example: gradients, and ``reserve_bytes`` for a step."""
@@ -202,7 +202,7 @@ class Search:
         aside_bytes = (
             sum(b.bytes for b in blocks) if choice.gradients == "keep" else _largest(b.bytes for b in blocks)
         )
-        if self._planner.case.rehearsal.reserves:
+        if self._search.case.step.reserves:
             # Forward and backward pass have a thread each, with its own cuBLAS workspace.
             aside_bytes += 2 * cublas_workspace_bytes(capability(self.hardware)) + LARGE_SEGMENT_BYTES
         return aside_bytes + self._reserve_bytes

@@ -15,7 +15,7 @@ from brim.measure.capacity import resident_bytes
 from brim.models.opening import OpenedModel, open_model
 from brim.models.quantized import open_quantized
 from brim.models.weights import by_parameter, materialize, verifier
-from brim.planning.inference.choose import GenerationCase, Wanted, search_generation
+from brim.planning.inference.choose import GenerationCase, GenerationRequest, search_generation
 from brim.planning.inference.machine import Device, budgets, machine, on, put_in_force
 from brim.planning.inference.pass_seconds import PassSeconds
 from brim.planning.inference.warm_up import spent, warm_up
@@ -135,7 +135,7 @@ def loading_case(
         weights=Weights(sources=by_parameter(opened), verify=verifier(opened)),
         hardware=hardware,
         budget_bytes=budget,
-        wanted=Wanted(
+        request=GenerationRequest(
             lengths=(inputs.prompt,) * inputs.batch,
             new_tokens=inputs.total - inputs.prompt,
             batch=inputs.batch,

@@ -10,7 +10,13 @@ from torch import nn
 from brim.core import Hardware, Plan
 from brim.models.opening import OpenedModel
 from brim.models.weights import by_parameter, materialize, verifier
-from brim.planning.inference.choose import GenerationCase, GenerationStrategy, Wanted, follow, search_generation
+from brim.planning.inference.choose import (
+    GenerationCase,
+    GenerationRequest,
+    GenerationStrategy,
+    follow,
+    search_generation,
+)
 from brim.planning.inference.machine import Device, put_in_force
 from brim.planning.inference.memory import Sizes
 from brim.planning.inference.pass_seconds import PassSeconds
@@ -44,21 +50,21 @@ def choose_generation(
     opened: OpenedModel,
     hardware: Hardware,
     budget: Mapping[str, int],
-    wanted: Wanted,
+    request: GenerationRequest,
     start_bytes: int,
     device: Device = "auto",
     *,
     fixed: Plan | None = None,
 ) -> GenerationStrategy:
-    """Choose how the generation ``wanted`` fits beside the weights of an opened model, which is materialized.
+    """Choose how the generation of ``request`` fits beside the weights of an opened model, which is materialized.
 
     ``start_bytes`` is the resident set from which the budget counts. ``fixed``: exactly this plan. Raises BudgetError
     with the smallest budget that fits when nothing does.
     """
     module = opened.module
     materialize(module, opened)
-    warm_up(module, hardware, max(wanted.lengths) * (wanted.batch or 1), device)
-    case = generation_case(opened, hardware, budget, wanted, lambda: spent(start_bytes))
+    warm_up(module, hardware, max(request.lengths) * (request.batch or 1), device)
+    case = generation_case(opened, hardware, budget, request, lambda: spent(start_bytes))
     return search_generation(case) if fixed is None else follow(case, fixed)
 
 
@@ -80,7 +86,7 @@ def generation_case(
     opened: OpenedModel,
     hardware: Hardware,
     budget: Mapping[str, int],
-    wanted: Wanted,
+    request: GenerationRequest,
     spent_bytes: Callable[[], Mapping[str, int]],
 ) -> GenerationCase:
     """The planning case of ``brim generate`` for an opened model, which is materialized.
@@ -94,11 +100,11 @@ def generation_case(
         weights=Weights(sources=by_parameter(opened), verify=verifier(opened)),
         hardware=hardware,
         budget_bytes=budget,
-        wanted=wanted,
+        request=request,
         shape=passes.shape(),
         watch=passes.watch,
         spent_bytes=spent_bytes,
-        seconds=PassSeconds(module=opened.module, hardware=hardware, host_compute=wanted.host_compute),
+        seconds=PassSeconds(module=opened.module, hardware=hardware, host_compute=request.host_compute),
     )
 
 

@@ -21,7 +21,7 @@ from brim.memory import heap
 from brim.models.opening import OpenedModel, open_tokenizer, precision_of, prepare, verify_files
 from brim.models.quantized import open_as
 from brim.planning.inference import predicted_timeline
-from brim.planning.inference.choose import Wanted
+from brim.planning.inference.choose import GenerationRequest
 from brim.planning.inference.machine import budgets, held_to, machine, on, within_room
 from brim.planning.seconds.drives import reading_from
 from brim.planning.seconds.spans import ComputeSpans
@@ -226,12 +226,12 @@ class OpenedRun:
         module: Any = self.opened.module
         return bool(module.config.is_encoder_decoder)
 
-    def wanted(self) -> Wanted:
+    def generation(self) -> GenerationRequest:
         batch, chunk = self._request.batch, self._request.prefill_chunk
         lengths = [len(ids) for ids in self._rows]
         if self.context is not None:
             lengths = [self.context - self._request.max_new_tokens]
-        return Wanted(
+        return GenerationRequest(
             lengths=tuple(lengths),
             new_tokens=self._request.max_new_tokens,
             batch=None if batch == "auto" else batch,
@@ -359,9 +359,9 @@ def _opened_here(
         run.precision = (name, "by the plan" if file is not None and precision is not None else origin)
         on_stage("loading weights")
         fixed = file.plan if file else None
-        wanted, device = run.wanted(), request.device
+        generation, device = run.generation(), request.device
         limited = held_to(budget, device)  # from before the first product, whose workspace the budget includes
-        strategy = choose_generation(opened, hardware, budget, wanted, start_bytes, device, fixed=fixed)
+        strategy = choose_generation(opened, hardware, budget, generation, start_bytes, device, fixed=fixed)
         with limited():
             run._loaded = load_for_generation(opened, hardware, strategy, device, on_loaded=on_loaded)
             try:

@@ -23,13 +23,13 @@ from brim.planning.inference.machine import Device, make_memory
 from brim.planning.inference.warm_up import warm_up
 from brim.planning.proof import check_promise
 from brim.planning.seconds.spans import ComputeSpans
-from brim.planning.strategy.case import Case, TrainingStrategy
+from brim.planning.strategy.case import TrainingCase, TrainingStrategy
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.choose import follow, search_training, within
 from brim.planning.strategy.ladder import Orders
 from brim.planning.strategy.predicted_timeline import placed
-from brim.planning.strategy.prediction import Prediction, Rehearsal, works_in_place
-from brim.planning.strategy.search import Planner
+from brim.planning.strategy.prediction import Prediction, TrainingStep, works_in_place
+from brim.planning.strategy.search import TrainingSearch
 from brim.planning.strategy.step import Fitted, apply_choice
 from brim.planning.training import program_bytes, training_limits
 from brim.run.train.plan import partition_of
@@ -112,19 +112,19 @@ class Session:
         if terms.plan is not None:
             terms.plan.check(model=training_model.module, hardware=terms.hardware, task="train")
         warm_up(training_model.module, terms.hardware, terms.batch * terms.seq, precision=terms.precision)
-        planner = Planner(training_case(terms, training_model))
-        strategy = _chosen(planner, terms, rung, plan)
+        search = TrainingSearch(training_case(terms, training_model))
+        strategy = _chosen(search, terms, rung, plan)
         limits = _heap_limits(terms, strategy.prediction, has_holes=has_holes)
         promise = strategy.prediction.with_heap(limits).promise()
         settled = strategy.choice.plan(
             model=name, hardware=terms.hardware.name, budget_bytes=terms.budget_bytes, promise=promise
         )
-        rehearsal, foreseen = planner.case.rehearsal, None
+        step, foreseen = search.case.step, None
         if terms.foresee:
-            foreseen = replace(rehearsal, partition=strategy.partition).foresee(strategy.choice, promise.step_s)
+            foreseen = replace(step, partition=strategy.partition).foresee(strategy.choice, promise.step_s)
             heap.collect_and_trim()
-        assert rehearsal.inputs is not None, "training_case has set them"
-        fitted = _place(terms, training_model, settled, strategy.partition, rehearsal.inputs(1))
+        assert step.inputs is not None, "training_case has set them"
+        fitted = _place(terms, training_model, settled, strategy.partition, step.inputs(1))
         return cls(terms, training_model, fitted, strategy, limits, foreseen)
 
     def begin(self) -> None:
@@ -173,15 +173,15 @@ def _place(terms: Terms, training_model: TrainingModel, plan: Plan, partition: P
     return apply_choice(training_model.module, optimizer, plan, memory, partition, training_model.weights, example)
 
 
-def training_case(terms: Terms, training_model: TrainingModel) -> Case:
-    """The case for the planner of ``brim train``."""
+def training_case(terms: Terms, training_model: TrainingModel) -> TrainingCase:
+    """The case for the search of ``brim train``."""
     model, orders = training_model.module, terms.orders
 
     def inputs(count: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(count, terms.seq, dtype=torch.long)
         return {"input_ids": ids, "labels": ids.clone()}
 
-    rehearsal = Rehearsal(
+    step = TrainingStep(
         name=training_model.opened.name,
         model=model,
         partition=find_blocks(model, stay=training_model.stay),
@@ -199,8 +199,8 @@ def training_case(terms: Terms, training_model: TrainingModel) -> Case:
         model, terms.precision, terms.budget_bytes, clips=terms.clip_norm is not None, adapters=training_model.stay
     )
     limits = within(orders, limits)
-    return Case(
-        rehearsal=rehearsal,
+    return TrainingCase(
+        step=step,
         state_bytes=lambda trained: sum(optimizers.state_bytes(terms.optimizer, trained)),
         precision=terms.precision,
         limits=limits,
@@ -213,21 +213,21 @@ def training_case(terms: Terms, training_model: TrainingModel) -> Case:
     )
 
 
-def _chosen(planner: Planner, terms: Terms, rung: int | None, plan: Plan | None) -> TrainingStrategy:
+def _chosen(search: TrainingSearch, terms: Terms, rung: int | None, plan: Plan | None) -> TrainingStrategy:
     """Choose the strategy, as described in ``Session.open``."""
-    case = planner.case
+    case = search.case
 
     def follow_plan(given: Plan) -> TrainingStrategy:
-        return follow(planner, given, partition_of(case.rehearsal.model, given, case.stay))
+        return follow(search, given, partition_of(case.step.model, given, case.stay))
 
     if terms.plan is not None and rung is None:
         strategy = follow_plan(terms.plan.plan)
-        check_promise(terms.plan.plan, strategy.prediction.peak_bytes, case.rehearsal.spent_bytes())
+        check_promise(terms.plan.plan, strategy.prediction.peak_bytes, case.step.spent_bytes())
         return strategy
-    if plan is not None and _is_ordered(terms.orders, Choice.of(plan), case.rehearsal.model):
+    if plan is not None and _is_ordered(terms.orders, Choice.of(plan), case.step.model):
         with contextlib.suppress(BudgetError):
             return follow_plan(plan)
-    (strategy,) = search_training(planner, start=rung or 0)
+    (strategy,) = search_training(search, start=rung or 0)
     return strategy
 
 

@@ -16,7 +16,7 @@ from brim.planning.inference.machine import emulated_hardware
 from brim.planning.proof import fits
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.ladder import Orders, Subject, climb_down, ladder
-from brim.planning.strategy.prediction import Prediction, Rehearsal
+from brim.planning.strategy.prediction import Prediction, TrainingStep
 from brim.techniques.blocks import find_blocks
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.streaming.weight_streaming import Weights
@@ -66,14 +66,14 @@ def test_halving_finds_what_a_climb_over_every_rung_finds(make: Any, emulated: b
     model = make().train()
     hardware = emulated_hardware(known_machine) if emulated else known_machine
     compute = VRAM if emulated else RAM
-    rehearsal = Rehearsal(
+    training_step = TrainingStep(
         name="tiny", model=model, partition=find_blocks(model), weights=Weights(), inputs=ids, batch=BATCH,
         optimizer=lambda twin: torch.optim.AdamW(twin.parameters(), fused=True), hardware=hardware,
         device="emulated" if emulated else "cpu", budget_bytes={RAM: GIB},
     )  # fmt: skip
     subject = Subject(compute=compute, batch=BATCH, blocks=checkpointing.blocks(model), chunkable=make is llama)
     rungs = ladder(subject, Orders())
-    peaks = {index: rehearsal.predict(choice) for index, choice in enumerate(rungs)}
+    peaks = {index: training_step.predict(choice) for index, choice in enumerate(rungs)}
     sizes = sorted({peak.peak_bytes[compute] for peak in peaks.values()})
     for size in [*sizes, *(low + (high - low) // 2 for low, high in itertools.pairwise(sizes)), 1]:
         for ram in (GIB, 4 << 20):

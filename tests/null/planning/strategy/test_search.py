@@ -13,8 +13,8 @@ from brim.core.hardware import DISK, RAM
 from brim.memory.heap import most_in_use_bytes
 from brim.planning.request import Machine, Request
 from brim.planning.solver.step_profile import KEEP, Assignment, Frame
-from brim.planning.strategy.case import Case
-from brim.planning.strategy.search import Planner
+from brim.planning.strategy.case import TrainingCase
+from brim.planning.strategy.search import TrainingSearch
 from brim.planning.training import case_of
 from brim.techniques.streaming.placement import RESIDENT
 
@@ -36,7 +36,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def case(folder: Path, ram_bytes: int) -> Case:
+def case(folder: Path, ram_bytes: int) -> TrainingCase:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     on = Machine(hardware=CPU, budget_bytes={RAM: ram_bytes, DISK: 100 * GIB}, assumed=("all of it",))
     return case_of(Request(model=folder, task="train", batch=8, seq=64), on, 0)
@@ -46,20 +46,20 @@ def case(folder: Path, ram_bytes: int) -> Case:
 def test_memory_that_is_given_back_and_asked_for_anew_costs_time_so_a_plan_leaves_room_to_keep_it(
     tmp_path: Path,
 ) -> None:
-    ample = Planner(case(tmp_path, 8 * GIB))
+    ample = TrainingSearch(case(tmp_path, 8 * GIB))
     (whole,) = ample.search(1)
     in_use = whole.prediction.peak_bytes[RAM]
     tight = case(tmp_path, in_use + (in_use >> 5))  # it fits, and there is no room to keep anything
-    (free,) = Planner(tight).search(1)
+    (free,) = TrainingSearch(tight).run(1)
     assert free.assignment.same(whole.assignment) and free.heap_s == 0
     dear = replace(tight, fresh_s_per_byte=1e-6)
-    (chosen,) = Planner(dear).search(1)
+    (chosen,) = TrainingSearch(dear).run(1)
     assert chosen.heap_s == 0
     assert chosen.prediction.peak_bytes[RAM] <= most_in_use_bytes(in_use + (in_use >> 5))
-    same = Planner(dear).prove(whole.assignment, corrects=False)
+    same = TrainingSearch(dear).prove(whole.assignment, corrects=False)
     assert same is not None
     assert same.step_s == free.step_s + same.heap_s > chosen.step_s > free.step_s
-    fresh_bytes = tight.rehearsal.rehearse(whole.choice).fresh_bytes
+    fresh_bytes = tight.step.simulate(whole.choice).fresh_bytes
     assert same.heap_s == 1e-6 * fresh_bytes
 
 
@@ -69,7 +69,7 @@ def test_on_a_processor_no_layer_is_left_out_of_a_proof(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     on = Machine(hardware=CPU, budget_bytes={RAM: 8 * GIB, DISK: 100 * GIB}, assumed=("all of it",))
     case = case_of(Request(model=tmp_path, task="train", batch=2, seq=32), on, 0)
-    planner = Planner(case)
+    planner = TrainingSearch(case)
     names = [block.name for block in planner.profile.blocks]
     assignment = Assignment(
         frame=Frame(micro_batch=2, states=DISK, in_backward=True),
@@ -77,5 +77,5 @@ def test_on_a_processor_no_layer_is_left_out_of_a_proof(tmp_path: Path) -> None:
         activations=dict.fromkeys(names, KEEP),
     )
     choice = planner.choice(assignment)
-    whole = case.rehearsal.rehearse(choice).peak_bytes
-    assert planner.peaks(assignment, choice) == case.rehearsal.in_all(choice, whole)
+    whole = case.step.simulate(choice).peak_bytes
+    assert planner.peaks(assignment, choice) == case.step.in_all(choice, whole)

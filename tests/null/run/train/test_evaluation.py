@@ -20,7 +20,7 @@ from brim.core import Hardware
 from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.planning.inference.machine import emulated_hardware
 from brim.planning.strategy.choice import Choice
-from brim.planning.strategy.prediction import Rehearsal
+from brim.planning.strategy.prediction import TrainingStep
 from brim.planning.strategy.step import Fitted
 from brim.run.data.dataset import open_data
 from brim.run.train import loop as training
@@ -127,15 +127,15 @@ def test_what_it_takes_is_less_than_what_a_step_takes(
         made = torch.zeros(count, 64, dtype=torch.long)
         return {"input_ids": made, "labels": made.clone()}
 
-    rehearsal = Rehearsal(
+    training_step = TrainingStep(
         name="tiny", model=model, partition=find_blocks(model), weights=Weights(), inputs=ids, batch=2,
         optimizer=lambda twin: torch.optim.AdamW(twin.parameters(), fused=True),
         hardware=emulated_hardware(known_machine), device="emulated", budget_bytes={"ram": 1 << 30},
     )  # fmt: skip
     choice = Choice(micro_batch=2, **options)
-    step = rehearsal.predict(choice).peak_bytes
+    step = training_step.predict(choice).peak_bytes
     monkeypatch.setattr(Fitted, "step", lambda self, micros, **_: self.evaluate(micros[0].inputs))
-    evaluation = rehearsal.predict(choice).peak_bytes
+    evaluation = training_step.predict(choice).peak_bytes
     assert all(evaluation[tier] <= count for tier, count in step.items())
 
 
