@@ -95,6 +95,3 @@ def _fetch(model: str, trust_remote_code: bool) -> Path:
             f"There is no such file or folder, and it could not be fetched from the Hugging Face hub: {first:.300}",
             "Check the name, the network and (for gated models) HF_TOKEN, or give a local folder or .gguf file.",
         ) from error
-
-
-__all__ = ["expanded", "local", "locate"]

@@ -191,7 +191,7 @@ class GenerationStrategy:
 
 
 def search_generation(case: GenerationCase) -> GenerationStrategy:
-    """Find the largest batch, then the largest prompt chunk, then the fastest placement, proved to fit.
+    """Find the largest batch, then the fewest resting tokens, the largest prompt chunk and the fastest placement, proved.
 
     Raises BudgetError, with the smallest budget, when nothing fits.
     """

@@ -199,7 +199,6 @@ def check_batch(loaded: Loaded, batch: Batch, new_tokens: int, name: str) -> Any
 
     A model may let padding into its states, count it as positions, or have no mask: its configuration does not say
     so, two passes show it. Raises UnsupportedError if the model's interface rules it out already.
-    configuration says so. Two passes tell. Raises UnsupportedError for what is known before.
     """
     if batch.padded:
         _refuse_unmasked(loaded.module, name)

@@ -105,7 +105,7 @@ class Answer:
     token_ids: list[int]
 
     def to_json(self) -> dict[str, Any]:
-        return {"index": self.index, "prompt": self.prompt, "text": self.text, "token_ids": self.token_ids}
+        return dict(vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,12 +270,11 @@ class OpenedRun:
         assert self.usage is not None, "it is not closed"
         step_s = clock.s_per_step()
         handle = self.loaded.handle
-        measured = {RAM: self.usage.ram_growth_bytes, VRAM: self.usage.vram_reserved_bytes}
         promise = handle.plan.promise
         return {
             "plan": handle.plan,
             "promised_bytes": {tier: promise.peak_bytes.get(tier, 0) for tier in (VRAM, RAM)},
-            "measured_bytes": {tier: measured[tier] for tier in (VRAM, RAM)},
+            "measured_bytes": {VRAM: self.usage.vram_reserved_bytes, RAM: self.usage.ram_growth_bytes},
             "s_per_token": step_s,
             "steady_s_per_token": clock.steady_s_per_step(),
             "eta": promise.bound_s / step_s if step_s else None,
@@ -337,7 +336,7 @@ def _opened_here(
         verify_files(directory)
     if precision is not None:
         on_stage("converting the weights (once)")
-        _open(request, directory, precision)
+        open_as(directory, precision, trust_remote_code=request.trust_remote_code)
     # A plan for another tier than this device's has none; it is refused below, with all else that differs.
     hardware = reading_from(hardware, directory, budget_bytes=budget.get(hardware.compute, 0))
     heap.return_freed_memory()  # what a long prompt's pass frees is counted as long as the heap keeps it
@@ -345,7 +344,7 @@ def _opened_here(
     budget = within_room(budget, given=given)  # libraries and a conversion have taken some since
     with Monitor() as monitor:
         start_bytes = int(psutil.Process().memory_info().rss)
-        opened = _open(request, directory, precision)
+        opened = open_as(directory, precision, trust_remote_code=request.trust_remote_code)
         _refuse_others(opened)
         if file is not None:
             file.check(model=opened.module, hardware=hardware, task="generate")
@@ -387,10 +386,6 @@ def opened_for_chat(
         yield run, run.context
 
 
-def _open(request: Request, directory: Path, precision: str | None) -> OpenedModel:
-    return open_as(directory, precision, trust_remote_code=request.trust_remote_code)
-
-
 def _context(opened: OpenedModel, wanted: int, new_tokens: int) -> int:
     """Tokens of a conversation. Raises UsageError for more than the model was made for, or no room for a message."""
     module: Any = opened.module
@@ -417,6 +412,3 @@ def _refuse_others(opened: OpenedModel) -> None:
             f"{type(module).__name__} does not generate.",
             "Give a model that does (a causal or an encoder-decoder one), or use brim.load for this one.",
         )
-
-
-__all__ = ["Answer", "Figures", "Generation", "Request", "Throughput", "generate", "generate_many"]

@@ -15,11 +15,10 @@ from brim.planning.file import PlanFile
 from brim.planning.inference.machine import Need, partitions
 from brim.planning.strategy.choice import Choice
 from brim.planning.training import precision_of
-from brim.run.train.request import Request
+from brim.run.train.request import ORDERS, Request
 from brim.techniques.blocks import Partition
 
 _SETTLED = ("method", "batch", "seq", "optimizer", "precision")
-_ORDERS = ("micro_batch", "checkpointing", "offload_activations", "offload_optimizer", "stream_weights")
 
 
 def with_plan(request: Request, file: PlanFile) -> Request:
@@ -42,7 +41,7 @@ def with_plan(request: Request, file: PlanFile) -> Request:
         problem = f"Its precision is {choice.precision}, but its request has {planned['precision']}."
         raise FormatError(f"{request.plan} is not a valid plan.", problem)
     defaults = {field.name: field.default for field in fields(Request)}
-    for name in (*_SETTLED, *_ORDERS):
+    for name in (*_SETTLED, *ORDERS):
         value = getattr(request, name)
         if value != defaults[name] and value != planned.get(name):
             problem = f"The plan has {planned[name]}." if name in planned else "The plan decides that."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,12 @@ from brim.planning.strategy.ladder import Orders
 from brim.requests.train import Request as Request
 from brim.run.train.report import EvaluationReport
 
+ORDERS = tuple(each.name for each in fields(Orders) if each.name != "precision")  # which the setup settles
+
 
 def orders_of(request: Request) -> Orders:
     """The choices that the request takes from the planner."""
-    return Orders(
-        micro_batch=request.micro_batch,
-        checkpointing=request.checkpointing,
-        offload_activations=request.offload_activations,
-        offload_optimizer=request.offload_optimizer,
-        stream_weights=request.stream_weights,
-    )
+    return Orders(**{name: getattr(request, name) for name in ORDERS})
 
 
 @dataclass(frozen=True, kw_only=True)

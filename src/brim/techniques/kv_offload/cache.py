@@ -33,9 +33,6 @@ from brim.memory.tiers import Memory
 from brim.memory.transfer import All, Done, Settled, Waitable
 from brim.techniques.streaming.ring import Ring
 
-__all__ = ["NAME", "OLDER_IN_RAM", "RESIDENT", "CacheShape", "LayerShape", "Placement", "PlannedCache"]
-__all__ += ["apply", "own_cache", "resting_token_choices", "shape_of"]
-
 NAME = "kv_cache"
 # The class of layers that use another layer's keys and values; older versions have none.
 _SHARING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
@@ -392,9 +389,9 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __i
 
     is_sliding = False
 
-    def __init__(self, room: _LayerStorage, tokens: int) -> None:
+    def __init__(self, storage: _LayerStorage, tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storage, self._tokens, self._length = room, tokens, 0
+        self._storage, self._tokens, self._length = storage, tokens, 0
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
