@@ -191,7 +191,7 @@ class GenerationStrategy:
 
 
 def search_generation(case: GenerationCase) -> GenerationStrategy:
-    """Find the largest batch, then the fewest resting tokens, the largest prompt chunk and the fastest placement, proved.
+    """Find the largest batch, then the fewest resting tokens, the largest prompt chunk and the fastest placement.
 
     Raises BudgetError, with the smallest budget, when nothing fits.
     """
