@@ -30,20 +30,20 @@ def run(request: Request, context: int | None) -> None:
         with console.status("starting", spinner="dots") as status:
             loading = loading_bar(status)
             talk = stack.enter_context(chat(request, context=context, on_stage=status.update, on_loaded=loading))
-        console.print(f"{request.model}, {talk.context:,} tokens of context. {_HINT}", markup=False)
-        console.print(verdict.of_precision(*talk.precision), markup=False)
+        console.print(f"{request.model}, {talk.context:,} tokens of context. {_HINT}")
+        console.print(verdict.of_precision(*talk.precision))
         for text in _messages(console):
             with _interrupts() as stopped:
                 try:
                     last = talk.answer(text, _write, stopped=stopped)
                 except UsageError as error:
-                    console.print(f"Error: {error}", markup=False)
+                    console.print(f"Error: {error}")
                     continue
             _write("\n")
             if last.forgotten:
-                console.print(f"(the oldest {last.forgotten} messages are left out: they do not fit)", markup=False)
+                console.print(f"(the oldest {last.forgotten} messages are left out: they do not fit)")
     if last is not None and last.s_per_token is not None:
-        console.print(f"{format_seconds(last.s_per_token)} per token", markup=False)
+        console.print(f"{format_seconds(last.s_per_token)} per token")
 
 
 def _messages(console: Console) -> Iterator[str]:
@@ -57,10 +57,10 @@ def _messages(console: Console) -> Iterator[str]:
             console.print()
             return
         except KeyboardInterrupt:
-            console.print(f"\n{_HINT}", markup=False)
+            console.print(f"\n{_HINT}")
             continue
         except UnicodeDecodeError as error:
-            console.print(f"\nThat is not text: {error.reason}.", markup=False)
+            console.print(f"\nThat is not text: {error.reason}.")
             continue
         if text.strip():
             yield text

@@ -182,7 +182,7 @@ def _summary(result: Figures, console: Console) -> None:
     table.add_row("time per token", "", format_seconds(plan.promise.step_s), measured_s)
     console.print(table)
     told = verdict.of_precision(*result.precision)
-    console.print(told, markup=False, highlight=False, soft_wrap=True)
+    console.print(told, highlight=False, soft_wrap=True)
     blocks = [d for d in plan.decisions if d.technique == "weight_streaming"]
     resident = sum(d.bytes for d in blocks if d.choice == "resident")
     streamed = sum(d.bytes for d in blocks if d.choice != "resident")

@@ -61,7 +61,7 @@ def run(options: GenerateOptions) -> int | None:
         return None
     sys.stdout.write("\n")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(verdict.of_precision(*result.precision), markup=False)
+    console.print(verdict.of_precision(*result.precision))
     weights = ", ".join(format_bytes(count) for count in result.weights_bytes)
     took = "" if result.s_per_token is None else f"; {format_seconds(result.s_per_token)} per token"
     console.print(f"{result.split} split: {weights} of weights on ranks 0 to {len(result.weights_bytes) - 1}{took}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from brim.cli.console import Console
 from brim.cli.loading import MODELS, load
 from brim.cli.options import print_json
 from brim.core.files import write_text
@@ -50,8 +51,6 @@ class Row:
 
 def show(request: PlanOptions) -> int | None:
     """Plan the same batch for every number of GPUs, and print; return the exit code where none fits."""
-    from brim.cli.console import Console
-
     model, options, price, output = str(request.model), vars(request), request.price, request.output
     counts = sorted(set(request.compare_gpus or ()))
     if options["task"] != "train" or not options["gpu"]:
@@ -115,17 +114,10 @@ def _split(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
 
 
 def _print(model: str, batch: int, options: dict[str, Any], rows: Sequence[Row], price: float | None) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from brim.cli.console import Console
-
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{model}: {batch} x {options['seq']:,} tokens a step on {options['gpu']}", markup=False)
-    table = Table(box=box.SIMPLE, pad_edge=False)
+    console.print(f"{model}: {batch} x {options['seq']:,} tokens a step on {options['gpu']}")
     columns = ["GPUs", "s/step", "GPU-hours", *(["cost"] if price is not None else []), "VRAM each", "RAM", "disk"]
-    for column in columns:
-        table.add_column(column, justify="right")
+    lines = []
     for row in rows:
         cells = [str(row.gpus)]
         if row.step_s is not None and row.gpu_hours is not None and row.peak_bytes is not None:
@@ -133,11 +125,11 @@ def _print(model: str, batch: int, options: dict[str, Any], rows: Sequence[Row],
             cells += [f"{row.gpu_hours * price:,.2f}"] if price is not None else []
             peaks = (row.peak_bytes.get(tier) for tier in ("vram", "ram", "disk"))
             cells += ["" if not count else format_bytes(count) for count in peaks]
-        table.add_row(*cells)
-    console.print(table)
+        lines.append(cells)
+    console.print_table(columns, lines, first="right")
     for row in rows:
-        console.print(f"{row.gpus}: {row.summary}", markup=False)
-    console.print("GPU-hours and cost are those of a billion tokens", markup=False)
+        console.print(f"{row.gpus}: {row.summary}")
+    console.print("GPU-hours and cost are those of a billion tokens")
 
 
 def _plot(path: Path, model: str, rows: Sequence[Row]) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from brim.cli.console import Console
 from brim.cli.options import print_json, write_html
 from brim.core.files import write_text
 from brim.errors import UsageError
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 def show(request: Request, plot: Path | None, html: Path | None, as_json: bool) -> None:
     """Compare, and print or write the answer. ``plot`` is an SVG file."""
-    from brim.cli.console import Console
     from brim.planning.regimes import regimes
     from brim.planning.request import machine_of
 
@@ -36,9 +36,9 @@ def show(request: Request, plot: Path | None, html: Path | None, as_json: bool) 
         return
     console = Console(highlight=False, soft_wrap=True)
     console.print(answer.table())
-    console.print(answer.answer(), markup=False)
+    console.print(answer.answer())
     for assumed in answer.assumed:
-        console.print(f"assumed: {assumed}", markup=False)
+        console.print(f"assumed: {assumed}")
 
 
 def _write_plot(path: Path, answer: Regimes) -> None:

@@ -116,7 +116,7 @@ def _summary(result: Training, console: Console) -> None:
     table.add_row("time per step", "", format_seconds(result.plan.promise.step_s), format_seconds(result.step_s))
     console.print(table)
     told = verdict.of_precision(result.plan.choices(PRECISION)[""], result.precision_origin)
-    console.print(told, markup=False, highlight=False, soft_wrap=True)
+    console.print(told, highlight=False, soft_wrap=True)
     if result.losses:
         console.print(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f} in {len(result.losses)} steps")
     if result.evaluations:

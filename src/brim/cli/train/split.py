@@ -54,7 +54,7 @@ def run(training: Request, ranks: Mapping[str, Any], *, as_json: bool) -> None:
         print_json(result.to_json())
         return
     told = verdict.of_precision(result.precision, result.precision_origin)
-    console.print(told, markup=False, highlight=False, soft_wrap=True)
+    console.print(told, highlight=False, soft_wrap=True)
     if result.losses:
         console.print(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f} in {len(result.losses)} steps")
     click.echo(str(result.output))
