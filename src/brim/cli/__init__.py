@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "brim.cli.explain.command:explain",
         "Explain what memory did: why it ran out, what took it, what would help.",
     ),
-    "generate": ("brim.cli.generate.command:generate", "Generate text with a model that may be larger than memory."),
+    "generate": ("brim.cli.generate:generate", "Generate text with a model that may be larger than memory."),
     "gpus": ("brim.cli.catalog:gpus", "List the GPUs of the catalog."),
     "models": ("brim.cli.catalog:models", "List the model configurations of the catalog."),
     "plan": ("brim.cli.plan.command:plan", "Find the fastest ways to train or run a model that fit a machine."),
@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Run a program unchanged on GPUs that are not there: does it fit, what takes the memory, what would help.",
     ),
     "run": ("brim.cli.run:run", "Run a program unchanged inside a memory budget."),
-    "train": ("brim.cli.train.command:train", "Train a model that may be larger than memory."),
+    "train": ("brim.cli.train:train", "Train a model that may be larger than memory."),
 }
 
 

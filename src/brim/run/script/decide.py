@@ -39,7 +39,7 @@ from brim.planning.inference.machine import (
 from brim.planning.strategy.case import TrainingStrategy
 from brim.planning.strategy.ladder import fits
 from brim.printable import write_note
-from brim.run.fit.training import Search, enforce, tensor_bytes_of
+from brim.run.fit import Search, enforce, tensor_bytes_of
 from brim.run.script.copies import allow_copies, has_other_hooks
 from brim.run.script.hooks import Call, living, parameter_bytes, roots
 from brim.run.script.isolation import example_of, quiet, same_random_numbers, unseen
