@@ -134,7 +134,7 @@ def _generate_one(options: GenerateOptions) -> int:
     else:
         sys.stdout.write("\n")
         _summary(result, progress)
-    return verdict.of_exceeded(result.plan.exceeded(result.measured_bytes), progress)
+    return verdict.of_exceeded(result.plan, result.measured_bytes, progress)
 
 
 def _generate_many(options: GenerateOptions, path: Path) -> int:
@@ -173,7 +173,7 @@ def _generate_many(options: GenerateOptions, path: Path) -> int:
             f"{result.tokens} tokens in {format_seconds(result.seconds)}: {result.tokens_per_s:.4g} tokens/s, "
             f"{result.batch} sequences at once"
         )
-    return verdict.of_exceeded(result.plan.exceeded(result.measured_bytes), progress)
+    return verdict.of_exceeded(result.plan, result.measured_bytes, progress)
 
 
 def _write_html(path: Path, result: Figures, compute: Mapping[str, Any]) -> None:

@@ -20,8 +20,8 @@ from brim.requests.train import RankOptions, Request
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from brim.run.train.loop import Training
     from brim.run.train.report import EvaluationReport, StepReport
+    from brim.run.train.request import Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def train(options: TrainOptions) -> int:
     else:
         _summary(result, console)
         click.echo(str(result.output))
-    return verdict.of_exceeded(result.plan.exceeded(result.measured_bytes), console)
+    return verdict.of_exceeded(result.plan, result.measured_bytes, console)
 
 
 def _write_html(path: Path, result: Training, compute: Mapping[str, Any]) -> None:

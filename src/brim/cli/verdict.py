@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from brim.errors import ABOVE_BUDGET
@@ -10,6 +10,7 @@ from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from brim.cli.console import Console
+    from brim.core import Plan
     from brim.core.leak import Leak
     from brim.estimation.estimate import Estimate
     from brim.planning.request import Answer
@@ -46,8 +47,9 @@ def of_precision(precision: str | None, origin: str) -> str:
     return f"precision: {precision}, {origin}"
 
 
-def of_exceeded(sentences: Sequence[str], console: Console) -> int:
+def of_exceeded(plan: Plan, measured_bytes: Mapping[str, int], console: Console) -> int:
     """Write measurements above their budget or promise in red. Return the exit code of a misfit."""
+    sentences = plan.exceeded(measured_bytes)
     for sentence in sentences:
         console.print(sentence, style="bold red", highlight=False, soft_wrap=True)
     return ABOVE_BUDGET if sentences else 0

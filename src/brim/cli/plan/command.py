@@ -59,9 +59,9 @@ def plan(options: PlanOptions) -> int | None:
     """
     _refuse_unused(click.get_current_context())
     if options.compare_gpus is not None:
-        from brim.cli.plan import compare as plan_compare
+        from brim.cli.plan.compare import show
 
-        return plan_compare.show(options)
+        return show(options)
     if options.gpus is not None:
         from brim.cli.plan import meshes as plan_meshes
 
@@ -76,9 +76,9 @@ def plan(options: PlanOptions) -> int | None:
         raise UsageError(
             "Cannot use --regimes with --precisions or --router-statistics.", "It makes its own comparison."
         )
-    from brim.cli.plan import regimes as plan_regimes
+    from brim.cli.plan.compare import show_regimes
 
-    plan_regimes.show(build(Request, vars(options)), options.output, options.html, options.as_json)
+    show_regimes(build(Request, vars(options)), options.output, options.html, options.as_json)
     return None
 
 

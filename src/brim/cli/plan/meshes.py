@@ -14,6 +14,7 @@ from brim.cli.options import print_json
 from brim.core.options import words
 from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.units import format_bytes, format_seconds
+from brim.version import __version__
 
 if TYPE_CHECKING:
     from brim.estimation.ranks.estimate import ParallelEstimate
@@ -90,9 +91,9 @@ def _write(path: Path, model: str, options: dict[str, Any], mesh: Mesh, proof: P
     from brim.run.ranks import plan as distributed_plan
 
     engine, precision = engine_of(mesh, options)
-    plan = distributed_plan.new_plan(
-        model=model, gpu=options["gpu"], engine=engine, precision=precision, sequence=options["seq"],
-        split=mesh.split, checkpointing=mesh.checkpointing, peak_bytes=proof.process_bytes,
+    plan = distributed_plan.SplitPlan(
+        brim=__version__, model=model, gpu=options["gpu"], engine=engine, precision=precision,
+        sequence=options["seq"], split=mesh.split, checkpointing=mesh.checkpointing, peak_bytes=proof.process_bytes,
         step_s=proof.step_s or mesh.step_s,
     )  # fmt: skip
     distributed_plan.write(path, plan)

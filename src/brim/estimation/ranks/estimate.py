@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,9 @@ class Rank:
     ram: RamPeak | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "rank": self.rank, "coordinates": dict(self.coordinates), "peak_bytes": peaks_json(self.peak_bytes),
-            "breakdown": dict(self.breakdown),
-        } | ({} if self.ram is None else {"ram_bytes": ram_json(self.ram)})  # fmt: skip
+        document = asdict(self)
+        ram = document.pop("ram")
+        return document | ({} if ram is None else {"ram_bytes": ram})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +96,7 @@ class ParallelEstimate:
     def to_json(self) -> dict[str, Any]:
         split = self.split
         return {
-            "peak_bytes": peaks_json(self.worst.peak_bytes),
+            "peak_bytes": asdict(self.worst.peak_bytes),
             "at_peak_bytes": dict(self.worst.breakdown),
             "worst_rank": self.worst_rank,
             "process_bytes": self.process_bytes,
@@ -113,14 +112,6 @@ class ParallelEstimate:
             "fits": self.fits,
             "ranks": [rank.to_json() for rank in self.ranks],
         } | ({} if not split.offload_shards else {"node_ram_bytes": self.node_ram_bytes})
-
-
-def peaks_json(peak: PeakBytes) -> dict[str, int]:
-    return {"allocated": peak.allocated, "reserved": peak.reserved, "process": peak.process}
-
-
-def ram_json(ram: RamPeak) -> dict[str, Any]:
-    return {"allocated": ram.allocated, "reserved": ram.reserved, "breakdown": dict(ram.breakdown)}
 
 
 def estimate_ranks(
@@ -202,43 +193,22 @@ def stage_fits(
 
 def cpu_bytes(
     model: str | Path, split: Split, *, seq: int, precision: str = "fp32", optimizer: str = "adamw",
-    checkpointing: str | None = None,
+    checkpointing: str | None = None, in_ram: bool = False,
 ) -> tuple[int, ...]:  # fmt: skip
-    """The peak of tensors on each rank of a training step on CPUs, by PyTorch's own engine, without shards in RAM
-    (``cpu_ram_bytes``).
+    """The peak of tensors on each rank of a training step on CPUs, by PyTorch's own engine.
 
-    Raises as ``estimate_ranks``.
+    Offloaded shards are left out; ``in_ram``: of these alone. Raises as ``estimate_ranks``.
     """
-    stages = _cpu_stages(model, split, seq, precision, optimizer, checkpointing)
-    of_stage = [simulate(facts.trace).peak_bytes.allocated for facts in stages]
-    return tuple(of_stage[split.coordinates(rank)["pp"]] for rank in range(split.gpus))
-
-
-def cpu_ram_bytes(
-    model: str | Path, split: Split, *, seq: int, precision: str = "fp32", optimizer: str = "adamw",
-    checkpointing: str | None = None,
-) -> tuple[int, ...]:  # fmt: skip
-    """The peak of each rank's shards in RAM on CPUs, where they are offloaded.
-
-    A CPU then also takes the GPU's part, which ``cpu_bytes`` counts. Raises as ``estimate_ranks``.
-    """
-    stages = _cpu_stages(model, split, seq, precision, optimizer, checkpointing)
-    of_stage = [ram_peak(facts.ram, page_locked=False).allocated for facts in stages]
-    return tuple(of_stage[split.coordinates(rank)["pp"]] for rank in range(split.gpus))
-
-
-def _cpu_stages(
-    model: str | Path, split: Split, seq: int, precision: str, optimizer: str, checkpointing: str | None
-) -> Sequence[StageFacts]:
     workload = Workload(
         task="train", batch=split.micro_batch, seq=seq, precision=precision, optimizer=optimizer,
         checkpointing=checkpointing,
     )  # fmt: skip
-    job = ParallelJob(
-        source=find_model(model), workload=workload, split=split, sequence=seq,
-        capability=capability_of(place_of(None)), target="cpu",
-    )  # fmt: skip
-    return torch_engine.stages(job)[0]
+    job = replace(_job(find_model(model), workload, split, place_of(None)), target="cpu")
+    of_stage = [
+        ram_peak(facts.ram, page_locked=False).allocated if in_ram else simulate(facts.trace).peak_bytes.allocated
+        for facts in torch_engine.stages(job)[0]
+    ]
+    return tuple(of_stage[split.coordinates(rank)["pp"]] for rank in range(split.gpus))
 
 
 def _assembled(

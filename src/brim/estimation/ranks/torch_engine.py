@@ -22,9 +22,8 @@ from brim.estimation.extrapolation import extend_depth
 from brim.estimation.models import short, transformers_config
 from brim.estimation.optimizers import make_optimizer
 from brim.estimation.ranks.balance import stages_of
-from brim.estimation.ranks.compose import OPTIMIZER, Composer, mark_of, traced_order
+from brim.estimation.ranks.compose import OPTIMIZER, Composer, mark_of, of_chunks, traced_order
 from brim.estimation.ranks.job import DEFAULT_PRECISION, ParallelJob, StageFacts
-from brim.estimation.ranks.join import of_chunks
 from brim.estimation.ranks.layers import UNIT, Layers, layers_of
 from brim.estimation.ranks.schedule import Turn, brief, turns
 from brim.estimation.ranks.script import Sent

@@ -1,7 +1,7 @@
 """Training data from JSONL and text: tokenised on demand, in an order set by a seed, never all in memory.
 
 data = open_data("chat.jsonl", tokenizer, seq=1024, vocab_size=model.config.vocab_size)
-batches = Batches(data, batch=32, seed=0, pad_id=tokenizer.pad_token_id or 0)
+batches = Batches(data, batch=32, seed=0)
 for batch in batches:  # endless
     loss = model(**batch).loss
 """
@@ -230,14 +230,13 @@ class Batches:
         *,
         seed: int = 0,
         shuffle: bool = True,
-        pad_id: int = 0,
         pad_to: int | None = None,
     ) -> None:
         """pad_to: length of every batch (``seq`` gives the promised shape); None pads to the batch's longest
         example."""
         if batch < 1:
             raise UsageError(f"Cannot make batches of {batch} examples.", "A batch has at least one.")
-        self._dataset, self._batch, self._pad_id, self._pad_to = dataset, batch, pad_id, pad_to
+        self._dataset, self._batch, self._pad_to = dataset, batch, pad_to
         self._seed, self._shuffle = seed, shuffle
         self.position = 0  # examples returned so far
 
@@ -258,10 +257,7 @@ class Batches:
         examples = [self._example(at) for at in range(self.position, self.position + self._batch)]
         length = self._pad_to or max(len(example.input_ids) for example in examples)
         self.position += self._batch
-        return {
-            "input_ids": _padded([example.input_ids for example in examples], length, self._pad_id),
-            "labels": _padded([example.labels for example in examples], length, IGNORED),
-        }
+        return _batched(examples, length)
 
     def _example(self, position: int) -> Example:
         epoch, index = divmod(position, len(self._dataset))
@@ -301,14 +297,11 @@ class Batches:
         self.position, self._seed, self._shuffle = state["position"], state["seed"], state["shuffle"]
 
 
-def one_pass(dataset: Dataset, batch: int, *, pad_to: int, pad_id: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+def one_pass(dataset: Dataset, batch: int, *, pad_to: int) -> Iterator[dict[str, torch.Tensor]]:
     """Every example once, in the order of the data, as ``Batches`` returns them; the last batch may be smaller."""
     for first in range(0, len(dataset), batch):
         examples = [dataset.example(index) for index in range(first, min(first + batch, len(dataset)))]
-        yield {
-            "input_ids": _padded([example.input_ids for example in examples], pad_to, pad_id),
-            "labels": _padded([example.labels for example in examples], pad_to, IGNORED),
-        }
+        yield _batched(examples, pad_to)
 
 
 def shuffled(index: int, count: int, key: str) -> int:
@@ -327,6 +320,13 @@ def shuffled(index: int, count: int, key: str) -> int:
         index = left << half | right
         if index < count:
             return index
+
+
+def _batched(examples: list[Example], length: int) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": _padded([example.input_ids for example in examples], length, 0),
+        "labels": _padded([example.labels for example in examples], length, IGNORED),
+    }
 
 
 def _padded(rows: list[list[int]], length: int, filler: int) -> torch.Tensor:

@@ -113,6 +113,3 @@ class _Progress:
     def __call__(self, bytes: int) -> None:
         self._done = min(self._done + bytes, self._total)  # tensors outside of blocks are not in the total
         self._on_loaded(self._done, self._total)
-
-
-__all__ = ["Loaded", "choose_generation", "generation_case", "load_for_generation"]

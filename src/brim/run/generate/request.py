@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +105,7 @@ class Answer:
     token_ids: list[int]
 
     def to_json(self) -> dict[str, Any]:
-        return {"index": self.index, "prompt": self.prompt, "text": self.text, "token_ids": self.token_ids}
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,6 +417,3 @@ def _refuse_others(opened: OpenedModel) -> None:
             f"{type(module).__name__} does not generate.",
             "Give a model that does (a causal or an encoder-decoder one), or use brim.load for this one.",
         )
-
-
-__all__ = ["Answer", "Figures", "Generation", "Request", "Throughput", "generate", "generate_many"]

@@ -29,6 +29,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
+from brim.core import options
 from brim.core.files import identities
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BrimError, BudgetError, ModelError, is_out_of_memory
@@ -49,7 +50,7 @@ from brim.run.ranks.request import SplitRequest, SplitTraining
 from brim.run.train.finite import check_loss, explain_overflow
 from brim.run.train.output_folder import OutputFolder, make_writable
 from brim.run.train.report import Metrics, StepReport, finished
-from brim.run.train.setup import claim, open_batches
+from brim.run.train.setup import claim, open_batches, steps_of
 from brim.techniques.optimizers import set_lr
 from brim.techniques.parallel import context_parallel, sharding
 
@@ -63,7 +64,6 @@ _ENGINE_WORDS = ("gloo", "NCCL", "Connection", "Timed out", "timed out", "Broken
 def train(
     request: SplitRequest,
     *,
-    on_stage: Callable[[str], None] = lambda stage: None,
     on_step: Callable[[StepReport], None] = lambda report: None,
     on_note: Callable[[str], None] = lambda text: None,
 ) -> SplitTraining | None:
@@ -76,8 +76,8 @@ def train(
 
     def work(ranks: Ranks) -> SplitTraining | None:
         if not ranks.is_first:
-            return _Run(request, ranks, lambda stage: None, lambda report: None, lambda text: None).result()
-        return _Run(request, ranks, on_stage, on_step, on_note).result()
+            return _Run(request, ranks, lambda report: None, lambda text: None).result()
+        return _Run(request, ranks, on_step, on_note).result()
 
     return run_joined(request.timeout_s, work)
 
@@ -131,13 +131,16 @@ class _Run:
     """The training of this rank, from its first step, or the step at which it resumes, to its last."""
 
     def __init__(
-        self, request: SplitRequest, ranks: Ranks, on_stage: Callable[[str], None],
-        on_step: Callable[[StepReport], None], on_note: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        self._ranks, self._on_stage, self._on_step, self._on_note = ranks, on_stage, on_step, on_note
+        self,
+        request: SplitRequest,
+        ranks: Ranks,
+        on_step: Callable[[StepReport], None],
+        on_note: Callable[[str], None],
+    ) -> None:
+        self._ranks, self._on_step, self._on_note = ranks, on_step, on_note
         request.training.check()
         training, self._overwrite = request.training, request.training.overwrite
-        if _resumes(request, ranks):
+        if training.resume or ranks.restarts > 0:  # torchrun has restarted them
             training = replace(training, resume=True, overwrite=False)
         self._request = replace(request, training=training)
         self._losses: list[float] = []
@@ -146,7 +149,6 @@ class _Run:
 
     def result(self) -> SplitTraining | None:
         ranks = self._ranks
-        self._on_stage("opening the model")
         output = ranks.agree(self._claim, in_turn=True)
         with output or contextlib.nullcontext():
             return self._trained(output)
@@ -157,15 +159,15 @@ class _Run:
         opened = ranks.agree(self._open, in_turn=True)
         ranks.agree(lambda: output.refuse(identities([opened.recipe.folder])) if output else None)
         split = opened.split
-        self._on_stage(f"splitting it over {split.describe()}")
         device = ranks.device
         mesh = _mesh(split, device)
         if split.offload_shards:
             _take_processors(ranks.per_node, device)
         part = ranks.agree(lambda: build(opened.recipe, mesh, device, opened.training_model))
         meter = Watched(part, device, ranks.rank)
+        steps = steps_of(request, opened.batches)
         saver = SplitSaver(
-            ranks, part, opened.recipe, opened.output, request.model, request.course(self._steps(opened)),
+            ranks, part, opened.recipe, opened.output, request.model, request.course(steps),
             allow_non_finite=request.allow_non_finite, may_change=request.change_settings,
         )  # fmt: skip
         step = saver.start(opened.batches) if request.resume else 0
@@ -173,12 +175,10 @@ class _Run:
             ranks.agree(lambda: output.begin() if output else None)
         for note in saver.notes:
             self._note(note)
-        if step >= self._steps(opened):
-            self._note(finished(step, self._steps(opened), opened.output))
-        self._on_stage("training")
-        self._train(opened, part, mesh, saver, step, meter)
-        self._on_stage("saving")
-        saver.export(max(step, self._steps(opened)), opened.batches, output, keep=request.save_every is not None)
+        if step >= steps:
+            self._note(finished(step, steps, opened.output))
+        self._train(opened, part, mesh, saver, step, steps, meter)
+        saver.export(max(step, steps), opened.batches, output, keep=request.save_every is not None)
         meter.write(opened.output)
         allocated = ranks.gathered(meter.peak_bytes)
         in_ram = ranks.gathered(meter.ram_bytes) if split.offload_shards else []
@@ -210,11 +210,8 @@ class _Run:
         folder = prepare(request.model, trust_remote_code=request.trust_remote_code)
         compute = VRAM if ranks.device.type == "cuda" else RAM
         precision, origin = training_precision(request.precision, compute)
-        recipe = Recipe(
-            folder=folder, split=split, precision=precision,
-            optimizer=request.optimizer, lr=request.lr, sequence=request.seq, checkpointing=request.checkpointing,
-            seed=request.seed, trust_remote_code=request.trust_remote_code, method=request.method,
-        )  # fmt: skip
+        settings = {"folder": folder, "split": split, "precision": precision, "sequence": request.seq}
+        recipe = options.build(Recipe, vars(request) | settings)
         training_model = open_whole(recipe)
         check(training_model, recipe)
         output = Path(request.output).expanduser()
@@ -227,17 +224,12 @@ class _Run:
             precision_origin="by the plan" if planned else origin,
         )
 
-    def _steps(self, opened: _Opened) -> int:
-        request = self._request.training
-        return request.steps if request.steps is not None else opened.batches.steps(request.epochs or 1)
-
     def _train(
-        self, opened: _Opened, part: Part, mesh: DeviceMesh, saver: SplitSaver, first: int, meter: Watched
+        self, opened: _Opened, part: Part, mesh: DeviceMesh, saver: SplitSaver, first: int, steps: int, meter: Watched
     ) -> None:  # fmt: skip
         request, ranks, split = self._request.training, self._ranks, opened.split
         stepper = Stepper(part, split, mesh, ranks.device, request.seq)
         shard, pp = mesh["shard"].get_local_rank(), mesh["pp"].get_local_rank()
-        steps = self._steps(opened)
         metrics = Metrics(opened.output, resumed_at=first) if ranks.is_first else None
         for number in range(first, steps):
             ranks.reach(number + 1)
@@ -304,11 +296,6 @@ def _take_processors(per_node: int, device: torch.device) -> None:
     restricts it to one (torch/distributed/run.py, ``OMP_NUM_THREADS``)."""
     if device.type == "cuda" and os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(max((os.cpu_count() or 1) // per_node, 1))
-
-
-def _resumes(request: SplitRequest, ranks: Ranks) -> bool:
-    """True if the ranks resume: as asked, or because torchrun has restarted them."""
-    return request.training.resume or ranks.restarts > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -179,7 +179,7 @@ class Decisions:
         if plain(call.called) is not model:
             return None
         try:
-            return example_of(model, call.args, call.kwargs)
+            return example_of(model, call)
         except UnsupportedError as error:
             self._note(f"cannot predict a step of {type(model).__name__}: {error.asked} {error.found}")
             return None

@@ -78,7 +78,9 @@ class Launched:
             self._device = PretendedDevice()
             self._device.begin()
         if self.settings.mode == "unified":
-            self._begin_unified()
+            from brim.run.script.unified import Unified
+
+            self._unified = Unified.for_process(self.settings)
         if self.settings.mode in ("auto", "stream"):
             if self.settings.device != "cpu" and self.settings.vram is not None and _sees_cuda():
                 self._defer(self.settings.vram)
@@ -89,11 +91,6 @@ class Launched:
 
         moves = self._moves = DeferredMoves(lambda: amount_bytes(vram, VRAM))
         self._watcher.on_armed = lambda armed: moves.begin() if armed else moves.end()
-
-    def _begin_unified(self) -> None:
-        from brim.run.script.unified import Unified
-
-        self._unified = Unified.for_process(self.settings)
 
     def end(self) -> None:
         """End with the program: report growth, spilled bytes and decisions."""
@@ -158,7 +155,7 @@ class Launched:
 
     def _new_growth(self, model: nn.Module) -> Growth:
         growth = Growth(self.settings, on_gpu=self.settings.device != "cpu" and _sees_cuda())
-        growth.before_decision(model)
+        growth.note(model)
         return growth
 
     def _note_growth(self, growth: Growth, model: nn.Module, outcome: Outcome | None) -> None:
@@ -166,7 +163,7 @@ class Launched:
             self._left_alone[type(model).__name__] = None
         if self._growth is None:
             pools = () if outcome is None else outcome.pools
-            growth.begin(model, sum(pool.held_bytes for pool in pools if pool.tier == RAM))
+            growth.note(model, sum(pool.held_bytes for pool in pools if pool.tier == RAM))
             self._growth = growth
 
     def _certain(self, call: Call) -> Outcome | None:
@@ -254,19 +251,12 @@ class Growth:
         self._on_gpu = on_gpu
         self._begin_bytes = self._begin_peak_bytes = 0
 
-    def before_decision(self, model: nn.Module) -> None:
-        """Note what the program holds besides ``model`` before its first call.
+    def note(self, model: nn.Module, brim_bytes: int = 0) -> None:
+        """Note what the program holds besides ``model``, before the decision for it and after.
 
-        A decision gives the heap's free memory back. Taking that memory again is no growth.
+        A decision gives the heap's free memory back: taking that memory again is no growth. After it brim holds
+        ``brim_bytes`` of the resident memory for the model.
         """
-        self._note(model, 0)
-
-    def begin(self, model: nn.Module, brim_bytes: int) -> None:
-        """Start measuring after the decision for ``model``; brim holds ``brim_bytes`` of the resident memory for
-        it."""
-        self._note(model, brim_bytes)
-
-    def _note(self, model: nn.Module, brim_bytes: int) -> None:
         if self._budget_bytes is None or self._on_gpu or (counts := _counts()) is None:
             return
         from brim.memory.mapped import present_bytes

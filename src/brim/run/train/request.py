@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from brim.core import Plan, Timeline
+from brim.core.options import build
 from brim.planning.strategy.ladder import Orders
 from brim.requests.train import Request as Request
 from brim.run.train.report import EvaluationReport
@@ -15,13 +16,7 @@ from brim.run.train.report import EvaluationReport
 
 def orders_of(request: Request) -> Orders:
     """The choices that the request takes from the planner."""
-    return Orders(
-        micro_batch=request.micro_batch,
-        checkpointing=request.checkpointing,
-        offload_activations=request.offload_activations,
-        offload_optimizer=request.offload_optimizer,
-        stream_weights=request.stream_weights,
-    )
+    return build(Orders, vars(request) | {"precision": None})
 
 
 @dataclass(frozen=True, kw_only=True)
