@@ -49,6 +49,7 @@ class Job:
         self.most_tokens: int | None = None  # length of the model's table of positions
         self.ignored: list[str] = []  # settings that mean nothing to this model
         self.notes: dict[str, str] = {}  # assumptions, by subject
+        self.shapes: list[tuple[int, ...]] = []  # of the trained parameters
         self.differs: dict[str, str] = {}  # differences of brim's own commands, by part
         self.precision_origin = ""
 
@@ -187,6 +188,7 @@ class Job:
     def _training(self, model: nn.Module, inputs: dict[str, Any]) -> Step:
         model.train()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.shapes = [tuple(parameter.shape) for parameter in trained]
         optimizer = make_optimizer(self.workload.optimizer or "adamw", trained)
         target = _target(inputs) if self.source.library == "diffusers" else None
         precision = self.workload.precision
