@@ -355,8 +355,8 @@ def _tiny_gguf(words: int) -> bytes:
 
 def _data(folder: Path) -> tuple[Target, list[bytes]]:
     """Training data: lines, the elements of a list, and text."""
+    from brim.run.data.dataset import text_pieces
     from brim.run.data.lines import Lines
-    from brim.run.data.packed import text_pieces
 
     lines, elements, text = folder / "data.jsonl", folder / "data.json", folder / "data.txt"
 

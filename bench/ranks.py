@@ -70,7 +70,7 @@ def measured(ranks: int, folder: Path, output: Path) -> dict[str, list[int]]:
 
 
 def predicted(ranks: int, folder: Path) -> dict[str, tuple[int, ...]]:
-    from brim.estimation.ranks.estimate import cpu_bytes, cpu_ram_bytes
+    from brim.estimation.ranks.estimate import cpu_bytes
     from brim.estimation.ranks.split import Split
 
     found = {}
@@ -78,7 +78,7 @@ def predicted(ranks: int, folder: Path) -> dict[str, tuple[int, ...]]:
         split = Split(gpus=ranks, gpus_per_node=ranks, global_batch=BATCH, **way)
         found[name] = cpu_bytes(folder, split, seq=SEQ)
         if split.offload_shards:
-            found[f"{name}: RAM"] = cpu_ram_bytes(folder, split, seq=SEQ)
+            found[f"{name}: RAM"] = cpu_bytes(folder, split, seq=SEQ, in_ram=True)
     return found
 
 

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from brim.measure.watch import watch as watch
     from brim.predict.tracer import trace as trace
     from brim.rehearsal.rehearse import rehearse as rehearse
-    from brim.run.fit.api import fit as fit
+    from brim.run.fit import fit as fit
     from brim.run.generate.load import load as load
     from brim.run.plan.api import plan as plan
 
 # The verbs of the public interface and where each lives. Loaded on first use (PEP 562): `import brim` costs nothing.
 _EXPORTS = {
     "estimate": "brim.estimation.estimate",
-    "fit": "brim.run.fit.api",
+    "fit": "brim.run.fit",
     "load": "brim.run.generate.load",
     "plan": "brim.run.plan.api",
     "probe": "brim.measure.probe",

@@ -31,7 +31,7 @@ from brim.planning.strategy.choose import search_training
 from brim.planning.strategy.ladder import Orders
 from brim.planning.strategy.search import TrainingSearch
 from brim.planning.training import plan_training
-from brim.run.fit.training import Search
+from brim.run.fit import Search
 from brim.run.plan.search import plan
 from brim.run.script.decide import Decisions
 from brim.run.script.hooks import Call

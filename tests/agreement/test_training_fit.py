@@ -17,7 +17,7 @@ from brim.core import Hardware
 from brim.core.hardware import RAM
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.prediction import TrainingStep, works_in_place
-from brim.run.fit import api as fitting_door
+from brim.run import fit as fitting_door
 from brim.techniques.blocks import find_blocks
 from brim.techniques.streaming.weight_streaming import Weights
 from support.cpu.truth import measured_peak_bytes

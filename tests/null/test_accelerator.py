@@ -287,7 +287,7 @@ CUDA_ALONE = {
     "run/train/loop.py": "NVML knows devices by CUDA's names",
     "run/script": "programs that say cuda; allocators that take torch.cuda's place",
     "run/ranks": "NCCL",
-    "cli/generate/split.py": "the same",
+    "cli/generate.py": "the same",
 }
 
 

@@ -28,7 +28,7 @@ from brim import catalog
 from brim.cli import COMMANDS
 from brim.cli import brim as commands_of_brim
 from brim.errors import BrimError
-from brim.run.fit.api import Fitted
+from brim.run.fit import Fitted
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

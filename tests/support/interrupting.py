@@ -38,7 +38,7 @@ class Moment:
     ended: bool = False
 
 
-ENFORCING = "brim.run.fit.training:make_memory"
+ENFORCING = "brim.run.fit:make_memory"
 MOMENTS = (
     Moment(),
     Moment("brim.run.script.decide:machine"),

@@ -17,7 +17,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from brim.estimation.ranks.estimate import cpu_bytes, cpu_ram_bytes
+from brim.estimation.ranks.estimate import cpu_bytes
 from brim.estimation.ranks.split import Split
 from brim.models.training_model import with_adapters
 from brim.run.data.dataset import Batches, open_data
@@ -125,7 +125,7 @@ def check_memory(ranks: int, llama: Path, made: list[Any], *splits: dict[str, An
         assert measured == pytest.approx(predicted, rel=0.02), split
         if split.get("offload_shards"):
             in_ram = [rank["ram_bytes"] for rank in found["ranks"]]
-            expected = cpu_ram_bytes(llama, split_of(ranks, split), seq=SEQ, checkpointing=recompute)
+            expected = cpu_bytes(llama, split_of(ranks, split), seq=SEQ, checkpointing=recompute, in_ram=True)
             assert in_ram == pytest.approx(expected, rel=0.02), split
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import brim
 from brim.memory import heap
-from brim.run.fit.training import tensor_bytes_of
+from brim.run.fit import tensor_bytes_of
 from brim.run.script import decide as launch_decisions
 from brim.run.script import run as launch
 from brim.run.script.decide import Decisions

@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "brim.cli.explain.command:explain",
         "Explain what memory did: why it ran out, what took it, what would help.",
     ),
-    "generate": ("brim.cli.generate.command:generate", "Generate text with a model that may be larger than memory."),
+    "generate": ("brim.cli.generate:generate", "Generate text with a model that may be larger than memory."),
     "gpus": ("brim.cli.catalog:gpus", "List the GPUs of the catalog."),
     "models": ("brim.cli.catalog:models", "List the model configurations of the catalog."),
     "plan": ("brim.cli.plan.command:plan", "Find the fastest ways to train or run a model that fit a machine."),
@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Run a program unchanged on GPUs that are not there: does it fit, what takes the memory, what would help.",
     ),
     "run": ("brim.cli.run:run", "Run a program unchanged inside a memory budget."),
-    "train": ("brim.cli.train.command:train", "Train a model that may be larger than memory."),
+    "train": ("brim.cli.train:train", "Train a model that may be larger than memory."),
 }
 
 
@@ -110,11 +110,6 @@ def _outcome(arguments: Sequence[str] | None) -> Any:
     try:
         with _warnings_in_one_line(), signals_as_exceptions(), patched_thread_start():
             return brim.main(args=arguments, prog_name="brim", standalone_mode=False)
-    except BrimError as error:
-        if (behind := _signal_behind(error)) is not None:
-            return _ended_by(behind, error)
-        click.echo(f"Error: {error}", err=True)
-        return error.exit_code
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)
@@ -122,39 +117,30 @@ def _outcome(arguments: Sequence[str] | None) -> Any:
         return error.exit_code
     except (click.Abort, KeyboardInterrupt, Terminated) as signal:
         return _ended_by(signal)
-    except (MemoryError, RuntimeError, OSError) as error:  # click.Abort is a RuntimeError, and handled above
-        if (behind := _signal_behind(error)) is not None:
+    except Exception as error:  # click.Abort is one, and handled above
+        behind = _signal_behind(error)
+        refusal: BrimError | None = error if isinstance(error, BrimError) else None
+        if behind is None and refusal is None:
+            if _lacks_proc(error):
+                refusal = _NO_PROC
+            elif is_out_of_memory(error):
+                refusal = BudgetError(
+                    "The command cannot continue.",
+                    f"The system has no more memory: {' '.join(str(error).split()) or type(error).__name__:.300}",
+                    "End other programs, or allow this one more memory or threads.",
+                )
+            elif (refusal := failed_import(error)) is not None:
+                behind = last_signal()  # which cut the import short
+            elif "torch" in sys.modules:
+                from brim.predict import failures
+
+                refusal = failures.of_model(error)
+        if behind is not None:
             return _ended_by(behind, error)
-        if _lacks_proc(error):
-            click.echo(f"Error: {_NO_PROC}", err=True)
-            return _NO_PROC.exit_code
-        if not is_out_of_memory(error):
-            return _ended_by_others(error)
-        click.echo(f"Error: {_memory_ran_out(error)}", err=True)
-        return BudgetError.exit_code
-    except Exception as error:  # psutil's own errors are no OSErrors
-        if (behind := _signal_behind(error)) is not None:
-            return _ended_by(behind, error)
-        if not _lacks_proc(error):
-            return _ended_by_others(error)
-        click.echo(f"Error: {_NO_PROC}", err=True)
-        return _NO_PROC.exit_code
-
-
-def _ended_by_others(error: Exception) -> int:
-    """The exit code for an exception of a library's import or of a model's call. Any other is a bug of brim's, and is
-    raised."""
-    refusal: BrimError | None = failed_import(error)
-    if refusal is not None and (signal := last_signal()) is not None:  # it cut an import short
-        return _ended_by(signal, error)
-    if refusal is None and "torch" in sys.modules:
-        from brim.predict import failures
-
-        refusal = failures.of_model(error)
-    if refusal is None:
-        raise error
-    click.echo(f"Error: {refusal}", err=True)
-    return refusal.exit_code
+        if refusal is None:  # a bug of brim's
+            raise
+        click.echo(f"Error: {refusal}", err=True)
+        return refusal.exit_code
 
 
 def _ended_by(signal: BaseException, error: Exception | None = None) -> int:
@@ -186,15 +172,6 @@ def _lacks_proc(error: Exception) -> bool:
     of_psutil = type(error).__module__.startswith("psutil")
     opened = isinstance(error, FileNotFoundError) and str(error.filename).startswith("/proc/")
     return sys.platform == "linux" and (of_psutil or opened) and not Path("/proc/self").exists()
-
-
-def _memory_ran_out(error: BaseException) -> BudgetError:
-    """The error when the system's memory ran out, independent of any budget or plan."""
-    return BudgetError(
-        "The command cannot continue.",
-        f"The system has no more memory: {' '.join(str(error).split()) or type(error).__name__:.300}",
-        "End other programs, or allow this one more memory or threads.",
-    )
 
 
 @contextmanager

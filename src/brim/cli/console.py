@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable
-from typing import Any, Self
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal, Self
 
 import rich.console
+from rich import box
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.status import Status
+from rich.table import Table
 from rich.text import Text
 
 from brim import threads
@@ -37,6 +39,22 @@ class Console(rich.console.Console):
     def status(self, status: RenderableType, **options: Any) -> WorkStatus:
         """rich's status, whose first text is no markup either."""
         return WorkStatus(status, console=self, **options)
+
+    def print_table(
+        self,
+        columns: Sequence[str],
+        rows: Iterable[Iterable[str]],
+        *,
+        first: Literal["left", "right"] = "left",
+        left: Collection[str] = (),
+    ) -> None:
+        """Print a table without lines; columns with a head that is not in ``left`` are aligned right."""
+        table = Table(box=box.SIMPLE, pad_edge=False)
+        for index, column in enumerate(columns):
+            table.add_column(column, justify=first if index == 0 else "left" if column in ("", *left) else "right")
+        for row in rows:
+            table.add_row(*row)
+        self.print(table)
 
 
 class WorkStatus(Status):

@@ -11,8 +11,6 @@ from brim.core.options import option
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from brim.core.hardware import Hardware, Link
 
 
@@ -52,13 +50,11 @@ def _print(hardware: Hardware) -> None:
     from brim.cli.console import Console
 
     console = Console(highlight=False)
-    console.print(f"{hardware.name}\n{hardware.source}\ncompute tier: {hardware.compute}", markup=False)
-    tiers = _table("tier", "capacity", "read by one kernel")
-    for tier in hardware.tiers:
-        tiers.add_row(tier.name, format_bytes(tier.capacity_bytes), _rate(tier.bytes_per_s))
-    links = _table("link", "alone", "both ways at once", "one at a time", "best requests", "latency")
-    for link in hardware.links:
-        links.add_row(
+    console.print(f"{hardware.name}\n{hardware.source}\ncompute tier: {hardware.compute}")
+    tiers = ((tier.name, format_bytes(tier.capacity_bytes), _rate(tier.bytes_per_s)) for tier in hardware.tiers)
+    console.print_table(("tier", "capacity", "read by one kernel"), tiers)
+    links = (
+        (
             f"{link.source} -> {link.target}",
             _rate(link.bytes_per_s),
             _rate(link.duplex_bytes_per_s),
@@ -66,21 +62,11 @@ def _print(hardware: Hardware) -> None:
             _requests(link),
             format_seconds(link.latency_s) if link.latency_s else "-",
         )
-    rates = _table("dtype", "matrix rate")
-    for dtype, flops_per_s in hardware.flops_per_s.items():
-        rates.add_row(dtype, _flops(flops_per_s))
-    for table in (tiers, links, rates):
-        console.print(table)
-
-
-def _table(*columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    return table
+        for link in hardware.links
+    )
+    console.print_table(("link", "alone", "both ways at once", "one at a time", "best requests", "latency"), links)
+    rates = ((dtype, _flops(flops_per_s)) for dtype, flops_per_s in hardware.flops_per_s.items())
+    console.print_table(("dtype", "matrix rate"), rates)
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -359,11 +359,9 @@ def _write_html(
             views += [View(timeline=timeline, title=f"{name}{title}") for title, timeline in more.views]
             tables += [Table(title=f"{name}{title}", columns=heads, rows=rows) for title, heads, rows in more.tables]
             notes += more.notes
-    title, verdict = (
-        f"{request.target} on {request.gpu}, rehearsed",
-        " ".join(_headline(request, rehearsal) for rehearsal in rehearsals),
-    )
-    write_html(path, page(views, title=title, verdict=verdict, tables=tables, notes=notes))
+    title = f"{request.target} on {request.gpu}, rehearsed"
+    first = " ".join(_headline(request, rehearsal) for rehearsal in rehearsals)
+    write_html(path, page(views, title=title, verdict=first, tables=tables, notes=notes))
 
 
 def _values(vary: str) -> tuple[str, list[str]]:
@@ -397,21 +395,19 @@ def _vary(
             raise UsageError(
                 f"Cannot rehearse the program with {' '.join(arguments)}.", f"It failed: {failed.message}"
             )
-        click.echo(
-            f"{option}={value}: {'fits' if all(rehearsal.fits for rehearsal in tried[value]) else 'does not fit'}",
-            err=True,
-        )
-        return all(rehearsal.fits for rehearsal in tried[value])
+        fitting = all(rehearsal.fits for rehearsal in tried[value])
+        click.echo(f"{option}={value}: {'fits' if fitting else 'does not fit'}", err=True)
+        return fitting
 
     largest = largest_that_fits(values, fits)
     rows: list[dict[str, Any]] = [
         {
             "value": value,
             "fits": all(rehearsal.fits for rehearsal in rehearsals),
-            "reserved_bytes": max(
-                (d.reserved_bytes for rehearsal in rehearsals for d in rehearsal.devices), default=0
-            ),
-            "process_bytes": max((d.process_bytes for rehearsal in rehearsals for d in rehearsal.devices), default=0),
+            **{
+                name: max((getattr(d, name) for rehearsal in rehearsals for d in rehearsal.devices), default=0)
+                for name in ("reserved_bytes", "process_bytes")
+            },
         }
         for value, rehearsals in sorted(tried.items(), key=lambda item: values.index(item[0]))
     ]

@@ -135,6 +135,3 @@ def _replacement(stream: Any, kind: type[io.FileIO]) -> io.TextIOWrapper:
     return wrapper(
         io.BufferedWriter(raw), encoding=stream.encoding, errors="backslashreplace", line_buffering=buffered
     )
-
-
-__all__ = ["OutputError", "standard_streams"]

@@ -82,9 +82,10 @@ class Trials:
             "fits": all(result.fits for result in results),
             "arguments": list(request.arguments),
             "steps": min(result.steps for result in results),
-            "allocated_bytes": max((device.allocated_bytes for device in devices), default=0),
-            "reserved_bytes": max((device.reserved_bytes for device in devices), default=0),
-            "process_bytes": max((device.process_bytes for device in devices), default=0),
+            **{
+                name: max((getattr(device, name) for device in devices), default=0)
+                for name in ("allocated_bytes", "reserved_bytes", "process_bytes")
+            },
         }
         if request.arguments != self._request.arguments:
             advice["paste"] = " ".join(request.arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from brim.errors import ABOVE_BUDGET
@@ -10,6 +10,7 @@ from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from brim.cli.console import Console
+    from brim.core import Plan
     from brim.core.leak import Leak
     from brim.estimation.estimate import Estimate
     from brim.planning.request import Answer
@@ -34,15 +35,23 @@ def of_estimate(estimate: Estimate, total_bytes: int | None, largest_batch: int 
     return f"{told}; batch {largest_batch:,} is the largest." if largest_batch else f"{told}."
 
 
+def shares(sizes: Mapping[str, int], total: int) -> Iterator[tuple[str, str, str]]:
+    """Yield what is not zero as rows of a table, the largest first, with its share of ``total``."""
+    for name, size in sorted(sizes.items(), key=lambda row: -row[1]):
+        if size:
+            yield name.replace("_", " "), format_bytes(size), f"{size / total:.1%}"
+
+
 def of_precision(precision: str | None, origin: str) -> str:
     """``precision: bf16, by dtype of its configuration (bfloat16)``."""
     return f"precision: {precision}, {origin}"
 
 
-def of_exceeded(sentences: Sequence[str], console: Console) -> int:
+def of_exceeded(plan: Plan, measured_bytes: Mapping[str, int], console: Console) -> int:
     """Write measurements above their budget or promise in red. Return the exit code of a misfit."""
+    sentences = plan.exceeded(measured_bytes)
     for sentence in sentences:
-        console.print(sentence, style="bold red", markup=False, highlight=False, soft_wrap=True)
+        console.print(sentence, style="bold red", highlight=False, soft_wrap=True)
     return ABOVE_BUDGET if sentences else 0
 
 

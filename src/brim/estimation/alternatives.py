@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Alternative:
     process_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        return {"options": self.options, "process_bytes": self.process_bytes}
+        return asdict(self)
 
 
 def alternatives(study: Study, largest_batch: int | None) -> tuple[Alternative, ...]:
@@ -124,6 +124,3 @@ def _process_bytes(study: Study, workload: Workload) -> int | None:
 
 def _options(changes: dict[str, Any]) -> str:
     return shlex.join(word for name, value in changes.items() for word in (f"--{name}", str(value)))
-
-
-__all__ = ["Alternative", "alternatives"]

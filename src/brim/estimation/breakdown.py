@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from brim.core import Category, EventKind, Timeline, Trace
+from brim.core import Category, Timeline, Trace
+from brim.report.explain import live_at_peak
 
 # How the report names what is at the peak. Buffers are part of the model's weights to a reader.
 NAMES: Mapping[Category, str] = {
@@ -42,8 +43,9 @@ def at_peak(trace: Trace, timeline: Timeline) -> Breakdown:
     modules: dict[str, int] = defaultdict(int)
     storages = {storage.id: storage for storage in trace.storages}
     rounding = 0
-    for storage_id, block_bytes in _block_bytes(timeline).items():
-        storage = storages[storage_id]
+    ids, sizes = timeline.column("storage"), timeline.column("bytes")
+    for row in live_at_peak(timeline).rows.tolist():
+        storage, block_bytes = storages[ids[row]], sizes[row]
         # The simulated GPU may have another workspace than the traced one; it is never rounded.
         bytes = block_bytes if storage.category is Category.WORKSPACE else storage.bytes
         categories[NAMES[storage.category]] += bytes
@@ -51,23 +53,6 @@ def at_peak(trace: Trace, timeline: Timeline) -> Breakdown:
         rounding += block_bytes - bytes
     largest_first = sorted(modules.items(), key=lambda entry: (-entry[1], entry[0]))
     return Breakdown(by_category=categories, by_module=dict(largest_first), rounding_bytes=rounding)
-
-
-def _block_bytes(timeline: Timeline) -> dict[int, int]:
-    """Map each storage to the bytes of its block, at the peak."""
-    kinds, sizes, ids = (timeline.column(name) for name in ("kind", "bytes", "storage"))
-    live_bytes = peak = at = 0
-    for index, (kind, bytes) in enumerate(zip(kinds, sizes, strict=True)):
-        live_bytes += bytes if kind == EventKind.ALLOC else -bytes if kind == EventKind.FREE else 0
-        if live_bytes > peak:
-            peak, at = live_bytes, index + 1
-    alive: dict[int, int] = {}
-    for index in range(at):
-        if kinds[index] == EventKind.ALLOC:
-            alive[ids[index]] = sizes[index]
-        elif kinds[index] == EventKind.FREE:
-            del alive[ids[index]]
-    return alive
 
 
 def folded(by_module: Mapping[str, int]) -> dict[str, tuple[int, int]]:

@@ -15,6 +15,7 @@ from brim.allocator.config import AllocatorConfig
 from brim.allocator.device_memory import SimulatedDevice
 from brim.core import EventKind, Hardware, Timeline, Trace
 from brim.core.leak import MOST_STEPS, Leak, full_step
+from brim.core.options import build
 from brim.device.kernels import answers_for
 from brim.errors import BrimError, ModelError, OperationError, UnsupportedError, failed_import
 from brim.estimation import growth as growing
@@ -134,9 +135,8 @@ class Estimate:
 
     def to_json(self) -> dict[str, Any]:
         """As ``brim estimate --json`` prints it."""
-        peak = self.peak_bytes
         return {
-            "peak_bytes": {"allocated": peak.allocated, "reserved": peak.reserved, "process": peak.process},
+            "peak_bytes": asdict(self.peak_bytes),
             "upper_bound_bytes": self.upper_bound_bytes,
             "at_peak_bytes": dict(self.at_peak_bytes),
             "per_module": dict(self.per_module),
@@ -212,11 +212,8 @@ def estimate(
         ModelError: No model can be built from the configuration, or the function fails.
         UnsupportedError: The model or the setting is one that brim cannot predict.
     """
-    workload = Workload(
-        task=task, batch=batch, seq=seq, precision=precision, optimizer=optimizer, method=method,
-        checkpointing=checkpointing, new_tokens=new_tokens, lora_rank=lora_rank,
-        lora_targets=None if lora_targets is None else tuple(lora_targets),
-    )  # fmt: skip
+    targets = None if lora_targets is None else tuple(lora_targets)
+    workload = build(Workload, {**locals(), "lora_targets": targets})
     return Study(find_model(model), workload, place_of(gpu, vram), hardware_of(gpu), alloc_conf).estimate()
 
 

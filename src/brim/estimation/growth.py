@@ -342,6 +342,3 @@ def structure(trace: Trace) -> tuple[list[tuple[int, bool]], list[tuple[int, int
         for index, storage in enumerate(trace.storages)
         if storage.reduction is not None
     ]
-
-
-__all__ = ["NOTHING", "Growth", "Point", "Tracer", "solve"]

@@ -224,19 +224,16 @@ class Replay:
             index for index, storage in enumerate(trace.storages)
             if storage.category is Category.WORKSPACE and storage.module == "cuBLAS"
         ]  # fmt: skip
-        self._changes = list(_changes(trace))
+        self._changes = list(_with_emptied(trace))
         self._signs = np.array([1 if born else -1 for index, born in self._changes if index >= 0])
         self._order = np.array([index for index, _ in self._changes if index >= 0], dtype=np.int64)
 
-    def peaks(
-        self, sizes: Sequence[int] | None, place: Place, *, ends: bool = False, device: DeviceMemory | None = None
-    ) -> Peaks:
+    def peaks(self, sizes: Sequence[int] | None, place: Place, *, ends: bool = False) -> Peaks:
         """Peaks with ``sizes`` by the storage's position (None: the trace's). ``ends``: limit memory to the GPU's."""
         sizes = list(self._sizes if sizes is None else sizes)
         for index in self._cublas:
             sizes[index] = place.cublas_workspace_bytes or sizes[index]
-        if device is None:
-            device = SimulatedDevice(place.available_bytes if ends else None, place.total_bytes)
+        device = SimulatedDevice(place.available_bytes if ends else None, place.total_bytes)
         allocator = CachingAllocator(self._config, device=device)
         blocks: dict[int, Block] = {}
         failed = False
@@ -273,13 +270,17 @@ def _pool_of(stream: int) -> PoolId | None:
     return (0, stream) if stream >= FIRST_GRAPH_POOL else None
 
 
-def _changes(trace: Trace) -> Iterator[tuple[int, bool]]:
-    """Yield births (True) and deaths by the storage's position, in order; -1 where the program empties the cache."""
-    emptied = [op.at for op in trace.ops if op.name == EMPTY_CACHE]
+def _changes(trace: Trace) -> list[tuple[int, int, bool]]:
+    """Tick and storage's position of births (True) and deaths, in order."""
     changes = [(storage.born, index, True) for index, storage in enumerate(trace.storages)]
     changes += [(s.died, index, False) for index, s in enumerate(trace.storages) if s.died is not None]
-    changes.sort(key=lambda change: change[0])
-    for tick, index, born in changes:
+    return sorted(changes, key=lambda change: change[0])
+
+
+def _with_emptied(trace: Trace) -> Iterator[tuple[int, bool]]:
+    """Yield births (True) and deaths by the storage's position, in order; -1 where the program empties the cache."""
+    emptied = [op.at for op in trace.ops if op.name == EMPTY_CACHE]
+    for tick, index, born in _changes(trace):
         while emptied and emptied[0] <= tick:
             emptied.pop(0)
             yield -1, False
@@ -341,14 +342,12 @@ def reserved_at_steps(trace: Trace, timeline: Timeline) -> list[int]:
 
 def lives(trace: Trace) -> Iterator[tuple[Storage, bool, Op | None]]:
     """Yield every allocation (True) and free (False) in order, with the operation that began last."""
-    changes = [(s.born, s, True) for s in trace.storages if s.bytes]
-    changes += [(s.died, s, False) for s in trace.storages if s.bytes and s.died is not None]
-    changes.sort(key=lambda change: change[0])
-    ops, index = trace.ops, -1
-    for tick, storage, born in changes:
-        while index + 1 < len(ops) and ops[index + 1].at <= tick:
-            index += 1
-        yield storage, born, ops[index] if index >= 0 else None
+    ops, last = trace.ops, -1
+    for tick, index, born in _changes(trace):
+        while last + 1 < len(ops) and ops[last + 1].at <= tick:
+            last += 1
+        if (storage := trace.storages[index]).bytes:
+            yield storage, born, ops[last] if last >= 0 else None
 
 
 def _where(op: Op | None, failure: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from brim.errors import ModelError, UnsupportedError, UsageError
+from brim.errors import UnsupportedError, UsageError
 from brim.estimation import inputs as making
 from brim.estimation.extrapolation import Template
 from brim.estimation.models import (
@@ -402,6 +402,3 @@ def _generation(model: Any, inputs: dict[str, Any], workload: Workload) -> Step:
         GenerationMixin.generate(model, **inputs)
 
     return step
-
-
-__all__ = ["Job", "ModelError", "Step"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from brim.core import Timeline
@@ -94,8 +93,9 @@ class DeviceProfile:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, without the timeline."""
-        names = [field.name for field in dataclasses.fields(self) if field.name != "timeline"]
-        return {name: _plain(getattr(self, name)) for name in names}
+        figures = asdict(replace(self, timeline=Timeline("", measured=True)))
+        del figures["timeline"]
+        return figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +121,3 @@ class Profile:
             "facts": dict(self.facts),
             "devices": [device.to_json() for device in self.devices],
         }
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value

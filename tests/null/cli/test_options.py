@@ -15,7 +15,7 @@ import pytest
 
 import brim
 from brim.cli import brim as group
-from brim.cli.generate.options import GenerateOptions
+from brim.cli.generate import GenerateOptions
 from brim.core.options import build, option_fields, words
 from brim.estimation.workload import Workload
 from brim.requests.plan import Request as Planning

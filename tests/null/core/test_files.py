@@ -23,8 +23,8 @@ from brim.models.location import local
 from brim.predict.formulas import checkpoint as formulas
 from brim.recordings import snapshot
 from brim.run.checkpoint import manifest as checkpoint_manifest
+from brim.run.data import dataset as data_packed
 from brim.run.data import lines as data_lines
-from brim.run.data import packed as data_packed
 from brim.run.generate.inputs import read_prompts
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {

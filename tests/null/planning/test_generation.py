@@ -81,7 +81,7 @@ def test_the_processor_alone_is_proposed_beside_the_gpu(config: Path) -> None:
 
 
 def test_proposals_come_fastest_first_each_with_a_command_that_parses(config: Path) -> None:
-    from brim.cli.generate.command import generate
+    from brim.cli.generate import generate
 
     asked = request(config, prefer="memory", batch=2)
     found = plan_generation(asked, machine_of(asked))

@@ -13,8 +13,8 @@ from brim.planning.generation import search
 from brim.planning.opening import Subjects
 from brim.planning.request import Request, machine_of
 from brim.planning.router_file import Routers
-from brim.run.plan import routers as router_recording
-from brim.run.plan.routers import routers_of
+from brim.run.plan import search as router_recording
+from brim.run.plan.search import routers_of
 from brim.techniques.experts.router_statistics import RouterStatistics
 from brim.techniques.experts.technique import EXPERT_SLOTS, find_experts
 from support.families import make

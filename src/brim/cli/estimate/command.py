@@ -11,7 +11,6 @@ import click
 from click.core import ParameterSource
 
 from brim.cli import verdict
-from brim.cli.estimate import ranks as estimate_ranks
 from brim.cli.estimate.options import EstimateOptions
 from brim.cli.estimate.program import environment_for, rehearsed
 from brim.cli.loading import MODELS, load
@@ -24,8 +23,6 @@ from brim.requests.plan import Request as PlanRequest
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from brim.cli.console import Console
     from brim.estimation.alternatives import Alternative
     from brim.estimation.estimate import Estimate, Study
@@ -109,6 +106,8 @@ def estimate(options: EstimateOptions) -> int | None:
     if split is not None:
         if options.explain_formula or options.html is not None:
             raise UsageError("Cannot use --gpus with --explain-formula or --html.", "They apply to one GPU only.")
+        from brim.cli.estimate import ranks as estimate_ranks
+
         return estimate_ranks.report(options, split)
     if options.compiled:
         raise UsageError(
@@ -234,15 +233,8 @@ def _write_page(
 ) -> None:
     from brim.report.html.page import Table, page
 
-    peak = estimate.peak_bytes
-    rows = [
-        ("allocated", peak.allocated, "tensors, as torch.cuda.max_memory_allocated counts them"),
-        ("reserved", peak.reserved, "what the allocator holds for them"),
-        ("process", peak.process, _PROCESS.format(format_bytes(estimate.context_bytes))),
-        *((f"+ {margin.name}", margin.bytes, margin.why) for margin in estimate.margins),
-        ("safe upper bound", estimate.upper_bound_bytes, ""),
-    ]
-    table = Table(title="Peak", columns=("peak", "bytes", "what"), rows=tuple(rows))
+    rows = tuple((name.lstrip(), size, what) for name, size, what in _peaks(estimate))
+    table = Table(title="Peak", columns=("peak", "bytes", "what"), rows=rows)
     fitting = Table(
         title="It fits with",
         columns=("options", "bytes"),
@@ -290,7 +282,7 @@ def _explain(model: str, settings: Mapping[str, Any], as_json: bool) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for name, form in forms.items():
         told = f"   [{form.source}]" if form.source else ""
-        console.print(f"{name.replace('_', ' ')}: {form.arithmetic}{told}", markup=False)
+        console.print(f"{name.replace('_', ' ')}: {form.arithmetic}{told}")
 
 
 def _print(
@@ -307,107 +299,80 @@ def _print(
 
     console = Console(highlight=False)
     sentence = verdict.of_estimate(estimate, total_bytes, growth.largest_batch)
-    console.print(sentence, markup=False, soft_wrap=True, style="bold")
-    console.print(estimate.describe(), markup=False, soft_wrap=True)
+    console.print(sentence, soft_wrap=True, style="bold")
+    console.print(estimate.describe(), soft_wrap=True)
     if estimate.precision_origin:
         told = verdict.of_precision(estimate.workload.precision, estimate.precision_origin)
-        console.print(told, markup=False, soft_wrap=True)
+        console.print(told, soft_wrap=True)
     for line in of_leak(asdict(estimate.leak)) if estimate.leak is not None else ():
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     if estimate.out_of_memory:
-        console.print(estimate.out_of_memory, markup=False)
+        console.print(estimate.out_of_memory)
         _print_others(console, estimate, others, command)
-    for table in (_peaks(estimate), _categories(estimate), _modules(estimate), *_growth(growth)):
-        console.print(table)
+    _print_tables(console, estimate, growth)
     _last_lines(console, estimate, growth)
 
 
 def _print_others(console: Console, estimate: Estimate, others: Sequence[Alternative], plan: str) -> None:
     """Print settings that fit, or the command ``plan`` for a wider search."""
     if others:
-        table = _table("it fits with", "process", title="")
-        for other in others:
-            table.add_row(other.options, format_bytes(other.process_bytes))
-        console.print(table)
+        rows = ((other.options, format_bytes(other.process_bytes)) for other in others)
+        console.print_table(("it fits with", "process"), rows)
     elif not estimate.is_program:
-        console.print(
-            "No small change of these settings fits. What offloads and streams is looked for by", markup=False
-        )
-        console.print(plan, markup=False, soft_wrap=True)
+        console.print("No small change of these settings fits. What offloads and streams is looked for by")
+        console.print(plan, soft_wrap=True)
 
 
-def _peaks(estimate: Estimate) -> Table:
-    table = _table("peak", "bytes", "", title="")
+def _peaks(estimate: Estimate) -> list[tuple[str, int, str]]:
+    """The peak as it is counted at several places, in bytes."""
     peak = estimate.peak_bytes
-    table.add_row(
-        "allocated", format_bytes(peak.allocated), "tensors, as torch.cuda.max_memory_allocated counts them"
-    )
-    table.add_row("reserved", format_bytes(peak.reserved), "what the allocator holds for them")
-    table.add_row("process", format_bytes(peak.process), _PROCESS.format(format_bytes(estimate.context_bytes)))
-    for margin in estimate.margins:
-        table.add_row(f"  + {margin.name}", format_bytes(margin.bytes), margin.why)
-    table.add_row("safe upper bound", format_bytes(estimate.upper_bound_bytes), "")
-    return table
+    return [
+        ("allocated", peak.allocated, "tensors, as torch.cuda.max_memory_allocated counts them"),
+        ("reserved", peak.reserved, "what the allocator holds for them"),
+        ("process", peak.process, _PROCESS.format(format_bytes(estimate.context_bytes))),
+        *((f"  + {margin.name}", margin.bytes, margin.why) for margin in estimate.margins),
+        ("safe upper bound", estimate.upper_bound_bytes, ""),
+    ]
 
 
-def _categories(estimate: Estimate) -> Table:
-    table = _table("at the peak", "bytes", "share")
-    total = max(estimate.peak_bytes.allocated, 1)
-    rows = {name.replace("_", " "): size for name, size in estimate.at_peak_bytes.items() if name != "context"}
-    rows["allocator's rounding"] = estimate.rounding_bytes
-    for name, size in sorted(rows.items(), key=lambda row: -row[1]):
-        if size:
-            table.add_row(name, format_bytes(size), f"{size / total:.1%}")
-    return table
-
-
-def _modules(estimate: Estimate) -> Table:
+def _print_tables(console: Console, estimate: Estimate, growth: Growth) -> None:
     from brim.estimation.breakdown import folded
 
-    table = _table("module", "bytes at the peak", "modules")
-    rows = folded(estimate.per_module)
-    for name, (size, count) in list(rows.items())[:_MOST_MODULES]:
-        table.add_row(name, format_bytes(size), f"{count}")
-    rest = list(rows.values())[_MOST_MODULES:]
+    peaks = ((name, format_bytes(size), what) for name, size, what in _peaks(estimate))
+    console.print_table(("peak", "bytes", ""), peaks)
+    sizes = {name: size for name, size in estimate.at_peak_bytes.items() if name != "context"}
+    sizes["allocator's rounding"] = estimate.rounding_bytes
+    categories = verdict.shares(sizes, max(estimate.peak_bytes.allocated, 1))
+    console.print_table(("at the peak", "bytes", "share"), categories)
+    modules = list(folded(estimate.per_module).items())
+    shown, rest = modules[:_MOST_MODULES], [row for _, row in modules[_MOST_MODULES:]]
     if rest:
         size, count = (sum(column) for column in zip(*rest, strict=True))
-        table.add_row("all others", format_bytes(size), f"{count}")
-    return table
-
-
-def _growth(growth: Growth) -> list[Table]:
-    tables = []
+        shown.append(("all others", (size, count)))
+    rows = ((name, format_bytes(size), f"{count}") for name, (size, count) in shown)
+    console.print_table(("module", "bytes at the peak", "modules"), rows)
     for name, points in (("batch", growth.batches), ("seq", growth.lengths)):
-        if not points:
-            continue
-        table = _table(name, "allocated", "reserved", "process", "")
-        for point in points:
-            size = f"{getattr(point, name):,}"
-            sizes = (point.allocated_bytes, point.reserved_bytes, point.process_bytes)
-            table.add_row(size, *map(format_bytes, sizes), "" if point.fits else "does not fit")
-        tables.append(table)
-    return tables
+        if points:
+            grown = (
+                (
+                    f"{getattr(point, name):,}",
+                    *map(format_bytes, (point.allocated_bytes, point.reserved_bytes, point.process_bytes)),
+                    "" if point.fits else "does not fit",
+                )
+                for point in points
+            )
+            console.print_table((name, "allocated", "reserved", "process", ""), grown)
 
 
 def _last_lines(console: Console, estimate: Estimate, growth: Growth) -> None:
     if growth.largest_batch is not None:
-        console.print(f"largest batch that fits: {growth.largest_batch:,}", markup=False)
+        console.print(f"largest batch that fits: {growth.largest_batch:,}")
     elif growth.why_not:
-        console.print(f"other batches are not solved: {growth.why_not}", markup=False)
+        console.print(f"other batches are not solved: {growth.why_not}")
     time = f", {format_seconds(estimate.step_s)} by roofline" if estimate.step_s is not None else ""
     if estimate.flops is not None:
-        console.print(f"{estimate.flops:,} FLOP a step{time}", markup=False)
+        console.print(f"{estimate.flops:,} FLOP a step{time}")
     if estimate.not_modelled:
-        console.print(f"not modelled inside: {', '.join(estimate.not_modelled)}", markup=False)
+        console.print(f"not modelled inside: {', '.join(estimate.not_modelled)}")
     for note in (*estimate.notes, estimate.program):
-        console.print(note, markup=False, soft_wrap=True)
-
-
-def _table(*columns: str, title: str = "") -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, pad_edge=False, title=title or None)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 or not column else "right")
-    return table
+        console.print(note, soft_wrap=True)

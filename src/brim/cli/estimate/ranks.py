@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from brim.cli import verdict
+from brim.cli.console import Console
 from brim.cli.loading import MODELS, load
 from brim.cli.options import print_json
 from brim.core.options import build
@@ -16,8 +17,6 @@ from brim.requests.plan import MeshRequest
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from brim.cli.estimate.options import EstimateOptions
     from brim.estimation.ranks.estimate import ParallelEstimate, Rank
     from brim.estimation.ranks.split import Split
@@ -27,8 +26,6 @@ _MOST_ROWS = 16
 
 def report(options: EstimateOptions, split: Split) -> int | None:
     """Estimate and print. Return the exit code where it does not fit."""
-    from brim.cli.console import Console
-
     model, gpu, vram, settings = options.model, options.gpu, options.vram, dict(options.workload)
     del settings["batch"]
     for name in ("method", "new_tokens", "lora_rank", "lora_targets"):
@@ -92,30 +89,28 @@ def _further(options: EstimateOptions, estimate: ParallelEstimate) -> str:
 
 
 def _print(estimate: ParallelEstimate, further: str) -> None:
-    from brim.cli.console import Console
-
     console = Console(highlight=False)
     where = f" on {estimate.gpu}" if estimate.gpu else ""
-    console.print(f"{estimate.model}{where}: {estimate.workload.describe()}", markup=False, soft_wrap=True)
+    console.print(f"{estimate.model}{where}: {estimate.workload.describe()}", soft_wrap=True)
     told = verdict.of_precision(estimate.workload.precision, estimate.precision_origin)
-    console.print(told, markup=False, soft_wrap=True)
-    console.print(estimate.split.describe(), markup=False, soft_wrap=True)
-    console.print(_ranks(estimate))
-    console.print(_breakdown(estimate))
+    console.print(told, soft_wrap=True)
+    console.print(estimate.split.describe(), soft_wrap=True)
+    _print_ranks(console, estimate)
+    _print_breakdown(console, estimate)
     worst = estimate.worst
     told = f"worst rank: {_name(worst)}, {format_bytes(worst.peak_bytes.allocated)} allocated"
-    console.print(f"{told}; the largest process takes {format_bytes(estimate.process_bytes)}", markup=False)
+    console.print(f"{told}; the largest process takes {format_bytes(estimate.process_bytes)}")
     if worst.ram is not None:
         console.print(
             f"in RAM: {format_bytes(worst.ram.reserved)} for that rank, "
-            f"{format_bytes(estimate.node_ram_bytes)} for all of a node", markup=False, soft_wrap=True,
+            f"{format_bytes(estimate.node_ram_bytes)} for all of a node", soft_wrap=True,
         )  # fmt: skip
     if estimate.fits is False:
-        console.print(f"It does not fit.{further}", markup=False, soft_wrap=True)
+        console.print(f"It does not fit.{further}", soft_wrap=True)
     _last_lines(console, estimate)
 
 
-def _last_lines(console: Any, estimate: ParallelEstimate) -> None:
+def _last_lines(console: Console, estimate: ParallelEstimate) -> None:
     if estimate.time is not None:
         time = estimate.time
         console.print(
@@ -123,17 +118,17 @@ def _last_lines(console: Any, estimate: ParallelEstimate) -> None:
             f"{format_seconds(time.communication_s)} waiting for collectives"
             f"{' and shards' if estimate.split.offload_shards else ''}, {format_seconds(time.bubble_s)} "
             f"pipeline bubble, {format_seconds(time.once_s)} gradients, weights and optimizer",
-            markup=False, soft_wrap=True,
+            soft_wrap=True,
         )  # fmt: skip
-    console.print(f"{estimate.flops:,} FLOP a step on all GPUs", markup=False)
+    console.print(f"{estimate.flops:,} FLOP a step on all GPUs")
     if estimate.not_modelled:
-        console.print(f"not modelled inside: {', '.join(estimate.not_modelled)}", markup=False)
+        console.print(f"not modelled inside: {', '.join(estimate.not_modelled)}")
     for note in estimate.notes:
-        console.print(note, markup=False, soft_wrap=True)
+        console.print(note, soft_wrap=True)
 
 
-def _ranks(estimate: ParallelEstimate) -> Table:
-    """A table with one row for ranks that are alike, the worst first where there are many."""
+def _print_ranks(console: Console, estimate: ParallelEstimate) -> None:
+    """Print a row for ranks that are alike, the worst first where there are many."""
     alike: dict[tuple[int, ...], list[Rank]] = {}
     for rank in estimate.ranks:
         sizes = _sizes(rank)
@@ -142,14 +137,14 @@ def _ranks(estimate: ParallelEstimate) -> Table:
     if len(groups) > _MOST_ROWS:
         groups = sorted(groups, key=lambda ranks: -ranks[0].peak_bytes.allocated)[:_MOST_ROWS]
     in_ram = ("in RAM",) if estimate.split.offload_shards else ()
-    table = _table("ranks", "stage", "allocated", "reserved", "process", *in_ram)
+    rows = []
     for ranks in groups:
         named = f"{ranks[0].rank}" if len(ranks) == 1 else f"{ranks[0].rank} to {ranks[-1].rank}"
         mark = " (worst)" if estimate.worst_rank in {rank.rank for rank in ranks} else ""
-        table.add_row(f"{named}{mark}", f"{ranks[0].coordinates['pp']}", *map(format_bytes, _sizes(ranks[0])))
+        rows.append((f"{named}{mark}", f"{ranks[0].coordinates['pp']}", *map(format_bytes, _sizes(ranks[0]))))
     if len(alike) > len(groups):
-        table.add_row(f"{len(alike) - len(groups)} other stages take less")
-    return table
+        rows.append((f"{len(alike) - len(groups)} other stages take less",))
+    console.print_table(("ranks", "stage", "allocated", "reserved", "process", *in_ram), rows)
 
 
 def _sizes(rank: Rank) -> tuple[int, ...]:
@@ -157,27 +152,13 @@ def _sizes(rank: Rank) -> tuple[int, ...]:
     return (peak.allocated, peak.reserved, peak.process, *([rank.ram.reserved] if rank.ram is not None else []))
 
 
-def _breakdown(estimate: ParallelEstimate) -> Table:
+def _print_breakdown(console: Console, estimate: ParallelEstimate) -> None:
     worst = estimate.worst
-    table = _table(f"at the peak of rank {worst.rank}", "bytes", "share")
     total = max(worst.peak_bytes.process, 1)
     kept = worst.peak_bytes.process - sum(worst.breakdown.values())
-    rows = worst.breakdown | {"kept by the allocator, unused": kept}
-    for name, size in sorted(rows.items(), key=lambda row: -row[1]):
-        if size:
-            table.add_row(name.replace("_", " "), format_bytes(size), f"{size / total:.1%}")
-    return table
+    sizes = worst.breakdown | {"kept by the allocator, unused": kept}
+    console.print_table((f"at the peak of rank {worst.rank}", "bytes", "share"), verdict.shares(sizes, total))
 
 
 def _name(rank: Rank) -> str:
     return f"{rank.rank} ({', '.join(f'{axis} {place}' for axis, place in rank.coordinates.items())})"
-
-
-def _table(*columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    return table

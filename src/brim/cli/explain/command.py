@@ -76,7 +76,7 @@ def _explain_file(path: Path, settings: tuple[str, ...]) -> Explained:
 
 
 def _compared(sources: tuple[Path, ...], settings: tuple[str, ...]) -> Explained:
-    from brim.cli.explain import diff as explain_diff
+    from brim.cli.explain import answers as explained
     from brim.cli.explain import source as explain_source
 
     if len(sources) != 2:
@@ -90,7 +90,7 @@ def _compared(sources: tuple[Path, ...], settings: tuple[str, ...]) -> Explained
     if sources[0] == sources[1] == Path("-"):
         raise UsageError("Cannot compare the standard input with itself.", todo="Give at least one file.")
     with explain_source.opened(sources[0]) as before, explain_source.opened(sources[1]) as after:
-        return explain_diff.compared(before, after)
+        return explained.compared(before, after)
 
 
 def _write_perfetto(path: Path, explained: Explained) -> None:

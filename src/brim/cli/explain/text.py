@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from brim.units import format_bytes, format_seconds
@@ -30,9 +31,7 @@ def of_message(chosen: OomMessage, others: Sequence[OomMessage]) -> _Lines:
         lines.append(f"  {name.replace('_', ' '):18} {format_bytes(count):>10}  {count:,} bytes")
     lines += [f"  {name.replace('_', ' '):18}  not known to the program that printed it" for name in chosen.unknown]
     lines += [f"  also in the message: {size}" for size in chosen.not_read]
-    lines += _advice(
-        [{"text": advice.text, "paste": advice.paste, "helps": advice.helps} for advice in chosen.advice]
-    )
+    lines += _advice([asdict(advice) for advice in chosen.advice])
     for message in others[:MOST_LINES]:
         rank = f" ({message.rank})" if message.rank else ""
         lines.append(f"also: {message.family} on {message.device}{rank}: {message.cause.replace('_', ' ')}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,15 +14,12 @@ from brim.cli import verdict
 from brim.cli.loading import MODELS, load
 from brim.cli.options import command, print_json
 from brim.cli.plan.options import PlanOptions, file_name
-from brim.cli.plan.page import tiers_of, write_page
 from brim.core.options import build
 from brim.errors import BudgetError, UsageError
 from brim.requests.plan import Request
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from brim.cli.console import Console
     from brim.planning.request import Answer, Proposal
     from brim.planning.strategy.effects import Effect
@@ -63,9 +59,9 @@ def plan(options: PlanOptions) -> int | None:
     """
     _refuse_unused(click.get_current_context())
     if options.compare_gpus is not None:
-        from brim.cli.plan import compare as plan_compare
+        from brim.cli.plan.compare import show
 
-        return plan_compare.show(options)
+        return show(options)
     if options.gpus is not None:
         from brim.cli.plan import meshes as plan_meshes
 
@@ -80,9 +76,9 @@ def plan(options: PlanOptions) -> int | None:
         raise UsageError(
             "Cannot use --regimes with --precisions or --router-statistics.", "It makes its own comparison."
         )
-    from brim.cli.plan import regimes as plan_regimes
+    from brim.cli.plan.compare import show_regimes
 
-    plan_regimes.show(build(Request, vars(options)), options.output, options.html, options.as_json)
+    show_regimes(build(Request, vars(options)), options.output, options.html, options.as_json)
     return None
 
 
@@ -123,6 +119,8 @@ def _answer(options: PlanOptions) -> Answer:
 
 def _show(answer: Answer, output: Path | None, html: Path | None, as_json: bool) -> int | None:
     if html is not None:
+        from brim.cli.plan.page import write_page
+
         write_page(html, answer)
     if as_json:
         print_json(answer.to_json())
@@ -153,11 +151,11 @@ def _print(answer: Answer, output: Path | None) -> None:
     console = Console(highlight=False, soft_wrap=True)
     request, machine = answer.request, answer.machine
     budget = ", ".join(f"{format_bytes(n)} of {tier.upper()}" for tier, n in machine.budget_bytes.items())
-    console.print(verdict.of_plans(answer), markup=False, style="bold")
-    console.print(f"{request.model}: {request.task} on {machine.hardware.name} with {budget}", markup=False)
-    console.print(verdict.of_precision(*answer.precision), markup=False)
+    console.print(verdict.of_plans(answer), style="bold")
+    console.print(f"{request.model}: {request.task} on {machine.hardware.name} with {budget}")
+    console.print(verdict.of_precision(*answer.precision))
     for assumed in machine.assumed:
-        console.print(f"assumed: {assumed}", markup=False)
+        console.print(f"assumed: {assumed}")
     if answer.proposals:
         _print_plans(console, answer)
         if output is None:
@@ -168,44 +166,40 @@ def _print(answer: Answer, output: Path | None) -> None:
         from brim.planning.precision_table import shown
 
         console.print(shown(answer.precisions))
-    console.print(f"planned in {format_seconds(answer.took_s)}", markup=False)
+    console.print(f"planned in {format_seconds(answer.took_s)}")
 
 
 def _print_plans(console: Console, answer: Answer) -> None:
+    from brim.cli.plan.page import tiers_of
     from brim.planning.factory import is_factory
     from brim.planning.training import DATA, TRAINED
 
     tiers = tiers_of(answer)
     step = "s per step" if answer.request.task == "train" else "s per token"
-    plans = _table("", *(tier.upper() for tier in tiers), step, "tokens/s", "limited by", "gap", left=("limited by",))
-    for number, proposal in enumerate(answer.proposals, 1):
-        peak = proposal.plan.promise.peak_bytes
-        plans.add_row(
+    plans = (
+        (
             f"{number}",
-            *(format_bytes(peak.get(tier, 0)) for tier in tiers),
+            *(format_bytes(proposal.plan.promise.peak_bytes.get(tier, 0)) for tier in tiers),
             format_seconds(proposal.step_s),
             f"{answer.tokens_per_s(proposal):.3g}",
             proposal.limited_by,
             f"{proposal.gap:.1%}",
         )
-    console.print(plans)
+        for number, proposal in enumerate(answer.proposals, 1)
+    )
+    columns = ("", *(tier.upper() for tier in tiers), step, "tokens/s", "limited by", "gap")
+    console.print_table(columns, plans, left=("limited by",))
     for number, proposal in enumerate(answer.proposals, 1):
-        console.print(f"{number}: {_in_words(proposal)}", markup=False)
+        console.print(f"{number}: {_in_words(proposal)}")
     best = answer.proposals[0]
     for title, effects in (("plan 1 uses", best.techniques), ("more room, not needed here, by", best.frees)):
         if effects:
-            console.print(_effects(title, effects))
+            rows = ((effect.technique, effect.what, _saved(effect), _costs(effect.costs_s)) for effect in effects)
+            console.print_table((title, "which", "saves", "costs"), rows, left=("which", "saves"))
     for number, proposal in enumerate(answer.proposals, 1):
-        console.print(f"{number}: {proposal.command}", markup=False)
+        console.print(f"{number}: {proposal.command}")
     if answer.request.task == "train" and not is_factory(answer.request.model):
         console.print(f"{DATA} stands for your data, {TRAINED} for the folder that the trained model goes to.")
-
-
-def _effects(title: str, effects: Sequence[Effect]) -> Table:
-    table = _table(title, "which", "saves", "costs", left=("which", "saves"))
-    for effect in effects:
-        table.add_row(effect.technique, effect.what, _saved(effect), _costs(effect.costs_s))
-    return table
 
 
 def _in_words(proposal: Proposal) -> str:
@@ -227,19 +221,9 @@ def _saved(effect: Effect) -> str:
 
 
 def _print_nearest(console: Console, answer: Answer) -> None:
-    console.print(answer.refusal, markup=False)
+    console.print(answer.refusal)
     if not answer.nearest:
         console.print("No small change that would do was found.")
         return
     for change in answer.nearest:  # a line each: a table would break commands over several
-        console.print(f"It fits with {change.change}: {change.command}", markup=False)
-
-
-def _table(*columns: str, left: tuple[str, ...] = ()) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 or not column or column in left else "right")
-    return table
+        console.print(f"It fits with {change.change}: {change.command}")

@@ -1,5 +1,4 @@
-"""``brim plan --compare-gpus 1,2,4,8``: one training three ways: on one GPU with offload, on several with shards in
-RAM where they are too few for all of it, and on as many as that takes without."""
+"""``brim plan --compare-gpus`` and ``--regimes``: one training on several numbers of GPUs, and ways to generate."""
 
 from __future__ import annotations
 
@@ -8,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from brim.cli.console import Console
 from brim.cli.loading import MODELS, load
-from brim.cli.options import print_json
+from brim.cli.options import print_json, write_html
 from brim.core.files import write_text
 from brim.core.options import build
 from brim.errors import BudgetError, UsageError
@@ -17,6 +19,9 @@ from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from brim.cli.plan.options import PlanOptions
+    from brim.planning.regimes import Regimes
+    from brim.planning.request import Request
+
 
 _TOKENS = 1_000_000_000  # trained for the GPU-hours and the cost
 _HOUR_S = 3600
@@ -49,9 +54,10 @@ class Row:
 
 
 def show(request: PlanOptions) -> int | None:
-    """Plan the same batch for every number of GPUs, and print; return the exit code where none fits."""
-    from brim.cli.console import Console
+    """Plan the same batch for every number of GPUs, and print; return the exit code where none fits.
 
+    One GPU has offload, several have shards in RAM where they are too few for all of it.
+    """
     model, options, price, output = str(request.model), vars(request), request.price, request.output
     counts = sorted(set(request.compare_gpus or ()))
     if options["task"] != "train" or not options["gpu"]:
@@ -115,17 +121,10 @@ def _split(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
 
 
 def _print(model: str, batch: int, options: dict[str, Any], rows: Sequence[Row], price: float | None) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from brim.cli.console import Console
-
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{model}: {batch} x {options['seq']:,} tokens a step on {options['gpu']}", markup=False)
-    table = Table(box=box.SIMPLE, pad_edge=False)
+    console.print(f"{model}: {batch} x {options['seq']:,} tokens a step on {options['gpu']}")
     columns = ["GPUs", "s/step", "GPU-hours", *(["cost"] if price is not None else []), "VRAM each", "RAM", "disk"]
-    for column in columns:
-        table.add_column(column, justify="right")
+    lines = []
     for row in rows:
         cells = [str(row.gpus)]
         if row.step_s is not None and row.gpu_hours is not None and row.peak_bytes is not None:
@@ -133,11 +132,11 @@ def _print(model: str, batch: int, options: dict[str, Any], rows: Sequence[Row],
             cells += [f"{row.gpu_hours * price:,.2f}"] if price is not None else []
             peaks = (row.peak_bytes.get(tier) for tier in ("vram", "ram", "disk"))
             cells += ["" if not count else format_bytes(count) for count in peaks]
-        table.add_row(*cells)
-    console.print(table)
+        lines.append(cells)
+    console.print_table(columns, lines, first="right")
     for row in rows:
-        console.print(f"{row.gpus}: {row.summary}", markup=False)
-    console.print("GPU-hours and cost are those of a billion tokens", markup=False)
+        console.print(f"{row.gpus}: {row.summary}")
+    console.print("GPU-hours and cost are those of a billion tokens")
 
 
 def _plot(path: Path, model: str, rows: Sequence[Row]) -> None:
@@ -147,14 +146,54 @@ def _plot(path: Path, model: str, rows: Sequence[Row]) -> None:
     for row in rows:
         if row.gpu_hours is not None:
             lines.setdefault("with offload" if row.offload else "all on GPUs", []).append((row.gpus, row.gpu_hours))
-    drawn = picture(
-        f"{model}: GPU-hours for a billion tokens",
-        lines,
-        x_label="GPUs",
-        y_label="GPU-hours",
-        unit="h",
-    )
+    title = f"{model}: GPU-hours for a billion tokens"
+    _write_plot(path, picture(title, lines, x_label="GPUs", y_label="GPU-hours", unit="h"))
+
+
+def _write_plot(path: Path, drawn: str) -> None:
     try:
         write_text(path, drawn)
     except OSError as error:
         raise UsageError(f"Cannot write a plot to {path}.", f"{error}.", "Name another file.") from error
+
+
+def show_regimes(request: Request, plot: Path | None, html: Path | None, as_json: bool) -> None:
+    """Compare, and print or write the answer. ``plot`` is an SVG file."""
+    from brim.planning.regimes import regimes
+    from brim.planning.request import machine_of
+
+    if request.task != "generate":
+        raise UsageError(f"Cannot use --regimes with --task {request.task}.", "It compares ways to generate.")
+    request.check()
+    with Console(stderr=True).status("Comparing ways to run it"):
+        answer = regimes(request, machine_of(request))
+    if plot is not None:
+        _write_plot(plot, answer.svg())
+        click.echo(f"plot: {plot}", err=True)
+    if html is not None:
+        _write_html(html, answer)
+    if as_json:
+        print_json(answer.to_json())
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(answer.table())
+    console.print(answer.answer())
+    for assumed in answer.assumed:
+        console.print(f"assumed: {assumed}")
+
+
+def _write_html(path: Path, answer: Regimes) -> None:
+    from brim.report.html.page import Table, page
+
+    columns = ("times the memory", *(f"{way}_s" for way in answer.ways))
+    tokens = tuple((point.ratio, *(point.token_s[way] for way in answer.ways)) for point in answer.points)
+    prompts = tuple((point.ratio, *(point.prompt_s[way] for way in answer.ways)) for point in answer.points)
+    crossings = tuple((crossing.ratio, crossing.first, crossing.second) for crossing in answer.crossings)
+    tables = [
+        Table(title="Time per token", columns=columns, rows=tokens),
+        Table(title="Time per prompt", columns=columns, rows=prompts),
+        Table(title="Where they cross", columns=("from", "instead of", "faster is"), rows=crossings),
+        Table(title="What was assumed", columns=("of the machine",), rows=tuple((text,) for text in answer.assumed)),
+    ]
+    title = f"{answer.model} on {answer.hardware}: ways to generate"
+    write_html(path, page([], title=title, tables=[table for table in tables if table.rows], notes=[answer.answer()]))

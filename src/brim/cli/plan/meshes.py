@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brim.cli import verdict
+from brim.cli.console import Console
 from brim.cli.loading import MODELS, load
 from brim.cli.options import print_json
 from brim.core.options import words
 from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.units import format_bytes, format_seconds
+from brim.version import __version__
 
 if TYPE_CHECKING:
-    from brim.cli.console import Console
     from brim.estimation.ranks.estimate import ParallelEstimate
     from brim.estimation.ranks.split import Split
     from brim.planning.meshes.search import Mesh
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool) -> int | None:
     """Search, prove and print, and write the best to ``output``; if nothing fits, print what would. The exit code."""
-    from brim.cli.console import Console
-
     _check(options)
     started = time.perf_counter()
     load("brim.estimation.ranks.estimate", MODELS)
@@ -59,18 +58,17 @@ def _searched(model: str, options: dict[str, Any]) -> Meshes | BudgetError:
 
 def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, as_json: bool) -> int:
     """Print the nearest settings that fit."""
-    from brim.cli.console import Console
     from brim.planning.ranks import assumed, smallest_fits
     from brim.planning.ranks_nearest import infeasible
 
     console = Console(highlight=False, soft_wrap=True)
     if not as_json:  # printed before the slower part
         why = " ".join(part for part in (refusal.asked, refusal.found) if part)
-        console.print(f"Nothing fits. {why}", markup=False)
+        console.print(f"Nothing fits. {why}")
         for text in assumed(options):
-            console.print(f"assumed: {text}", markup=False)
+            console.print(f"assumed: {text}")
         if refusal.todo:
-            console.print(refusal.todo, markup=False)
+            console.print(refusal.todo)
     with Console(stderr=True).status("Looking for what would fit"):
         answer = infeasible(model, options, refusal, lambda changed: smallest_fits(model, dict(changed)))
     if as_json:
@@ -81,9 +79,9 @@ def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, 
         })  # fmt: skip
         return BudgetError.exit_code
     for change in answer.nearest:
-        console.print(f"It fits with {change.change}: {change.command}", markup=False)
+        console.print(f"It fits with {change.change}: {change.command}")
     if not answer.nearest:
-        console.print("No small change that would do was found.", markup=False)
+        console.print("No small change that would do was found.")
     return BudgetError.exit_code
 
 
@@ -93,9 +91,9 @@ def _write(path: Path, model: str, options: dict[str, Any], mesh: Mesh, proof: P
     from brim.run.ranks import plan as distributed_plan
 
     engine, precision = engine_of(mesh, options)
-    plan = distributed_plan.new_plan(
-        model=model, gpu=options["gpu"], engine=engine, precision=precision, sequence=options["seq"],
-        split=mesh.split, checkpointing=mesh.checkpointing, peak_bytes=proof.process_bytes,
+    plan = distributed_plan.SplitPlan(
+        brim=__version__, model=model, gpu=options["gpu"], engine=engine, precision=precision,
+        sequence=options["seq"], split=mesh.split, checkpointing=mesh.checkpointing, peak_bytes=proof.process_bytes,
         step_s=proof.step_s or mesh.step_s,
     )  # fmt: skip
     distributed_plan.write(path, plan)
@@ -149,47 +147,40 @@ def _size(split: Split, axis: str) -> str:
 def _print_assumed(console: Console, options: dict[str, Any], proof: ParallelEstimate) -> None:
     from brim.planning.ranks import assumed
 
-    console.print(verdict.of_precision(proof.workload.precision, proof.precision_origin), markup=False)
+    console.print(verdict.of_precision(proof.workload.precision, proof.precision_origin))
     for text in assumed(options):
-        console.print(f"assumed: {text}", markup=False)
+        console.print(f"assumed: {text}")
 
 
 def _print(model: str, options: dict[str, Any], answer: Meshes, took_s: float) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from brim.cli.console import Console
-
     rows = answer.rows
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{model}: train on {options['gpus']} {options['gpu']}, {options['seq']:,} tokens", markup=False)
+    console.print(f"{model}: train on {options['gpus']} {options['gpu']}, {options['seq']:,} tokens")
     _print_assumed(console, options, rows[0][1])
-    table = Table(box=box.SIMPLE, pad_edge=False)
     in_ram = any(mesh.split.offload_shards for mesh, _ in rows)
     ram = ["RAM of a node"] if in_ram else []
     axes = ["tp", "pp", "v", *(axis for axis in ("cp", "ep") if any(mesh.split.size(axis) > 1 for mesh, _ in rows))]
     axes += ["dp", *(["zero"] if len({mesh.split.zero for mesh, _ in rows}) > 1 else [])]
     columns = ["", *axes, "micro", "recompute", "worst rank", *ram, "s/step", "tokens/s"]
-    for column in columns:
-        table.add_column(column, justify="right")
+    lines = []
     for number, (mesh, proof) in enumerate(rows, 1):
         step_s = proof.step_s or mesh.step_s
         tokens = mesh.split.global_batch * options["seq"] / step_s
         split = mesh.split
-        table.add_row(
+        lines.append((
             str(number), *(_size(split, axis) for axis in axes),
             f"{split.micro_batches:,}x{split.micro_batch}", mesh.checkpointing,
             format_bytes(proof.process_bytes), *([format_bytes(proof.node_ram_bytes)] if in_ram else []),
             format_seconds(step_s), f"{tokens:,.0f}",
-        )  # fmt: skip
-    console.print(table)
+        ))  # fmt: skip
+    console.print_table(columns, lines, first="right")
     if in_ram:
-        console.print("Nothing fits with all of it on the GPUs: these keep ZeRO-3's shards in RAM.", markup=False)
+        console.print("Nothing fits with all of it on the GPUs: these keep ZeRO-3's shards in RAM.")
     halves = ", zb: zero-bubble" if any(mesh.split.zero_bubble for mesh, _ in rows) else ""
     told = f"v: model chunks a rank{halves}; micro: micro-batches a step, and sequences in each"
-    console.print(told, markup=False)
-    console.print(f"Every rank of the first: {_command(model, options, rows[0][0])}", markup=False)
+    console.print(told)
+    console.print(f"Every rank of the first: {_command(model, options, rows[0][0])}")
     for note in rows[0][1].notes:
-        console.print(note, markup=False)
+        console.print(note)
     counts = f"looked at {answer.looked_at:,} meshes in {format_seconds(took_s)}, {answer.traced} of them traced"
-    console.print(counts, markup=False)
+    console.print(counts)

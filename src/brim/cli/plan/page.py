@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brim.cli import verdict
 from brim.cli.options import write_html
+from brim.core import EventKind, Timeline
+from brim.report.html.page import Table, View, page
 
 if TYPE_CHECKING:
-    from brim.core import Timeline
     from brim.planning.request import Answer, Proposal
     from brim.planning.strategy.effects import Effect
 
@@ -26,24 +27,22 @@ def tiers_of(answer: Answer) -> list[str]:
 
 
 def write_page(path: Path, answer: Answer) -> None:
-    from brim.report.html.page import Table, View, page
-
     request, tiers = answer.request, tiers_of(answer)
-    tables: list[Table] = []
+    tables = []
     if answer.proposals:
         tables.append(_plans(answer, tiers))
         best = answer.proposals[0]
         tables += [_effects("What plan 1 uses", best.techniques), _effects("More room by", best.frees)]
-        tables.append(_commands(answer))
+        commands = tuple((number, proposal.command) for number, proposal in enumerate(answer.proposals, 1))
+        tables.append(Table(title="Commands", columns=("plan", "command"), rows=commands))
     else:
         changes = tuple((proposal.change, proposal.command) for proposal in answer.nearest)
         tables.append(Table(title="It fits with", columns=("change", "command"), rows=changes))
     tables.append(_precisions(answer))
     budget = tuple((tier.upper(), count) for tier, count in answer.machine.budget_bytes.items())
     tables.append(Table(title="Budget", columns=("tier", "bytes"), rows=budget))
-    if answer.machine.assumed:
-        told = tuple((text,) for text in answer.machine.assumed)
-        tables.append(Table(title="What was assumed", columns=("of the machine",), rows=told))
+    assumed = tuple((text,) for text in answer.machine.assumed)
+    tables.append(Table(title="What was assumed", columns=("of the machine",), rows=assumed))
     tables = [table for table in tables if table.rows]
     views = [
         View(timeline=_picture(proposal, answer), plan=proposal.plan)
@@ -55,9 +54,7 @@ def write_page(path: Path, answer: Answer) -> None:
     write_html(path, page(views, title=title, verdict=verdict.of_plans(answer), tables=tables, notes=notes))
 
 
-def _plans(answer: Answer, tiers: Sequence[str]) -> Any:
-    from brim.report.html.page import Table
-
+def _plans(answer: Answer, tiers: Sequence[str]) -> Table:
     rows: tuple[tuple[Any, ...], ...] = tuple(
         (
             number,
@@ -77,8 +74,6 @@ def _plans(answer: Answer, tiers: Sequence[str]) -> Any:
 
 def _picture(proposal: Proposal, answer: Answer) -> Timeline:
     """The schedule of a plan; where that has no bytes, what the compute tier holds at the most under it."""
-    from brim.core import EventKind, Timeline
-
     assert proposal.timeline is not None
     compute = (proposal.hardware or answer.machine.hardware).compute
     if any(event.kind is EventKind.ALLOC and event.tier == compute for event in proposal.timeline):
@@ -95,21 +90,17 @@ def _picture(proposal: Proposal, answer: Answer) -> Timeline:
     return timeline
 
 
-def _effects(title: str, effects: Sequence[Effect]) -> Any:
-    from brim.report.html.page import Table
-
+def _effects(title: str, effects: Sequence[Effect]) -> Table:
     tiers = [tier for tier in TIERS if any(effect.saves_bytes.get(tier) for effect in effects)]
     rows = tuple(
-        (effect.technique, effect.what, *(_or_none(effect.saves_bytes, tier) for tier in tiers), effect.costs_s)
+        (effect.technique, effect.what, *(effect.saves_bytes.get(tier) or None for tier in tiers), effect.costs_s)
         for effect in effects
     )
     columns = ("technique", "which", *(f"saves_{tier}_bytes" for tier in tiers), "costs_s")
     return Table(title=title, columns=columns, rows=rows, note="Negative is taken, not saved.")
 
 
-def _precisions(answer: Answer) -> Any:
-    from brim.report.html.page import Table
-
+def _precisions(answer: Answer) -> Table:
     names = list(dict.fromkeys(name for row in answer.precisions for name in row.forms))
     columns = ["block", "count"]
     for name in names:
@@ -124,14 +115,3 @@ def _precisions(answer: Answer) -> Any:
     columns += ["better streamed", "better resident"]
     note = "Per token. A streamed block takes the longer of moving and computing it."
     return Table(title="Which precision?", columns=tuple(columns), rows=tuple(rows), note=note)
-
-
-def _or_none(saves_bytes: Mapping[str, int], tier: str) -> int | None:
-    return saves_bytes.get(tier) or None
-
-
-def _commands(answer: Answer) -> Any:
-    from brim.report.html.page import Table
-
-    rows = tuple((number, proposal.command) for number, proposal in enumerate(answer.proposals, 1))
-    return Table(title="Commands", columns=("plan", "command"), rows=rows)

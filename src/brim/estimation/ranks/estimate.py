@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from brim import catalog
-from brim.core import Hardware, Phase, Trace
+from brim.core import Category, Hardware, Phase, Storage, Trace
 from brim.errors import UnsupportedError, UsageError
-from brim.estimation.breakdown import at_peak
+from brim.estimation.breakdown import NAMES, at_peak
 from brim.estimation.estimate import PeakBytes, capability_of
 from brim.estimation.models import Source, check_not_quantized, find_model
 from brim.estimation.ranks import torch_engine
-from brim.estimation.ranks.host_memory import RamPeak, ram_peak
 from brim.estimation.ranks.job import DEFAULT_PRECISION, MegatronOptions, ParallelJob, StageFacts
 from brim.estimation.ranks.megatron import stages as ranks_megatron
 from brim.estimation.ranks.split import ENGINES, Split
@@ -48,10 +47,9 @@ class Rank:
     ram: RamPeak | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "rank": self.rank, "coordinates": dict(self.coordinates), "peak_bytes": peaks_json(self.peak_bytes),
-            "breakdown": dict(self.breakdown),
-        } | ({} if self.ram is None else {"ram_bytes": ram_json(self.ram)})  # fmt: skip
+        document = asdict(self)
+        ram = document.pop("ram")
+        return document | ({} if ram is None else {"ram_bytes": ram})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +96,7 @@ class ParallelEstimate:
     def to_json(self) -> dict[str, Any]:
         split = self.split
         return {
-            "peak_bytes": peaks_json(self.worst.peak_bytes),
+            "peak_bytes": asdict(self.worst.peak_bytes),
             "at_peak_bytes": dict(self.worst.breakdown),
             "worst_rank": self.worst_rank,
             "process_bytes": self.process_bytes,
@@ -114,14 +112,6 @@ class ParallelEstimate:
             "fits": self.fits,
             "ranks": [rank.to_json() for rank in self.ranks],
         } | ({} if not split.offload_shards else {"node_ram_bytes": self.node_ram_bytes})
-
-
-def peaks_json(peak: PeakBytes) -> dict[str, int]:
-    return {"allocated": peak.allocated, "reserved": peak.reserved, "process": peak.process}
-
-
-def ram_json(ram: RamPeak) -> dict[str, Any]:
-    return {"allocated": ram.allocated, "reserved": ram.reserved, "breakdown": dict(ram.breakdown)}
 
 
 def estimate_ranks(
@@ -203,43 +193,22 @@ def stage_fits(
 
 def cpu_bytes(
     model: str | Path, split: Split, *, seq: int, precision: str = "fp32", optimizer: str = "adamw",
-    checkpointing: str | None = None,
+    checkpointing: str | None = None, in_ram: bool = False,
 ) -> tuple[int, ...]:  # fmt: skip
-    """The peak of tensors on each rank of a training step on CPUs, by PyTorch's own engine, without shards in RAM
-    (``cpu_ram_bytes``).
+    """The peak of tensors on each rank of a training step on CPUs, by PyTorch's own engine.
 
-    Raises as ``estimate_ranks``.
+    Offloaded shards are left out; ``in_ram``: of these alone. Raises as ``estimate_ranks``.
     """
-    stages = _cpu_stages(model, split, seq, precision, optimizer, checkpointing)
-    of_stage = [simulate(facts.trace).peak_bytes.allocated for facts in stages]
-    return tuple(of_stage[split.coordinates(rank)["pp"]] for rank in range(split.gpus))
-
-
-def cpu_ram_bytes(
-    model: str | Path, split: Split, *, seq: int, precision: str = "fp32", optimizer: str = "adamw",
-    checkpointing: str | None = None,
-) -> tuple[int, ...]:  # fmt: skip
-    """The peak of each rank's shards in RAM on CPUs, where they are offloaded.
-
-    A CPU then also takes the GPU's part, which ``cpu_bytes`` counts. Raises as ``estimate_ranks``.
-    """
-    stages = _cpu_stages(model, split, seq, precision, optimizer, checkpointing)
-    of_stage = [ram_peak(facts.ram, page_locked=False).allocated for facts in stages]
-    return tuple(of_stage[split.coordinates(rank)["pp"]] for rank in range(split.gpus))
-
-
-def _cpu_stages(
-    model: str | Path, split: Split, seq: int, precision: str, optimizer: str, checkpointing: str | None
-) -> Sequence[StageFacts]:
     workload = Workload(
         task="train", batch=split.micro_batch, seq=seq, precision=precision, optimizer=optimizer,
         checkpointing=checkpointing,
     )  # fmt: skip
-    job = ParallelJob(
-        source=find_model(model), workload=workload, split=split, sequence=seq,
-        capability=capability_of(place_of(None)), target="cpu",
-    )  # fmt: skip
-    return torch_engine.stages(job)[0]
+    job = replace(_job(find_model(model), workload, split, place_of(None)), target="cpu")
+    of_stage = [
+        ram_peak(facts.ram, page_locked=False).allocated if in_ram else simulate(facts.trace).peak_bytes.allocated
+        for facts in torch_engine.stages(job)[0]
+    ]
+    return tuple(of_stage[split.coordinates(rank)["pp"]] for rank in range(split.gpus))
 
 
 def _assembled(
@@ -333,3 +302,78 @@ def _tokens(source: Source) -> int:
         _DEFAULT_TOKENS,
     )
     return min(_DEFAULT_TOKENS, int(limit))
+
+
+KEPT = "page_locked_and_free"  # in a breakdown: freed by tensors, cached by the allocator
+_LOCKED = (Category.PARAMETER, Category.GRADIENT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RamPeak:
+    """``allocated``: bytes of tensors at their peak; ``reserved``: of the memory for them. ``breakdown`` sums to
+    ``reserved``."""
+
+    allocated: int
+    reserved: int
+    breakdown: dict[str, int]
+
+
+@dataclass(kw_only=True)
+class _Ram:
+    """Bytes in RAM at a moment, by name; ``free`` blocks of page-locked memory, by size."""
+
+    page_locked: bool
+    bytes_by_name: dict[str, int] = field(default_factory=dict)
+    free: dict[int, int] = field(default_factory=dict)
+
+    def take(self, storage: Storage) -> None:
+        size = self._size(storage)
+        self._add(NAMES[storage.category], size)
+        if self._is_locked(storage) and self.free.get(size):
+            self.free[size] -= 1
+            self._add(KEPT, -size)
+
+    def give(self, storage: Storage) -> None:
+        size = self._size(storage)
+        self._add(NAMES[storage.category], -size)
+        if self._is_locked(storage):
+            self.free[size] = self.free.get(size, 0) + 1
+            self._add(KEPT, size)
+
+    def _is_locked(self, storage: Storage) -> bool:
+        return self.page_locked and storage.category in _LOCKED
+
+    def _size(self, storage: Storage) -> int:
+        return locked_bytes(storage.bytes) if self._is_locked(storage) else storage.bytes
+
+    def _add(self, name: str, bytes: int) -> None:
+        self.bytes_by_name[name] = self.bytes_by_name.get(name, 0) + bytes
+
+
+def ram_peak(storages: Iterable[Storage], *, page_locked: bool) -> RamPeak:
+    """The peak of storages in RAM. ``page_locked``: there is a GPU beside it.
+
+    FSDP2 keeps shards and their gradients page-locked there, each in an allocation of its own. PyTorch's allocator of
+    page-locked memory rounds to powers of two, and caches freed blocks for the next request of the same rounded size
+    (aten/src/ATen/core/CachingHostAllocator.h, ``allocate`` and ``maybe_cache_block``).
+    """
+    changes: list[tuple[int, bool, Storage]] = []
+    for storage in storages:
+        changes.append((storage.born, True, storage))
+        if storage.died is not None:
+            changes.append((storage.died, False, storage))
+    changes.sort(key=lambda change: change[:2])
+    ram, breakdown = _Ram(page_locked=page_locked), dict[str, int]()
+    tensors = allocated = reserved = 0
+    for _, born, storage in changes:
+        (ram.take if born else ram.give)(storage)
+        tensors += storage.bytes if born else -storage.bytes
+        allocated, now = max(allocated, tensors), sum(ram.bytes_by_name.values())
+        if now > reserved:
+            reserved, breakdown = now, {name: count for name, count in ram.bytes_by_name.items() if count}
+    return RamPeak(allocated=allocated, reserved=reserved, breakdown=breakdown)
+
+
+def locked_bytes(bytes: int) -> int:
+    """Bytes of page-locked memory that a request of ``bytes`` takes."""
+    return 1 << (bytes - 1).bit_length() if bytes else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from brim import catalog
 from brim.core import Hardware, Op, Phase
@@ -51,10 +51,7 @@ class StepTime:
         return self.compute_s + self.communication_s + self.bubble_s + self.once_s
 
     def to_json(self) -> dict[str, float]:
-        return {
-            "compute_s": self.compute_s, "communication_s": self.communication_s, "bubble_s": self.bubble_s,
-            "once_s": self.once_s,
-        }  # fmt: skip
+        return asdict(self)
 
 
 def training_hardware(gpu: catalog.Gpu) -> tuple[Hardware, str]:

@@ -201,7 +201,7 @@ class _Traced(Pieces):
 
     def _passed_bytes(self, split: Split) -> int:
         """Return the bytes of a pipeline stage's receive buffers for all micro-batches, and of sent messages where
-        torch's schedule runtime keeps them (``estimation.ranks.chunk``)."""
+        torch's schedule runtime keeps them (``estimation.ranks.torch_engine``)."""
         if split.pp == 1:
             return 0
         tokens = split.micro_batch * split.between(self.sequence)

@@ -33,103 +33,68 @@ class Cause(StrEnum):
     UNKNOWN = "unknown"  # the message is of no known kind
 
 
-_BY_FAMILY = {
-    "torch-cuda-address-space": (Cause.ADDRESS_SPACE, "Expandable segments have reserved all virtual addresses."),
-    "torch-cuda-segment-reserve": (
-        Cause.ADDRESS_SPACE,
-        "The request is larger than the addresses that one expandable segment may reserve.",
-    ),
-    "torch-cuda-mempool": (
-        Cause.ALLOCATOR,
-        "The allocator of a MemPool gave nothing; free memory was not asked for.",
-    ),
-    "torch-cuda-impossible": (Cause.TOO_LARGE, "More than an exabyte was asked for: a shape is wrong."),
-    "torch-cpu": (Cause.HOST_MEMORY, "RAM is exhausted; the GPU has no part in it."),
-    "llama.cpp-pinned": (
-        Cause.HOST_MEMORY,
-        "Pinned host memory could not be allocated: RAM or the limit of locked memory.",
-    ),
-    "torch-cublas": (
-        Cause.EXHAUSTED,
-        "The GPU is full: the library asks for its handle or workspace outside PyTorch's allocator, whose cached "
-        "memory it cannot use.",
-    ),
-    "torch-cuda-library": (
-        Cause.EXHAUSTED,
-        "The GPU is full: the library asks for its workspace outside PyTorch's allocator, whose cached memory it "
-        "cannot use.",
-    ),
-    "torch-cuda-runtime": (
-        Cause.EXHAUSTED,
-        "The driver had no memory for something outside PyTorch's allocator (a context, a library, pinned memory), "
-        "or another process holds it: the message gives no numbers.",
-    ),
-    "numpy": (Cause.HOST_MEMORY, "RAM is exhausted; the GPU has no part in it."),
-    "host": (Cause.HOST_MEMORY, "RAM is exhausted; the GPU has no part in it."),
-    "triton": (
-        Cause.TOO_LARGE,
-        "A kernel needs more shared memory per block than the GPU has: its tiles are too large, not the model.",
-    ),
-    "sglang": (
-        Cause.EXHAUSTED,
-        "The share of the device that was given has no room left for the KV cache of the requests.",
-    ),
-    "sglang-unbalanced": (
-        Cause.OTHER_PROCESS,
-        "The GPUs do not have the same memory free at the start: another process holds some of it.",
-    ),
-    "tgi": (
-        Cause.EXHAUSTED,
-        "The GPU is full during the warm-up, which computes as many tokens as may come at once.",
-    ),
-    "oomd": (
-        Cause.HOST_MEMORY,
-        "RAM or swap was short, and a daemon (systemd-oomd, earlyoom) ended the process before the kernel had to.",
-    ),
-    "slurm": (Cause.HOST_MEMORY, "The job used more RAM than Slurm had given it: its processes were killed."),
-    "batch-scheduler": (Cause.HOST_MEMORY, "The job used more RAM than its scheduler had given it, and was killed."),
-    "kubernetes": (
-        Cause.HOST_MEMORY,
-        "The container used more RAM than its limit, or the node ran out: it was killed. Pages of /dev/shm "
-        "count, too.",
-    ),
-    "killed": (
-        Cause.HOST_MEMORY,
-        "A process was ended by SIGKILL and could say nothing itself. On Linux that is usually the out-of-memory "
-        "killer of the kernel or of the container: RAM, not the GPU. The kernel's log tells.",
-    ),
-    "ray-object-store": (
-        Cause.HOST_MEMORY,
-        "Ray's object store, which lies in shared memory (/dev/shm), is full: it is a part of the RAM.",
-    ),
-    "windows-paging-file": (
-        Cause.HOST_MEMORY,
-        "Windows could not promise the memory: RAM and page file together are too small. Nothing was "
-        "written to the GPU.",
-    ),
-    "shared-memory": (Cause.HOST_MEMORY, "Shared memory (/dev/shm), which is RAM, is full: containers get 64 MiB."),
-    "exllama": (
-        Cause.EXHAUSTED,
-        "The weights and the KV cache are more than all GPUs have left after what is kept free for activations.",
-    ),
-    "transformers": (
-        Cause.EXHAUSTED,
-        "The weights do not fit on the GPU beside what else is there, and quantized ones were not to lie in RAM.",
-    ),
-    "rmm": (Cause.EXHAUSTED, "The GPU, or the pool that RMM was given of it, is full. RAM has no part in it."),
-    "cupy": (Cause.EXHAUSTED, "The GPU, or the limit of CuPy's pool, is full."),
-    "xgboost": (Cause.EXHAUSTED, "The GPU is full: XGBoost allocates outside of PyTorch's allocator."),
-    "torch-cudaMallocAsync": (
-        Cause.EXHAUSTED,
-        "The GPU is full: the driver's own pool (cudaMallocAsync) gave nothing. The message has no numbers.",
-    ),
-    "cuda-runtime": (
-        Cause.EXHAUSTED,
-        "The driver had no memory left for the program, or another process holds it: the message gives no numbers.",
-    ),
-    "torch-cudnn": (Cause.EXHAUSTED, "The GPU is full: cuDNN's own memory lies outside PyTorch's allocator."),
-    "torch-nccl": (Cause.EXHAUSTED, "The GPU is full: NCCL's buffers lie outside PyTorch's allocator."),
+_SENTENCES: dict[Cause, dict[str, str]] = {
+    Cause.ADDRESS_SPACE: {
+        "torch-cuda-address-space": "Expandable segments have reserved all virtual addresses.",
+        "torch-cuda-segment-reserve": "The request is larger than the addresses that one expandable segment may "
+        "reserve.",
+    },
+    Cause.ALLOCATOR: {
+        "torch-cuda-mempool": "The allocator of a MemPool gave nothing; free memory was not asked for.",
+    },
+    Cause.TOO_LARGE: {
+        "torch-cuda-impossible": "More than an exabyte was asked for: a shape is wrong.",
+        "triton": "A kernel needs more shared memory per block than the GPU has: its tiles are too large, not the "
+        "model.",
+    },
+    Cause.HOST_MEMORY: {
+        "torch-cpu": "RAM is exhausted; the GPU has no part in it.",
+        "llama.cpp-pinned": "Pinned host memory could not be allocated: RAM or the limit of locked memory.",
+        "numpy": "RAM is exhausted; the GPU has no part in it.",
+        "host": "RAM is exhausted; the GPU has no part in it.",
+        "oomd": "RAM or swap was short, and a daemon (systemd-oomd, earlyoom) ended the process before the kernel "
+        "had to.",
+        "slurm": "The job used more RAM than Slurm had given it: its processes were killed.",
+        "batch-scheduler": "The job used more RAM than its scheduler had given it, and was killed.",
+        "kubernetes": "The container used more RAM than its limit, or the node ran out: it was killed. Pages of "
+        "/dev/shm count, too.",
+        "killed": "A process was ended by SIGKILL and could say nothing itself. On Linux that is usually the "
+        "out-of-memory killer of the kernel or of the container: RAM, not the GPU. The kernel's log tells.",
+        "ray-object-store": "Ray's object store, which lies in shared memory (/dev/shm), is full: it is a part of "
+        "the RAM.",
+        "windows-paging-file": "Windows could not promise the memory: RAM and page file together are too small. "
+        "Nothing was written to the GPU.",
+        "shared-memory": "Shared memory (/dev/shm), which is RAM, is full: containers get 64 MiB.",
+    },
+    Cause.EXHAUSTED: {
+        "torch-cublas": "The GPU is full: the library asks for its handle or workspace outside PyTorch's allocator, "
+        "whose cached memory it cannot use.",
+        "torch-cuda-library": "The GPU is full: the library asks for its workspace outside PyTorch's allocator, "
+        "whose cached memory it cannot use.",
+        "torch-cuda-runtime": "The driver had no memory for something outside PyTorch's allocator (a context, a "
+        "library, pinned memory), or another process holds it: the message gives no numbers.",
+        "sglang": "The share of the device that was given has no room left for the KV cache of the requests.",
+        "tgi": "The GPU is full during the warm-up, which computes as many tokens as may come at once.",
+        "exllama": "The weights and the KV cache are more than all GPUs have left after what is kept free for "
+        "activations.",
+        "transformers": "The weights do not fit on the GPU beside what else is there, and quantized ones were not "
+        "to lie in RAM.",
+        "rmm": "The GPU, or the pool that RMM was given of it, is full. RAM has no part in it.",
+        "cupy": "The GPU, or the limit of CuPy's pool, is full.",
+        "xgboost": "The GPU is full: XGBoost allocates outside of PyTorch's allocator.",
+        "torch-cudaMallocAsync": "The GPU is full: the driver's own pool (cudaMallocAsync) gave nothing. The "
+        "message has no numbers.",
+        "cuda-runtime": "The driver had no memory left for the program, or another process holds it: the message "
+        "gives no numbers.",
+        "torch-cudnn": "The GPU is full: cuDNN's own memory lies outside PyTorch's allocator.",
+        "torch-nccl": "The GPU is full: NCCL's buffers lie outside PyTorch's allocator.",
+    },
+    Cause.OTHER_PROCESS: {
+        "sglang-unbalanced": "The GPUs do not have the same memory free at the start: another process holds some of "
+        "it.",
+    },
 }
+_BY_FAMILY = {family: (cause, text) for cause, texts in _SENTENCES.items() for family, text in texts.items()}
 
 
 def find_cause(family: str, numbers: Mapping[str, int], text: str = "", device: str = "") -> tuple[Cause, str]:

@@ -49,7 +49,7 @@ class Format:
 def _format(
     family: str,
     start: str,
-    words: tuple[str, ...],
+    words: str | tuple[str, ...],
     device: str,
     fields: dict[str, str] | None = None,
     plain: dict[str, str] | None = None,
@@ -60,7 +60,7 @@ def _format(
     return Format(
         family=family,
         start=re.compile(start),
-        words=words,
+        words=(words,) if isinstance(words, str) else words,
         device=device,
         fields=tuple((name, re.compile(text.replace("{}", SIZE))) for name, text in (fields or {}).items()),
         plain=tuple((name, re.compile(text)) for name, text in (plain or {}).items()),
@@ -112,7 +112,7 @@ _NEW = {
     "segment_reserve": r"expandable-segment reserve of {}",
 }
 _TRIED = r"out of memory\. ?Tried to allocate"
-_ASKED = ("Tried to allocate",)
+_ASKED = "Tried to allocate"
 _REST = r"(?:(?!out of memory).){0,1500}?"  # of the same message
 
 # The first match wins, so special formats precede general ones.
@@ -120,7 +120,7 @@ FORMATS = (
     _format(
         "torch-cuda-address-space",
         r"\[ExpandableSegmentVA\] Failed to reserve",
-        ("ExpandableSegmentVA",),
+        "ExpandableSegmentVA",
         "cuda",
         {"tried": r"\({}\) of virtual address space"},
         {"tried_exact": r"Failed to reserve ([0-9]+) ", "reserved_addresses": r"reserving ([0-9]+) bytes"},
@@ -128,20 +128,20 @@ FORMATS = (
     _format(
         "torch-cuda-segment-reserve",
         r"This allocation exceeds the expandable-segment reserve of",
-        ("expandable-segment reserve",),
+        "expandable-segment reserve",
         "cuda",
         {"segment_reserve": r"expandable-segment reserve of {}", "needed": r"so that a segment is at least {}"},
     ),
     _format(
         "torch-cuda-mempool",
         r"The custom allocator backing this MemPool returned nullptr",
-        ("MemPool returned",),
+        "MemPool returned",
         "cuda",
     ),
     _format(
         "torch-cuda-impossible",
         r"(?:CUDA|HIP) out of memory\. ?Tried to allocate more than 1EB",
-        ("more than 1EB",),
+        "more than 1EB",
         "cuda",
     ),
     _format(
@@ -162,7 +162,7 @@ FORMATS = (
     _format(
         "torch-npu",
         r"NPU out of memory\. ?NPUWorkspaceAllocator tried to allocate",
-        ("NPUWorkspaceAllocator",),
+        "NPUWorkspaceAllocator",
         "npu",
         {"tried": r"tried to allocate {}", "total": r"{} total capacity", "free": r"{} free\b"},
     ),
@@ -179,7 +179,7 @@ FORMATS = (
     _format(
         "torch-cudaMallocAsync",
         r"Allocation on device [^.]{0,12}would exceed allowed memory",
-        ("would exceed allowed memory",),
+        "would exceed allowed memory",
         "cuda",
         {
             "allocated": r"Currently allocated ?: {}",
@@ -190,12 +190,12 @@ FORMATS = (
         },
     ),
     _format(  # some of PyTorch's allocators, and what ComfyUI keeps of the message
-        "torch-cudaMallocAsync", r"Allocation on device\b", ("Allocation on device",), "cuda"
+        "torch-cudaMallocAsync", r"Allocation on device\b", "Allocation on device", "cuda"
     ),
     _format(
         "torch-mps",
         r"MPS backend out of memory",
-        ("MPS backend",),
+        "MPS backend",
         "mps",
         {
             "allocated": r"MPS allocated: {}",
@@ -207,14 +207,14 @@ FORMATS = (
     _format(
         "torch-mps",
         r"Invalid buffer size: [0-9.]+ ?[KMGT]i?B",
-        ("Invalid buffer size",),
+        "Invalid buffer size",
         "mps",
         {"tried": r"Invalid buffer size: {}"},
     ),
     _format(
         "torch-directml",
         r"Could not allocate tensor with [0-9]+ bytes\. There is not enough GPU video memory",
-        ("GPU video memory",),
+        "GPU video memory",
         "gpu",
         plain={"tried": r"tensor with ([0-9]+) bytes"},
     ),
@@ -225,14 +225,14 @@ FORMATS = (
         ("UR_RESULT_ERROR_OUT_OF_", "PI_ERROR_"),
         "xpu",
     ),
-    _format("torch-cublas", r"(?:HIPBLAS|ROCBLAS)_STATUS_ALLOC_FAILED", ("BLAS_STATUS_ALLOC_FAILED",), "hip"),
+    _format("torch-cublas", r"(?:HIPBLAS|ROCBLAS)_STATUS_ALLOC_FAILED", "BLAS_STATUS_ALLOC_FAILED", "hip"),
     _format(
         "torch-cublas",
         r"CUBLAS_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED when calling .cublasCreate",
-        ("CUBLAS_STATUS_",),
+        "CUBLAS_STATUS_",
         "cuda",
     ),
-    _format("torch-cudnn", r"CUDNN_STATUS_ALLOC_FAILED", ("CUDNN_STATUS_ALLOC_FAILED",), "cuda"),
+    _format("torch-cudnn", r"CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "cuda"),
     _format(
         "torch-cuda-library",
         r"CU(?:FFT|SOLVER_STATUS|SPARSE_STATUS)_ALLOC_FAILED|CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
@@ -273,7 +273,7 @@ FORMATS = (
     _format(
         "numpy",
         r"Unable to allocate [0-9.]+ [KMGT]?i?B(?:ytes)? for an array with shape",
-        ("Unable to allocate",),
+        "Unable to allocate",
         "cpu",
         {"tried": r"Unable to allocate {}"},
     ),
@@ -379,7 +379,7 @@ FORMATS = (
     _format(
         "lm-studio",
         r"insufficient system resources",
-        ("insufficient system resources",),
+        "insufficient system resources",
         "cpu",
         {"needed": r"requires approximately {}"},
     ),
@@ -392,7 +392,7 @@ FORMATS = (
     _format(
         "jax-tpu",
         r"(?:RESOURCE_EXHAUSTED: [^\n]{0,60}?)?Ran out of memory in memory space \w+",
-        ("Ran out of memory in memory space",),
+        "Ran out of memory in memory space",
         "tpu",
         {
             "tried": r"(?:Used|Scoped allocation with size) {} (?:of|and)",
@@ -404,7 +404,7 @@ FORMATS = (
         "jax-tpu",
         r"(?:RESOURCE_EXHAUSTED: [^\n]{0,80}?)?Attempting to (?:reserve|allocate) [0-9.]+[KMGT]?B?\b.{0,60}?"
         r"That was not possible",
-        ("That was not possible",),
+        "That was not possible",
         "tpu",
         {
             "tried": r"Attempting to (?:reserve|allocate) {}",
@@ -416,7 +416,7 @@ FORMATS = (
     _format(
         "jax",
         r"RESOURCE_EXHAUSTED: (?!OOM when)[^\n]{0,80}?(?:[Oo]ut of memory|allocat)",
-        ("RESOURCE_EXHAUSTED",),
+        "RESOURCE_EXHAUSTED",
         "gpu",
         {
             "tried_rounded": r"(?:allocating|allocate(?: request for)?) {}",
@@ -429,7 +429,7 @@ FORMATS = (
         "jax",
         r"external/xla/[\w/]{0,60}bfc_allocator\.cc:[0-9]+\] Allocator \(\w+\) ran out of memory"
         r"(?!.{0,80}The caller indicates)",
-        ("bfc_allocator.cc",),
+        "bfc_allocator.cc",
         "gpu",
         {"tried_rounded": r"trying to allocate {}", "tried": r"\(([0-9]+)(B)\) on device", **_XLA_BUFFERS},
         {"tried": r"rounded to ([0-9]{1,20})\)", **_BFC},
@@ -445,12 +445,12 @@ FORMATS = (
     _format(
         "jax",
         r"Failed to allocate request for [0-9.]+ ?[KMGT]i?B",
-        ("Failed to allocate request",),
+        "Failed to allocate request",
         "gpu",
         {"tried_rounded": r"allocate request for {}", "tried": r"\(([0-9]+)(B)\) on device", **_XLA_BUFFERS},
         _BFC,
     ),
-    _format("tensorflow", r"OOM when allocating tensor with shape ?\[", ("OOM when allocating",), "gpu", plain=_BFC),
+    _format("tensorflow", r"OOM when allocating tensor with shape ?\[", "OOM when allocating", "gpu", plain=_BFC),
     _format(
         "tensorflow",
         r"bfc_allocator\.cc:[0-9]+\] Allocator \(\w+\) ran out of memory trying to allocate"
@@ -464,7 +464,7 @@ FORMATS = (
     _format(
         "tensorflow",
         r"failed to allocate [^:]{0,60} from device: (?:RESOURCE_EXHAUSTED: )?:? ?CUDA_ERROR_OUT_OF_MEMORY",
-        ("CUDA_ERROR_OUT_OF_MEMORY",),
+        "CUDA_ERROR_OUT_OF_MEMORY",
         "gpu",
         {"tried_rounded": r"failed to allocate {}"},
         {"tried": r"\(([0-9]+) bytes\) from device"},
@@ -480,14 +480,14 @@ FORMATS = (
     _format(
         "llama.cpp-pinned",
         r"ggml_cuda_host_malloc: failed to allocate",
-        ("ggml_cuda_host_malloc",),
+        "ggml_cuda_host_malloc",
         "cpu",
         {"tried": r"failed to allocate {}"},
     ),
     _format(
         "llama.cpp",
         r"ggml_backend_\w+_buffer_type_alloc_buffer: (?:allocating|failed to allocate)",
-        ("buffer_type_alloc_buffer",),
+        "buffer_type_alloc_buffer",
         "cuda",
         {"tried_rounded": r"allocating {} on device"},
         {"tried": r"buffer of size ([0-9]+)"},
@@ -522,14 +522,14 @@ FORMATS = (
     _format(
         "vllm",
         r"No available memory for the cache blocks",
-        ("No available memory",),
+        "No available memory",
         "cuda",
         {"short": r"Available KV cache memory: -{}"},
     ),
     _format(
         "vllm",
         r"Free memory on device[^(]{0,12}\([0-9.]+/[0-9.]+ GiB\) on startup is less than",
-        ("Free memory on device",),
+        "Free memory on device",
         "cuda",
         {
             "free": r"Free memory on device[^(]{0,12}\(([0-9]+(?:\.[0-9]+)?)/[0-9.]+ ([KMGT]iB)\)",
@@ -552,11 +552,11 @@ FORMATS = (
         ("--mem-fraction-static", "ut of memory. Try to lower your batch size"),
         "cuda",
     ),
-    _format("sglang-unbalanced", r"memory capacity is unbalanced", ("capacity is unbalanced",), "cuda"),
+    _format("sglang-unbalanced", r"memory capacity is unbalanced", "capacity is unbalanced", "cuda"),
     _format(
         "tgi",
         r"Not enough memory to handle [0-9]+ (?:total|prefill) tokens",
-        ("Not enough memory to handle",),
+        "Not enough memory to handle",
         "cuda",
     ),
     _format(
@@ -602,7 +602,7 @@ FORMATS = (
     _format(
         "xgboost",
         r"Memory allocation error on worker [0-9]+",
-        ("Memory allocation error on worker",),
+        "Memory allocation error on worker",
         "cuda",
         {"free": r"Free memory: {}", "tried": r"Requested memory: {}"},
         {
@@ -613,7 +613,7 @@ FORMATS = (
     _format(
         "habana",
         r"Allocation failed for size ?::? ?[0-9]+",
-        ("Allocation failed for size",),
+        "Allocation failed for size",
         "hpu",
         plain={"tried": r"Allocation failed for size ?::? ?([0-9]+)"},
     ),
@@ -626,17 +626,17 @@ FORMATS = (
     _format(  # a share of a GPU that a container was given
         "hami",
         r"HAMI-core ERROR [^\]]{0,80}\]: Device [0-9]+ OOM [0-9]+ / [0-9]+",
-        ("HAMI-core ERROR",),
+        "HAMI-core ERROR",
         "cuda",
         plain={"needed": r"OOM ([0-9]+) /", "limit": r"OOM [0-9]+ / ([0-9]+)"},
     ),
     _format(
         "exllama",
         r"Insufficient VRAM (?:in split )?for model and cache|Insufficient space on devices? for model and cache",
-        ("for model and cache",),
+        "for model and cache",
         "cuda",
     ),
-    _format("transformers", r"enough GPU RAM to fit the", ("enough GPU RAM",), "gpu"),
+    _format("transformers", r"enough GPU RAM to fit the", "enough GPU RAM", "gpu"),
     _format(
         "torch-directml",
         r"Not enough memory resources are available to complete this operation|E_OUTOFMEMORY",
@@ -653,7 +653,7 @@ FORMATS = (
     _format(
         "triton",
         r"out of resource: shared memory, Required: [0-9]+",
-        ("out of resource: shared memory",),
+        "out of resource: shared memory",
         "cuda",
         plain={"tried": r"Required: ([0-9]+)", "total": r"Hardware limit: ([0-9]+)"},
     ),
@@ -680,8 +680,8 @@ FORMATS = (
         "cuda",
         general=True,
     ),
-    _format("torch-xpu-runtime", r"XPU out of memory", ("XPU out of memory",), "xpu", general=True),
-    _format("torch-npu", r"NPU out of memory", ("NPU out of memory",), "npu", general=True),
+    _format("torch-xpu-runtime", r"XPU out of memory", "XPU out of memory", "xpu", general=True),
+    _format("torch-npu", r"NPU out of memory", "NPU out of memory", "npu", general=True),
     _format(
         "host",
         r"std::bad_alloc|\bMemoryError\b|DefaultCPUAllocator: not enough|\bCannot allocate memory"
@@ -714,7 +714,7 @@ FORMATS = (
         "cpu",
         general=True,
     ),
-    _format("killed", r"Killed(?:: 9)?", ("Killed",), "cpu", general=True, own_line=True),
+    _format("killed", r"Killed(?:: 9)?", "Killed", "cpu", general=True, own_line=True),
     _format(
         "other",
         r"(?i:\b(?:(?<!run )(?<!running )(?<!avoid )(?<!prevent )out of (?:\w+ )?memory|(?:insufficient"

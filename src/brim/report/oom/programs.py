@@ -307,23 +307,16 @@ _SERVERS = (
 # Their settings decide about RAM, too.
 IN_RAM = ("llama.cpp", "ollama", "lm-studio", "koboldcpp")
 OF_FAMILY = {
-    "vllm": "vllm",
-    "sglang": "sglang",
     "sglang-unbalanced": "sglang",
-    "tgi": "tgi",
-    "tensorrt": "tensorrt",
-    "onnxruntime": "onnxruntime",
-    "ollama": "ollama",
-    "lm-studio": "lm-studio",
-    "llama.cpp": "llama.cpp",
-    "exllama": "exllama",
-    "jax": "jax",
-    "tensorflow": "tensorflow",
-    "cupy": "cupy",
     "rmm": "rapids",
-    "xgboost": "xgboost",
-    "mlx": "mlx",
-}
+    **{
+        name: name
+        for name in (
+            "vllm", "sglang", "tgi", "tensorrt", "onnxruntime", "ollama", "lm-studio", "llama.cpp", "exllama", "jax",
+            "tensorflow", "cupy", "xgboost", "mlx",
+        )
+    },
+}  # fmt: skip
 _OVER_FAMILY = {  # programs built on the writer of the message
     "llama.cpp": ("ollama", "lm-studio", "koboldcpp"),
     "llama.cpp-pinned": ("ollama", "lm-studio", "koboldcpp"),

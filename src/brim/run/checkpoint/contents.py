@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from brim.memory.checkpoint_writing import Layout
+from brim.run.checkpoint.reading import layout_of
 from brim.run.checkpoint.saver import ADAPTER, MODEL, Tensors
 
 SHARD_BYTES = 5 * 10**9
@@ -38,7 +38,7 @@ def model_tensors(
     ``state_dict``, one at a time.
     """
     tensors = dict(module.named_parameters()) | dict(_persistent_buffers(module))
-    layout: list[Layout] = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    layout = layout_of(tensors)
     read = value or (lambda name: _own_value(module, name))
     return Tensors(stem=MODEL, layout=layout, values=((n, read(n)) for n, _, _ in layout), shard_bytes=shard_bytes)
 
@@ -64,7 +64,7 @@ def tokenizer_files(source: Path | None) -> dict[str, bytes | Path]:
     return {path.name: path.absolute() for path in sorted(paths)}
 
 
-def adapter_tensors(module: torch.nn.Module, adapter: str = "default") -> Tensors:
+def adapter_tensors(module: torch.nn.Module) -> Tensors:
     """The trained tensors of a peft model under their names in peft's adapter_model.safetensors.
 
     The values of ``adapter_tensors(module)`` are the module's own tensors: resuming reads into them.
@@ -72,17 +72,14 @@ def adapter_tensors(module: torch.nn.Module, adapter: str = "default") -> Tensor
     from peft import get_peft_model_state_dict
 
     trained = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
-    tensors = get_peft_model_state_dict(module, state_dict=trained, adapter_name=adapter, save_embedding_layers=False)
-    layout: list[Layout] = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    return Tensors(stem=ADAPTER, layout=layout, values=list(tensors.items()))
+    tensors = get_peft_model_state_dict(module, state_dict=trained, save_embedding_layers=False)
+    return Tensors(stem=ADAPTER, layout=layout_of(tensors), values=list(tensors.items()))
 
 
-def adapter_files(
-    module: torch.nn.Module, base: str, source: Path | None = None, adapter: str = "default"
-) -> dict[str, bytes | Path]:
+def adapter_files(module: torch.nn.Module, base: str, source: Path | None = None) -> dict[str, bytes | Path]:
     """adapter_config.json as peft writes it for an adapter of the model ``base``, and the tokenizer's files."""
     model: Any = module
-    config = {key: _listed(value) for key, value in model.peft_config[adapter].to_dict().items()}
+    config = {key: _listed(value) for key, value in model.peft_config["default"].to_dict().items()}
     config |= {"base_model_name_or_path": base, "inference_mode": True}
     text = json.dumps(config, indent=2, sort_keys=True)
     return {"adapter_config.json": text.encode()} | tokenizer_files(source)

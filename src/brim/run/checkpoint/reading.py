@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -70,7 +69,7 @@ class Checkpoint:
         Takes 1 MiB of RAM beside a target that is contiguous in RAM, otherwise a second copy of that tensor.
         Raises ModelError, TransferError; the targets' values are undefined then.
         """
-        self.check(stem, [(name, target.dtype, tuple(target.shape)) for name, target in targets.items()])
+        self.check(stem, layout_of(targets))
         stored = self._stored(stem)
         for name, target in targets.items():
             if target.device.type == "cpu" and target.is_contiguous():
@@ -189,6 +188,11 @@ def _verify_tensors(folder: Path, path: Path, entry: FileEntry) -> None:
                 raise _damaged(folder, f"The checksum of {name} in {path.name} does not match.")
 
 
+def layout_of(tensors: Mapping[str, torch.Tensor]) -> list[Layout]:
+    """Name, dtype and shape of each tensor."""
+    return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+
+
 class _Reader:
     """An open file, read in pieces that are dropped from the page cache: a checkpoint is read once."""
 
@@ -202,9 +206,7 @@ class _Reader:
             raise self._failed(f"{error.strerror}.") from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
     def checksum(self, offset: int, bytes: int) -> str:

@@ -22,10 +22,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -36,10 +37,8 @@ from brim.memory.checksums import MANIFEST_NAME as WEIGHTS_MANIFEST_NAME
 from brim.memory.checksums import manifest_text
 from brim.memory.pool import PAGE_BYTES, HostSource, round_up
 from brim.run.checkpoint.manifest import checkpoint_folder
-from brim.run.checkpoint.stream import Ring
-from brim.run.checkpoint.thread import WriterThread
 from brim.run.checkpoint.writer import FolderWriter, PlannedFile
-from brim.threads import deferred_interrupts
+from brim.threads import Worker, deferred_interrupts
 
 MODEL, ADAPTER, OPTIMIZER = "model", "adapter_model", "optimizer"
 STAGING_BYTES = 64 << 20
@@ -171,10 +170,7 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Call ``finish``."""
+    def __exit__(self, *_: object) -> None:
         self.finish()
 
 
@@ -229,3 +225,154 @@ def planned_file(name: str, layout: Sequence[Layout], metadata: Mapping[str, str
 def _bytes(layout: Layout) -> int:
     _, dtype, shape = layout
     return math.prod(shape) * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    file: int
+    name: str
+    at: int
+    window: Window
+
+
+class _Abandoned(Exception):
+    """The producer of the tensors has failed."""
+
+
+class WriterThread:
+    """Writes the tensors fed to it, then calls ``complete``; after a failure it removes the incomplete checkpoint.
+
+    Only this thread touches the disk. It ends after ``end`` or ``abandon`` was called.
+    """
+
+    def __init__(self, writer: FolderWriter, ring: Ring, complete: Callable[[], None]) -> None:
+        self._writer, self._ring, self._complete = writer, ring, complete
+        self._jobs: queue.SimpleQueue[_Piece | bool] = queue.SimpleQueue()  # True: all fed; False: abandon
+        self._error: BaseException | None = None
+        self._failed = threading.Event()
+        # Not a daemon: a program that exits without waiting for it still gets its checkpoint.
+        self._thread = Worker(self._work, "brim-checkpoint", daemon=False)
+        self._thread.start()
+
+    def feed(self, first: int, plans: Sequence[PlannedFile], values: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy every tensor of ``plans``, whose files begin at number ``first``; waits while the ring is full.
+
+        Returns early when writing has failed; ``wait`` raises the error.
+        """
+        files = {name: first + number for number, plan in enumerate(plans) for name in plan.sources}
+        for name, tensor in values:
+            file = files.pop(name)
+            source = plans[file - first].sources[name]
+            layout = (tensor.dtype, tuple(tensor.shape))
+            assert layout == (source.dtype, source.shape), f"{name}: {layout} is not what the layout announced"
+            if not self._pass_on(file, name, tensor):
+                return
+        assert not files, f"announced but not given: {sorted(files)}"
+
+    def _pass_on(self, file: int, name: str, tensor: torch.Tensor) -> bool:
+        at = 0
+        for piece in pieces(tensor, self._ring.piece_bytes):
+            window = self._ring.take(piece.numel(), self._failed.is_set)
+            if window is None:
+                return False
+            window.tensor.copy_(piece)
+            self._jobs.put(_Piece(file, name, at, window))
+            at += piece.numel()
+        return True
+
+    def end(self) -> None:
+        """Announce that all tensors were fed."""
+        self._jobs.put(True)
+
+    def abandon(self) -> None:
+        """Discard the checkpoint. Returns when its files are removed."""
+        self._jobs.put(False)
+        self.join()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, with or without an error."""
+        self._thread.join()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete. Raises the error of the thread."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        try:
+            self._writer.create()
+            while isinstance(job := self._jobs.get(), _Piece):
+                self._writer.write(job.file, job.name, job.at, job.window.tensor)
+                self._ring.give(job.window)
+            if not job:
+                raise _Abandoned
+            self._complete()
+        except BaseException as error:  # ``wait`` raises it in the caller's thread
+            self._error = error
+            self._failed.set()
+            self._ring.wake()
+            self._writer.abandon()
+
+
+_ALIGNMENT_BYTES = 8  # the word size of the checksum
+_PIECE_BYTES = 4 << 20
+
+
+def pieces(tensor: torch.Tensor, limit_bytes: int) -> Iterator[torch.Tensor]:
+    """The bytes of ``tensor`` in row-major order as flat uint8 tensors of at most ``limit_bytes`` (8 or more).
+
+    Views if the tensor is contiguous, otherwise copies of one piece at a time.
+    """
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        flat = tensor.view(-1).view(torch.uint8)
+        yield from flat.split(limit_bytes)
+        return
+    row_bytes = tensor[0].numel() * tensor.element_size()
+    if row_bytes > limit_bytes:
+        for row in tensor:
+            yield from pieces(row, limit_bytes)
+        return
+    for rows in tensor.split(limit_bytes // row_bytes):
+        yield rows.contiguous().view(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Room in a Ring: ``tensor`` is to be filled; ``cost_bytes`` are released with it."""
+
+    tensor: torch.Tensor
+    cost_bytes: int
+
+
+class Ring:
+    """A first-in, first-out buffer for one producer and one consumer; the producer waits for room."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer, self._at, self._used_bytes = buffer, 0, 0
+        self._given: queue.SimpleQueue[int] = queue.SimpleQueue()  # lock-free: an interrupted producer holds no lock
+        # Half of the buffer: a piece that does not fit before the end starts at the beginning and wastes the rest.
+        self.piece_bytes = min(_PIECE_BYTES, buffer.numel() // 2 // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES)
+        assert self.piece_bytes >= _ALIGNMENT_BYTES, f"{buffer.numel()} bytes are too few"
+
+    def take(self, bytes: int, abandoned: Callable[[], bool]) -> Window | None:
+        """Room for ``bytes`` (at most ``piece_bytes``), as soon as it is free; None once ``abandoned()``."""
+        length, end = round_up(bytes, _ALIGNMENT_BYTES), self._buffer.numel()
+        begin = self._at if self._at + length <= end else 0
+        skipped = 0 if begin == self._at else end - self._at
+        while self._used_bytes + skipped + length > end and not abandoned():
+            self._used_bytes -= self._given.get()
+        if abandoned():
+            return None
+        self._used_bytes += skipped + length
+        self._at = begin + length
+        return Window(self._buffer[begin : begin + bytes], skipped + length)
+
+    def give(self, window: Window) -> None:
+        """Release ``window``. Windows are released in the order in which they were taken."""
+        self._given.put(window.cost_bytes)
+
+    def wake(self) -> None:
+        """Make a waiting producer check ``abandoned`` again."""
+        self._given.put(0)

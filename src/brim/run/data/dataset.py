@@ -1,28 +1,33 @@
 """Training data from JSONL and text: tokenised on demand, in an order set by a seed, never all in memory.
 
 data = open_data("chat.jsonl", tokenizer, seq=1024, vocab_size=model.config.vocab_size)
-batches = Batches(data, batch=32, seed=0, pad_id=tokenizer.pad_token_id or 0)
+batches = Batches(data, batch=32, seed=0)
 for batch in batches:  # endless
     loss = model(**batch).loss
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import json
 import math
+import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 
+from brim.core.files import regular
 from brim.errors import ModelError, UsageError
+from brim.measure.user_cache import build_once, cache_folder, fingerprint
 from brim.run.data.chat import ChatEncoder
-from brim.run.data.lines import Lines
-from brim.run.data.packed import TokenRow, text_pieces, token_row, tokenizer_digest
-from brim.run.data.rows import MESSAGES, TEXT
+from brim.run.data.lines import MESSAGES, TEXT, Lines
+from brim.version import __version__
 
 IGNORED = -100  # the label that torch's cross-entropy leaves out
 _JSONL, _TEXT = (".jsonl", ".ndjson", ".json"), (".txt", ".text", ".md")
@@ -225,14 +230,13 @@ class Batches:
         *,
         seed: int = 0,
         shuffle: bool = True,
-        pad_id: int = 0,
         pad_to: int | None = None,
     ) -> None:
         """pad_to: length of every batch (``seq`` gives the promised shape); None pads to the batch's longest
         example."""
         if batch < 1:
             raise UsageError(f"Cannot make batches of {batch} examples.", "A batch has at least one.")
-        self._dataset, self._batch, self._pad_id, self._pad_to = dataset, batch, pad_id, pad_to
+        self._dataset, self._batch, self._pad_to = dataset, batch, pad_to
         self._seed, self._shuffle = seed, shuffle
         self.position = 0  # examples returned so far
 
@@ -253,10 +257,7 @@ class Batches:
         examples = [self._example(at) for at in range(self.position, self.position + self._batch)]
         length = self._pad_to or max(len(example.input_ids) for example in examples)
         self.position += self._batch
-        return {
-            "input_ids": _padded([example.input_ids for example in examples], length, self._pad_id),
-            "labels": _padded([example.labels for example in examples], length, IGNORED),
-        }
+        return _batched(examples, length)
 
     def _example(self, position: int) -> Example:
         epoch, index = divmod(position, len(self._dataset))
@@ -296,14 +297,11 @@ class Batches:
         self.position, self._seed, self._shuffle = state["position"], state["seed"], state["shuffle"]
 
 
-def one_pass(dataset: Dataset, batch: int, *, pad_to: int, pad_id: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+def one_pass(dataset: Dataset, batch: int, *, pad_to: int) -> Iterator[dict[str, torch.Tensor]]:
     """Every example once, in the order of the data, as ``Batches`` returns them; the last batch may be smaller."""
     for first in range(0, len(dataset), batch):
         examples = [dataset.example(index) for index in range(first, min(first + batch, len(dataset)))]
-        yield {
-            "input_ids": _padded([example.input_ids for example in examples], pad_to, pad_id),
-            "labels": _padded([example.labels for example in examples], pad_to, IGNORED),
-        }
+        yield _batched(examples, pad_to)
 
 
 def shuffled(index: int, count: int, key: str) -> int:
@@ -322,6 +320,13 @@ def shuffled(index: int, count: int, key: str) -> int:
         index = left << half | right
         if index < count:
             return index
+
+
+def _batched(examples: list[Example], length: int) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": _padded([example.input_ids for example in examples], length, 0),
+        "labels": _padded([example.labels for example in examples], length, IGNORED),
+    }
 
 
 def _padded(rows: list[list[int]], length: int, filler: int) -> torch.Tensor:
@@ -351,3 +356,121 @@ def _nothing_learnt(where: str, beyond: bool, tokens: int, seq: int) -> UsageErr
 
 def _digest(*facts: str) -> str:
     return hashlib.blake2b("\n".join(facts).encode(), digest_size=16).hexdigest()
+
+
+_READ_BYTES = 1 << 18
+_PIECE_CHARACTERS = 1 << 18  # tokenised in one call: some 70 thousand tokens
+_TOKENS, _FACTS = "tokens.bin", "tokens.json"
+_DTYPE = np.dtype("<u4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRow:
+    """A file of ``count`` token ids, 4 bytes each. ``largest``: the largest id. ``digest``: of the ids."""
+
+    path: Path
+    count: int
+    largest: int
+    digest: str
+
+    def read(self, begin: int, end: int) -> list[int]:
+        with open(self.path, "rb", buffering=0) as file:
+            raw = os.pread(file.fileno(), (end - begin) * _DTYPE.itemsize, begin * _DTYPE.itemsize)
+        ids = np.frombuffer(raw, dtype=_DTYPE).tolist()
+        if len(ids) != end - begin:
+            raise UsageError(f"Cannot read {self.path}.", "It is cut short.", "Delete its folder.")
+        return [int(token) for token in ids]
+
+
+def token_row(files: list[Path], documents: Callable[[], Iterable[Iterable[str]]], tokenizer: Any) -> TokenRow:
+    """The tokens of ``documents()``, whose text is in ``files``; tokenised once and stored in the user's cache
+    folder.
+
+    Each piece of a document is tokenised by itself. A document begins with BOS where the tokenizer adds it, and ends
+    with EOS. Raises as ``documents`` does, and TransferError when the disk refuses.
+    """
+    begins = tokenizer("").input_ids[:1]
+    begins = begins if begins == [tokenizer.bos_token_id] else []
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    key = fingerprint(files, __version__, tokenizer_digest(tokenizer), _PIECE_CHARACTERS)
+
+    def ids() -> Iterator[list[int]]:
+        for document in documents():
+            yield begins
+            for piece in document:
+                yield tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
+            yield ends
+
+    folder = build_once(cache_folder() / "tokens" / f"{files[0].stem}-{key}", lambda into: _write(into, ids()))
+    facts = json.loads((folder / _FACTS).read_text())
+    return TokenRow(path=folder / _TOKENS, **facts)
+
+
+def _write(folder: Path, ids: Iterable[list[int]]) -> None:
+    count, largest, digest = 0, 0, hashlib.blake2b(digest_size=16)
+    with open(folder / _TOKENS, "wb") as file:
+        for part in ids:
+            if part:
+                raw = np.asarray(part, dtype=_DTYPE).tobytes()
+                file.write(raw)
+                digest.update(raw)
+                count, largest = count + len(part), max(largest, *part)
+    facts = {"count": count, "largest": largest, "digest": digest.hexdigest()}
+    (folder / _FACTS).write_text(json.dumps(facts))
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Digest of all that decides how the tokenizer encodes a text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    facts = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    template = json.dumps(tokenizer.chat_template, sort_keys=True)
+    digest = hashlib.blake2b(facts.encode(), digest_size=16)
+    digest.update(f"{template}{tokenizer.bos_token_id} {tokenizer.eos_token_id}".encode())
+    return digest.hexdigest()
+
+
+def text_pieces(path: Path) -> Iterator[str]:
+    """Read a text file on demand, in pieces that can be tokenised separately.
+
+    A piece ends before a line break that follows a word, where byte-level tokenizers split anyway.
+    Raises UsageError with the number of the line that is not UTF-8.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    text_buffer, lines = "", 1
+    try:
+        with regular(path).open("rb") as file:
+            while True:
+                raw = file.read(_READ_BYTES)
+                text = _decoded(decoder, raw, path, lines)
+                lines += text.count("\n")
+                text_buffer += text.removeprefix("\ufeff") if not text_buffer else text
+                while len(text_buffer) > _PIECE_CHARACTERS:
+                    at = _cut(text_buffer)
+                    yield text_buffer[:at]
+                    text_buffer = text_buffer[at:]
+                if not raw:
+                    break
+    except OSError as error:
+        raise UsageError(f"{path} was given as training data.", f"{error.strerror}.") from error
+    if text_buffer:
+        yield text_buffer
+
+
+def _decoded(decoder: codecs.IncrementalDecoder, raw: bytes, path: Path, line: int) -> str:
+    try:
+        return decoder.decode(raw, final=not raw)
+    except UnicodeDecodeError as error:
+        line += error.object[: error.start].count(b"\n")
+        raise UsageError(
+            f"Cannot read {path}, line {line} as training data.", "It is not UTF-8.", "Convert the file."
+        ) from error
+
+
+def _cut(text: str) -> int:
+    """Length of the first piece of ``text``: up to the last line that ends in a word, else a space, else anywhere."""
+    at = _PIECE_CHARACTERS
+    while (at := text.rfind("\n", 1, at)) > 0:
+        if text[at - 1].isalnum():
+            return at
+    space = text.rfind(" ", 1, _PIECE_CHARACTERS)
+    return space if space > 0 else _PIECE_CHARACTERS

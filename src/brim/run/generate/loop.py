@@ -204,7 +204,7 @@ def check_batch(loaded: Loaded, batch: Batch, new_tokens: int, name: str) -> Any
         _refuse_unmasked(loaded.module, name)
     row = int(batch.mask.sum(1).argmin())
     ids = batch.ids[row][batch.mask[row].bool()][None]
-    recorded = _RecordedScores(0)
+    recorded = _RecordedScores()
     alone = Batch(first=row, ids=ids, mask=torch.ones_like(ids))
     run_batch(loaded, alone, min(new_tokens, CHECKED_TOKENS), processors=[recorded])
     # Scores are float32 in every model; kernels for quantized weights round as bfloat16 does.
@@ -231,13 +231,12 @@ def _not_batchable(name: str, problem: str) -> UnsupportedError:
 class _RecordedScores(LogitsProcessor):
     """Records the first scores of a sequence and changes nothing."""
 
-    def __init__(self, row: int) -> None:
-        self.row = row
+    def __init__(self) -> None:
         self.scores: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if len(self.scores) < CHECKED_TOKENS:
-            self.scores.append(scores[self.row].float().cpu().clone())
+            self.scores.append(scores[0].float().cpu().clone())
         return scores
 
 

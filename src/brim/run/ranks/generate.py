@@ -95,7 +95,6 @@ class RanksAnswer:
 def generate(
     request: RanksRequest,
     *,
-    on_stage: Callable[[str], None] = lambda stage: None,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> RanksAnswer | None:
     """Generate with all ranks; returns the answer on rank 0, None on the others.
@@ -105,27 +104,20 @@ def generate(
     """
 
     def work(ranks: Ranks) -> RanksAnswer | None:
-        if ranks.is_first:
-            return _generate(request, ranks, on_stage, on_text)
-        return _generate(request, ranks, lambda stage: None, lambda text: None)
+        return _generate(request, ranks, on_text if ranks.is_first else lambda text: None)
 
     return run_joined(request.timeout_s, work)
 
 
-def _generate(
-    request: RanksRequest, ranks: Ranks, on_stage: Callable[[str], None], on_text: Callable[[str], None]
-) -> RanksAnswer | None:
+def _generate(request: RanksRequest, ranks: Ranks, on_text: Callable[[str], None]) -> RanksAnswer | None:
     generation = request.generation
-    on_stage("opening the model")
     opened, tokenizer, ids = ranks.agree(lambda: _open(request, ranks.world), in_turn=True)
-    on_stage("loading")
     if request.split == "tensors":
         mesh = init_device_mesh(ranks.device.type, (1, ranks.world), mesh_dim_names=sharding.AXES)
         module = ranks.agree(lambda: _of_tensors(opened, mesh, ranks.device))
     else:
         module = ranks.agree(lambda: _of_layers(opened, ranks))
     weights_bytes = ranks.gathered(sum(_bytes(parameter) for parameter in module.parameters()))
-    on_stage("generating")
     sampling = replace(generation.sampling, seed=ranks.gathered(generation.sampling.with_seed().seed or 0)[0])
     printer = Printer(tokenizer, on_text, generation.stop)
     options = sampling.options(module.generation_config)

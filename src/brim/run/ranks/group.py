@@ -1,4 +1,4 @@
-"""Ranks started by torchrun: how they meet, agree, fail together and never wait without end.
+"""Ranks started by torchrun or by brim itself: how they meet, agree, fail together and never wait without end.
 
 PyTorch's engine sends the tensors of a step. For everything else brim uses torchrun's key-value store: whether every
 rank has done its part, how far each has got, and the error of a rank that failed.
@@ -7,28 +7,34 @@ rank has done its part, how far each has got, and the error of a rank that faile
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
+import enum
+import importlib
 import json
 import os
+import pickle
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NoReturn, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from brim import threads
 from brim.errors import BrimError, TransferError, UsageError
-from brim.processes import on_loopback
-from brim.run.ranks.objects import only_plans
+from brim.processes import bound, on_loopback, python_command, temporary_folder
 
 T = TypeVar("T")
 
@@ -314,3 +320,99 @@ def _text_of(error: BaseException, rank: int) -> str:
 def _error_of(text: str) -> RankError:
     parts: Mapping[str, str] = json.loads(text)
     return RankError(parts["asked"], parts["found"], parts["todo"], exit_code=int(parts["exit_code"]))
+
+
+_OF_PLANS = ("torch.distributed.checkpoint.", "brim.run.checkpoint.")  # modules of plans and of a manifest's entries
+_VALUES = {
+    ("builtins", "set"), ("collections", "OrderedDict"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
+    ("traceback", "FrameSummary"), ("traceback", "StackSummary"),
+}  # fmt: skip
+
+
+class Reader(pickle.Unpickler):
+    """Reads plain values, plans and exceptions, and refuses everything else.
+
+    ``torch.distributed`` pickles what collectives send, and neither gloo nor NCCL authenticates the sender. A
+    distributed checkpoint sends plain values, plans of which rank writes which tensors, and the exceptions of ranks
+    that failed.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _VALUES:
+            return super().find_class(module, name)
+        of_plans = module.startswith(_OF_PLANS)
+        loaded = getattr(importlib.import_module(module) if of_plans else sys.modules.get(module), name, None)
+        if isinstance(loaded, torch.dtype):
+            return loaded
+        if isinstance(loaded, type) and loaded.__module__ == module:  # no function, no imported name
+            plain = dataclasses.is_dataclass(loaded) or issubclass(loaded, enum.Enum)
+            if issubclass(loaded, BaseException) or (of_plans and plain):
+                return loaded
+        raise pickle.UnpicklingError(f"A rank has sent an object that is no plan and no value: {module}.{name}.")
+
+
+@contextmanager
+def only_plans() -> Iterator[None]:
+    """Refuse other objects from other ranks while the context is open."""
+    with mock.patch.object(distributed_c10d, "_unpickler", Reader):
+        yield
+
+
+_CHILD_POLL_S = 0.05
+_ENDING_S = 15.0  # for the other ranks to end by themselves after a failure
+_STOP_S = 5.0
+
+
+def start(ranks: int, words: Sequence[str]) -> int:
+    """Run ``brim WORDS`` on so many ranks; returns the exit code of the first that fails, 0 if none does.
+
+    They meet in a file that only this user can read: nothing listens, and no other user can take part. No rank
+    outlives this call. Raises TransferError if a rank was ended by a signal and no other rank has reported it.
+    """
+    with temporary_folder("brim-ranks-") as folder:
+        shared = {
+            **os.environ, STORE: str(folder / "store"), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+            "TORCHELASTIC_RUN_ID": "brim", "TORCHELASTIC_RESTART_COUNT": "0",
+        }  # fmt: skip
+        shared.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // ranks, 1)))
+        command = bound(python_command("-m", "brim", *words))
+        children: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(ranks):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+                children.append(subprocess.Popen(command, env={**shared, **own}))
+            return _ended(children)
+        finally:
+            _stop(children)
+
+
+def _ended(children: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait until all have ended, or until a grace period after the first failure; returns the exit code."""
+    failed_s: float | None = None
+    while any(child.poll() is None for child in children):
+        if failed_s is None and any(child.returncode for child in children):
+            failed_s = time.monotonic()
+        if failed_s is not None and time.monotonic() > failed_s + _ENDING_S:
+            break
+        time.sleep(_CHILD_POLL_S)
+    failures = [child.returncode for child in children if child.returncode and child.returncode > 0]
+    killed = [(rank, -child.returncode) for rank, child in enumerate(children) if (child.returncode or 0) < 0]
+    if killed and (not failures or killed[0][0] == 0):  # else rank 0 has reported it
+        rank, number = killed[0]
+        raise TransferError(
+            f"{len(children)} ranks were started.", f"Rank {rank} was ended by {signal.Signals(number).name}.",
+            "If nobody sent that signal, the system's log tells whether memory ran out.",
+        )  # fmt: skip
+    return failures[0] if failures else 0
+
+
+def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.terminate()
+    for child in children:
+        try:
+            child.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()

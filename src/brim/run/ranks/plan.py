@@ -11,10 +11,10 @@ from typing import Any
 
 from brim.core import codec
 from brim.core.files import write_text
+from brim.core.options import build
 from brim.errors import FormatError, UnsupportedError, UsageError
 from brim.estimation.ranks.split import Split
 from brim.run.ranks.request import SplitRequest
-from brim.version import __version__
 
 VERSION = 3
 RUNS = "torch"  # the engine whose plans brim train runs
@@ -38,17 +38,6 @@ class SplitPlan:
 
     def to_json(self) -> dict[str, Any]:
         return codec.to_json(self, VERSION)
-
-
-def new_plan(
-    *, model: str, gpu: str, engine: str, precision: str, sequence: int, split: Split, checkpointing: str,
-    peak_bytes: int, step_s: float,
-) -> SplitPlan:  # fmt: skip
-    """A plan by this version of brim."""
-    return SplitPlan(
-        brim=__version__, model=model, gpu=gpu, engine=engine, precision=precision, sequence=sequence,
-        split=split, checkpointing=checkpointing, peak_bytes=peak_bytes, step_s=step_s,
-    )  # fmt: skip
 
 
 def write(path: str | Path, plan: SplitPlan) -> None:
@@ -99,11 +88,7 @@ def with_plan(request: SplitRequest, ranks: int) -> SplitRequest:
         training, plan=None, precision=plan.precision, batch=split.global_batch, micro_batch=split.micro_batch,
         seq=plan.sequence, checkpointing=plan.checkpointing,
     )  # fmt: skip
-    return SplitRequest(
-        training=followed, zero=split.zero, tp=split.tp, pp=split.pp, interleave=split.interleave,
-        sequence_parallel=split.sequence_parallel, zero_bubble=split.zero_bubble, ep=split.ep, cp=split.cp,
-        stage_layers=split.stage_layers, offload_shards=split.offload_shards, timeout_s=request.timeout_s,
-    )  # fmt: skip
+    return build(SplitRequest, vars(split) | {"training": followed, "timeout_s": request.timeout_s})
 
 
 def _check_runs(path: str | Path, plan: SplitPlan) -> None:

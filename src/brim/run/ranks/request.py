@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from brim.core.options import build
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.ranks.split import Split, nearest
 from brim.requests.train import RankOptions, Request
@@ -75,12 +76,8 @@ class SplitRequest(RankOptions):
         if micro is None:  # a pipeline is filled by as many micro-batches as it has stages
             share = batch // dp or 1
             micro = nearest(share // self.pp or 1, lambda n: share % n == 0)
-        return Split(
-            gpus=ranks, gpus_per_node=min(per_node, ranks), tp=self.tp, pp=self.pp, zero=self.zero,
-            interleave=self.interleave, sequence_parallel=self.sequence_parallel, micro_batch=micro,
-            global_batch=batch, stage_layers=self.stage_layers, offload_shards=self.offload_shards,
-            zero_bubble=self.zero_bubble, ep=self.ep, cp=self.cp,
-        )  # fmt: skip
+        sizes = {"gpus": ranks, "gpus_per_node": min(per_node, ranks), "micro_batch": micro, "global_batch": batch}
+        return build(Split, vars(self) | sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

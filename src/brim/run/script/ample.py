@@ -83,7 +83,7 @@ class Ample:
         moved = _moved_bytes_of(model, call)
         if moved is None or most + moved > room:
             return None
-        example = example_of(model, call.args, call.kwargs)
+        example = example_of(model, call)
         return self._record(model, optimizers, example, most + moved)
 
     def _begin(self, call: Call, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
@@ -176,7 +176,7 @@ def _inputs(call: Call) -> list[torch.Tensor]:
 def _moved_bytes_of(model: nn.Module, call: Call) -> int | None:
     """Bytes that the operations of a call read and write. None where it cannot be run without values."""
     try:
-        example = example_of(model, call.args, call.kwargs)
+        example = example_of(model, call)
     except UnsupportedError:
         return None
     return None if example is None else _moved_bytes(model, example)

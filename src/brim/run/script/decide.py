@@ -39,7 +39,7 @@ from brim.planning.inference.machine import (
 from brim.planning.proof import ENDLESS_BYTES, Bytes, fits, sufficient
 from brim.planning.strategy.case import TrainingStrategy
 from brim.printable import write_note
-from brim.run.fit.training import Search, enforce, tensor_bytes_of
+from brim.run.fit import Search, enforce, tensor_bytes_of
 from brim.run.script.copies import allow_copies, has_other_hooks
 from brim.run.script.hooks import Call, living, parameter_bytes, roots
 from brim.run.script.isolation import example_of, quiet, same_random_numbers, unseen
@@ -177,7 +177,7 @@ class Decisions:
         if plain(call.called) is not model:
             return None
         try:
-            return example_of(model, call.args, call.kwargs)
+            return example_of(model, call)
         except UnsupportedError as error:
             self._note(f"cannot predict a step of {type(model).__name__}: {error.asked} {error.found}")
             return None

@@ -19,6 +19,7 @@ from torch import nn
 
 from brim.errors import UnsupportedError, first_line
 from brim.model_inputs import map_tensors
+from brim.run.script.hooks import Call
 
 _ASKED = "transformers.utils.import_utils"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -123,17 +124,15 @@ def _is_part_of_model(hook: Any) -> bool:
     return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.")
 
 
-def example_of(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-) -> Mapping[str, Any] | Sequence[Any] | None:
+def example_of(model: nn.Module, call: Call) -> Mapping[str, Any] | Sequence[Any] | None:
     """The arguments of a call in the form of ``brim.fit``'s example; None if they are unknown or mixed in kind.
 
     Raises UnsupportedError for arguments that cannot be copied: a prediction must not write to the program's own.
     """
-    if kwargs is None:
+    if call.kwargs is None:
         return None
     try:
-        args, kwargs = map_tensors((args, dict(kwargs)), torch.Tensor.detach)
+        args, kwargs = map_tensors((call.args, dict(call.kwargs)), torch.Tensor.detach)
     except Exception as error:  # the program's objects may raise anything when they are copied
         raise UnsupportedError(f"Cannot copy the inputs of {type(model).__name__}.", first_line(error)) from error
     if not kwargs:

@@ -6,6 +6,7 @@ import os
 import sys
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,16 +18,16 @@ from brim.measure.capacity import amount_bytes, free_bytes
 from brim.printable import write_note
 from brim.run.script.hooks import Call, Watcher, parameter_bytes
 from brim.run.script.settings import VISIBLE, Settings
-from brim.units import is_share
+from brim.units import format_bytes, is_share
 
 if TYPE_CHECKING:
     from brim.run.script.ample import Ample
     from brim.run.script.decide import Decisions
     from brim.run.script.device import PretendedDevice
-    from brim.run.script.growth import Growth
     from brim.run.script.moves import DeferredMoves
     from brim.run.script.outcome import Outcome
     from brim.run.script.unified import Unified
+
 
 _LARGE_BYTES = 1 << 20  # of new parameters: their model is looked up at once
 _SMALL_SHARE = 64  # a step that takes less than this part of the budget is not planned
@@ -77,7 +78,9 @@ class Launched:
             self._device = PretendedDevice()
             self._device.begin()
         if self.settings.mode == "unified":
-            self._begin_unified()
+            from brim.run.script.unified import Unified
+
+            self._unified = Unified.for_process(self.settings)
         if self.settings.mode in ("auto", "stream"):
             if self.settings.device != "cpu" and self.settings.vram is not None and _sees_cuda():
                 self._defer(self.settings.vram)
@@ -88,11 +91,6 @@ class Launched:
 
         moves = self._moves = DeferredMoves(lambda: amount_bytes(vram, VRAM))
         self._watcher.on_armed = lambda armed: moves.begin() if armed else moves.end()
-
-    def _begin_unified(self) -> None:
-        from brim.run.script.unified import Unified
-
-        self._unified = Unified.for_process(self.settings)
 
     def end(self) -> None:
         """End with the program: report growth, spilled bytes and decisions."""
@@ -156,10 +154,8 @@ class Launched:
         return self._ample
 
     def _new_growth(self, model: nn.Module) -> Growth:
-        from brim.run.script.growth import Growth
-
         growth = Growth(self.settings, on_gpu=self.settings.device != "cpu" and _sees_cuda())
-        growth.before_decision(model)
+        growth.note(model)
         return growth
 
     def _note_growth(self, growth: Growth, model: nn.Module, outcome: Outcome | None) -> None:
@@ -167,7 +163,7 @@ class Launched:
             self._left_alone[type(model).__name__] = None
         if self._growth is None:
             pools = () if outcome is None else outcome.pools
-            growth.begin(model, sum(pool.held_bytes for pool in pools if pool.tier == RAM))
+            growth.note(model, sum(pool.held_bytes for pool in pools if pool.tier == RAM))
             self._growth = growth
 
     def _certain(self, call: Call) -> Outcome | None:
@@ -239,3 +235,66 @@ def _sees_cuda() -> bool:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+# Kernels' buffers, threads and caches of a prediction are outside of the tensors that budgets cover.
+_BESIDE_TENSORS_BYTES = 64 << 20
+
+
+class Growth:
+    """Growth since the first call of a model, compared only with budgets that were given."""
+
+    def __init__(self, settings: Settings, *, on_gpu: bool) -> None:
+        amounts = {VRAM: settings.vram} if on_gpu else {RAM: settings.ram, VRAM: settings.vram}
+        budgets = [amount_bytes(n, t if on_gpu else RAM) for t, n in amounts.items() if n is not None]
+        self._budget_bytes = min(budgets, default=None)
+        self._on_gpu = on_gpu
+        self._begin_bytes = self._begin_peak_bytes = 0
+
+    def note(self, model: nn.Module, brim_bytes: int = 0) -> None:
+        """Note what the program holds besides ``model``, before the decision for it and after.
+
+        A decision gives the heap's free memory back: taking that memory again is no growth. After it brim holds
+        ``brim_bytes`` of the resident memory for the model.
+        """
+        if self._budget_bytes is None or self._on_gpu or (counts := _counts()) is None:
+            return
+        from brim.memory.mapped import present_bytes
+
+        own = brim_bytes or present_bytes([*model.parameters(), *model.buffers()])
+        self._begin_bytes = max(self._begin_bytes, counts["RssAnon"] + counts["RssShmem"] - own)
+        self._begin_peak_bytes = counts["VmHWM"]
+
+    def above(self) -> str | None:
+        """A sentence on how far the program is above its budget; None if it is not."""
+        if self._budget_bytes is None:
+            return None
+        grown_bytes, allowed_bytes = self._measured_bytes(), self._budget_bytes
+        if not self._on_gpu:
+            allowed_bytes += _BESIDE_TENSORS_BYTES
+        if grown_bytes <= allowed_bytes:
+            return None
+        tier = "VRAM" if self._on_gpu else "RAM"
+        budget = format_bytes(self._budget_bytes)
+        return f"the program took {format_bytes(grown_bytes)} of {tier}, and its budget is {budget}"
+
+    def _measured_bytes(self) -> int:
+        if self._on_gpu:
+            if torch.cuda.memory.get_allocator_backend() != "native":
+                return 0  # other backends do not count
+            return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
+        counts = _counts()
+        if counts is None or counts["VmHWM"] == self._begin_peak_bytes:  # no higher than before the first call
+            return 0
+        return counts["VmHWM"] - counts["RssFile"] - self._begin_bytes
+
+
+def _counts() -> dict[str, int] | None:
+    """Bytes of the process by the kernel's names (peak and resident); None where the kernel does not report them."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    parts = (line.split() for line in lines)
+    counts = {part[0].rstrip(":"): int(part[1]) * 1024 for part in parts if part[-1] == "kB"}
+    return counts if counts.keys() >= {"VmHWM", "RssAnon", "RssShmem", "RssFile"} else None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TextIO
 
@@ -120,8 +119,8 @@ class AfterItsStream:
 class Unified:
     """Unified memory in force. ``spilling`` counts the bytes on either side."""
 
-    def __init__(self, spilling: Spilling, allocator: Any, leave: Callable[[], None]) -> None:
-        self.spilling, self._allocator, self._leave = spilling, allocator, leave
+    def __init__(self, spilling: Spilling, allocator: Any) -> None:
+        self.spilling, self._allocator = spilling, allocator
 
     @classmethod
     def for_process(cls, settings: Settings) -> Unified:
@@ -139,7 +138,7 @@ class Unified:
                 f"The program has its own allocator, or has already used CUDA: {error}",
                 "Use --mode stream.",
             ) from error
-        return cls(_spilling(settings), allocator, lambda: None)
+        return cls(_spilling(settings), allocator)
 
     @classmethod
     def for_thread(cls, settings: Settings) -> Unified:
@@ -151,11 +150,7 @@ class Unified:
         pool = torch.cuda.MemPool(allocator.allocator())
         context: AbstractContextManager[None] = torch.cuda.use_mem_pool(pool)
         context.__enter__()
-
-        def leave() -> None:
-            context.__exit__(None, None, None)
-
-        return cls(spilling, (allocator, pool), leave)
+        return cls(spilling, (allocator, pool, context))
 
     def statistics(self) -> dict[str, int]:
         """Bytes: peak in VRAM, spilled now and at the peak, and allocated over the entire run."""
@@ -175,10 +170,6 @@ class Unified:
                 f"brim: at most {format_bytes(spilling.spilled_peak_bytes)} were in RAM, {share:.0%} of the bytes "
                 f"allocated.{slow}\n"
             )
-
-    def end(self) -> None:
-        """Allocate as before, if that is possible."""
-        self._leave()
 
 
 def _allocator() -> Any:

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,18 +19,16 @@ from brim.errors import BrimError, BudgetError, is_out_of_memory
 from brim.measure.monitor import Monitor, Usage
 from brim.measure.nvml import busy_share
 from brim.memory import heap
-from brim.models.architecture import read_config
-from brim.models.opening import read_tokenizer
 from brim.planning.inference.machine import held_to, on, within_room
 from brim.planning.strategy.state import restore_rng, rng_state
 from brim.planning.strategy.step import Fitted
-from brim.run.data.dataset import IGNORED, Batches, Dataset, one_pass, open_data
+from brim.run.data.dataset import IGNORED, Batches, Dataset, one_pass
 from brim.run.train.finite import check_loss, explain_overflow
 from brim.run.train.report import EvaluationReport, Metrics, StepReport, finished
 from brim.run.train.request import Request, Training
 from brim.run.train.saving import Saver
 from brim.run.train.session import Session, Terms
-from brim.run.train.setup import Setup, claim, set_up
+from brim.run.train.setup import Setup, claim, open_batches, open_dataset, set_up, steps_of
 from brim.techniques.micro_batch import split
 from brim.techniques.optimizers import set_lr
 from brim.units import format_bytes
@@ -131,12 +128,13 @@ class _Run:
         self.timeline = Timeline("", measured=True)
         self.predicted: Timeline | None = None
         self._terms: Terms = replace(setup.terms(), foresee=foresee)
-        self._batches: Batches = setup.batches()
-        self._evaluated = _open_evaluation(setup.request, setup.folder)
-        self._steps = setup.steps(self._batches)
+        self._batches: Batches = open_batches(setup.request, setup.folder)
+        data = setup.request.eval_data
+        self._evaluated = None if data is None else open_dataset(setup.request, data, setup.folder)
+        self._steps = steps_of(setup.request, self._batches)
         self._saver = Saver(setup)
         self.session, self._next = self._saver.start(self._terms, self._batches)
-        self._note_session()
+        self.session_plan = self.session.plan
         with contextlib.ExitStack() as undo:
             undo.callback(self._saver.close)
             undo.callback(self.session.close)
@@ -155,9 +153,6 @@ class _Run:
         request = self._request
         shown = {name: value for name, value in vars(request).items() if isinstance(value, str | int | float)}
         return Metrics(self._setup.output.path, resumed_at=self._next, report_to=request.report_to, settings=shown)
-
-    def _note_session(self) -> None:
-        self.session_plan = self.session.plan
 
     def train(self, on_step: Callable[[StepReport], None]) -> None:
         while self._next < self._steps:
@@ -268,7 +263,7 @@ class _Run:
             self.evaluations = [evaluation for evaluation in self.evaluations if evaluation.step <= self._next]
         plan = _in_words(self.session)
         self._note(f"step {step + 1}: memory ran out ({failure:.300}). Going on with {plan}, from {where}.")
-        self._note_session()
+        self.session_plan = self.session.plan
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
@@ -306,17 +301,6 @@ class _Run:
         self._saver.close()
         if hasattr(self, "session"):
             self.session.close()
-
-
-def _open_evaluation(request: Request, folder: Path) -> Dataset | None:
-    """The evaluation data, opened and checked like training data; None if there is none."""
-    if request.eval_data is None:
-        return None
-    config = read_config(folder, trust_remote_code=request.trust_remote_code)
-    rows = getattr(config.get_text_config(), "vocab_size", None)
-    return open_data(
-        request.eval_data, read_tokenizer(folder, str(request.model)), request.seq, vocab_size=rows
-    )  # fmt: skip
 
 
 def _mean_loss(fitted: Fitted, data: Dataset, seq: int) -> float:
@@ -357,6 +341,3 @@ def _in_words(session: Session) -> str:
         words.append("weights streamed")
     promised = ", ".join(f"{format_bytes(n)} of {t.upper()}" for t, n in session.plan.promise.peak_bytes.items())
     return f"{', '.join(words)} ({promised})"
-
-
-__all__ = ["Request", "Training", "train"]

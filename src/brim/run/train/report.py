@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from brim.core.files import open_to_write, write_text
@@ -158,14 +157,6 @@ class Metrics:
                 board.close()
         with contextlib.suppress(OSError):  # the write has already raised for bytes that cannot be flushed
             self._file.close()
-
-    def __enter__(self) -> Metrics:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @contextlib.contextmanager

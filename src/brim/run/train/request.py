@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from brim.core import Plan, Timeline
+from brim.core.options import build
 from brim.planning.strategy.ladder import Orders
 from brim.requests.train import Request as Request
 from brim.run.train.report import EvaluationReport
@@ -17,7 +18,7 @@ ORDERS = tuple(each.name for each in fields(Orders) if each.name != "precision")
 
 def orders_of(request: Request) -> Orders:
     """The choices that the request takes from the planner."""
-    return Orders(**{name: getattr(request, name) for name in ORDERS})
+    return build(Orders, vars(request) | {"precision": None})
 
 
 @dataclass(frozen=True, kw_only=True)

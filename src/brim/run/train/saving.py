@@ -19,12 +19,12 @@ from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.state import optimizer_numbers, restore_rng, rng_state
 from brim.run.checkpoint import reading as checkpoint_reading
 from brim.run.checkpoint.contents import adapter_files, adapter_tensors, model_files, model_tensors
-from brim.run.checkpoint.reading import Checkpoint
+from brim.run.checkpoint.reading import Checkpoint, layout_of
 from brim.run.checkpoint.saver import ADAPTER, Checkpointer, Tensors
 from brim.run.data.dataset import Batches
 from brim.run.train.finite import finite
 from brim.run.train.session import Session, Terms
-from brim.run.train.setup import Setup
+from brim.run.train.setup import Setup, open_batches, steps_of
 
 _OPTIMIZER, _PRECISION = "optimizer", "precision"
 _FIXED = ("MODEL", "--method", "--optimizer", "--precision")  # they shape a checkpoint's tensors
@@ -53,8 +53,7 @@ class Saver:
         checkpoint = checkpoint_reading.latest(self._setup.output.path) if resume else None
         if checkpoint is None:
             torch.manual_seed(terms.seed)
-        if checkpoint is None:
-            return self._open(terms, batches, checkpoint, None)
+            return self._open(terms, batches, None, None)
         rung = None if terms.plan is not None else int(checkpoint.state["rung"])
         plan = Plan.from_json(checkpoint.state["plan"]) if checkpoint.state.get("planned") else None
         return self._open(terms, batches, checkpoint, rung, plan)
@@ -65,7 +64,7 @@ class Saver:
         checkpoint = checkpoint_reading.latest(output) if checkpoint_reading.steps(output) else None
         if checkpoint is None:
             torch.manual_seed(terms.seed)
-            batches.load_state_dict(self._setup.batches().state_dict())
+            batches.load_state_dict(open_batches(self._setup.request, self._setup.folder).state_dict())
         return self._open(terms, batches, checkpoint, rung, has_holes=True)
 
     def _open(
@@ -108,7 +107,7 @@ class Saver:
 
     def _course(self, terms: Terms, batches: Batches) -> dict[str, Any]:
         """Options that must stay the same from the training's beginning to its end."""
-        course = self._setup.request.course(self._setup.steps(batches))
+        course = self._setup.request.course(steps_of(self._setup.request, batches))
         return {"MODEL": self._identity, **course, "--precision": terms.precision}
 
     def _restore(self, session: Session, checkpoint: Checkpoint) -> None:
@@ -141,8 +140,7 @@ class Saver:
         optimizer = Tensors(stem=_OPTIMIZER, layout=layout, values=values)
         written = [tensors, self._finite(optimizer)]
         if masters:
-            layout = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in masters.items()]
-            written.append(self._finite(Tensors(stem=_PRECISION, layout=layout, values=masters.items())))
+            written.append(self._finite(Tensors(stem=_PRECISION, layout=layout_of(masters), values=masters.items())))
         self._checkpointer.save(step, written, state=state, files=files)
         self._saved.add(step)
 

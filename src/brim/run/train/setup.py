@@ -10,6 +10,7 @@ from pathlib import Path
 from brim.core import Hardware
 from brim.core.files import identities
 from brim.core.hardware import DISK, RAM
+from brim.core.options import build
 from brim.estimation.workload import training_precision
 from brim.measure.capacity import amount_bytes, resident_bytes
 from brim.memory.scratch import scratch_folder
@@ -18,7 +19,7 @@ from brim.models.opening import prepare, read_tokenizer
 from brim.planning import file as plan_file
 from brim.planning.file import PlanFile
 from brim.planning.inference.machine import budgets, machine, refuse_batch
-from brim.run.data.dataset import Batches, open_data
+from brim.run.data.dataset import Batches, Dataset, open_data
 from brim.run.train.output_folder import OutputFolder
 from brim.run.train.plan import with_plan
 from brim.run.train.report import check_reporters, has_tensorboard
@@ -50,43 +51,32 @@ class Setup:
 
     def terms(self) -> Terms:
         """The session's settings. The RAM budget counts from this call on."""
-        request = self.request
-        return Terms(
-            method=request.method,
-            precision=self.precision()[0],
-            optimizer=request.optimizer,
-            lr=request.lr,
-            batch=request.batch,
-            seq=request.seq,
-            seed=request.seed,
-            clip_norm=request.clip_norm,
-            orders=orders_of(request),
-            hardware=self.hardware,
-            budget_bytes=self.budget_bytes,
-            device=request.device,
-            disk_folder=request.disk_folder,
-            start_bytes=resident_bytes(),
-            trust_remote_code=request.trust_remote_code,
-            plan=self.plan,
-        )
+        settings = {
+            "precision": self.precision()[0],
+            "orders": orders_of(self.request),
+            "hardware": self.hardware,
+            "budget_bytes": self.budget_bytes,
+            "start_bytes": resident_bytes(),
+            "plan": self.plan,
+        }
+        return build(Terms, vars(self.request) | settings)
 
-    def batches(self) -> Batches:
-        """The data, opened and checked. Every batch has the length ``seq``, as promised."""
-        return open_batches(self.request, self.folder)
 
-    def steps(self, batches: Batches) -> int:
-        if self.request.steps is not None:
-            return self.request.steps
-        return batches.steps(self.request.epochs or 1)
+def open_dataset(request: Request, data: str | Path, folder: Path) -> Dataset:
+    """Data for the model in ``folder``, opened and checked."""
+    config = read_config(folder, trust_remote_code=request.trust_remote_code)
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    return open_data(data, read_tokenizer(folder, str(request.model)), request.seq, vocab_size=rows)
 
 
 def open_batches(request: Request, folder: Path) -> Batches:
-    """The data for the model in ``folder``, opened and checked, in batches of the length ``seq``."""
-    config = read_config(folder, trust_remote_code=request.trust_remote_code)
-    rows = getattr(config.get_text_config(), "vocab_size", None)
-    tokenizer = read_tokenizer(folder, str(request.model))
-    dataset = open_data(request.data, tokenizer, request.seq, vocab_size=rows)
+    """The training data in batches, each of the length ``seq``, as promised."""
+    dataset = open_dataset(request, request.data, folder)
     return Batches(dataset, request.batch, seed=request.seed, pad_to=request.seq)
+
+
+def steps_of(request: Request, batches: Batches) -> int:
+    return request.steps if request.steps is not None else batches.steps(request.epochs or 1)
 
 
 def claim(request: Request) -> OutputFolder:

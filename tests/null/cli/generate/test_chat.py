@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from brim.cli import generate as generate_chat
 from brim.cli import main
-from brim.cli.generate import chat as generate_chat
 from brim.run.generate.request import Request, generate
 from support.tiny_model import save_llama
 

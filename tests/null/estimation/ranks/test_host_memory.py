@@ -3,7 +3,7 @@
 import pytest
 
 from brim.core import Category, Storage
-from brim.estimation.ranks.host_memory import KEPT, locked_bytes, ram_peak
+from brim.estimation.ranks.estimate import KEPT, locked_bytes, ram_peak
 
 
 def storage(number, bytes, category, born, died=None):

@@ -85,8 +85,8 @@ def test_each_way_goes_through_a_plans_file_and_the_runs_own_checks(tmp_path, mo
     ):
         split = mesh.split
         looked_at |= {name for name in ("ep", "cp") if getattr(split, name) > 1} | {split.zero_bubble}
-        plan = distributed_plan.new_plan(
-            model=model, gpu="H100", engine="torch", precision="bf16-mixed", sequence=sequence, split=split,
+        plan = distributed_plan.SplitPlan(
+            brim="0", model=model, gpu="H100", engine="torch", precision="bf16-mixed", sequence=sequence, split=split,
             checkpointing=mesh.checkpointing,
             peak_bytes=mesh.peak_bytes, step_s=mesh.step_s,
         )  # fmt: skip

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from brim.core import EventKind, Timeline
-from brim.report.html.data import Detail, levels, view_data
-from brim.report.html.lanes import lanes
+from brim.report.html.data import Detail, lanes, levels, view_data
 from brim.report.html.memory import (
     MOST_GROUPS,
     Segments,

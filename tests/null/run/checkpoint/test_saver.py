@@ -21,8 +21,7 @@ from brim.models.opening import open_model
 from brim.run.checkpoint.contents import adapter_files, adapter_tensors, model_files, model_tensors
 from brim.run.checkpoint.reading import Checkpoint, latest, read, steps
 from brim.run.checkpoint.record import RECORD_NAME
-from brim.run.checkpoint.saver import Checkpointer, Tensors
-from brim.run.checkpoint.stream import Ring, pieces
+from brim.run.checkpoint.saver import Checkpointer, Ring, Tensors, pieces
 from support.tiny_model import save_tokenizer
 
 

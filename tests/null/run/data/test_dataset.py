@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from brim.errors import BrimError, ModelError, UnsupportedError, UsageError
 from brim.models.chat_template import apply_template
 from brim.run.data import chat as data_chat
-from brim.run.data import packed as data_packed
+from brim.run.data import dataset as data_packed
 from brim.run.data.dataset import IGNORED, Batches, LineDataset, PackedDataset, open_data
 from brim.run.generate.inputs import encode
 from support.tiny_model import save_tokenizer

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from brim.models.opening import prepare
-from brim.run.data import packed as data_packed
+from brim.run.data import dataset as data_packed
 from brim.run.data.dataset import IGNORED, open_data
 
 pytestmark = pytest.mark.thorough

@@ -11,8 +11,7 @@ import pytest
 from brim.errors import UsageError
 from brim.run.data import lines as data_lines
 from brim.run.data.dataset import open_data
-from brim.run.data.lines import Lines
-from brim.run.data.rows import as_messages
+from brim.run.data.lines import Lines, as_messages
 
 ALPACA = {"instruction": "Add.", "input": "2 and 3", "output": "5"}
 SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello, [you], {there}"}]}

@@ -216,8 +216,8 @@ def test_a_plan_that_the_search_has_made_is_run(
     sizes = {"gpus": 2, "gpus_per_node": 2, "sequence": SEQ, "global_batch": BATCH}
     found = run_meshes(find_model(str(folder)), gpu=catalog.gpu("H100"), **sizes)
     mesh = next(mesh for mesh in found if int(getattr(mesh.split, way)) > (way != "zero_bubble"))
-    made = distributed_plan.new_plan(
-        model=str(folder), gpu="H100", engine="torch", precision="fp32", sequence=SEQ, split=mesh.split,
+    made = distributed_plan.SplitPlan(
+        brim="0", model=str(folder), gpu="H100", engine="torch", precision="fp32", sequence=SEQ, split=mesh.split,
         checkpointing=mesh.checkpointing, peak_bytes=mesh.peak_bytes, step_s=mesh.step_s,
     )  # fmt: skip
     distributed_plan.write(tmp_path / "plan.json", made)

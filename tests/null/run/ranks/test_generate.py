@@ -28,7 +28,7 @@ from brim.errors import BrimError
 from brim.processes import python_command
 from brim.run.generate.request import Request
 from brim.run.ranks.generate import RanksRequest
-from brim.run.ranks.start import start
+from brim.run.ranks.group import start
 from support.generating_over_ranks import generated
 from support.tiny_model import save_llama, save_tokenizer
 
@@ -121,7 +121,7 @@ def test_three_ranks_have_layers_of_their_own(llama: Path, gemma: Path) -> None:
 
 def test_ranks_are_told_all_that_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     words: list[list[str]] = []
-    monkeypatch.setattr("brim.run.ranks.start.start", lambda gpus, told: words.append(told) or 0)
+    monkeypatch.setattr("brim.run.ranks.group.start", lambda gpus, told: words.append(told) or 0)
     drawn = ["--temperature", "0.5", "--top-p", "0.9", "--top-k", "5", "--seed", "3"]
     given = [*drawn, "--stop", "a", "--stop", "b", "--system", "be brief"]
     assert main(["generate", "model", "--prompt", "hi", "--gpus", "2", *given]) == 0

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from brim.run.checkpoint.manifest import FileEntry
-from brim.run.ranks.objects import Reader, only_plans
+from brim.run.ranks.group import Reader, only_plans
 
 
 def read(value: Any) -> Any:

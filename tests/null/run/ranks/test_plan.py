@@ -22,8 +22,8 @@ SPLIT = Split(
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
-    made = distributed_plan.new_plan(
-        model="llama", gpu="H100 SXM", engine="torch", precision="bf16-mixed", sequence=256, split=SPLIT,
+    made = distributed_plan.SplitPlan(
+        brim="0", model="llama", gpu="H100 SXM", engine="torch", precision="bf16-mixed", sequence=256, split=SPLIT,
         checkpointing="full", peak_bytes=1 << 30, step_s=0.5,
     )  # fmt: skip
     distributed_plan.write(tmp_path / "plan.json", made)

@@ -124,7 +124,7 @@ def test_threads_do_not_lose_count() -> None:
 
 def test_what_spilled_is_told_and_warned_of_where_it_is_much() -> None:
     made = spilling(Ledger(0), Ledger(1 << 40))
-    unified, stream = Unified(made, None, lambda: None), io.StringIO()
+    unified, stream = Unified(made, None), io.StringIO()
     unified.write_summary(stream)
     assert stream.getvalue() == "", "nothing spilled: nothing to tell"
     for _ in range(8):

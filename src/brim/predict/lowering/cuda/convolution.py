@@ -1,7 +1,7 @@
 """Workspaces of convolutions on CUDA, as far as they follow from the arguments.
 
 PyTorch runs the first engine of cuDNN's heuristics with the workspace that it asks for (cudnn/Conv_v8.cpp under
-aten/src/ATen/native). Which one that is cannot be known here, so the trace says so and ``estimation/workspaces.py``
+aten/src/ATen/native). Which one that is cannot be known here, so the trace says so and ``estimation/bounds.py``
 has those that are known. What is known beforehand:
 
 * Depthwise convolutions in float32 take PyTorch's own kernels, without any workspace.

@@ -13,13 +13,15 @@ from rich.table import Table
 from brim.cli import verdict
 from brim.cli.console import Console
 from brim.cli.options import command, html_field, json_field, print_json, write_html
-from brim.core.options import build, option_group
+from brim.cli.split_options import under_torchrun
+from brim.core.options import build, option_fields, option_group
+from brim.errors import UnsupportedError, UsageError
 from brim.requests.train import RankOptions, Request
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from brim.run.train.loop import Training
     from brim.run.train.report import EvaluationReport, StepReport
+    from brim.run.train.request import Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +43,13 @@ def train(options: TrainOptions) -> int:
     packed.
     """
     from brim.cli.run_report import compute_of
-    from brim.cli.train import split as train_split
     from brim.run.train.loop import train as run
 
-    over_ranks = train_split.asked_for(options.ranks)
+    over_ranks = _over_ranks(options.ranks)
     room: Any = options.disk or (None, None)
     request = build(Request, vars(options) | {"disk_folder": room[0], "disk": room[1]})
     if over_ranks:
-        train_split.run(request, options.ranks, as_json=options.as_json)
+        _train_over_ranks(request, options.ranks, as_json=options.as_json)
         return 0
     console = Console(stderr=True)
     with console.status("starting", spinner="dots") as status:
@@ -78,7 +79,7 @@ def train(options: TrainOptions) -> int:
     else:
         _summary(result, console)
         click.echo(str(result.output))
-    return verdict.of_exceeded(result.plan.exceeded(result.measured_bytes), console)
+    return verdict.of_exceeded(result.plan, result.measured_bytes, console)
 
 
 def _write_html(path: Path, result: Training, compute: Mapping[str, Any]) -> None:
@@ -116,8 +117,52 @@ def _summary(result: Training, console: Console) -> None:
     table.add_row("time per step", "", format_seconds(result.plan.promise.step_s), format_seconds(result.step_s))
     console.print(table)
     told = verdict.of_precision(result.plan.choices(PRECISION)[""], result.precision_origin)
-    console.print(told, markup=False, highlight=False, soft_wrap=True)
+    console.print(told, highlight=False, soft_wrap=True)
     if result.losses:
         console.print(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f} in {len(result.losses)} steps")
     if result.evaluations:
         console.print(result.evaluations[-1].line(), highlight=False)
+
+
+def _over_ranks(ranks: Mapping[str, Any]) -> bool:
+    """Return whether torchrun started this process. Raises UsageError for given options ``ranks`` without it."""
+    under = under_torchrun()
+    if ranks and not under:
+        flag = next(field.flag for field in option_fields(RankOptions) if field.name in ranks)
+        raise UsageError(
+            f"{flag} was given.",
+            "It splits a training over ranks, and this process is alone.",
+            "Run torchrun --nproc-per-node N --no-python brim train ..., or leave it out.",
+        )
+    return under
+
+
+def _train_over_ranks(training: Request, ranks: Mapping[str, Any], *, as_json: bool) -> None:
+    """Train with the other ranks; only rank 0 prints."""
+    if training.eval_data is not None or training.report_to is not None:
+        option = "--eval-data" if training.eval_data is not None else "--report-to"
+        raise UnsupportedError(
+            f"Cannot use {option} under torchrun.",
+            "It works in single-process trainings only, so far.",
+            "Leave it out.",
+        )
+    from brim.run.ranks.request import SplitRequest
+    from brim.run.ranks.train import train
+
+    request = SplitRequest(training=training, **ranks)
+    console = Console(stderr=True)
+    result = train(
+        request,
+        on_step=lambda report: console.print(report.line(), highlight=False, soft_wrap=True),
+        on_note=lambda text: console.print(text, highlight=False, soft_wrap=True),
+    )
+    if result is None:
+        return
+    if as_json:
+        print_json(result.to_json())
+        return
+    told = verdict.of_precision(result.precision, result.precision_origin)
+    console.print(told, highlight=False, soft_wrap=True)
+    if result.losses:
+        console.print(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f} in {len(result.losses)} steps")
+    click.echo(str(result.output))

@@ -1,13 +1,17 @@
-"""Generate text with a model that may be larger than memory."""
+"""Generate text with a model that may be larger than memory: on this device, over several ranks, or as a talk."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
+import os
+import signal
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.core import ParameterSource
@@ -15,18 +19,40 @@ from rich.table import Table
 
 from brim.cli import verdict
 from brim.cli.console import Console
-from brim.cli.generate import chat as generate_chat
-from brim.cli.generate import split as generate_split
-from brim.cli.generate.options import GenerateOptions
 from brim.cli.loading import MODELS, load, loading_bar
-from brim.cli.options import command, print_json, write_html
-from brim.core.options import build
+from brim.cli.options import command, html_field, json_field, print_json, write_html
+from brim.cli.split_options import under_torchrun
+from brim.core.options import build, option, words
 from brim.errors import UsageError
 from brim.requests.generate import Request
+from brim.requests.train import TIMEOUT_S
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from brim.run.generate.request import Figures
+
+_PROMPT = "> "
+_HINT = "Ctrl-C stops an answer, Ctrl-D ends."
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(Request):
+    """The options of ``brim generate``: a request, its ranks, and its report's form."""
+
+    prompts: Path | None = option(
+        None,
+        "A file with one prompt per line, or .jsonl with objects that have a prompt. Blank lines are skipped.",
+        kind="existing_file",
+        after="prompt",
+    )
+    context: int | None = option(
+        None, "Tokens of a conversation.  [default: 4096, or the model's]", min=2, after="stop"
+    )
+    gpus: int | None = option(None, "Split the model over so many GPUs, or CPU processes.", min=1)
+    split: Literal["layers", "tensors"] | None = option(None, "What --gpus split.  [default: layers]")
+    timeout: float | None = option(None, "With --gpus: seconds to wait for a rank.  [default: 600]", min=1)
+    html: Path | None = html_field()
+    as_json: bool = json_field()
 
 
 @command(GenerateOptions)
@@ -56,14 +82,14 @@ def generate(options: GenerateOptions) -> int | None:
     options.sampling.check()
     if prompt == "-":
         options = replace(options, prompt=_of_stdin())
-    if generate_split.over_ranks(options):
+    if _over_ranks(options):
         if prompt is None or options.html is not None:
             raise click.UsageError("Conversations, --prompts and --html do not work on several ranks.")
-        return generate_split.run(options)
+        return _over_all_ranks(options)
     if talks:
         if options.as_json or options.html is not None:
             raise click.UsageError("--json and --html take a --prompt or --prompts.")
-        generate_chat.run(build(Request, vars(options)), options.context)
+        _converse(build(Request, vars(options)), options.context)
         return None
     return _generate_one(options) if prompts is None else _generate_many(options, prompts)
 
@@ -97,8 +123,7 @@ def _generate_one(options: GenerateOptions) -> int:
 
         def on_text(text: str) -> None:
             if not as_json:
-                sys.stdout.write(text)
-                sys.stdout.flush()
+                _write(text)
 
         result = run(request, on_stage=on_stage, on_loaded=loading_bar(status, enabled=not as_json), on_text=on_text)
     compute = compute_of(result.timeline, result.predicted)
@@ -109,7 +134,7 @@ def _generate_one(options: GenerateOptions) -> int:
     else:
         sys.stdout.write("\n")
         _summary(result, progress)
-    return verdict.of_exceeded(result.plan.exceeded(result.measured_bytes), progress)
+    return verdict.of_exceeded(result.plan, result.measured_bytes, progress)
 
 
 def _generate_many(options: GenerateOptions, path: Path) -> int:
@@ -133,8 +158,7 @@ def _generate_many(options: GenerateOptions, path: Path) -> int:
                 line = json.dumps(answer.to_json())
             else:
                 line = f"[{answer.index + 1}] {answer.prompt}\n{answer.text}\n"
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
+            _write(line + "\n")
 
         loading = loading_bar(status, enabled=not as_json)
         result = generate_many(request, on_stage=on_stage, on_loaded=loading, on_answer=on_answer)
@@ -149,7 +173,7 @@ def _generate_many(options: GenerateOptions, path: Path) -> int:
             f"{result.tokens} tokens in {format_seconds(result.seconds)}: {result.tokens_per_s:.4g} tokens/s, "
             f"{result.batch} sequences at once"
         )
-    return verdict.of_exceeded(result.plan.exceeded(result.measured_bytes), progress)
+    return verdict.of_exceeded(result.plan, result.measured_bytes, progress)
 
 
 def _write_html(path: Path, result: Figures, compute: Mapping[str, Any]) -> None:
@@ -182,7 +206,7 @@ def _summary(result: Figures, console: Console) -> None:
     table.add_row("time per token", "", format_seconds(plan.promise.step_s), measured_s)
     console.print(table)
     told = verdict.of_precision(*result.precision)
-    console.print(told, markup=False, highlight=False, soft_wrap=True)
+    console.print(told, highlight=False, soft_wrap=True)
     blocks = [d for d in plan.decisions if d.technique == "weight_streaming"]
     resident = sum(d.bytes for d in blocks if d.choice == "resident")
     streamed = sum(d.bytes for d in blocks if d.choice != "resident")
@@ -191,3 +215,144 @@ def _summary(result: Figures, console: Console) -> None:
         f"{format_bytes(resident)} of blocks resident, {format_bytes(streamed)} streamed; "
         f"limited by {plan.promise.limited_by or 'compute'}{eta}"
     )
+
+
+# -- a conversation, line by line
+
+
+def _converse(request: Request, context: int | None) -> None:
+    """Ask and answer until the end of the input."""
+    from brim.run.generate.chat import Turn, chat
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    last: Turn | None = None
+    with contextlib.ExitStack() as stack:
+        with console.status("starting", spinner="dots") as status:
+            loading = loading_bar(status)
+            talk = stack.enter_context(chat(request, context=context, on_stage=status.update, on_loaded=loading))
+        console.print(f"{request.model}, {talk.context:,} tokens of context. {_HINT}")
+        console.print(verdict.of_precision(*talk.precision))
+        for text in _messages(console):
+            with _interrupts() as stopped:
+                try:
+                    last = talk.answer(text, _write, stopped=stopped)
+                except UsageError as error:
+                    console.print(f"Error: {error}")
+                    continue
+            _write("\n")
+            if last.forgotten:
+                console.print(f"(the oldest {last.forgotten} messages are left out: they do not fit)")
+    if last is not None and last.s_per_token is not None:
+        console.print(f"{format_seconds(last.s_per_token)} per token")
+
+
+def _messages(console: Console) -> Iterator[str]:
+    """Yield typed lines, without blank ones; an interrupt discards the current line."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # which gives ``input`` its line editing and history
+    while True:
+        try:
+            text = input(_PROMPT)
+        except EOFError:
+            console.print()
+            return
+        except KeyboardInterrupt:
+            console.print(f"\n{_HINT}")
+            continue
+        except UnicodeDecodeError as error:
+            console.print(f"\nThat is not text: {error.reason}.")
+            continue
+        if text.strip():
+            yield text
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Any]:
+    """Yield a function that tells if an interrupt has come: the first ends the answer between two tokens, a second
+    raises KeyboardInterrupt."""
+    came = False
+
+    def note(*_: object) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# -- over several ranks: each runs its part of the model, rank 0 prints the text
+
+
+def _over_ranks(options: GenerateOptions) -> bool:
+    """Return whether this generation runs over ranks. Raises UsageError where its options contradict each other."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if under_torchrun():
+        if options.gpus not in (None, world):
+            raise UsageError(
+                f"Cannot use --gpus {options.gpus}.",
+                f"torchrun has started {world} ranks.",
+                "Leave out one of the two.",
+            )
+        return True
+    alone = options.gpus in (None, 1)
+    for name in ("split", "timeout"):
+        if alone and getattr(options, name) is not None:
+            raise UsageError(f"--{name} was given.", "It needs several ranks.", "Give --gpus 2, or leave it out.")
+    return not alone
+
+
+def _over_all_ranks(options: GenerateOptions) -> int | None:
+    """Generate with the other ranks, or start them all; return the exit code if not 0. Only rank 0 prints."""
+    from brim.run.ranks.generate import RanksRequest, generate
+
+    as_json = options.as_json
+    request = RanksRequest(
+        generation=build(Request, vars(options)), split=options.split or "layers",
+        timeout_s=options.timeout or TIMEOUT_S,
+    )  # fmt: skip
+    if not under_torchrun():
+        request.check()
+        return _started(options, options.gpus or 1)
+
+    def on_text(text: str) -> None:
+        if not as_json:
+            _write(text)
+
+    result = generate(request, on_text=on_text)
+    if result is None:
+        return None
+    if as_json:
+        print_json(result.to_json())
+        return None
+    sys.stdout.write("\n")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(verdict.of_precision(*result.precision))
+    weights = ", ".join(format_bytes(count) for count in result.weights_bytes)
+    took = "" if result.s_per_token is None else f"; {format_seconds(result.s_per_token)} per token"
+    console.print(f"{result.split} split: {weights} of weights on ranks 0 to {len(result.weights_bytes) - 1}{took}")
+    return None
+
+
+def _started(options: GenerateOptions, gpus: int) -> int | None:
+    """Start the ranks as ``torchrun --nproc-per-node GPUS --no-python brim generate`` would."""
+    import torch
+
+    from brim.run.ranks.group import start
+
+    there = torch.cuda.device_count()
+    if there and there < gpus:
+        raise UsageError(
+            f"--gpus {gpus} was given.", f"This machine has {there}.",
+            f"Give --gpus {there}, or start the ranks of several machines by torchrun --no-python brim generate ...",
+        )  # fmt: skip
+    return start(gpus, ["generate", *words(options)]) or None

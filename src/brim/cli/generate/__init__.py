@@ -1,1 +1,0 @@
-"""``brim generate``."""

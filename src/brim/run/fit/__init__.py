@@ -1,1 +1,0 @@
-"""``brim.fit``: fit an existing module into a budget, in place."""
