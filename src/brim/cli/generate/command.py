@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 def generate(options: GenerateOptions) -> int | None:
     """Generate text with a model that may be larger than memory.
 
-    MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network.
+    MODEL is a Hugging Face folder, a .gguf file, or a hub id if there is a network.
 
-    The likeliest token is taken, unless --temperature, --top-p or --top-k is given: then tokens are drawn, and what
-    is left out is as the model's generation config has it. Without a prompt, on a terminal, a conversation begins:
-    Ctrl-C stops an answer, Ctrl-D ends.
+    Decoding is greedy, unless --temperature, --top-p or --top-k is given. Then tokens are sampled, and the model's
+    generation config has the other settings. Without a prompt, on a terminal, a conversation begins: Ctrl-C stops an
+    answer, Ctrl-D ends the conversation.
 
-    With --prompts, the answers are printed in the order of the prompts as they come; with --json one JSON object per
-    line, and at last one with a summary.
+    With --prompts, the answers are printed in the order of the prompts. With --json, each answer is one JSON object
+    on a line, and the last line is a summary.
     """
     prompt, prompts = options.prompt, options.prompts
     if prompt is not None and prompts is not None:

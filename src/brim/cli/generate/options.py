@@ -22,10 +22,12 @@ class GenerateOptions(Request):
         after="prompt",
     )
     context: int | None = option(
-        None, "Tokens of a conversation.  [default: 4096, or the model's]", min=2, after="stop"
+        None, "Maximum number of tokens of a conversation.  [default: 4096, or the model's]", min=2, after="stop"
     )
-    gpus: int | None = option(None, "Split the model over so many GPUs, or CPU processes.", min=1)
-    split: Literal["layers", "tensors"] | None = option(None, "What --gpus split.  [default: layers]")
+    gpus: int | None = option(None, "Split the model over this number of GPUs or CPU processes.", min=1)
+    split: Literal["layers", "tensors"] | None = option(
+        None, "With --gpus: split layers, or tensors.  [default: layers]"
+    )
     timeout: float | None = option(None, "With --gpus: seconds to wait for a rank.  [default: 600]", min=1)
     html: Path | None = html_field()
     as_json: bool = json_field()
