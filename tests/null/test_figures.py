@@ -192,8 +192,9 @@ def test_xmems_published_runs():
 
 def test_batches_of_prompts():
     row = rows("throughput_cpu.json")[0]
+    weights, budget = row["weights_bytes"] / GIB, row["budget_bytes"] / MIB
     said = (
-        f"With {row['weights_bytes'] / GIB:.2f} GiB of weights on disk and {row['budget_bytes'] / MIB:.0f} MiB of RAM, "
+        f"With {weights:.2f} GiB of weights on disk and {budget:.0f} MiB of RAM, "
         f"16 prompts at once give {row['rows']['16']['times_batch_1']:.1f} times the tokens per second of one prompt"
     )
     assert said in page("docs/using.md")
@@ -280,7 +281,9 @@ def test_kills():
         assert row["wrong"] == row["left_behind"] == 0
     row = found["interrupted_saves.py"]
     told.add(row["command"])
-    assert f"DATA ROOT {row['kills']}`. All {row['whole']} runs ended with exit code 130." in text and row["wrong"] == 0
+    assert (
+        f"DATA ROOT {row['kills']}`. All {row['whole']} runs ended with exit code 130." in text and row["wrong"] == 0
+    )
     for name in ("rename", "fsync", "pwrite", "write", "mmap", "allocation"):
         row = found[f"failed_calls.py {name}"]
         told.add(row["command"])

@@ -381,7 +381,7 @@ def _values(vary: str) -> tuple[str, list[str]]:
     with contextlib.suppress(ValueError):  # values may be words
         numbers = [float(value) for value in values]
     if numbers not in (sorted(numbers), sorted(numbers, reverse=True)):
-        raise UsageError(asked, "Its values are not in order.", f"Begin with the value that takes least. {like}")
+        raise UsageError(asked, "Its values are not in order.", f"Give them in ascending order of memory. {like}")
     return option, values
 
 

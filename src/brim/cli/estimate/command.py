@@ -119,7 +119,7 @@ def estimate(options: EstimateOptions) -> int | None:
     if not options.explain_formula:
         return _report(options)
     if options.html is not None:
-        raise UsageError("Cannot use --html with --explain-formula.", "Nothing is traced, so there is no picture.")
+        raise UsageError("Cannot use --html with --explain-formula.", "No step is traced, so there is no chart.")
     _explain(options.model, options.workload, options.as_json)
     return None
 
@@ -137,8 +137,8 @@ def _refuse_beside_program(model: str) -> None:
     if given:
         raise UsageError(
             f"{' and '.join(given)} {'was' if len(given) == 1 else 'were'} given for {model}.",
-            "The program itself decides that.",
-            f"Give its own options after it, as in: brim estimate {model} {given[0]} ...",
+            "The program itself sets this.",
+            f"Give the program's options after its name, for example: brim estimate {model} {given[0]} ...",
         )
     if not Path(model).is_file():
         raise UsageError(f"Cannot run {model}.", "There is no such file.")

@@ -47,7 +47,7 @@ def generate(options: GenerateOptions) -> int | None:
         raise click.UsageError("Give either --prompt or --prompts.")
     talks = prompt is None and prompts is None
     if talks and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise click.UsageError("Give --prompt (- is stdin) or --prompts; a conversation takes a terminal.")
+        raise click.UsageError("Give --prompt (- is stdin) or --prompts; a conversation needs a terminal.")
     if options.context is not None and not talks:
         raise click.UsageError("--context is for conversations, without --prompt and --prompts.")
     source = click.get_current_context().get_parameter_source("batch")
