@@ -59,9 +59,9 @@ def test_the_front_page_has_the_measured_times():
     ways = compared()
     times = {name: way["steady_s_over_brim"] for name, way in ways.items()}
     said = (
-        f"a forward pass takes {ways['brim_load']['steady_s']['median']:.2f} s; "
-        f"RamTorch's takes {times['ramtorch_nvme']:.1f} times that, "
-        f'`device_map="auto"` {times["transformers_auto"]:.1f} times'
+        f"brim takes {ways['brim_load']['steady_s']['median']:.2f} s for a forward pass of a 6.6 GB model. "
+        f"RamTorch takes {times['ramtorch_nvme']:.1f} times as long, "
+        f'and `device_map="auto"` {times["transformers_auto"]:.1f} times'
     )
     assert said in page("README.md")
 
@@ -181,8 +181,8 @@ def test_xmems_published_runs():
     ours, theirs = found["summary"], found["rivals"]["xMem"]
     assert ours["rows"] == theirs["rows"] == len(found["rows"])
     said = (
-        f"Of the {ours['rows']} runs on real GPUs that xMem's authors published, brim's predictions are "
-        f"{ours['median']:.1%} off in the median, xMem's own {theirs['median']:.1%} ("
+        f"xMem's authors published {ours['rows']} runs on real GPUs. brim's predictions of these runs have a median "
+        f"error of {ours['median']:.1%}, and xMem's own predictions one of {theirs['median']:.1%} ("
     )
     assert said.replace("%", " %") in page("README.md")
     for name, figures in {"brim": ours, "xMem": theirs}.items():
@@ -192,12 +192,12 @@ def test_xmems_published_runs():
 
 def test_batches_of_prompts():
     row = rows("throughput_cpu.json")[0]
-    said = f"16 at once make {row['rows']['16']['times_batch_1']:.1f} times the tokens per second of one"
-    assert said in page("docs/using.md")
-    assert (
-        f"of {row['weights_bytes'] / GIB:.2f} GiB of weights on disk in {row['budget_bytes'] / MIB:.0f} MiB of RAM"
-        in (page("docs/using.md"))
+    weights, budget = row["weights_bytes"] / GIB, row["budget_bytes"] / MIB
+    said = (
+        f"With {weights:.2f} GiB of weights on disk and {budget:.0f} MiB of RAM, "
+        f"16 prompts at once give {row['rows']['16']['times_batch_1']:.1f} times the tokens per second of one prompt"
     )
+    assert said in page("docs/using.md")
 
 
 def test_what_quantization_costs():
@@ -281,7 +281,9 @@ def test_kills():
         assert row["wrong"] == row["left_behind"] == 0
     row = found["interrupted_saves.py"]
     told.add(row["command"])
-    assert f"DATA ROOT {row['kills']}`. All of {row['whole']} ended with 130." in text and row["wrong"] == 0
+    assert (
+        f"DATA ROOT {row['kills']}`. All {row['whole']} runs ended with exit code 130." in text and row["wrong"] == 0
+    )
     for name in ("rename", "fsync", "pwrite", "write", "mmap", "allocation"):
         row = found[f"failed_calls.py {name}"]
         told.add(row["command"])

@@ -28,20 +28,20 @@ INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT, 128 + SIGTERM, as shells hav
 COMMANDS: dict[str, tuple[str, str]] = {
     "estimate": (
         "brim.cli.estimate.command:estimate",
-        "Predict what a step of training or generation takes, without a GPU.",
+        "Predict the memory and the time of a training or generation step, without a GPU.",
     ),
     "explain": (
         "brim.cli.explain.command:explain",
-        "Explain what memory did: why it ran out, what took it, what would help.",
+        "Explain the memory of a run: why it ran out, what used it, what would help.",
     ),
     "generate": ("brim.cli.generate:generate", "Generate text with a model that may be larger than memory."),
     "gpus": ("brim.cli.catalog:gpus", "List the GPUs of the catalog."),
     "models": ("brim.cli.catalog:models", "List the model configurations of the catalog."),
-    "plan": ("brim.cli.plan.command:plan", "Find the fastest ways to train or run a model that fit a machine."),
-    "probe": ("brim.cli.probe:probe", "Measure what this machine does: memory, disk, links, matrix rates."),
+    "plan": ("brim.cli.plan.command:plan", "Find the fastest plans to train or run a model that fit a machine."),
+    "probe": ("brim.cli.probe:probe", "Measure this machine: memory, disk, links, matrix rates."),
     "rehearse": (
         "brim.cli.rehearse:rehearse",
-        "Run a program unchanged on GPUs that are not there: does it fit, what takes the memory, what would help.",
+        "Run an unchanged program on simulated GPUs: check whether it fits, show what uses the memory, test fixes.",
     ),
     "run": ("brim.cli.run:run", "Run a program unchanged inside a memory budget."),
     "train": ("brim.cli.train:train", "Train a model that may be larger than memory."),
@@ -77,7 +77,7 @@ class _Commands(click.Group):
 
 
 _COMPLETION = """\b
-Completion of commands, options, files and models, in the file that your shell begins with:
+To complete commands, options, files and models, add a line to the start-up file of your shell:
   bash (~/.bashrc)                     eval "$(_BRIM_COMPLETE=bash_source brim)"
   zsh (~/.zshrc)                       eval "$(_BRIM_COMPLETE=zsh_source brim)"
   fish (~/.config/fish/config.fish)    _BRIM_COMPLETE=fish_source brim | source
@@ -87,7 +87,7 @@ Completion of commands, options, files and models, in the file that your shell b
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_COMPLETION)
 @click.version_option(__version__, prog_name="brim", message="%(prog)s %(version)s")
 def brim() -> None:
-    """Run, fit and explain PyTorch models in less memory than they need."""
+    """Run PyTorch models in less memory than they need, and explain the memory that they use."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,8 +28,8 @@ class ListOptions:
 def models(options: ListOptions) -> None:
     """List the model configurations of the catalog.
 
-    With WORDS, those alone that have all of them in a name or hub id, as in: brim models qwen 7b. Models that are not
-    listed are given by a folder with their config.json, or by the file itself.
+    With WORDS, only models that have all words in a name or hub id, for example: brim models qwen 7b. For other
+    models, commands take a folder with a config.json, or that file.
     """
     presets = [catalog.model(name) for name in catalog.model_names()]
     listed = [preset for preset in presets if _has(options.words, (preset.name, *preset.hub_ids))]
@@ -45,8 +45,8 @@ def models(options: ListOptions) -> None:
 def gpus(options: ListOptions) -> None:
     """List the GPUs of the catalog.
 
-    With WORDS, those alone that have all of them in their names, as in: brim gpus rtx 40. The memory of one that is
-    not listed is given by --vram.
+    With WORDS, only GPUs that have all words in their names, for example: brim gpus rtx 40. For other GPUs, give the
+    memory by --vram.
     """
     cards = [catalog.gpu(name) for name in catalog.gpu_names()]
     listed = [card for card in cards if _has(options.words, (card.name, *card.aliases))]

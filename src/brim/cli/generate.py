@@ -46,10 +46,12 @@ class GenerateOptions(Request):
         after="prompt",
     )
     context: int | None = option(
-        None, "Tokens of a conversation.  [default: 4096, or the model's]", min=2, after="stop"
+        None, "Maximum number of tokens of a conversation.  [default: 4096, or the model's]", min=2, after="stop"
     )
-    gpus: int | None = option(None, "Split the model over so many GPUs, or CPU processes.", min=1)
-    split: Literal["layers", "tensors"] | None = option(None, "What --gpus split.  [default: layers]")
+    gpus: int | None = option(None, "Split the model over this number of GPUs or CPU processes.", min=1)
+    split: Literal["layers", "tensors"] | None = option(
+        None, "With --gpus: split layers, or tensors.  [default: layers]"
+    )
     timeout: float | None = option(None, "With --gpus: seconds to wait for a rank.  [default: 600]", min=1)
     html: Path | None = html_field()
     as_json: bool = json_field()
@@ -59,21 +61,21 @@ class GenerateOptions(Request):
 def generate(options: GenerateOptions) -> int | None:
     """Generate text with a model that may be larger than memory.
 
-    MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network.
+    MODEL is a Hugging Face folder, a .gguf file, or a hub id if there is a network.
 
-    The likeliest token is taken, unless --temperature, --top-p or --top-k is given: then tokens are drawn, and what
-    is left out is as the model's generation config has it. Without a prompt, on a terminal, a conversation begins:
-    Ctrl-C stops an answer, Ctrl-D ends.
+    Decoding is greedy, unless --temperature, --top-p or --top-k is given. Then tokens are sampled, and the model's
+    generation config has the other settings. Without a prompt, on a terminal, a conversation begins: Ctrl-C stops an
+    answer, Ctrl-D ends the conversation.
 
-    With --prompts, the answers are printed in the order of the prompts as they come; with --json one JSON object per
-    line, and at last one with a summary.
+    With --prompts, the answers are printed in the order of the prompts. With --json, each answer is one JSON object
+    on a line, and the last line is a summary.
     """
     prompt, prompts = options.prompt, options.prompts
     if prompt is not None and prompts is not None:
         raise click.UsageError("Give either --prompt or --prompts.")
     talks = prompt is None and prompts is None
     if talks and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise click.UsageError("Give --prompt (- is stdin) or --prompts; a conversation takes a terminal.")
+        raise click.UsageError("Give --prompt (- is stdin) or --prompts; a conversation needs a terminal.")
     if options.context is not None and not talks:
         raise click.UsageError("--context is for conversations, without --prompt and --prompts.")
     source = click.get_current_context().get_parameter_source("batch")

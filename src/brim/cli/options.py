@@ -403,7 +403,7 @@ def _type(field: OptionField) -> Any:
 
 def html_field() -> Any:
     """``--html``: the path of the report, or None."""
-    return option(None, kind="html", help="Also write a report with pictures: one file, no network.")
+    return option(None, kind="html", help="Also write a report with charts: one file that needs no network.")
 
 
 def json_field() -> Any:

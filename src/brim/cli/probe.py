@@ -21,19 +21,19 @@ class ProbeOptions:
     as_json: bool = json_field()
     device: str = option(
         "auto",
-        "What to measure: cpu, or an accelerator (cuda, xpu, npu, mps); auto takes CUDA where torch sees it.",
+        "The device to measure: cpu, or an accelerator (cuda, xpu, npu, mps); auto takes CUDA if torch sees it.",
     )
     refresh: bool = option(False, "Measure again even if this machine was measured before.")
     directory: Path | None = option(
-        None, "Measure the disk under this directory, where models will be read from; by default the cache folder."
+        None, "Measure the disk of this directory, from which models will be read; by default the cache folder."
     )
 
 
 @command(ProbeOptions)
 def probe(options: ProbeOptions) -> None:
-    """Measure what this machine does: memory, disk, links, matrix rates.
+    """Measure this machine: memory, disk, links, matrix rates.
 
-    Takes a few seconds. The result is kept in the cache folder and used by every other command.
+    This takes a few seconds. The result is stored in the cache folder and used by all other commands.
     """
     from brim.cli.console import Console
     from brim.measure.probe import probe as measure

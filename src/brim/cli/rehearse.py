@@ -62,22 +62,24 @@ class RehearseOptions:
     request: Mapping[str, Any] = option_group(Request)
     vary: str | None = option(
         None,
-        "An option of the program's with the values to try, least first: which is the largest that fits.",
+        "Find the largest value of a program's option that fits; give the values in ascending order.",
         metavar="OPTION=V,V...",
     )
-    what_if: tuple[str, ...] = option((), "Replay under other allocator settings; or best.", metavar="CONF")
+    what_if: tuple[str, ...] = option(
+        (), "Replay under other allocator settings; best searches for them.", metavar="CONF"
+    )
     trials: int = option(
         MOST_TRIALS,
-        "Of a program that runs out: rehearse it again with so many of the changes that would help, until it fits.",
+        "If memory runs out, run the program again with fixes, at most N times, until it fits.",
         min=0,
         metavar="N",
     )
     snapshot: Path | None = option(
-        None, "Keep the recording, in PyTorch's format (-rankN is added).", kind=_SnapshotFile(SNAPSHOT)
+        None, "Write the recording to this file, in PyTorch's format (-rankN is added).", kind=_SnapshotFile(SNAPSHOT)
     )
-    compiler: bool = option(False, "Fetch Triton too, which torch.compile needs, where it is not installed.")
+    compiler: bool = option(False, "Also download Triton, which torch.compile needs, if it is not installed.")
     python: Path | None = option(None, "The Python to rehearse with. [default: this one]")
-    yes: bool = option(False, "Fetch what is missing without asking.")
+    yes: bool = option(False, "Download missing packages without asking.")
     html: Path | None = html_field()
     as_json: bool = json_field()
     module: str | None = module_field()
@@ -86,12 +88,12 @@ class RehearseOptions:
 
 @command(RehearseOptions, cls=ProgramCommand, context_settings={"allow_interspersed_args": False})
 def rehearse(options: RehearseOptions) -> int:
-    """Run a program unchanged on GPUs that are not there: does it fit, what takes the memory, what would help.
+    """Run an unchanged program on simulated GPUs: check whether it fits, show what uses the memory, test fixes.
 
-    Options after SCRIPT (or -m MODULE) are the program's own. Memory is as on the GPU, kernels compute nothing: whole
-    numbers and small tensors are right, other numbers made up. The program runs in a process of its own until memory
-    stops growing; what it writes to disk is written. Exit code 3: it runs out of memory, and is then run again with
-    what would help, or memory grows with every step.
+    Options after SCRIPT (or -m MODULE) are the program's own. Memory is the same as on the GPU, but kernels do not
+    compute: integers and small tensors are right, other numbers are made up. The program runs in a separate process
+    until memory stops growing, and writes its files. Exit code 3: memory runs out (brim then runs the program again
+    with fixes), or memory grows with every step.
     """
     from brim.allocator.config import AllocatorConfig
     from brim.cli.explain.snapshot import BEST
@@ -377,7 +379,7 @@ def _values(vary: str) -> tuple[str, list[str]]:
     with contextlib.suppress(ValueError):  # values may be words
         numbers = [float(value) for value in values]
     if numbers not in (sorted(numbers), sorted(numbers, reverse=True)):
-        raise UsageError(asked, "Its values are not in order.", f"Begin with the value that takes least. {like}")
+        raise UsageError(asked, "Its values are not in order.", f"Give them in ascending order of memory. {like}")
     return option, values
 
 

@@ -66,7 +66,7 @@ def run(options: RunOptions) -> Callable[[], int]:
     """Run a program unchanged inside a memory budget.
 
     Options after SCRIPT (or -m MODULE) are the program's own. Its output, exit code, signals and tracebacks are those
-    of python SCRIPT. Models that fit are left alone; others are planned and fitted at their first call.
+    of python SCRIPT. Models that fit are not changed; other models are planned and fitted at their first call.
     """
     from brim.run.script.run import run as launch
     from brim.run.script.script import Program

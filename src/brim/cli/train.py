@@ -37,8 +37,8 @@ class TrainOptions(Request):
 def train(options: TrainOptions) -> int:
     """Train a model that may be larger than memory.
 
-    MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network. `auto` is the planner's
-    choice, a value is an order. The data is JSONL (or a .json list) with `messages` (chat template, loss on the
+    MODEL is a Hugging Face folder, a .gguf file, or a hub id if there is a network. With `auto` the planner chooses;
+    other values are used as given. The data is JSONL (or a .json list) with `messages` (chat template, loss on the
     answers), alpaca's `instruction` and `output`, ShareGPT's `conversations` or `text`; or plain text, which is
     packed.
     """

@@ -86,7 +86,7 @@ def find_model(model: str | Path | Callable[[], Any]) -> Source:
         raise UsageError(
             f"{text} was given as the model.",
             "It names no function.",
-            f"Write {text}:build; brim estimate also takes a program as it is.",
+            f"Write {text}:build; brim estimate also takes an unchanged program.",
         )
     path = Path(text)
     if path.is_dir():
@@ -139,7 +139,7 @@ def _of_transformers(path: Path, name: str, config: dict[str, Any]) -> Source:
         if "auto_map" in config:
             raise UnsupportedError(
                 f"{path} was given as the model.",
-                f"It needs Python code of its own ({kind}), which brim does not run.",
+                f"It needs custom Python code ({kind}), which brim does not run.",
                 "Build the model in a file of yours and give it as file.py:function.",
             )
         error = unknown("model_type", kind, list(CONFIG_MAPPING))
@@ -150,7 +150,7 @@ def _of_transformers(path: Path, name: str, config: dict[str, Any]) -> Source:
     if config.get("auto_map") and not _known(str(names[0])):
         raise UnsupportedError(
             f"{path} was given as the model.",
-            f"Its class {names[0]} is Python code of its own, which brim does not run.",
+            f"Its class {names[0]} is custom Python code, which brim does not run.",
             "Build the model in a file of yours and give it as file.py:function.",
         )
     return Source(

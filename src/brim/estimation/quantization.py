@@ -176,7 +176,7 @@ class Float8Linear(nn.Linear):
             raise UsageError(
                 f"Cannot train in fp8 with {rows:,} rows in a linear layer.",
                 f"Products in float8 take multiples of {_FLOAT8_ALIGNMENT}.",
-                "Choose batch and sequence length so that their product is one.",
+                "Choose batch and sequence length so that their product is a multiple.",
             )
         output: torch.Tensor = _ProductFloat8.apply(input, self.weight.t())  # type: ignore[no-untyped-call]
         return output if self.bias is None else output + self.bias.to(output.dtype)

@@ -209,14 +209,14 @@ class Job:
             raise UsageError(
                 f"Cannot use what {self.source.name} returns.",
                 f"It returned {type(returned).__name__}.",
-                "Return a function of no arguments that does one step, or a model and its inputs as a pair.",
+                "Return a function without arguments that runs one step, or a pair of a model and its inputs.",
             )
         ignored = {name: value for name, value in self.workload.given.items() if name != "task"}
         if ignored:
             raise UsageError(
                 f"{' and '.join(ignored)} {'was' if len(ignored) == 1 else 'were'} given for {self.source.name}.",
-                "It returns a step of its own, which decides these things.",
-                "Leave them out, or return a model and its inputs as a pair.",
+                "Its function returns a complete step, which already has these settings.",
+                "Leave them out, or return a pair of a model and its inputs.",
             )
         step: Step = returned
         return step

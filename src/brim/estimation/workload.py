@@ -64,7 +64,7 @@ class Workload:
     """
 
     task: str = option("train", "train or generate.")
-    batch: int = option(1, "Sequences, or images, at once.")
+    batch: int = option(1, "Sequences, or images, in a step.")
     seq: int | None = option(None, "Tokens of a sequence, or of the prompt. [default: 4096, or the model's own]")
     precision: str | None = option(
         None,
@@ -81,10 +81,11 @@ class Workload:
         None,
         kind="names",
         metavar="NAMES",
-        help="With --method lora: ends of modules' names, as in q_proj,v_proj, or all-linear. [default: PEFT's]",
+        help="With --method lora: the last parts of modules' names, for example q_proj,v_proj, or all-linear. "
+        "[default: PEFT's]",
     )
     checkpointing: str | None = option(
-        None, "none, selective, alternate (every other product is kept) or full. [default: none]"
+        None, "none, selective, alternate (keeps every other matrix product) or full. [default: none]"
     )
     new_tokens: int | None = option(None, "Tokens to generate. [default: 128]")
 

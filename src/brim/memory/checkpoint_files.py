@@ -199,7 +199,7 @@ def _check_count(path: Path, tensors: int) -> None:
         raise ModelError(
             f"Cannot open {path}.",
             f"It lists {tensors:,} tensors; at most {MOST_TENSORS:,} are read.",
-            "No known model has as many: fetch it again.",
+            "No known model has so many: fetch it again.",
         )
 
 

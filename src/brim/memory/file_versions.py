@@ -47,6 +47,6 @@ def check_version(path: str, descriptor: int, version: FileVersion) -> None:
     problem = "Another file has taken its place" if replaced else "It was written to"
     raise TransferError(
         f"Cannot go on with {path}.",
-        f"{problem} since its header was read: what came of it so far may be of neither model.",
-        "Start again, and let nothing change the file while it is in use.",
+        f"{problem} since its header was read: the result so far may mix two models.",
+        "Start again, and do not change the file while it is in use.",
     )

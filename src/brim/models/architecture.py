@@ -62,7 +62,7 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
     if "auto_map" in raw and not trust_remote_code and not _is_native(raw):
         raise UnsupportedError(
             f"{directory} was given as the model.",
-            f"Its config.json says that it needs Python code of its own ({raw.get('model_type')}).",
+            f"Its config.json says that it needs custom Python code ({raw.get('model_type')}).",
             "Read that code; if you trust it, pass trust_remote_code=True.",
         )
     from transformers import AutoConfig

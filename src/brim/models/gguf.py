@@ -53,8 +53,8 @@ def convert_gguf(path: Path) -> Path:
         if fingerprint([path], *facts) != key:
             raise TransferError(
                 f"Cannot convert {path}.",
-                "It was written to while it was converted: what came of it may be of neither model.",
-                "Start again, and let nothing change the file while it is in use.",
+                "The file changed during the conversion: the result may mix two models.",
+                "Start again, and do not change the file while it is in use.",
             )
 
     return build_once(cache_folder() / "gguf" / f"{path.stem}-{key}", fill)

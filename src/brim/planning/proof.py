@@ -187,7 +187,7 @@ def check_promise(plan: Plan, takes: Bytes, spent_bytes: Bytes) -> None:
         raise UsageError(
             f"Cannot use the plan for {plan.model}.",
             f"It promises {in_words({tier: promised.get(tier, 0) for tier in broken})}; "
-            f"what it decides takes {in_words(broken)} or more.",
+            f"its decisions take {in_words(broken)} or more.",
             "Make a new one: brim plan MODEL ... --output FILE.",
         )
 

@@ -43,11 +43,11 @@ class Request:
     target: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
-    gpu: str = option(kind="gpu", help='The GPU that is not there, as in "RTX 4090": a name of the catalog.')
-    gpus: int = option(1, "How many of them.")
+    gpu: str = option(kind="gpu", help='The simulated GPU: a name of the catalog, for example "RTX 4090".')
+    gpus: int = option(1, "Number of simulated GPUs.")
     ranks: tuple[int, ...] = option(
         (),
-        "Run these ranks of a job of --gpus ranks, one process each; no other rank exists.",
+        "Run only these ranks of a job of --gpus ranks, each in one process.",
         flags=("--rank",),
         kind="ranks",
         metavar="R,R...",
@@ -56,9 +56,11 @@ class Request:
         None, "Memory of each GPU. [default: the card's]", flags=("--vram",), kind="bytes"
     )
     steps: int | None = option(
-        None, "End after so many optimizer steps. [default: when memory stops growing, 50 at most]"
+        None, "End after this number of optimizer steps. [default: when memory stops growing, 50 at most]"
     )
-    random_weights: bool = option(False, "Make models that are not here from their configurations, untrained.")
+    random_weights: bool = option(
+        False, "If a model is not on this machine, create it untrained from its configuration."
+    )
     alloc_conf: str = ""
     changes: tuple[str, ...] = ()
 

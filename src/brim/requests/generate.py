@@ -21,14 +21,14 @@ class Request:
 
     model: str | Path = option(kind="model", argument=True)
     prompt: str | Sequence[str] | None = option(
-        None, "What to go on from; put into the chat template where there is one. - reads it from stdin."
+        None, "The prompt. The chat template is applied to it if the model has one. - reads it from stdin."
     )
     batch: int | Literal["auto"] = option(
-        "auto", "Of --prompts, how many go through the model together; auto: as fit.", min=1, words=_AUTO
+        "auto", "Number of --prompts to process at once; auto: as many as fit.", min=1, words=_AUTO
     )
     prefill_chunk: int | Literal["auto"] = option(
         "auto",
-        "Tokens of a prompt that go through the model at once; auto: all, or as many as fit.",
+        "Tokens of a prompt to process at once; auto: all, or as many as fit.",
         min=1,
         words=_AUTO,
     )
@@ -37,23 +37,25 @@ class Request:
     device: Device = device_option()
     precision: str | None = option(
         None,
-        "fp32, bf16, fp16, int8, int4 or fp8; converted once. Default: as stored.",
+        "fp32, bf16, fp16, int8, int4 or fp8; weights are converted once. Default: as stored.",
         names=PRECISIONS_OF["generate"],
     )
-    plan: str | Path | None = option(None, "Run exactly the plan in this file of brim plan.")
+    plan: str | Path | None = option(None, "Run exactly the plan in this file, which brim plan wrote.")
     host_compute: bool = option(
         True,
         "Let the processor compute blocks where that is faster; its last bits are others than the GPU's.  "
         "[default: it may]",
     )
     max_new_tokens: int = option(128, min=1)
-    system: str | None = option(None, "What the chat template puts before the prompt, or a conversation.")
+    system: str | None = option(
+        None, "System message, which the chat template puts before the prompt or conversation."
+    )
     sampling: Sampling = option_group(Sampling, GREEDY)
     stop: Sequence[str] = option((), "End an answer before this text. May be given several times.")
     chat: bool | None = option(
-        None, "Use the chat template or not; default: where there is one.", flags=("--chat/--no-chat",)
+        None, "Use the chat template or not; default: if the model has one.", flags=("--chat/--no-chat",)
     )
-    verify: bool = option(False, "First compare a hub download with its SHA-256: reads all of it.")
+    verify: bool = option(False, "First compare a hub download with its SHA-256, which reads the whole download.")
     trust_remote_code: bool = option(False, "Run Python code that comes with the model. Off by default.")
 
     def check(self) -> None:

@@ -22,27 +22,31 @@ class Request:
     model: str | Path = option(kind="described_model", argument=True)
     task: Literal["generate", "train"] = option("generate")
     gpu: str | None = option(None, kind="gpu", help='A GPU of the catalog, as in "RTX 3060". [default: this machine]')
-    vram: str | int | None = option(None, "Budget of the GPU: 8GiB, or 80% of it.  [default: all of it that is free]")
+    vram: str | int | None = option(
+        None, "Budget of the GPU: 8GiB, or 80% of its memory. [default: all its free memory]"
+    )
     ram: str | int | None = option(
         None,
-        "Host memory: 8GiB, or 80% of it; with --gpus, of a node.  [default: 90 % of what is free; beside a "
-        "--gpu its share of the machine that it is sold in, else 64GiB]",
+        "Budget of host memory: 8GiB, or 80% of it; with --gpus, of a node.  [default: 90 % of what is free; "
+        "beside a --gpu its share of the machine that it is sold in, else 64GiB]",
     )
     ram_gb_per_s: float | None = option(
         None,
         min=0,
         above=True,
-        help="GB/s that host memory moves beside a --gpu; with --gpus, of a node.  [default: as with --ram]",
+        help="With --gpu: rate of host memory in GB/s; with --gpus, of a node.  [default: as with --ram]",
     )
-    disk: str | int | None = option(None, "Room on disk for what memory cannot hold.")
+    disk: str | int | None = option(None, "Disk space for data that does not fit in memory.")
     batch: int = option(1, min=1, help="Sequences a step.")
     seq: int = option(1024, min=1, help="Tokens a sequence, or a prompt.")
     new_tokens: int = option(128, min=1, help="Tokens to generate.")
-    precision: str | None = option(None, "Keep to it, as in bf16 or int8. [default: the planner's choice]")
+    precision: str | None = option(
+        None, "Use only this precision, for example bf16 or int8. [default: the planner's choice]"
+    )
     optimizer: str = option("adamw", names=MADE)
     method: Method = option("full")
     prefer: Literal["speed", "memory", "quality"] = option(
-        "speed", "What comes first: the fastest, the smallest, or the fastest that rounds no weights."
+        "speed", "The plan to list first: the fastest, the smallest, or the fastest that rounds no weights."
     )
     lossless: bool = option(False, "Never round weights to 8 bits or fewer.")
     host_compute: bool = option(
@@ -50,7 +54,7 @@ class Request:
         "Let the processor compute blocks of a generation where that is faster; its last bits differ from the "
         "GPU's.  [default: it may]",
     )
-    top: int = option(5, min=1, help="At most so many plans.")
+    top: int = option(5, min=1, help="Maximum number of plans.")
 
     def check(self) -> None:
         """Raise UsageError for values that are not allowed."""
@@ -70,11 +74,13 @@ class Request:
 class MeshRequest(Request):
     """A request for a training split over several GPUs."""
 
-    gpus: int | None = option(None, min=1, help="Split training over so many GPUs, and search the splits.")
-    gpus_per_node: int | None = option(None, min=1, help="GPUs of one machine, beside --gpus. [default: 8]")
+    gpus: int | None = option(
+        None, min=1, help="Split training over this number of GPUs, and search for the best splits."
+    )
+    gpus_per_node: int | None = option(None, min=1, help="With --gpus: GPUs of one machine. [default: 8]")
     engine: Literal["torch", "megatron"] | None = option(
         None,
-        "Whose seconds and bytes, beside --gpus: torch, which brim train runs, or megatron (with Transformer "
-        "Engine). [default: torch]",
+        "With --gpus: predict for torch, which brim train runs, or for megatron (with Transformer Engine). "
+        "[default: torch]",
     )
-    global_batch: int | None = option(None, min=1, help="Sequences of a step on all --gpus. [default: 8 for each]")
+    global_batch: int | None = option(None, min=1, help="Sequences in a step, over all --gpus. [default: 8 for each]")

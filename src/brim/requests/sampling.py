@@ -26,11 +26,13 @@ class Sampling:
     """
 
     temperature: float | None = option(
-        None, "Draw tokens: below 1 the likelier ones more often. 0: take the likeliest."
+        None, "Sample tokens; below 1, likely tokens are chosen more often. 0: greedy."
     )
-    top_p: float | None = option(None, "Draw from the likeliest tokens that make up this probability.")
-    top_k: int | None = option(None, "Draw from so many of the likeliest tokens.")
-    seed: int | None = option(None, "Of what is drawn: the same seed, the same text.  [default: another each time]")
+    top_p: float | None = option(None, "Sample from the most likely tokens whose probabilities add up to this value.")
+    top_k: int | None = option(None, "Sample from this number of most likely tokens.")
+    seed: int | None = option(
+        None, "Seed of the sampling: the same seed gives the same text.  [default: another each time]"
+    )
 
     @property
     def draws(self) -> bool:

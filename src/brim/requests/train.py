@@ -28,15 +28,15 @@ class Request:
 
     model: str | Path = option(kind="model", argument=True)
     data: str | Path = option(help="JSONL, JSON or plain text.")
-    eval_data: str | Path | None = option(None, "Data whose loss is reported, not trained on.")
-    eval_every: int | None = option(None, "Steps from one evaluation to the next.  [default: at the end]", min=1)
-    output: str | Path = option(kind="new_folder", help="Where the model goes.")
+    eval_data: str | Path | None = option(None, "Data for the reported loss; it is not used for training.")
+    eval_every: int | None = option(None, "Steps between evaluations.  [default: at the end]", min=1)
+    output: str | Path = option(kind="new_folder", help="Folder for the trained model.")
     method: Method = option("full")
     vram: str | int | None = option(None, VRAM_HELP)
     ram: str | int | None = option(None, RAM_HELP)
     disk: str | int | None = option(
         None,
-        "Folder, and at most how much of it (:50GiB, :40% of what is free), for what memory cannot hold.",
+        "Folder for data that does not fit in memory, and its limit (:50GiB, or :40% of the free space).",
         kind="room",
     )
     disk_folder: str | None = None  # the temporary folder where None
@@ -44,28 +44,33 @@ class Request:
     batch: int = option(8, "Sequences a step.", min=1)
     micro_batch: int | None = option(None, "Sequences at once.", min=1, words=_AUTO)
     seq: int = option(1024, "Tokens a sequence.", min=2)
-    steps: int | None = option(None, "How many steps; default: as --epochs says.", min=1)
-    epochs: int | None = option(None, "How often through the data.  [default: 1]", min=1)
+    steps: int | None = option(None, "Number of steps; default: from --epochs.", min=1)
+    epochs: int | None = option(None, "Number of passes over the data.  [default: 1]", min=1)
     lr: float = option(2e-5, min=0)
-    warmup: int = option(0, "Steps over which lr grows to its value.", min=0)
+    warmup: int = option(0, "Steps over which the learning rate grows to --lr.", min=0)
     schedule: Literal["constant", "cosine"] = option("constant")
-    clip_norm: float | None = option(None, "Largest norm of all gradients.", min=0, above=True)
+    clip_norm: float | None = option(None, "Maximum norm of all gradients together.", min=0, above=True)
     optimizer: str = option("adamw", names=MADE)
     precision: str | None = option(None, names=PRECISIONS, words=_AUTO)
     checkpointing: str | None = option(None, words=_AUTO | {name: name for name in ("none", "selective", "full")})
-    offload_activations: int | None = option(None, "Of how many blocks.", min=0, words=_AUTO)
+    offload_activations: int | None = option(
+        None, "Number of blocks whose activations are offloaded.", min=0, words=_AUTO
+    )
     offload_optimizer: Place | None = option(None, words=_AUTO | {"none": "keep", "ram": "ram", "disk": "disk"})
     stream_weights: bool | None = option(None, words=_AUTO | {"off": False})
     plan: str | Path | None = option(None, "Run this plan of `brim plan --output`.", kind="file")
-    save_every: int | None = option(None, "Steps from one checkpoint to the next.", min=1)
+    save_every: int | None = option(None, "Steps between checkpoints.", min=1)
     report_to: Sequence[Literal["none", "tensorboard", "wandb"]] | None = option(
-        None, "Who hears of every step; may be given twice.  [default: tensorboard where it is installed]"
+        None,
+        "Service that gets the numbers of every step; may be given twice.  [default: tensorboard if it is installed]",
     )
-    resume: bool = option(False, "Go on from the last checkpoint in --output.")
-    change_settings: bool = option(False, "With --resume: let --lr, --clip-norm and others differ.")
-    overwrite: bool = option(False, "Take the place of the model, or of the training, that is in --output.")
-    allow_non_finite: bool = option(False, "Go on with, and save, what is not finite (NaN, inf).")
-    seed: int = option(0, "Of data order, adapters and dropout.", min=LEAST_SEED, max=MOST_SEED)
+    resume: bool = option(False, "Continue from the last checkpoint in --output.")
+    change_settings: bool = option(
+        False, "With --resume: allow other values of --lr, --clip-norm and some other options."
+    )
+    overwrite: bool = option(False, "Replace the model or the training in --output.")
+    allow_non_finite: bool = option(False, "Continue with values that are not finite (NaN, inf), and save them.")
+    seed: int = option(0, "Seed of data order, adapters and dropout.", min=LEAST_SEED, max=MOST_SEED)
     trust_remote_code: bool = option(False, "Run Python code that comes with the model.")
 
     def check(self) -> None:
@@ -123,15 +128,17 @@ class Request:
 class RankOptions:
     """Options by which torchrun's ranks share a training. ``timeout_s``: how long a rank waits for another."""
 
-    zero: int = option(0, "Under torchrun: stage of ZeRO.  [default: 0]", min=0, max=3)
-    offload_shards: bool = option(False, "With --zero: keep what it splits in RAM, and step there.")
+    zero: int = option(0, "Under torchrun: ZeRO stage.  [default: 0]", min=0, max=3)
+    offload_shards: bool = option(False, "With --zero: keep its shards in RAM, and run the optimizer there.")
     tp: int = option(1, "Under torchrun: ranks that split each matrix.", min=1)
     pp: int = option(1, "Under torchrun: pipeline stages.", min=1)
-    interleave: int = option(1, "Pieces of the model on each pipeline rank.", min=1)
-    zero_bubble: bool = option(False, "With --pp: gradients of weights where a pipeline rank would wait.")
-    ep: int = option(1, "Under torchrun: data-parallel ranks that share experts.", min=1)
-    cp: int = option(1, "Under torchrun: ranks that share a sequence.", min=1)
+    interleave: int = option(1, "Stages on each pipeline rank.", min=1)
+    zero_bubble: bool = option(
+        False, "With --pp: compute gradients of weights at times when a pipeline rank would wait."
+    )
+    ep: int = option(1, "Under torchrun: data-parallel ranks that split experts.", min=1)
+    cp: int = option(1, "Under torchrun: ranks that split a sequence.", min=1)
     sequence_parallel: bool = option(
-        False, "With --tp: split the sequence too, between the matrices.", flags=("--sp",)
+        False, "With --tp: also split the sequence, between the matrices.", flags=("--sp",)
     )
     timeout_s: float = option(TIMEOUT_S, "Seconds to wait for a rank.  [default: 600]", min=1, flags=("--timeout",))

@@ -62,7 +62,7 @@ def as_arguments(example: Any) -> dict[str, Any] | tuple[Any, ...]:
     raise UsageError(
         f"An example of a model's inputs was given as {type(example).__name__}.",
         "It is a tensor, a tuple or list of positional inputs, or a dictionary of named ones.",
-        "Give what the model is called with.",
+        "Give the arguments of the model's call.",
     )
 
 

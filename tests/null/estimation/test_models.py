@@ -46,7 +46,7 @@ def test_a_name_of_nothing_is_one_clear_error(model, error, told):
         ('{"model_type": "llama", "architectures": 2}', ModelError, "not a list of class names"),
         ('{"model_type": "llama", "architectures": "LlamaForCausalLM"}', ModelError, "not a list of class names"),
         ('{"model_type": "lama"}', UsageError, r"config\.json(.|\n)+lama(.|\n)+llama"),
-        ('{"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}', UnsupportedError, "code of its own"),
+        ('{"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}', UnsupportedError, "custom Python code"),
     ],
 )
 def test_a_damaged_or_foreign_configuration_is_one_clear_error(tmp_path, text, error, told):

@@ -85,16 +85,16 @@ def is_program(model: str) -> bool:
 
 @command(EstimateOptions, cls=_Command)
 def estimate(options: EstimateOptions) -> int | None:
-    """Predict what a step of training or generation takes, without a GPU.
+    """Predict the memory and the time of a training or generation step, without a GPU.
 
-    MODEL is a name or hub id of the catalog, a folder with a config.json, a config.json, file.py:function, or a
-    program as it is: train.py. The function returns a step to trace, or a model and its inputs as a pair.
+    MODEL is a name or hub id of the catalog, a folder with a config.json, a config.json, file.py:function, or an
+    unchanged program (train.py). The function returns a step to trace, or a pair of a model and its inputs.
 
-    A program is rehearsed, as by brim rehearse: it runs with PyTorch's CUDA build on a GPU that is not there, and the
-    files that it writes are kept. It needs --gpu. ARGS are its own: all words after it but --gpu, --vram,
-    --alloc-conf, --html and --json; after -- these too.
+    brim rehearses a program, as brim rehearse does: it runs the program with PyTorch's CUDA build on a simulated GPU.
+    Files that the program writes are kept. A program needs --gpu. ARGS are the program's own arguments: all words
+    after it except --gpu, --vram, --alloc-conf, --html and --json. After -- all words are ARGS.
 
-    Exit code 3 says that it does not fit; the answer then names settings that do.
+    Exit code 3: the step does not fit; the answer names settings that fit.
     """
     if is_program(options.model):
         _refuse_beside_program(options.model)
@@ -118,7 +118,7 @@ def estimate(options: EstimateOptions) -> int | None:
     if not options.explain_formula:
         return _report(options)
     if options.html is not None:
-        raise UsageError("Cannot use --html with --explain-formula.", "Nothing is traced, so there is no picture.")
+        raise UsageError("Cannot use --html with --explain-formula.", "No step is traced, so there is no chart.")
     _explain(options.model, options.workload, options.as_json)
     return None
 
@@ -136,8 +136,8 @@ def _refuse_beside_program(model: str) -> None:
     if given:
         raise UsageError(
             f"{' and '.join(given)} {'was' if len(given) == 1 else 'were'} given for {model}.",
-            "The program itself decides that.",
-            f"Give its own options after it, as in: brim estimate {model} {given[0]} ...",
+            "The program itself sets this.",
+            f"Give the program's options after its name, for example: brim estimate {model} {given[0]} ...",
         )
     if not Path(model).is_file():
         raise UsageError(f"Cannot run {model}.", "There is no such file.")

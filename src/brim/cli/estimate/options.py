@@ -22,24 +22,26 @@ class EstimateOptions:
     arguments: tuple[str, ...] = option((), kind="program", argument=True, metavar="[ARGS]...")
     workload: Mapping[str, Any] = option_group(Workload)
     compiled: bool = option(
-        False, flags=("--compile",), help="With --gpus: each block by torch.compile, with checkpointing inside."
+        False,
+        flags=("--compile",),
+        help="With --gpus: compile each block with torch.compile, with checkpointing inside.",
     )
     gpu: str | None = option(
         None,
         kind="gpu",
-        help='The GPU to run on, as in "RTX 4090". Without one memory has no end and time is not told.',
+        help='The GPU, for example "RTX 4090". Without it, memory is unlimited and no seconds are predicted.',
     )
     vram: str | int | None = option(
         None,
-        "Memory of a GPU that the catalog lacks: what fits is told, seconds are not. With --gpu, how much of it "
-        "is free: 20GiB or 90%.",
+        "Memory of a GPU that is not in the catalog; no seconds are predicted. With --gpu, its free memory: "
+        "20GiB or 90%.",
     )
-    alloc_conf: str = option("", 'Settings of the allocator, as in "expandable_segments:True".')
+    alloc_conf: str = option("", 'Settings of PyTorch\'s allocator, for example "expandable_segments:True".')
     split: Mapping[str, Any] = option_group(Split, only_given=True)
     engine: str | None = option(
         None, "torch (FSDP2, DTensor, pipelining) or megatron (with Transformer Engine). [default: torch]"
     )
     megatron: Mapping[str, Any] = option_group(MegatronOptions, only_given=True)
-    explain_formula: bool = option(False, "Show the closed forms and their arithmetic; nothing is traced.")
+    explain_formula: bool = option(False, "Show the formulas and their arithmetic; no step is traced.")
     html: Path | None = html_field()
     as_json: bool = json_field()

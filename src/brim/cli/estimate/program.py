@@ -42,7 +42,7 @@ def environment_for(place: Place) -> Environment:
     if place.name not in catalog.gpu_names():
         raise UsageError(
             "Cannot estimate a program.",
-            "It is rehearsed, and no GPU of the catalog is named.",
+            "brim rehearses programs on a GPU of the catalog, and none is given.",
             "Name one with --gpu.",
         )
     DeviceSettings.of(place.name, memory_bytes=place.total_bytes)  # refuses cards before anything is downloaded

@@ -23,11 +23,11 @@ class ExplainOptions:
     sources: tuple[Path, ...] = option(
         (), kind=click.Path(path_type=Path, allow_dash=True), argument=True, metavar="FILE..."
     )
-    diff: bool = option(False, "Compare two files of one kind: BEFORE AFTER.")
+    diff: bool = option(False, "Compare two files of the same kind: BEFORE AFTER.")
     what_if: tuple[str, ...] = option(
         (),
         'Allocator settings to replay a snapshot under, as in "expandable_segments:True". May be repeated; '
-        '"best" searches for the setting with which least is reserved.',
+        '"best" searches for the setting that reserves the least memory.',
         metavar="CONF",
     )
     perfetto: Path | None = option(None, "Also write the run as a trace for ui.perfetto.dev.", kind=OutputFile(TRACE))
@@ -37,11 +37,11 @@ class ExplainOptions:
 
 @command(ExplainOptions)
 def explain(options: ExplainOptions) -> None:
-    """Explain what memory did: why it ran out, what took it, what would help.
+    """Explain the memory of a run: why it ran out, what used it, what would help.
 
-    FILE is a log with an out-of-memory message, a snapshot of torch.cuda.memory._dump_snapshot() or brim.watch
-    (nothing in it is run), a trace of PyTorch's profiler, a report of Nsight Systems (sqlite) or a timeline of brim;
-    its content tells which. "-" reads from the standard input.
+    FILE is a log with an out-of-memory message, a snapshot of torch.cuda.memory._dump_snapshot() or brim.watch (no
+    code in it is run), a trace of PyTorch's profiler, a report of Nsight Systems (sqlite) or a timeline of brim; brim
+    recognizes the kind by the content. "-" reads from the standard input.
     """
     sources, settings = options.sources, options.what_if
     if options.diff:

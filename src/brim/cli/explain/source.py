@@ -86,7 +86,7 @@ def kind_of(head: bytes, name: str) -> str:
             return TIMELINE
         for artefact in _ARTEFACTS:
             if f'"kind":"{artefact}"' in text:
-                raise UsageError(f"Cannot explain {name}.", f"It is a {artefact}, which has no run in it.")
+                raise UsageError(f"Cannot explain {name}.", f"It is a {artefact}, which does not record a run.")
     return PROFILE if profile.is_trace(head) else LOG
 
 
@@ -133,7 +133,7 @@ def _waiting_open(path: Path) -> int:
         return descriptor  # a shell's own, by its number, has a writer
     if not select.select([descriptor], [], [], _FIRST_BYTES_WITHIN_S)[0]:
         os.close(descriptor)
-        raise TimeoutError(errno.ETIMEDOUT, f"It is a pipe that nobody wrote to within {_FIRST_BYTES_WITHIN_S:.0f} s")
+        raise TimeoutError(errno.ETIMEDOUT, f"It is a pipe, and no data arrived within {_FIRST_BYTES_WITHIN_S:.0f} s")
     return descriptor
 
 

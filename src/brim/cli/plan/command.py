@@ -51,11 +51,11 @@ _ONLY_WITH = {
 
 @command(PlanOptions)
 def plan(options: PlanOptions) -> int | None:
-    """Find the fastest ways to train or run a model that fit a machine.
+    """Find the fastest plans to train or run a model that fit a machine.
 
     MODEL is a name of the catalog, a folder, or a .gguf file; no weights are read. For training it may also be
-    file.py:build, a function that returns a model and its inputs as a pair. Exit code 3 says that nothing fits, and
-    the answer then is what would have to change.
+    file.py:build, a function that returns a pair of a model and its inputs. Exit code 3: nothing fits; the answer
+    names changes that would fit.
     """
     _refuse_unused(click.get_current_context())
     if options.compare_gpus is not None:

@@ -42,20 +42,21 @@ class PlanOptions(MeshRequest):
     """The options of ``brim plan``: a request, and its answer's form."""
 
     compare_gpus: tuple[int, ...] | None = option(
-        None, kind="gpu_counts", metavar="1,2,4,8", help="Compare a training on so many GPUs."
+        None, kind="gpu_counts", metavar="1,2,4,8", help="Compare a training on these numbers of GPUs."
     )
-    price: float | None = option(None, min=0, help="Of one GPU for an hour, beside --compare-gpus.")
-    precisions: bool = option(False, "Show what each kind of block takes in int8 and in 16 bits.")
+    price: float | None = option(None, min=0, help="With --compare-gpus: price of one GPU for one hour.")
+    precisions: bool = option(False, "Compare each kind of block in int8 and in 16 bits.")
     router_statistics: str | None = option(
         None,
         metavar="auto|FILE",
-        help="Plan a mixture of experts by what its routers do in a short run, kept in FILE once it was made.",
+        help="Plan a mixture of experts by the choices of its routers in a short run, which are stored in FILE.",
     )
-    regimes: bool = option(False, "Compare ways to run models of 1 to 4 times the VRAM here.")
+    regimes: bool = option(False, "Compare ways to run models of 1 to 4 times this machine's VRAM.")
     output: Path | None = option(
         None,
         kind=_PlanFiles(JSON, SVG),
-        help="Write plan 1 here, for --plan, and others beside it (plan.2.json). Of --regimes, its plot (SVG).",
+        help="Write plan 1 to this file, for --plan, and other plans next to it (plan.2.json). With --regimes: "
+        "write its plot (SVG).",
     )
     html: Path | None = html_field()
     as_json: bool = json_field()

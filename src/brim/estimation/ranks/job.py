@@ -40,18 +40,18 @@ class MegatronOptions:
     """
 
     cross_entropy_loss_fusion: bool = option(
-        False, "Megatron-LM's, as the options below: fuse the loss. [default: unfused]"
+        False, "Fuse the loss. This and the options below are Megatron-LM's. [default: unfused]"
     )
     cross_entropy_fusion_impl: str = option("native", "The fused loss: native or te. [default: native]")
     gradient_accumulation_fusion: bool = option(
         True,
         flags=("--no-gradient-accumulation-fusion",),
-        help="Weight gradients are tensors of their own first. [default: fused]",
+        help="First compute each weight gradient as a separate tensor. [default: fused]",
     )
     create_attention_mask_in_dataloader: bool = option(
         True,
         flags=("--no-create-attention-mask-in-dataloader",),
-        help="Batches bring no attention mask. [default: they do]",
+        help="Batches have no attention mask. [default: they have one]",
     )
     attention_backend: str = option("auto", "Attention: auto, flash, fused or unfused. [default: auto]")
     transformer_impl: str = option(
@@ -59,9 +59,9 @@ class MegatronOptions:
     )
     deterministic_mode: bool = option(False, "Deterministic kernels only.")
     num_distributed_optimizer_instances: int = option(
-        1, min=1, help="Groups of ranks that each split all optimizer states. [default: 1]"
+        1, min=1, help="Groups of ranks; each group splits all optimizer states. [default: 1]"
     )
-    cublas_workspace_config: str = option("", "The value of CUBLAS_WORKSPACE_CONFIG, as in :4096:8.")
+    cublas_workspace_config: str = option("", "The value of CUBLAS_WORKSPACE_CONFIG, for example :4096:8.")
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():

@@ -26,36 +26,35 @@ class Split:
     model's order. ``dp`` and ``global_batch`` 0, and no ``stage_layers``: the default of their options.
     """
 
-    gpus: int = option(help="Split over so many GPUs, and tell what every rank takes.")
+    gpus: int = option(help="Split the model over this number of GPUs, and predict the memory of every rank.")
     gpus_per_node: int = option(8, "GPUs of one machine. [default: 8]")
-    tp: int = option(1, "Tensor parallelism: ranks that share every layer. [default: 1]")
+    tp: int = option(1, "Tensor parallelism: ranks that split every layer. [default: 1]")
     pp: int = option(1, "Pipeline stages. [default: 1]")
-    dp: int = option(0, "Data parallelism. [default: what is left over]")
-    cp: int = option(1, "Context parallelism: ranks that share a sequence. [default: 1]")
-    ep: int = option(1, "Ranks that share a layer's experts. [default: 1]")
+    dp: int = option(0, "Data parallelism. [default: the remaining factor of --gpus]")
+    cp: int = option(1, "Context parallelism: ranks that split a sequence. [default: 1]")
+    ep: int = option(1, "Ranks that split the experts of a layer. [default: 1]")
     zero: int = option(
         0,
-        "What data-parallel ranks share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too. [default: 0]",
+        "ZeRO stage. Data-parallel ranks split 0 nothing, 1 optimizer states, 2 also gradients, 3 also "
+        "weights. [default: 0]",
     )
-    offload_shards: bool = option(
-        False, "Keep what --zero splits in RAM: weights, their gradients, optimizer states."
-    )
+    offload_shards: bool = option(False, "Keep the shards of --zero in RAM: weights, gradients, optimizer states.")
     sequence_parallel: bool = option(
-        False, flags=("--sp",), help="Sequence parallelism between tensor-parallel parts."
+        False, flags=("--sp",), help="Sequence parallelism between tensor-parallel products."
     )
-    interleave: int = option(1, "Model chunks of a pipeline rank. [default: 1]")
+    interleave: int = option(1, "Stages on each pipeline rank. [default: 1]")
     zero_bubble: bool = option(
-        False, "Pipeline stages work out the gradients of their weights where they would wait."
+        False, "Pipeline stages compute the gradients of their weights at times when they would wait."
     )
     stage_layers: tuple[int, ...] = option(
         (),
         kind="layers",
-        help="Layers of each pipeline stage, as in 9,9,8,6. [default: balanced by their work; with --engine megatron "
-        "even]",
+        help="Layers of each pipeline stage, for example 9,9,8,6. [default: balanced by computation; with "
+        "--engine megatron even]",
     )
     micro_batch: int = option(1, "Sequences of one micro-batch. [default: 1]")
     global_batch: int = option(
-        0, "Sequences of a step on all GPUs. [default: a micro-batch for each data-parallel rank and stage]"
+        0, "Sequences in a step, over all GPUs. [default: a micro-batch for each data-parallel rank and stage]"
     )
 
     def __post_init__(self) -> None:

@@ -106,7 +106,7 @@ def _check(job: ParallelJob) -> None:
     if job.source.library != "transformers":
         raise UnsupportedError(
             f"Cannot split {job.source.name} over several GPUs.",
-            "That is known of transformers' language models only.",
+            "brim can split transformers' language models only.",
         )
 
 

@@ -111,8 +111,8 @@ def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Ten
         raise ModelError(
             "Cannot apply the model's chat template to the prompt.",
             f"The template fails: {' '.join(str(error).split()) or type(error).__name__:.300}.",
-            "Leave out --system if it takes none, correct it (chat_template.jinja or tokenizer_config.json), or use "
-            "--no-chat.",
+            "Leave out --system if the template does not use it, correct the template (chat_template.jinja or "
+            "tokenizer_config.json), or use --no-chat.",
         ) from error
     token_ids: torch.Tensor = ids["input_ids"]
     return token_ids

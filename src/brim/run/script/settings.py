@@ -29,18 +29,18 @@ class Settings:
     ram: str | int | None = option(None, RAM_HELP)
     mode: str = option(
         "auto",
-        "stream: plan every model. unified: VRAM, then RAM read over the link. auto: the one, else the other.",
+        "stream: plan every model. unified: VRAM, then RAM read over the link. auto: stream, or unified if a "
+        "model cannot be planned.",
         words={mode: mode for mode in MODES},
     )
     device: str = option(
         "auto",
-        "cpu: what the program does with CUDA is done on the CPU where there is no CUDA. cuda:1: the program sees "
-        "that GPU alone.",
+        "cpu: without CUDA, the program's calls of CUDA run on the CPU. cuda:1: the program sees only that GPU.",
         kind="program_device",
     )
-    report: Path | None = option(None, "Write what became of each model: .html or .json.", kind="report")
+    report: Path | None = option(None, "Write a report on each model: .html or .json.", kind="report")
     managed: bool = option(False, "In unified mode: managed memory instead of page-locked RAM.")
-    insist: bool = option(False, "Managed memory beyond what the device has free. It can hang a driver.")
+    insist: bool = option(False, "Allow more managed memory than the device has free. This can hang the driver.")
 
     def __post_init__(self) -> None:
         kind, colon, number = self.device.partition(":")

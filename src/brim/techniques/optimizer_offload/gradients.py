@@ -259,7 +259,7 @@ class _GradientBacking:
         if gradients is None or gradients.generation(self._index, self._number) != self._generation:
             raise UnsupportedError(
                 f"{self._what} cannot be used.",
-                "It was offloaded, and is gone: a newer gradient has replaced it, or it was used and freed.",
+                "It was offloaded and no longer exists: a newer gradient has replaced it, or it was used and freed.",
                 "Clone gradients that you need after zero_grad() or the step.",
             )
         return gradients

@@ -296,7 +296,7 @@ class States:
             raise UsageError(
                 f"Cannot load {name} of shape {list(tensor.shape)}.",
                 f"The optimizer keeps shape {list(expected.shape)} for this parameter.",
-                "Load what was saved for this model with this optimizer and its options.",
+                "Load a state that was saved for this model with this optimizer and its options.",
             )
         for stored, field in self._fields(index, parameter, key):
             part = torch.empty_strided(field.shape, field.stride, dtype=field.dtype)
@@ -414,7 +414,7 @@ class OptimizerState:
             raise UsageError(
                 f"Cannot load the optimizer state {name!r}.",
                 f"{type(self._optimizer).__name__} has no such state.",
-                "Load what was saved for this model with this kind of optimizer.",
+                "Load a state that was saved for this model with this kind of optimizer.",
             )
         if index in self._offloaded:
             self._states.load(index, number, key, tensor, sample)

@@ -257,7 +257,7 @@ def alone(ranks: int, rank: int = 0) -> Iterator[None]:
     if dist.is_initialized():
         raise UsageError(
             "Cannot trace simulated ranks.", "This process is in a group of real ranks.",
-            "Estimate in a process of its own.",
+            "Estimate in a separate process.",
         )  # fmt: skip
     hook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())

@@ -122,7 +122,7 @@ def test_a_cache_is_explained_for_what_generates_only_and_checkpointing_counts(t
         ({"num_attention_heads": 7}, "not a multiple"),
         ({"vocab_size": 10**15}, "more than any machine has"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.OwnForCausalLM"}, "architectures": ["OwnForCausalLM"]},
-         "Python code of its own"),
+         "custom Python code"),
     ],
 )  # fmt: skip
 def test_an_impossible_configuration_is_one_clear_error(tmp_path, changes, told, capsys):

@@ -72,7 +72,7 @@ def test_a_plan_that_promises_less_than_it_takes_is_not_followed(saved: Path, na
     if not plan.promise.peak_bytes.get(tier, 0):
         return
     little = replace(plan.promise, peak_bytes={**plan.promise.peak_bytes, tier: 1})
-    with pytest.raises(UsageError, match=f"It promises 1 B of {tier.upper()}; what it decides takes"):
+    with pytest.raises(UsageError, match=f"It promises 1 B of {tier.upper()}; its decisions take"):
         follow(case, replace(plan, promise=little))
 
 

@@ -108,7 +108,7 @@ def test_a_plan_that_promises_less_than_it_takes_is_refused(
     document = json.loads(planned.read_text())
     document["plan"]["promise"]["peak_bytes"]["ram"] = 1
     (tmp_path / "plan.json").write_text(json.dumps(document))
-    with pytest.raises(UsageError, match="It promises 1 B of RAM; what it decides takes"):
+    with pytest.raises(UsageError, match="It promises 1 B of RAM; its decisions take"):
         run(llama, text, tmp_path / "run", plan=tmp_path / "plan.json")
     assert not (tmp_path / "run").exists()
 
