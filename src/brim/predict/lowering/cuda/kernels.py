@@ -318,9 +318,10 @@ def _flash_backward(kernel: Kernel) -> None:
 
 
 def _cudnn_attention(kernel: Kernel) -> None:
-    """transformers/cuda/attention.cu, cudnn/MHA.cpp: seed and offset come first."""
-    for index in (2, 3, 0, 1):
+    """transformers/cuda/attention.cu, cudnn/MHA.cpp: seed and offset come first, row sums only to train."""
+    for index in (2, 3, 0):
         kernel.emit(index)
+    kernel.emit(1, bytes=-1 if kernel.arg("compute_log_sumexp") else 0)
 
 
 def _cudnn_attention_backward(kernel: Kernel) -> None:
