@@ -29,7 +29,6 @@ from brim.predict.lowering.kernel import (
     Kernel,
     Rule,
     contiguous_after,
-    contiguous_before,
     dense_or_channels_last,
     has_channels_last,
     is_channels_last,
@@ -269,12 +268,17 @@ def _group_norm_backward(kernel: Kernel) -> None:
         kernel.temp(kernel.arg("N") * kernel.arg(numbers) * 4)
 
 
-def _structured_loss(kernel: Kernel) -> None:
-    """Loss.cpp: the output is made at full size and then called a scalar: its storage stays as large."""
-    if kernel.arg("reduction"):
-        full = max(nbytes(kernel.args[0]), nbytes(kernel.args[1]))
-        kernel.emit(0, bytes=full)
-        kernel.temp(full)
+def _structured_loss_of(capability: tuple[int, int]) -> Rule:
+    def rule(kernel: Kernel) -> None:
+        """Loss.cpp: the output is made at full size and then called a scalar: its storage stays as large."""
+        if kernel.arg("reduction"):
+            losses = max(kernel.args[:2], key=nbytes)
+            kernel.emit(0, bytes=nbytes(losses))
+            kernel.temp(nbytes(losses))
+            part_bytes = max(losses.element_size(), 4)
+            cuda_reductions.take_workspaces(kernel, losses, range(losses.dim()), part_bytes, capability)
+
+    return rule
 
 
 def _softmax_backward(kernel: Kernel) -> None:
@@ -387,7 +391,6 @@ _ASKED: dict[torch._ops.OpOverload, Rule] = {
     _aten.native_dropout.default: _dropout,
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
-    _aten.mse_loss.default: _structured_loss,
     _aten._softmax.default: contiguous_after("self"),
     _aten._log_softmax.default: contiguous_after("self"),
     _aten._softmax_backward_data.default: _softmax_backward,
@@ -395,7 +398,6 @@ _ASKED: dict[torch._ops.OpOverload, Rule] = {
     _aten._safe_softmax.default: _safe_softmax,
     _aten.logsumexp.default: _logsumexp,
     _aten.roll.default: _roll,
-    _aten.native_layer_norm_backward.default: contiguous_before("grad_out", "input", "weight", "bias"),
     _aten.nll_loss_forward.default: contiguous_after("self"),
     _aten.nll_loss_backward.default: contiguous_after("self"),
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
@@ -414,6 +416,7 @@ def rules(capability: tuple[int, int]) -> Callable[[torch._ops.OpOverload], Rule
     multiprocessors = cuda_reductions.multiprocessors_of(capability)[0]
     asked = {
         **_ASKED,
+        _aten.mse_loss.default: _structured_loss_of(capability),
         **cuda_efficient_attention.rules(capability),
         **cuda_indexing.embeddings(multiprocessors),
     }

@@ -1,4 +1,4 @@
-"""Root mean square norms as CUDA runs them: one kernel that keeps one number per row.
+"""Root mean square norms as CUDA runs them, in one kernel that keeps one number per row, and norms' backward passes.
 
 Follows ``rms_norm_symint`` of aten/src/ATen/native/layer_norm.cpp and cuda/layer_norm_kernel.cu. PyTorch has that
 kernel for CUDA alone; a fake tensor on the CPU would show the parts that it is made of elsewhere.
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from brim.predict.lowering.kernel import Rule, contiguous_before, is_channels_last
+from brim.predict.lowering.kernel import Kernel, Rule, contiguous_before, is_channels_last
 
 _aten = torch.ops.aten
 
@@ -73,7 +73,17 @@ def fake_backward(
     return first, torch.empty(weight.shape, dtype=weight.dtype) if wanted[1] and weight is not None else None
 
 
+def _backward(*dense: str) -> Rule:
+    def rule(kernel: Kernel) -> None:
+        """``LayerNormBackwardKernelImpl`` copies a gradient of another layout last."""
+        contiguous_before(*dense)(kernel)
+        kernel.contiguous(kernel.arg("grad_out"))
+
+    return rule
+
+
 RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._fused_rms_norm.default: contiguous_before("input", "weight"),
-    _aten._fused_rms_norm_backward.default: contiguous_before("grad_out", "input", "weight"),
+    _aten._fused_rms_norm_backward.default: _backward("input", "weight"),
+    _aten.native_layer_norm_backward.default: _backward("input", "weight", "bias"),
 }
