@@ -385,7 +385,6 @@ _BY_RULE: dict[torch._ops.OpOverload, Rule] = {
 _ASKED: dict[torch._ops.OpOverload, Rule] = {
     _aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
     _aten._chunk_cat.default: _chunk_cat,
-    **cuda_norms.RULES,
     **cuda_sorting.RULES,
     _aten.native_layer_norm.default: _statistics_in_float,
     _aten.native_dropout.default: _dropout,
@@ -416,6 +415,7 @@ def rules(capability: tuple[int, int]) -> Callable[[torch._ops.OpOverload], Rule
     multiprocessors = cuda_reductions.multiprocessors_of(capability)[0]
     asked = {
         **_ASKED,
+        **cuda_norms.rules(capability),
         _aten.mse_loss.default: _structured_loss_of(capability),
         **cuda_efficient_attention.rules(capability),
         **cuda_indexing.embeddings(multiprocessors),
