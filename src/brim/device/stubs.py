@@ -96,17 +96,23 @@ def extensions(packages: Iterable[Path], libraries: Iterable[Path]) -> list[Path
 
     Left out is what is made for another major version of CUDA than PyTorch: such a library is not loaded with it.
     """
-    own = {path.parents[1].resolve() for path in libraries}
+    own = {_identity(path.parents[1]) for path in libraries}
     versions = {name.split(".so")[0]: name for path in libraries for name in _needed(path)}
     libraries_found = []
     for package in packages:
         for folder, folders, files in os.walk(package):
-            folders[:] = [subfolder for subfolder in folders if (Path(folder) / subfolder).resolve() not in own]
+            folders[:] = [subfolder for subfolder in folders if _identity(Path(folder, subfolder)) not in own]
             for path in (Path(folder) / name for name in files if name.endswith(".so")):
                 needed = _needed(path)
                 if needed and all(versions.get(name.split(".so")[0], name) == name for name in needed):
                     libraries_found.append(path)
     return sorted(libraries_found)
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    """The device and the number of a folder, by whatever name it is reached: sooner known than its real path."""
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 def _needed(path: Path) -> list[str]:

@@ -57,10 +57,11 @@ def _sorted_per_tile(key_bytes: int, value_bytes: int) -> int:
     return 384 * (14 if value_bytes == 8 else 17)
 
 
-def scan_bytes(count: int, item_bytes: int) -> int:
-    """``DeviceScan``: the state of every tile, and 32 more."""
-    tile, state = (128 * 7, 16) if item_bytes > 4 else (128 * 15, 8)
-    return _aligned((ceil(count / tile) + 32) * state) + _ALIGNMENT + _SLACK
+def scan_bytes(count: int, item_bytes: int, *, in_words: bool = True) -> int:
+    """``DeviceScan``: the state of every tile, and 32 more: a word each or, of types that C++ lacks, three parts."""
+    tiles = ceil(count / (128 * min(60 // item_bytes, 30))) + 32
+    words = _aligned(tiles * max(2 * item_bytes, 4))
+    return (words if in_words else _aligned(tiles * 4) + 2 * _aligned(tiles * item_bytes)) + _ALIGNMENT + _SLACK
 
 
 def unique_by_key_bytes(count: int, item_bytes: int) -> int:

@@ -29,7 +29,6 @@ from brim.predict.lowering.kernel import (
     Kernel,
     Rule,
     contiguous_after,
-    contiguous_before,
     dense_or_channels_last,
     has_channels_last,
     is_channels_last,
@@ -269,12 +268,17 @@ def _group_norm_backward(kernel: Kernel) -> None:
         kernel.temp(kernel.arg("N") * kernel.arg(numbers) * 4)
 
 
-def _structured_loss(kernel: Kernel) -> None:
-    """Loss.cpp: the output is made at full size and then called a scalar: its storage stays as large."""
-    if kernel.arg("reduction"):
-        full = max(nbytes(kernel.args[0]), nbytes(kernel.args[1]))
-        kernel.emit(0, bytes=full)
-        kernel.temp(full)
+def _structured_loss_of(capability: tuple[int, int]) -> Rule:
+    def rule(kernel: Kernel) -> None:
+        """Loss.cpp: the output is made at full size and then called a scalar: its storage stays as large."""
+        if kernel.arg("reduction"):
+            losses = max(kernel.args[:2], key=nbytes)
+            kernel.emit(0, bytes=nbytes(losses))
+            kernel.temp(nbytes(losses))
+            part_bytes = max(losses.element_size(), 4)
+            cuda_reductions.take_workspaces(kernel, losses, range(losses.dim()), part_bytes, capability)
+
+    return rule
 
 
 def _softmax_backward(kernel: Kernel) -> None:
@@ -318,9 +322,10 @@ def _flash_backward(kernel: Kernel) -> None:
 
 
 def _cudnn_attention(kernel: Kernel) -> None:
-    """transformers/cuda/attention.cu, cudnn/MHA.cpp: seed and offset come first."""
-    for index in (2, 3, 0, 1):
+    """transformers/cuda/attention.cu, cudnn/MHA.cpp: seed and offset come first, row sums only to train."""
+    for index in (2, 3, 0):
         kernel.emit(index)
+    kernel.emit(1, bytes=-1 if kernel.arg("compute_log_sumexp") else 0)
 
 
 def _cudnn_attention_backward(kernel: Kernel) -> None:
@@ -380,13 +385,11 @@ _BY_RULE: dict[torch._ops.OpOverload, Rule] = {
 _ASKED: dict[torch._ops.OpOverload, Rule] = {
     _aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
     _aten._chunk_cat.default: _chunk_cat,
-    **cuda_norms.RULES,
     **cuda_sorting.RULES,
     _aten.native_layer_norm.default: _statistics_in_float,
     _aten.native_dropout.default: _dropout,
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
-    _aten.mse_loss.default: _structured_loss,
     _aten._softmax.default: contiguous_after("self"),
     _aten._log_softmax.default: contiguous_after("self"),
     _aten._softmax_backward_data.default: _softmax_backward,
@@ -394,7 +397,6 @@ _ASKED: dict[torch._ops.OpOverload, Rule] = {
     _aten._safe_softmax.default: _safe_softmax,
     _aten.logsumexp.default: _logsumexp,
     _aten.roll.default: _roll,
-    _aten.native_layer_norm_backward.default: contiguous_before("grad_out", "input", "weight", "bias"),
     _aten.nll_loss_forward.default: contiguous_after("self"),
     _aten.nll_loss_backward.default: contiguous_after("self"),
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
@@ -413,6 +415,8 @@ def rules(capability: tuple[int, int]) -> Callable[[torch._ops.OpOverload], Rule
     multiprocessors = cuda_reductions.multiprocessors_of(capability)[0]
     asked = {
         **_ASKED,
+        **cuda_norms.rules(capability),
+        _aten.mse_loss.default: _structured_loss_of(capability),
         **cuda_efficient_attention.rules(capability),
         **cuda_indexing.embeddings(multiprocessors),
     }

@@ -1,4 +1,4 @@
-"""Root mean square norms as CUDA runs them: one kernel that keeps one number per row.
+"""Root mean square norms as CUDA runs them, in one kernel that keeps one number per row, and norms' backward passes.
 
 Follows ``rms_norm_symint`` of aten/src/ATen/native/layer_norm.cpp and cuda/layer_norm_kernel.cu. PyTorch has that
 kernel for CUDA alone; a fake tensor on the CPU would show the parts that it is made of elsewhere.
@@ -6,13 +6,17 @@ kernel for CUDA alone; a fake tensor on the CPU would show the parts that it is 
 
 from __future__ import annotations
 
+from math import ceil, prod
 from typing import Any
 
 import torch
 
-from brim.predict.lowering.kernel import Rule, contiguous_before, is_channels_last
+from brim.predict.lowering.cuda import reductions as cuda_reductions
+from brim.predict.lowering.kernel import Kernel, Rule, contiguous_before, is_channels_last, nbytes
 
 _aten = torch.ops.aten
+_ROWS_OF_ONE_BLOCK = 64 * 1024
+_SIDE, _MOST_BLOCKS = 32, 32 * 1024  # rows and columns of a block of threads
 
 
 def rms_norm(
@@ -73,7 +77,37 @@ def fake_backward(
     return first, torch.empty(weight.shape, dtype=weight.dtype) if wanted[1] and weight is not None else None
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = {
-    _aten._fused_rms_norm.default: contiguous_before("input", "weight"),
-    _aten._fused_rms_norm_backward.default: contiguous_before("grad_out", "input", "weight"),
-}
+def rules(capability: tuple[int, int]) -> dict[torch._ops.OpOverload, Rule]:
+    return {
+        _aten._fused_rms_norm.default: contiguous_before("input", "weight"),
+        _aten._fused_rms_norm_backward.default: _backward_of(capability, "input", "weight"),
+        _aten.native_layer_norm_backward.default: _backward_of(capability, "input", "weight", "bias"),
+    }
+
+
+def _backward_of(capability: tuple[int, int], *dense: str) -> Rule:
+    multiprocessors, _ = cuda_reductions.multiprocessors_of(capability)
+
+    def rule(kernel: Kernel) -> None:
+        """``LaunchGammaBetaBackwardCUDAKernel``: many rows leave parts of the weights' gradients, which it sums."""
+        for name in dense:
+            kernel.contiguous(kernel.arg(name))
+        columns = prod(kernel.arg("normalized_shape"))
+        rows = kernel.arg("input").numel() // max(columns, 1)
+        in_parts = rows > _ROWS_OF_ONE_BLOCK and columns // _SIDE < multiprocessors // 2
+        first = int(kernel.arg("output_mask")[0]) if in_parts else len(kernel.outputs)
+        for index in range(first):
+            kernel.emit(index)
+        weights = kernel.outputs[first:]
+        replaced = [kernel.temp(nbytes(weight)) for weight in weights]
+        kernel.contiguous(kernel.arg("grad_out"))
+        blocks = min(_MOST_BLOCKS // ceil(columns / _SIDE), ceil(rows / _SIDE)) if in_parts else 0
+        parts = [weight.new_empty(blocks, columns) for weight in weights]
+        for part in parts:
+            kernel.temp(nbytes(part))
+        for index, (part, handle) in enumerate(zip(parts, replaced, strict=True), first):
+            kernel.emit(index)
+            cuda_reductions.take_workspaces(kernel, part, (0,), max(part.element_size(), 4), capability)
+            kernel.free(handle)
+
+    return rule

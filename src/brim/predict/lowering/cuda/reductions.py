@@ -6,6 +6,7 @@ global memory, with a counter for each output block. The number of blocks follow
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -108,9 +109,25 @@ def multiprocessors_of(capability: tuple[int, int]) -> tuple[int, int]:
     return _MULTIPROCESSORS.get(capability, (108, 2048))
 
 
-def rule_of(capability: tuple[int, int]) -> Rule:
+def take_workspaces(
+    kernel: Kernel, source: torch.Tensor, dims: Sequence[int], part_bytes: int, capability: tuple[int, int]
+) -> None:
+    """Take and free the partial results and the counters of a reduction over ``dims``."""
     multiprocessors, threads = multiprocessors_of(capability)
+    shape, stride = tuple(source.shape), tuple(source.stride())
+    parts = Reduction(
+        reduced=_joined(shape, stride, [d for d in range(len(shape)) if d in dims]),
+        kept=_joined(shape, stride, [d for d in range(len(shape)) if d not in dims]),
+        part_bytes=part_bytes, multiprocessors=multiprocessors, threads=threads, counters=False,
+    )  # fmt: skip
+    if parts.reduced:
+        counters = replace(parts, counters=True)
+        workspace = kernel.workspace(workspace_bytes(parts), parts)
+        kernel.free(kernel.workspace(workspace_bytes(counters), counters))
+        kernel.free(workspace)
 
+
+def rule_of(capability: tuple[int, int]) -> Rule:
     def reduce(kernel: Kernel) -> None:
         source, copy = kernel.args[0], None
         packet = kernel.func.overloadpacket
@@ -129,17 +146,7 @@ def rule_of(capability: tuple[int, int]) -> Rule:
             copy = kernel.temp(source.numel() * dtype.itemsize)
         if kernel.func in _READ_DENSE:
             kernel.contiguous(source)
-        shape, stride = tuple(source.shape), tuple(source.stride())
-        parts = Reduction(
-            reduced=_joined(shape, stride, [d for d in range(len(shape)) if d in dims]),
-            kept=_joined(shape, stride, [d for d in range(len(shape)) if d not in dims]),
-            part_bytes=_part_bytes(kernel, dtype), multiprocessors=multiprocessors, threads=threads, counters=False,
-        )  # fmt: skip
-        if parts.reduced:
-            counters = replace(parts, counters=True)
-            workspace = kernel.workspace(workspace_bytes(parts), parts)
-            kernel.free(kernel.workspace(workspace_bytes(counters), counters))
-            kernel.free(workspace)
+        take_workspaces(kernel, source, dims, _part_bytes(kernel, dtype), capability)
         if copy is not None:
             kernel.free(copy)
 

@@ -53,12 +53,18 @@ def _radix_sort(kernel: Kernel, count: int, row: int, key_bytes: int) -> None:
 
 
 def _scan(kernel: Kernel) -> None:
-    """cuda/ScanUtils.cuh: rows are dense, and one row is CUB's."""
+    """ReduceOps.cpp converts to the result's dtype; cuda/ScanUtils.cuh: rows are dense, and one row is CUB's."""
     kernel.emit()
-    source = kernel.arg("self")
+    source, dtype = kernel.arg("self"), kernel.result.dtype
+    if not source.dim() or not source.numel():
+        return
+    if source.dtype is not dtype:
+        source = torch.empty_like(source, dtype=dtype)
+        kernel.temp(nbytes(source))
     kernel.contiguous(source)
-    if source.dim() and source.numel() == source.size(kernel.arg("dim")):
-        kernel.temp(cuda_cub.scan_bytes(source.numel(), kernel.result.element_size()))
+    if source.numel() == source.size(kernel.arg("dim")):
+        in_words = not dtype.is_complex and dtype not in (torch.bfloat16, torch.float16)
+        kernel.temp(cuda_cub.scan_bytes(source.numel(), dtype.itemsize, in_words=in_words))
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
