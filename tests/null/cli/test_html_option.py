@@ -130,7 +130,7 @@ def test_train_shows_its_losses_and_peaks(llama: Path, tmp_path: Path, capsys: p
 def test_formulas_alone_have_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--explain-formula", "--html", str(tmp_path / "a.html")]
     assert main(["estimate", "gpt2", *arguments]) == 2
-    assert "no picture" in capsys.readouterr().err
+    assert "no chart" in capsys.readouterr().err
     assert not (tmp_path / "a.html").exists()
 
 

@@ -219,7 +219,7 @@ def test_a_function_may_return_its_own_step_or_a_model_and_inputs(tmp_path):
     own, pair = brim.estimate(f"{file}:step"), brim.estimate(f"{file}:pair", optimizer="adam")
     assert own.at_peak_bytes["parameters"] == pair.at_peak_bytes["parameters"] == (256 * 256 + 256) * 4
     assert pair.at_peak_bytes["optimizer_state"] == 2 * (256 * 256 + 256) * 4
-    with pytest.raises(UsageError, match="decides these things"):
+    with pytest.raises(UsageError, match="returns a complete step"):
         brim.estimate(f"{file}:step", batch=8)
     with pytest.raises(UsageError, match="It returned int"):
         brim.estimate(f"{file}:number")

@@ -69,8 +69,8 @@ def test_only_programs_take_arguments_and_they_must_be_there(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "no GPU of the catalog is named.\nName one with --gpu."),
-        (["--vram", "8GiB"], "no GPU of the catalog is named.\nName one with --gpu."),
+        ([], "and none is given.\nName one with --gpu."),
+        (["--vram", "8GiB"], "and none is given.\nName one with --gpu."),
         (["--gpu", "MI300X"], "The rehearsal device simulates CUDA"),
         (["--gpu", "RTX 4090"], "a download of about 530 MB"),
     ],
