@@ -85,7 +85,7 @@ def test_plan_generate_and_load_choose_the_same_and_promise_the_same(
 
     planned = search_generation(subject.on(replace(ample, budget_bytes=budget)).case)
     model_here = opened(folder)
-    case = generation_case(model_here, hardware, budget, subject.case.wanted, lambda: beside)
+    case = generation_case(model_here, hardware, budget, subject.case.request, lambda: beside)
     generated = search_generation(case)
     assert told(generated.plan) == told(planned.plan)
     assert generated.prompt_job == planned.prompt_job
