@@ -6,13 +6,14 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import prod
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from brim.errors import TransferError
 from brim.memory.direct_io import read_error
@@ -144,9 +145,18 @@ def present_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
     Pages of a mapped checkpoint are in it only after their first access.
     """
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device.type == "cpu"}
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in _plain(tensors) if t.device.type == "cpu"}
     with _pagemap() as pages:
         return sum(_present_bytes(pages, s.data_ptr(), s.nbytes()) for s in storages.values())
+
+
+def _plain(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that have the bytes: those inside of a wrapper, whose own storage has none."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            yield from _plain(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield tensor
 
 
 def _present_bytes(pages: int | None, begin: int, size: int) -> int:

@@ -39,7 +39,7 @@ def test_what_is_worked_out_by_hand_is_what_the_closed_forms_say():
     assert parameters.arithmetic.removesuffix(" parameters") in TEXT
     states = formulas.megatron_states(parameters.value).value
     assert f"{states:,} B = {format_bytes(states)}" in TEXT
-    assert f"{-(-states // catalog.gpu('H100').capacity_bytes)} of\nthem" in TEXT
+    assert f"{-(-states // catalog.gpu('H100').capacity_bytes)} of them" in TEXT
     for stage, told in ((1, "654 GiB"), (3, "5.1 GiB")):
         zero = formulas.zero_states(parameters.value, gpus=512, stage=stage).value
         assert f"{zero / GIB:.{1 if stage == 3 else 0}f} GiB" == told
@@ -67,7 +67,7 @@ def test_brims_column_is_what_brim_says(estimates):
     assert table("weights, gradients, optimizer states")[1:] == [f"{states:,} B"] * 2
     assert table("activations")[2] == f"{parts['activations']:,} B"
     rest = parts["workspaces"] + parts["temporary"]
-    assert table("workspaces, and gradients at work in the backward pass")[2] == f"{rest:,} B"
+    assert table("workspaces, and temporary gradients in the backward pass")[2] == f"{rest:,} B"
     assert table("rounding to blocks of 512 B")[2] == f"{parts['rounding']:,} B"
     assert table("allocated")[2] == f"{found.peak_bytes.allocated:,} B"
 

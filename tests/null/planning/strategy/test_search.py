@@ -47,7 +47,7 @@ def test_memory_that_is_given_back_and_asked_for_anew_costs_time_so_a_plan_leave
     tmp_path: Path,
 ) -> None:
     ample = TrainingSearch(case(tmp_path, 8 * GIB))
-    (whole,) = ample.search(1)
+    (whole,) = ample.run(1)
     in_use = whole.prediction.peak_bytes[RAM]
     tight = case(tmp_path, in_use + (in_use >> 5))  # it fits, and there is no room to keep anything
     (free,) = TrainingSearch(tight).run(1)
