@@ -6,13 +6,14 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import prod
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from brim.errors import TransferError
@@ -143,20 +144,17 @@ def _entries(pages: int, first: int, end: int) -> np.ndarray | None:
 def present_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Return the bytes of the tensors' storages in the resident set; off Linux, of all their storages in RAM.
 
-    Pages of a mapped checkpoint are in it only after their first access.
+    Pages of a mapped checkpoint are in it only after their first access. Tensors without a storage count as 0.
     """
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in _plain(tensors) if t.device.type == "cpu"}
+    stored = (t.untyped_storage() for t in tensors if t.device.type == "cpu" and has_storage(t))
+    storages = {storage._cdata: storage for storage in stored}
     with _pagemap() as pages:
         return sum(_present_bytes(pages, s.data_ptr(), s.nbytes()) for s in storages.values())
 
 
-def _plain(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that have the bytes: those inside of a wrapper, whose own storage has none."""
-    for tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor):
-            yield from _plain(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        else:
-            yield tensor
+def has_storage(tensor: torch.Tensor) -> bool:
+    """False for a tensor that only holds others (sparse, sharded), and for a parameter without a shape yet."""
+    return torch._C._has_storage(tensor) and not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor)
 
 
 def _present_bytes(pages: int | None, begin: int, size: int) -> int:

@@ -11,8 +11,6 @@ from typing import Any, cast, get_args
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from brim import accelerator
 from brim.core import Hardware, Link, Plan, Tier, Timeline
@@ -22,6 +20,7 @@ from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.estimation.step_memory import watch_example
 from brim.measure.capacity import check_room, device_free_bytes, free_bytes, ram_room_bytes
 from brim.measure.probe import probe
+from brim.memory.mapped import has_storage
 from brim.memory.tiers import Memory, cpu_memory, device_memory, emulated_memory, fake_memory
 from brim.planning.inference.choosing import Need, make_job, make_plan, partitions
 from brim.techniques.blocks import Partition
@@ -272,13 +271,8 @@ def _held_bytes(
         tensors += [p.grad for p in model.parameters() if p.grad is not None]
     for optimizer in optimizers:
         tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    on_device = [t.untyped_storage() for t in tensors if t.device == device and _has_storage(t)]
+    on_device = [t.untyped_storage() for t in tensors if t.device == device and has_storage(t)]
     return sum({storage._cdata: storage.nbytes() for storage in on_device}.values())
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    """False for a parameter whose shape is not known yet, and for one that only wraps others (a sharded one)."""
-    return not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor)
 
 
 def put_in_force(

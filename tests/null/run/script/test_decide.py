@@ -570,6 +570,22 @@ def test_memory_that_the_program_had_before_its_first_call_is_no_growth(both: Ru
     assert ("and its budget is 4 MiB" in ended.err) == bool(code)
 
 
+@pytest.mark.parametrize("ram", ["2GiB", "100MiB"])
+def test_a_model_with_tensors_that_have_no_storage_runs_as_without_a_budget(both: Run, ram: str) -> None:
+    plain, ended = both("""
+        class Graph(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(512, 512)
+                self.register_buffer("edges", torch.eye(8).to_sparse())
+            def forward(self, x):
+                return self.linear(x).sum() + torch.sparse.mm(self.edges, torch.ones(8, 1)).sum()
+        with torch.no_grad():
+            print(Graph()(torch.ones(1, 512)).item())
+    """, ram=ram)  # fmt: skip
+    assert (ended.code, ended.out) == (plain.code, plain.out), ended.err
+
+
 FEW_PARAMETERS = """
     class Wide(nn.Module):
         def __init__(self):
