@@ -70,8 +70,8 @@ def failed_import(error: Exception) -> UnsupportedError | None:
     if isinstance(error, ImportError) and not inside:  # the library is missing, or lacks the name
         name = error.name or ""
     elif inside and (inside[0] is not after[0] or inside[0].f_code.co_name == "<module>"):  # Python hides importlib's
-        bodies = [frame for frame in inside if frame.f_code.co_name == "<module>"]
-        name = str((bodies or inside)[-1 if bodies else 0].f_globals.get("__name__", ""))
+        bodies = [frame for frame in inside if frame.f_code.co_name == "<module>"]  # the last one raised
+        name = str((bodies or inside[:1])[-1].f_globals.get("__name__", ""))
     else:
         return None
     package = name.partition(".")[0]

@@ -2,7 +2,8 @@
 
 Every search of a plan is the loop of ``prove``. ``prove_within`` lowers the budget of the next proposal by the bytes
 that the last one takes beyond the real budget. ``sufficient`` raises a budget to the bytes that a refusal names, and
-``or_smallest`` names such a budget. ``planning.strategy`` and ``planning.meshes`` correct their own estimates.
+``plan_or_smallest_budget`` names such a budget. ``planning.strategy`` and ``planning.meshes`` correct their own
+estimates.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def _larger(needs: Bytes, refusal: BudgetError) -> Bytes | None:
     return None if larger.items() <= needs.items() else {**needs, **larger}
 
 
-def or_smallest(
+def plan_or_smallest_budget(
     search: Callable[[Bytes], S],
     peak_bytes: Callable[[S], Bytes],
     budget_bytes: Bytes,
@@ -137,7 +138,7 @@ def or_smallest(
         return result
 
 
-def largest(most: int, step: int, attempt: Callable[[int], S]) -> S:
+def largest_fitting(most: int, step: int, attempt: Callable[[int], S]) -> S:
     """Return the result of ``attempt`` for the largest number up to ``most`` that fits, by bisection to ``step``.
 
     Raises the BudgetError of the smallest number where none fits.
@@ -147,13 +148,12 @@ def largest(most: int, step: int, attempt: Callable[[int], S]) -> S:
     except BudgetError:
         if most == 1:
             raise
-    least = min(step, most - 1)
-    fits, best = least, attempt(least)
-    refused = most
-    while refused - fits > step:
-        middle = (fits + refused) // 2
+    fitting = min(step, most - 1)
+    best, refused = attempt(fitting), most
+    while refused - fitting > step:
+        middle = (fitting + refused) // 2
         try:
-            fits, best = middle, attempt(middle)
+            fitting, best = middle, attempt(middle)
         except BudgetError:
             refused = middle
     return best
@@ -168,7 +168,7 @@ def fits(peak_bytes: Bytes, budget_bytes: Bytes) -> bool:
     return not over_bytes(peak_bytes, budget_bytes)
 
 
-def promising(plan: Plan, peak_bytes: Bytes, budget_bytes: Bytes) -> Plan:
+def raise_promise(plan: Plan, peak_bytes: Bytes, budget_bytes: Bytes) -> Plan:
     """Raise the plan's promise to ``peak_bytes``, under ``budget_bytes``."""
     promised = plan.promise.peak_bytes
     peaks = {**promised, **{tier: max(count, promised.get(tier, 0)) for tier, count in peak_bytes.items()}}

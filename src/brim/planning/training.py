@@ -95,7 +95,7 @@ def _refuse_states(request: Request, machine: Machine) -> None:
 
 
 def precision_of(request: Request, compute: str) -> tuple[str, str]:
-    """Return the precision and its origin: the request's, else the search's choice."""
+    """Return the precision and its origin: the request's, else the planner's choice."""
     if request.precision is None and is_factory(request.model):
         return "fp32", "by default: a loop of your own runs as it is written"
     if request.precision is None and request.prefer == "quality":

@@ -33,7 +33,7 @@ from brim.planning.inference.machine import (
     on,
     put_in_force,
 )
-from brim.planning.proof import or_smallest
+from brim.planning.proof import plan_or_smallest_budget
 from brim.planning.strategy.case import TrainingStrategy
 from brim.planning.strategy.choice import MICRO_BATCH, Choice
 from brim.planning.strategy.choose import follow, loop_case, search_training
@@ -280,7 +280,7 @@ class Search:
         """
         if not self._search.case.step.reserves:
             return self._within(self.budget_bytes)
-        return or_smallest(
+        return plan_or_smallest_budget(
             self._within,
             lambda strategy: strategy.prediction.peak_bytes,
             self.budget_bytes,

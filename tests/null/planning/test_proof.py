@@ -14,11 +14,11 @@ from brim.errors import BudgetError
 from brim.planning.proof import (
     check_promise,
     fits,
-    or_smallest,
     over_bytes,
-    promising,
+    plan_or_smallest_budget,
     prove,
     prove_within,
+    raise_promise,
     sufficient,
 )
 
@@ -100,7 +100,7 @@ def test_the_smallest_budget_is_named_unless_its_plan_fits_after_all(above: int,
         return {"vram": 100 + above}  # another plan than the refused one
 
     def answer() -> Mapping[str, int]:
-        return or_smallest(search, lambda peaks: peaks, {"vram": 100}, refuse)
+        return plan_or_smallest_budget(search, lambda peaks: peaks, {"vram": 100}, refuse)
 
     if fitting:
         assert answer() == {"vram": 100}
@@ -118,7 +118,7 @@ def test_bytes_over_a_budget() -> None:
 def test_a_promise_is_raised_and_never_lowered() -> None:
     promise = Promise(peak_bytes={"vram": 5}, step_s=1.0)
     plan = Plan(model="m", hardware="h", task="generate", budget_bytes={"vram": 4}, decisions=(), promise=promise)
-    raised = promising(plan, {"vram": 3, "ram": 2}, {"vram": 9})
+    raised = raise_promise(plan, {"vram": 3, "ram": 2}, {"vram": 9})
     assert (raised.promise.peak_bytes, raised.budget_bytes) == ({"vram": 5, "ram": 2}, {"vram": 9})
     check_promise(raised, {"vram": 6}, {"vram": 1})
 

@@ -30,6 +30,7 @@ _IN_HALVES: tuple[tuple[int, Half | None], ...] = (  # of a zero-bubble pipeline
     (0, None), (1, None), (0, "input"), (2, None), (1, "input"), (0, "weight"), (3, None), (2, "input"),
     (1, "weight"), (3, "input"), (2, "weight"), (3, "weight"),
 )  # fmt: skip
+_FOREACH = "aten._foreach_"
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,6 @@ def _kind(turn: Turn | None) -> tuple[int, bool, str] | None:
     return None if turn is None else turn.kind
 
 
-_FOREACH = "aten._foreach_"
 _BORN, _DIED, _OTHER = "born", "died", "other"
 
 

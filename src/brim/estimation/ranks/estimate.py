@@ -30,6 +30,8 @@ from brim.estimation.simulation import Place, place_of, simulate
 from brim.estimation.workload import ASKED, Workload
 
 _DEFAULT_TOKENS = 4096
+KEPT = "page_locked_and_free"  # in a breakdown: freed by tensors, cached by the allocator
+_LOCKED = (Category.PARAMETER, Category.GRADIENT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,10 +304,6 @@ def _tokens(source: Source) -> int:
         _DEFAULT_TOKENS,
     )
     return min(_DEFAULT_TOKENS, int(limit))
-
-
-KEPT = "page_locked_and_free"  # in a breakdown: freed by tensors, cached by the allocator
-_LOCKED = (Category.PARAMETER, Category.GRADIENT)
 
 
 @dataclass(frozen=True, kw_only=True)

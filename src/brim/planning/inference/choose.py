@@ -27,10 +27,10 @@ from brim.planning.proof import (
     Bytes,
     check_promise,
     in_words,
-    largest,
-    or_smallest,
-    promising,
+    largest_fitting,
+    plan_or_smallest_budget,
     prove_within,
+    raise_promise,
     refusal,
 )  # fmt: skip
 from brim.planning.solver import Job
@@ -226,7 +226,7 @@ class GenerationSearch:
                 smallest_bytes=dict(smallest),
             )
 
-        strategy = or_smallest(
+        strategy = plan_or_smallest_budget(
             lambda budget: self._within(budget, memory),
             lambda s: s.plan.promise.peak_bytes,
             case.budget_bytes,
@@ -244,7 +244,7 @@ class GenerationSearch:
             budget, lambda tight: self._with_budget(tight)._run(), takes, refusal(self.case.name, budget),
             grain_bytes=SMALL_SEGMENT_BYTES,
         )  # fmt: skip
-        return replace(strategy, plan=promising(strategy.plan, reserved, budget))
+        return replace(strategy, plan=raise_promise(strategy.plan, reserved, budget))
 
     def _reserved_bytes(self, memory: DeviceMemory, strategy: GenerationStrategy, vram_bytes: int) -> int:
         from brim.planning.inference.device_memory import Passes
@@ -266,7 +266,7 @@ class GenerationSearch:
 
     def _run(self) -> GenerationStrategy:
         request = self.case.request
-        batch = request.batch or largest(len(request.lengths), 1, self._with_short_chunks).sizes.batch
+        batch = request.batch or largest_fitting(len(request.lengths), 1, self._with_short_chunks).sizes.batch
         return self._with_batch(min(batch, len(request.lengths)), self._with_chunks)
 
     # -- sizes
@@ -307,7 +307,7 @@ class GenerationSearch:
         if asked is not None or not self._divisible:
             return self._placed(case.sizes(batch, min(asked or prompt, prompt)), resting)
         step = max(1, prompt // _CHUNK_STEPS)
-        return largest(prompt, step, lambda chunk: self._placed(case.sizes(batch, chunk), resting))
+        return largest_fitting(prompt, step, lambda chunk: self._placed(case.sizes(batch, chunk), resting))
 
     # -- the needs of passes
 
@@ -370,7 +370,7 @@ class GenerationSearch:
             return _pool_bytes(case, *planned, case.job(planned[0], need))
 
         (cut, plan), taken = prove_within(case.budget_bytes, attempt, takes, refusal(case.name, case.budget_bytes))
-        plan = self._with_cache(promising(plan, taken, case.budget_bytes), sizes, resting)
+        plan = self._with_cache(raise_promise(plan, taken, case.budget_bytes), sizes, resting)
         return self._strategy(sizes, resting, cut, plan, need)
 
     def _strategy(self, sizes: Sizes, resting: int, cut: Cut, plan: Plan, need: Need) -> GenerationStrategy:
@@ -468,7 +468,7 @@ class GenerationSearch:
                 "Make a new one on this machine: brim plan MODEL ... --output FILE.",
                 smallest_bytes={VRAM: reserved},
             )
-        return replace(strategy, plan=promising(plan, {VRAM: reserved}, plan.budget_bytes))
+        return replace(strategy, plan=raise_promise(plan, {VRAM: reserved}, plan.budget_bytes))
 
     def _with_more(self, fixed: Plan, sizes: Sizes, step_bytes: int) -> Plan:
         """Add the bytes of sampling and of prompts of several lengths to ``fixed``, planned without them."""

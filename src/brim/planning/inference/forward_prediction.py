@@ -18,7 +18,7 @@ from brim.model_inputs import map_tensors
 from brim.planning.inference.choosing import Need, make_plan
 from brim.planning.inference.example_shapes import on_host, without_values
 from brim.planning.inference.machine import capability
-from brim.planning.proof import ENDLESS_BYTES, Bytes, in_words, or_smallest, prove_within, refusal
+from brim.planning.proof import ENDLESS_BYTES, Bytes, in_words, plan_or_smallest_budget, prove_within, refusal
 from brim.predict.tracer import trace
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.dry_run import call_with
@@ -64,7 +64,7 @@ def plan_forward(
         )
 
     name = type(model).__name__
-    partition, plan = or_smallest(search, lambda planned: planned[1].promise.peak_bytes, budget, refuse)
+    partition, plan = plan_or_smallest_budget(search, lambda planned: planned[1].promise.peak_bytes, budget, refuse)
     return partition, replace(plan, budget_bytes=dict(budget))
 
 

@@ -13,6 +13,7 @@ from itertools import product
 
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
+from brim.planning.proof import ENDLESS_BYTES
 from brim.planning.solver.cost_model import WHOLE, choices, frames, held_bytes, kinds, peak_bytes, problem
 from brim.planning.solver.search import Solution, solve
 from brim.planning.solver.step_profile import FULL, KEEP, Assignment, Frame, Limits, Shape, StepProfile
@@ -20,7 +21,6 @@ from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM, RESIDENT
 
 _RING_SLOTS = (2, 3)
 _CLOSE = 1 / 64  # the precision of the smallest budget
-_ENDLESS_BYTES = 1 << 60
 
 
 def shapes(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator[Shape]:
@@ -89,14 +89,14 @@ def smallest(profile: StepProfile, hardware: Hardware, limits: Limits) -> tuple[
     capacity.
     """
     compute = hardware.compute
-    capacity = _ENDLESS_BYTES if compute == RAM else hardware.tier(compute).capacity_bytes
+    capacity = ENDLESS_BYTES if compute == RAM else hardware.tier(compute).capacity_bytes
     capacity = max(capacity, limits.budget_bytes.get(compute, 0))
     for lifted in (
         {compute: capacity},
-        {RAM: _ENDLESS_BYTES},
-        {compute: capacity, RAM: _ENDLESS_BYTES},
-        {compute: capacity, RAM: _ENDLESS_BYTES, DISK: _ENDLESS_BYTES},
-        {compute: _ENDLESS_BYTES, RAM: _ENDLESS_BYTES, DISK: _ENDLESS_BYTES},
+        {RAM: ENDLESS_BYTES},
+        {compute: capacity, RAM: ENDLESS_BYTES},
+        {compute: capacity, RAM: ENDLESS_BYTES, DISK: ENDLESS_BYTES},
+        {compute: ENDLESS_BYTES, RAM: ENDLESS_BYTES, DISK: ENDLESS_BYTES},
     ):
         tiers = [tier for tier in lifted if tier in limits.budget_bytes]
         roomy = _with(limits, {tier: lifted[tier] for tier in tiers})

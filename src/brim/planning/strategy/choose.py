@@ -1,6 +1,6 @@
 """Choose a training strategy, for ``brim plan``, ``brim train``, ``brim.fit`` and ``brim run``.
 
-No plan is faster than keeping everything in memory. Where that does not fit, the search searches; else the first
+No plan is faster than keeping everything in memory. Where that does not fit, ``TrainingSearch`` runs; else the first
 fallback level that fits is used, and below the last level weights are streamed in the finest blocks. All strategies
 are proved by the same traces and timed by the same schedules.
 """
@@ -157,7 +157,7 @@ def _unplanned(search: TrainingSearch, choice: Choice, rung: int = 0) -> Trainin
 
 
 def _planned(search: TrainingSearch, rungs: list[Choice], top: int) -> list[TrainingStrategy]:
-    """Return the search's strategies, preceded by a level that is as fast as the first of them."""
+    """Return the strategies that the search proves, preceded by a level that is as fast as the first of them."""
     try:
         strategies = search.run(top)
     except UnsupportedError:  # the optimizer's states cannot be offloaded

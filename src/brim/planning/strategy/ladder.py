@@ -25,7 +25,7 @@ CHUNK_TOKENS = 256  # a chunk's matrix product still runs at full rate
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """The user's settings; None leaves one to the search.
+    """The user's settings; None leaves one to the planner.
 
     ``offload_activations`` is a number of blocks, evenly spread. ``stream_weights`` False: never.
     """

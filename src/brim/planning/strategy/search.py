@@ -1,7 +1,7 @@
 """Search the fastest assignments for a training within a budget, time them by their schedules, and prove them.
 
 An assignment is proved by tracing the step with its techniques in force, on fake tensors. Where the bytes differ from
-the estimate, the search is repeated with the difference as a correction. The baselines without a search (all
+the estimate, the search is repeated with the difference as a correction. The baselines without a planner (all
 resident, checkpointing only, all streamed) are candidates too, so nothing slower is ever offered.
 """
 
@@ -122,7 +122,7 @@ class TrainingSearch:
         return Choice(precision=self.case.precision, micro_batch=batch)
 
     def _read(self, step: TrainingStep, trace: Trace) -> StepProfile:
-        """Return the profile of the plain step of ``step`` from its ``trace``."""
+        """Return the profile of the plain ``step`` from its ``trace``."""
         model = step.model
         trained = [p for p in model.parameters() if p.requires_grad]
         return profile_of(

@@ -42,6 +42,8 @@ from brim.threads import Worker, deferred_interrupts
 
 MODEL, ADAPTER, OPTIMIZER = "model", "adapter_model", "optimizer"
 STAGING_BYTES = 64 << 20
+_ALIGNMENT_BYTES = 8  # the word size of the checksum
+_PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,10 +315,6 @@ class WriterThread:
             self._failed.set()
             self._ring.wake()
             self._writer.abandon()
-
-
-_ALIGNMENT_BYTES = 8  # the word size of the checksum
-_PIECE_BYTES = 4 << 20
 
 
 def pieces(tensor: torch.Tensor, limit_bytes: int) -> Iterator[torch.Tensor]:

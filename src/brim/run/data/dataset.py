@@ -32,6 +32,10 @@ from brim.version import __version__
 IGNORED = -100  # the label that torch's cross-entropy leaves out
 _JSONL, _TEXT = (".jsonl", ".ndjson", ".json"), (".txt", ".text", ".md")
 _ROUNDS = 6
+_READ_BYTES = 1 << 18
+_PIECE_CHARACTERS = 1 << 18  # tokenised in one call: some 70 thousand tokens
+_TOKENS, _FACTS = "tokens.bin", "tokens.json"
+_DTYPE = np.dtype("<u4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,12 +360,6 @@ def _nothing_learnt(where: str, beyond: bool, tokens: int, seq: int) -> UsageErr
 
 def _digest(*facts: str) -> str:
     return hashlib.blake2b("\n".join(facts).encode(), digest_size=16).hexdigest()
-
-
-_READ_BYTES = 1 << 18
-_PIECE_CHARACTERS = 1 << 18  # tokenised in one call: some 70 thousand tokens
-_TOKENS, _FACTS = "tokens.bin", "tokens.json"
-_DTYPE = np.dtype("<u4")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,7 @@ _LIMITS = {
     CPU: "RAM",
     UPDATE: "RAM",
 }
+AUTO = "auto"
 
 
 def plan(request: Request, *, precisions: bool = False, router_statistics: str | None = None) -> Answer:
@@ -176,7 +177,6 @@ def _compute_bytes(proposal: Proposal, machine: Machine) -> int:
     return proposal.plan.promise.peak_bytes.get(compute, 0)
 
 
-AUTO = "auto"
 _PROMPT_TOKENS, _NEW_TOKENS = 32, 32  # routers are told apart by then, and a streamed model is run in a minute
 
 

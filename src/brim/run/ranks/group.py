@@ -42,6 +42,14 @@ STORE = "BRIM_RANKS_STORE"  # variable with the path of the file store of ranks 
 _POLL_S = 0.5
 _GRACE_S = 10.0  # for rank 0 to report the error of another rank
 _FAILED, _REPORTED = "failed", "reported"
+_OF_PLANS = ("torch.distributed.checkpoint.", "brim.run.checkpoint.")  # modules of plans and of a manifest's entries
+_VALUES = {
+    ("builtins", "set"), ("collections", "OrderedDict"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
+    ("traceback", "FrameSummary"), ("traceback", "StackSummary"),
+}  # fmt: skip
+_CHILD_POLL_S = 0.05
+_ENDING_S = 15.0  # for the other ranks to end by themselves after a failure
+_STOP_S = 5.0
 
 
 class RankError(BrimError):
@@ -322,13 +330,6 @@ def _error_of(text: str) -> RankError:
     return RankError(parts["asked"], parts["found"], parts["todo"], exit_code=int(parts["exit_code"]))
 
 
-_OF_PLANS = ("torch.distributed.checkpoint.", "brim.run.checkpoint.")  # modules of plans and of a manifest's entries
-_VALUES = {
-    ("builtins", "set"), ("collections", "OrderedDict"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
-    ("traceback", "FrameSummary"), ("traceback", "StackSummary"),
-}  # fmt: skip
-
-
 class Reader(pickle.Unpickler):
     """Reads plain values, plans and exceptions, and refuses everything else.
 
@@ -356,11 +357,6 @@ def only_plans() -> Iterator[None]:
     """Refuse other objects from other ranks while the context is open."""
     with mock.patch.object(distributed_c10d, "_unpickler", Reader):
         yield
-
-
-_CHILD_POLL_S = 0.05
-_ENDING_S = 15.0  # for the other ranks to end by themselves after a failure
-_STOP_S = 5.0
 
 
 def start(ranks: int, words: Sequence[str]) -> int:

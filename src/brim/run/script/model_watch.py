@@ -33,6 +33,8 @@ _LARGE_BYTES = 1 << 20  # of new parameters: their model is looked up at once
 _SMALL_SHARE = 64  # a step that takes less than this part of the budget is not planned
 _LEAST_BYTES = 1 << 30  # assumed for a GPU's memory without a budget: asking for its size initializes CUDA
 _TRIES = 3  # calls of a model with gradients until its optimizer exists
+# Kernels' buffers, threads and caches of a prediction are outside of the tensors that budgets cover.
+_BESIDE_TENSORS_BYTES = 64 << 20
 
 
 class Launched:
@@ -235,10 +237,6 @@ def _sees_cuda() -> bool:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-# Kernels' buffers, threads and caches of a prediction are outside of the tensors that budgets cover.
-_BESIDE_TENSORS_BYTES = 64 << 20
 
 
 class Growth:
