@@ -28,6 +28,7 @@ def errors() -> dict[str, list[tuple[str, float]]]:
     return gpu_records.errors(list(first.values()), gpu_records.predictions_of(list(first.values())))
 
 
+@pytest.mark.thorough
 @recorded
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(

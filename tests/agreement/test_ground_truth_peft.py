@@ -14,6 +14,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.thorough
 def test_fine_tuning_llama_with_lora_is_predicted_within_three_percent() -> None:
     row = next(row for row in ground_truth.rows(TABLE) if row["experiment"] == "lora/llama-3.2-3B-rank32")
     assert abs(peft.predict(row).error) <= 0.03

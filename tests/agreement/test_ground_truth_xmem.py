@@ -38,6 +38,7 @@ def test_a_runs_memory_is_predicted_within_eight_percent(run: tuple[str, str, st
     assert abs(predicted(run).error) <= 0.08
 
 
+@pytest.mark.thorough
 def test_half_of_the_runs_are_predicted_within_three_percent() -> None:
     assert median(abs(predicted(run).error) for run in RUNS) <= 0.03
 

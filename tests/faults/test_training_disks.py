@@ -78,6 +78,7 @@ def test_a_call_that_fails_costs_no_checkpoint_and_the_training_can_go_on(
     assert failed or name == "preadv"  # what was read ahead is read again
 
 
+@pytest.mark.thorough
 def test_a_disk_that_fills_up_ends_the_training_and_room_lets_it_go_on(
     tiny: Path, text: Path, tmp_path: Path, scratch: Path, quick_trainings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,7 @@ def test_a_disk_that_is_no_folder_or_no_amount_is_refused(
     assert (code, out) == (2, "") and "--disk" in err and word in err, err
 
 
+@pytest.mark.thorough
 def test_a_disk_budget_that_is_too_small_says_what_would_do_and_that_does(
     cli: Cli, text: Path, tmp_path: Path, quick_trainings: None
 ) -> None:

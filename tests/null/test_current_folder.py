@@ -93,6 +93,7 @@ def test_the_search_leaves(source: str) -> None:
     assert not list(unsafe_starts(source))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tree", TREES)
 def test_every_place_that_starts_python_keeps_the_current_folder_out(tree: str) -> None:
     files = [path for path in sorted((ROOT / tree).rglob("*.py")) if path != THE_PLACE]

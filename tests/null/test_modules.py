@@ -40,6 +40,7 @@ def test_a_folder_has_few_modules_and_they_do_not_repeat_its_name(folder: Path) 
     assert not [name for name in names if name.startswith(f"{folder.name}_")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tree", ["src/brim", "tests", "bench", "examples"])
 def test_files_that_docstrings_and_comments_name_are_there(tree: str) -> None:
     anywhere = _ELSEWHERE | {path.name for name in TREES for path in (ROOT / name).rglob("*.py")}
@@ -56,6 +57,7 @@ def test_files_that_docstrings_and_comments_name_are_there(tree: str) -> None:
     assert not missing
 
 
+@pytest.mark.thorough
 def test_modules_that_docstrings_and_comments_name_are_there() -> None:
     missing = []
     for file in sorted(PACKAGE.rglob("*.py")):

@@ -27,6 +27,7 @@ def test_some_attacks_of_every_kind_hold(which: tuple[str, str]) -> None:
     assert tried == ({"sizes"} if which[0] == "--only" else kinds | {"clocks and locales"})
 
 
+@pytest.mark.thorough
 def test_no_attack_holds_against_a_program_that_does_nothing(tmp_path: Path) -> None:
     """Nor against one that prints its own name, or an error that names nothing."""
     attacks = loaded()

@@ -32,6 +32,7 @@ def test_every_reader_is_given_large_inputs() -> None:
     assert fuzz.READERS.keys() - grown == {"snapshot rows"}  # read as "snapshot", and once more one by one
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("read", "linear"), [(lambda data: data.count(b"a"), True), (lambda data: _square(data), False)]
 )

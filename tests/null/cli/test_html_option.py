@@ -44,6 +44,7 @@ def test_estimates_peaks_are_those_of_the_json(
     assert (told["process"], told["safe upper bound"]) == (peak["process"], document["upper_bound_bytes"])
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_shown_until_it_fails_and_without_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,6 +91,7 @@ def test_the_precision_is_the_configurations_where_none_is_given(folder):
     assert brim.estimate(folder("llama"), seq=16).workload.precision == "fp32"
 
 
+@pytest.mark.thorough
 def test_checkpointing_keeps_less_the_more_is_computed_again(folder):
     path = folder("llama", num_hidden_layers=4, vocab_size=50)
     peaks = [

@@ -91,6 +91,7 @@ def test_a_deep_model_grows_as_its_whole_trace_does(folder, monkeypatch):
     assert len(whole.lengths) == 5
 
 
+@pytest.mark.thorough
 def test_batches_of_few_tokens_are_told_too(folder):
     gpu = Hardware(name="small", compute="vram", tiers=(Tier(name="vram", capacity_bytes=700 << 20),))
     source = find_model(folder("gpt2"))
@@ -107,6 +108,7 @@ def test_lengths_end_where_positions_do(folder):
     assert [point.seq for point in study.growth().lengths] == [64, 128, 256, 512]
 
 
+@pytest.mark.thorough
 def test_no_batch_fits_where_the_weights_do_not(folder):
     gpu = Hardware(name="tiny", compute="vram", tiers=(Tier(name="vram", capacity_bytes=400 << 20),))
     study = Study(find_model(folder("llama")), Workload(seq=16), place_of(gpu), None, "")

@@ -38,6 +38,7 @@ def test_weights_of_four_bits_take_half_a_byte_and_a_scale_per_64(folder):
     assert weights_bytes(found) == LINEAR // 2 + 4 * LINEAR // 64 + COUNT * 16 * 4 + 2 * OTHERS + ROTARY
 
 
+@pytest.mark.thorough
 def test_weights_of_float8_take_a_byte_to_generate_and_two_to_train(folder):
     generate = brim.estimate(folder("llama"), task="generate", seq=16, new_tokens=2, precision="fp8")
     assert weights_bytes(generate) == LINEAR + 4 * COUNT + 2 * OTHERS + ROTARY

@@ -50,6 +50,7 @@ def test_a_thread_that_failed_gives_its_turn_away() -> None:
     handle.remove()
 
 
+@pytest.mark.thorough
 def test_a_loaded_model_generates_in_several_threads(tmp_path: Path) -> None:
     module = load_streamed(save_llama(tmp_path))
     prompts = [torch.tensor([[number, number + 1, 5]]) for number in range(1, 4)]

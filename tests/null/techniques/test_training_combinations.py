@@ -15,6 +15,7 @@ from brim.techniques.saved_tensor_hooks import Saving, Unpack
 from support import trained
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(10))
 def test_five_steps_are_bit_for_bit_the_same(seed: int) -> None:
     draw = random.Random(seed)

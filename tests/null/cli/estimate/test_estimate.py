@@ -46,6 +46,7 @@ def test_the_report_tells_what_where_how_it_grows_and_what_fits(model, capsys):
         assert told in text
 
 
+@pytest.mark.thorough
 def test_the_text_begins_with_the_verdict_and_what_was_asked_a_line_each(model, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["estimate", model, "--seq", "256", "--gpu", "RTX 4090 Laptop"]) == 0
@@ -181,6 +182,7 @@ FLUX = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", ["train", "generate"])
 def test_a_transformer_of_images_is_traced_at_its_pipelines_size(tmp_path, capsys, task):
     (tmp_path / "config.json").write_text(json.dumps(FLUX))
@@ -195,6 +197,7 @@ def test_a_diffusion_model_without_inputs_is_no_mistake_of_its_configuration(tmp
     assert "Cannot make inputs for AutoencoderKLWan" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gpus", [(), ("--gpus", "2")])
 def test_the_answer_names_the_precision_and_where_it_is_from(tmp_path, model, capsys, gpus):
     asked = ["estimate", model, "--seq", "64", *gpus]
@@ -214,6 +217,7 @@ def wide(tmp_path):
     return str(tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("asked", "vram"),
     [(["--seq", "512", "--batch", "4"], "580MiB"), (["--task", "generate", "--seq", "512"], "420MiB")],
@@ -231,12 +235,14 @@ def test_what_does_not_fit_is_code_3_with_settings_that_do(wide, capsys, asked, 
         assert json.loads(capsys.readouterr().out)["peak_bytes"]["process"] == setting["process_bytes"]
 
 
+@pytest.mark.thorough
 def test_where_no_setting_fits_the_command_that_looks_further_is_named(wide, capsys):
     assert main(["estimate", wide, "--seq", "64", "--vram", "382MiB"]) == 3
     told = capsys.readouterr().out
     assert f"brim plan {wide} --task train --vram 382MiB --seq 64" in told.splitlines()
 
 
+@pytest.mark.thorough
 def test_every_size_is_told_as_it_is_in_this_memory(wide, capsys):
     """Where the allocator has to give blocks back to fit, the tables have the peaks of that run too, and say so."""
     command = ["estimate", wide, "--seq", "512", "--batch", "4"]

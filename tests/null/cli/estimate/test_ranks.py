@@ -107,6 +107,7 @@ def test_the_table_names_the_worst_rank_and_where_its_bytes_and_seconds_go(model
 OFFLOAD = ["--gpus", "4", "--zero", "3", "--offload-shards", "--seq", "64", "--precision", "bf16-mixed"]
 
 
+@pytest.mark.thorough
 def test_shards_in_ram_are_told_of_every_rank_and_of_the_node(model, capsys):
     assert main(["estimate", model, *OFFLOAD, "--gpus-per-node", "2", "--gpu", "RTX 3090", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

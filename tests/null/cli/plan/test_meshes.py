@@ -17,6 +17,7 @@ COMMAND = ["plan", "llama-3-8b", "--task", "train", "--gpus", "16", "--gpu", "A1
 MEGATRON = ["--engine", "megatron"]  # by closed forms: no stage is traced
 
 
+@pytest.mark.thorough
 def test_json_has_the_fastest_splits_with_a_command_for_each(capsys):
     assert main([*COMMAND, *MEGATRON, "--top", "2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -288,6 +288,7 @@ def test_every_command_that_is_printed_runs_as_it_is(llama: str, asked: tuple[st
         assert done.returncode == 0, (proposal["command"], done.stderr)
 
 
+@pytest.mark.thorough
 def test_a_command_with_a_plan_that_is_not_written_writes_it_first(
     llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

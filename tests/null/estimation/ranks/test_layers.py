@@ -98,6 +98,7 @@ def _held_at(trace):
     return found
 
 
+@pytest.mark.thorough
 def test_a_later_stage_has_the_layers_that_it_has(model):
     """Experts, where the first layer is dense: the last stage's weights are those of its own layers."""
     folder = model(DENSE_FIRST, num_hidden_layers=4)
@@ -118,6 +119,7 @@ def test_a_stage_of_several_kinds_is_cut_out_of_the_whole_model(model):
     assert stage.shallower() is None  # three shallower ones are no less work
 
 
+@pytest.mark.thorough
 def test_pieces_are_of_the_usual_kind(model):
     """A search weighs ways by its layers: experts of a mixture, though its first layer is dense."""
     settings = {"sequence": 64, "recompute": "none", "gpu": catalog.gpu("H100"), "precision": "bf16"}

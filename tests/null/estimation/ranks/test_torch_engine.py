@@ -178,6 +178,7 @@ def mixture(tmp_path_factory):
     return folder
 
 
+@pytest.mark.thorough
 def test_ranks_share_a_layers_experts(mixture):
     """Weights, gradients and both moments of half of them go; the rest is on both ranks."""
     split = {"gpus": 2, "precision": "fp32", "gpu": "A100 80GB"}

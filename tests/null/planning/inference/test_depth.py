@@ -46,6 +46,7 @@ def shallow(subject: Subject) -> Shallow:
     return subject.shallow
 
 
+@pytest.mark.thorough
 def test_the_cache_the_activations_and_the_work(subject: Subject, shallow: Shallow) -> None:
     shape = cache_shape(subject.module)
     assert shallow.shape() == shape

@@ -54,6 +54,7 @@ def test_weights_the_workspace_and_little_else(saved: Path, cache: Path) -> None
     assert WEIGHTS_BYTES + WORKSPACE_BYTES < count < WEIGHTS_BYTES + WORKSPACE_BYTES + SLACK_BYTES + 16 * MIB
 
 
+@pytest.mark.thorough
 def test_weights_that_stream_are_not_there(saved: Path, cache: Path) -> None:
     whole, streamed = case_of(saved, GIB), case_of(saved, least_bytes(saved))
     assert set(search_generation(streamed).plan.choices(STREAMING).values()) == {"stream:ram"}
@@ -79,6 +80,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("here")
 def test_no_plan_for_the_gpu_that_is_here_passes_its_budget(saved: Path, cache: Path) -> None:
     least = least_bytes(saved)
@@ -92,6 +94,7 @@ def test_no_plan_for_the_gpu_that_is_here_passes_its_budget(saved: Path, cache: 
         assert GenerationSearch(case)._reserved_bytes(memory, strategy, vram) <= vram
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("here")
 def test_a_plan_of_another_machine_is_refused_where_the_allocator_here_takes_more(saved: Path, cache: Path) -> None:
     case = case_of(saved, GIB)

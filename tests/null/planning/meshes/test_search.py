@@ -66,6 +66,7 @@ def test_thousands_of_gpus_are_searched_in_seconds(llama):
     assert time.process_time() - started < 20
 
 
+@pytest.mark.thorough
 def test_recomputation_is_taken_where_nothing_else_fits(llama):
     long = meshes(llama, gpus=32, gpus_per_node=8, gpu=H100, sequence=32768, global_batch=64)
     assert {mesh.checkpointing for mesh in long} == {"full"}
@@ -81,6 +82,7 @@ def test_a_batch_that_no_mesh_divides_is_an_error(llama):
         meshes(llama, gpus=101, gpus_per_node=101, gpu=H100, sequence=4096, global_batch=5)
 
 
+@pytest.mark.thorough
 def test_stages_that_do_not_divide_are_balanced_and_their_proof_agrees(llama):
     found = meshes(llama, gpus=24, gpus_per_node=8, gpu=H100, sequence=4096, global_batch=96)
     uneven = [mesh for mesh in found if mesh.split.stage_layers]
@@ -194,6 +196,7 @@ def test_no_mesh_takes_less_than_the_bound_by_which_splits_are_left_out(llama, m
             assert pieces.least_bytes(split) <= least
 
 
+@pytest.mark.thorough
 def test_one_stage_tells_early_what_does_not_fit(found):
     mesh = found[0]
     given = {"seq": 4096, "checkpointing": mesh.checkpointing}

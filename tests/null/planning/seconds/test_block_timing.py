@@ -105,6 +105,7 @@ def test_the_user_s_random_numbers_stay_as_they_are(cache: Path) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.thorough
 def test_of_a_long_pass_a_shorter_one_is_timed(cache: Path) -> None:
     model = llama(hidden_size=512, intermediate_size=2048)
     example = {"input_ids": torch.zeros(4, 2048, dtype=torch.long), "use_cache": False}

@@ -130,6 +130,7 @@ def test_with_little_memory_weights_come_and_go_evenly() -> None:
     assert made.frame.states != KEEP
 
 
+@pytest.mark.thorough
 def test_disk_is_used_only_where_ram_is_short() -> None:
     step = profile(kept=10 * MIB, weights=200 * MIB)
     _, roomy = fastest(step, GPU, limits(1300 * MIB))

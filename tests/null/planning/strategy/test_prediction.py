@@ -69,6 +69,7 @@ def test_every_micro_batch_takes_its_time_and_none_takes_memory_beside_the_other
         assert eight.peak_bytes[tier] == pytest.approx(count, rel=0.01), tier  # the inputs of all are there
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("disk_bytes_per_s", [1e6, 1e12], ids=["waits for the disk", "computes"])
 def test_the_picture_of_a_step_takes_the_seconds_of_its_promise(
     disk_bytes_per_s: float, known_machine: Hardware
@@ -88,6 +89,7 @@ def test_the_picture_of_a_step_takes_the_seconds_of_its_promise(
     assert 1.0 < max(ends) < 3.0  # two of four passes are drawn, and the update
 
 
+@pytest.mark.thorough
 def test_every_micro_batch_moves_its_gradients(known_machine: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = replace(known_machine, links=(Link(source=DISK, target=RAM, bytes_per_s=1e6), *known_machine.links[1:]))
     eight = predicted(8, CHOICES["gradients on disk"], slow)

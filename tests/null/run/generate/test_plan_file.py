@@ -38,6 +38,7 @@ def case_of(saved: Path, vram: int, batch: int) -> GenerationCase:
     return open_subject(asked, on).case
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BATCHES)
 def test_what_follows_a_plan_chooses_and_promises_what_it_says(saved: Path, name: str) -> None:
     case = case_of(saved, *BATCHES[name])
@@ -64,6 +65,7 @@ def test_rows_that_are_looked_up_in_ram_need_no_ring(saved: Path) -> None:
         follow(case, changed(chosen, streamed))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("tier", [VRAM, RAM])
 def test_a_plan_that_promises_less_than_it_takes_is_not_followed(saved: Path, name: str, tier: str) -> None:
@@ -76,6 +78,7 @@ def test_a_plan_that_promises_less_than_it_takes_is_not_followed(saved: Path, na
         follow(case, replace(plan, promise=little))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ram", ["8GiB", "60%"])
 def test_a_plan_file_is_what_runs(saved: Path, ram: str, tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "plan.json"

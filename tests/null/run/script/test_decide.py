@@ -59,6 +59,7 @@ def same(plain: Ended, ended: Ended) -> list[dict[str, Any]]:
     return models
 
 
+@pytest.mark.thorough
 def test_a_budget_of_nothing_is_one_clear_error(both: Run) -> None:
     _, ended = both("model = net(); train(model, torch.optim.AdamW(model.parameters()))", ram=0)
     assert ended.code == 3
@@ -100,6 +101,7 @@ def without_cuda() -> dict[str, str]:
     return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
+@pytest.mark.thorough
 def test_a_program_that_catches_the_refusal_goes_on(both: Run) -> None:
     _, ended = both("""
         try:
@@ -475,6 +477,7 @@ def test_what_cannot_be_copied_leaves_the_program_as_it_is(both: Run) -> None:
     assert len(ended.err.splitlines()) == 1
 
 
+@pytest.mark.thorough
 def test_an_error_of_brims_own_is_one_line_and_the_program_runs_as_it_is(
     both: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -615,6 +618,7 @@ def test_few_parameters_are_no_bound_of_activations(both: Run, rows: str, choice
         assert [model["choice"] for model in same(plain, ended)] == [choice]
 
 
+@pytest.mark.thorough
 def test_many_models_alike_are_looked_at_once(both: Run) -> None:
     plain, ended = both("""
         import time

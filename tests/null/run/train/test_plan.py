@@ -87,6 +87,7 @@ def test_going_on_goes_on_with_the_plan(llama: Path, text: Path, planned: Path, 
     assert Choice.of(rest.plan) == Choice.of(whole.plan)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "named"),
     [
