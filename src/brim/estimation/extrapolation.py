@@ -476,21 +476,23 @@ def extend_tokens(trace: Trace, tokens: int, far: Trace | None = None) -> Trace 
     work = {tick: (op, next_ops[tick]) for tick, op in ops.items() if tick in next_ops}
     seam, shift = starts[4], copies * length  # the copies come in after the fourth token
 
-    def extended_storages() -> Iterator[Storage]:
+    def extended_storages() -> Iterator[tuple[int, int | None, int, Storage]]:
+        """Yield each storage with its ticks and its bytes."""
         for storage in trace.storages:
-            born, died = storage.born, storage.died
+            born, died, count = storage.born, storage.died, storage.bytes
             if born >= seam:
-                grown = copies * growth.get((born - seam) % length, 0)
-                yield _later(replace(storage, bytes=storage.bytes + grown), shift, shift)
+                later = None if died is None else died + shift
+                yield born + shift, later, count + copies * growth.get((born - seam) % length, 0), storage
             elif died is None or died < seam or (born >= starts[2] and died < seam + length):
-                yield storage  # the last: freed by the next token, which is now a copy
+                yield born, died, count, storage  # the last: freed by the next token, which is now a copy
             else:
-                yield replace(storage, died=died + shift)
+                yield born, died + shift, count, storage
         for copy in range(1, copies + 1):
             for tick, storage in storages.items():
-                stays = storage.died is not None and storage.died >= seam + length  # to the end of the step
-                grown_storage = replace(storage, bytes=storage.bytes + copy * growth[tick])
-                yield _later(grown_storage, copy * length, shift if stays else copy * length)
+                died = storage.died
+                if died is not None:  # or freed at the end of the step
+                    died += copy * length if died < seam + length else shift
+                yield storage.born + copy * length, died, storage.bytes + copy * growth[tick], storage
 
     def extended_ops() -> Iterator[Op]:
         for op in trace.ops:
@@ -499,10 +501,13 @@ def extend_tokens(trace: Trace, tokens: int, far: Trace | None = None) -> Trace 
         for copy in range(1, copies + 1):
             yield from (_grown(pair[0], pair, copy, copy * length) for pair in work.values())
 
-    ordered = sorted(extended_storages(), key=lambda storage: storage.born)
+    ordered = sorted(extended_storages(), key=lambda entry: entry[0])
     return replace(
         trace,
-        storages=tuple(replace(storage, id=index) for index, storage in enumerate(ordered)),
+        storages=tuple(
+            replace(storage, id=index, bytes=count, born=born, died=died)
+            for index, (born, died, count, storage) in enumerate(ordered)
+        ),
         ops=tuple(sorted(extended_ops(), key=lambda op: op.at)),
     )
 
@@ -528,11 +533,6 @@ def _within(entries: Iterable[T], begin: int, length: int) -> dict[int, T]:
 
 def _life(storage: Storage) -> int | None:
     return None if storage.died is None else storage.died - storage.born
-
-
-def _later(storage: Storage, born_later: int, died_later: int) -> Storage:
-    died = None if storage.died is None else storage.died + died_later
-    return replace(storage, born=storage.born + born_later, died=died)
 
 
 def _grown(op: Op, pair: tuple[Op, Op], tokens: int, shift: int) -> Op:
