@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from brim.measure.waiting import Stopwatch
 from brim.units import MIB
 
 _SCRATCH_BYTES = 256 * MIB  # several times the last-level cache of most processors
-_FRESH_BYTES, _FRESH_ROUNDS = 32 * MIB, 7
 _CPU_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -63,25 +61,6 @@ def ram_link() -> Link:
         torch.set_num_threads(threads)
     best = max(rates, key=lambda count: rates[count])
     return Link(source=RAM, target=RAM, bytes_per_s=rates[best], single_bytes_per_s=rates[1], concurrency=best)
-
-
-def fresh_memory_s_per_byte() -> float:
-    """Return the additional seconds per byte of writing to pages new to the process: page faults and zeroing.
-
-    All threads write, as in kernels.
-    """
-
-    def written() -> tuple[float, float]:
-        pages = mmap.mmap(-1, _FRESH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        tensor = torch.frombuffer(pages, dtype=torch.float32)
-        watch = Stopwatch()
-        tensor.fill_(1.0)
-        new_s, watch = watch.read_s(), Stopwatch()
-        tensor.fill_(2.0)
-        return new_s, watch.read_s()
-
-    more_s = statistics.median(new_s - again_s for new_s, again_s in (written() for _ in range(_FRESH_ROUNDS)))
-    return max(0.0, more_s) / _FRESH_BYTES
 
 
 def cpu_matrix_rates() -> dict[str, float]:

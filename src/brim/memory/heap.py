@@ -119,13 +119,6 @@ def watched_limits(promised_bytes: int) -> HeapLimits:
     return HeapLimits(promised_bytes=promised_bytes, return_above_bytes=promised_bytes - late)
 
 
-def most_in_use_bytes(budget_bytes: int) -> int:
-    """Return the most memory in use with which a heap may keep its full share within ``budget_bytes``."""
-    with_holes = 1 + _MOST_SHARE
-    watched = min((budget_bytes - _SLACK_BYTES) / with_holes, budget_bytes / (with_holes + _SLACK_SHARE))
-    return int(max(watched, budget_bytes / (1 + _UNWATCHED_SHARE)))
-
-
 class HeapRetention:
     """Keeps freed memory, and returns it whenever the resident set exceeds ``return_above_bytes``."""
 

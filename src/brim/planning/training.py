@@ -30,7 +30,6 @@ from brim.planning.inference.warm_up import most_grown, warm_up
 from brim.planning.request import PLAN_FILE, Machine, Proposal, Request
 from brim.planning.seconds.block_timing import block_seconds
 from brim.planning.seconds.drive_contention import SharesWhenAsked
-from brim.planning.seconds.fresh_memory import fresh_seconds
 from brim.planning.solver.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Limits
 from brim.planning.solver.steps import contention_of
 from brim.planning.strategy.case import Clock, TrainingCase, TrainingStrategy
@@ -154,7 +153,6 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> TrainingCas
         in_place=lambda: works_in_place(model, inputs(1)),
         clock=_clock(model, partition, inputs) if here and precision == "fp32" else None,
         beside=SharesWhenAsked(hardware, rows, contention_of(hardware), writes=True) if here else None,
-        fresh_s_per_byte=fresh_seconds(hardware) if here else 0.0,
     )
 
 

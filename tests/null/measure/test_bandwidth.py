@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from brim.errors import TransferError, UsageError
-from brim.measure.bandwidth import fresh_memory_s_per_byte, matrix_rate, median_s, ram_link
+from brim.measure.bandwidth import matrix_rate, median_s, ram_link
 from brim.measure.disk import UncachedFile, disk_link, uncached_file
 
 MIB = 1 << 20
@@ -115,7 +115,3 @@ def test_measuring_copies_leaves_torch_its_threads():
     assert torch.get_num_threads() == before
     assert link.bytes_per_s >= link.single_bytes_per_s > 1e6
     assert link.concurrency in (1, before)
-
-
-def test_a_new_page_costs_more_than_one_that_is_there() -> None:
-    assert 0 < fresh_memory_s_per_byte() < 1e-6  # it is near 0.5 ns

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from brim.memory.heap import most_in_use_bytes, retention_limits
+from brim.memory.heap import retention_limits
 
 GIB = 1 << 30
 
@@ -44,15 +44,6 @@ def test_a_small_budget_with_room_for_all_holes_keeps_them() -> None:
     limits = retention_limits(170 << 20, 277 << 20)
     assert limits is not None and limits.share == 1.0
     assert retention_limits(170 << 20, 190 << 20) is None
-
-
-@pytest.mark.parametrize("budget", [110 << 20, 300 << 20, 500 << 20, 540 << 20, GIB, 2 * GIB, 80 * GIB])
-def test_the_most_that_may_be_in_use_beside_all_holes(budget: int) -> None:
-    most = most_in_use_bytes(budget)
-    limits = retention_limits(most, budget)
-    assert limits is not None and limits.share > 0.999
-    more = retention_limits(most + (budget >> 6), budget)
-    assert more is None or more.share < 0.95
 
 
 _CHURN = textwrap.dedent("""

@@ -25,7 +25,7 @@ class TrainingStrategy:
     ``prediction`` is the promise; ``spent_bytes`` per tier of it are the program's own. ``partition`` has the blocks
     of ``choice``. ``rung`` is its fallback level, or (``planned``) the level that it replaces; -1: none.
     ``assignment`` is the solver's form of the choice and ``schedule`` its simulation: None where its blocks are not
-    the profiled ones. ``heap_s`` of its seconds go into memory that is freed and allocated again.
+    the profiled ones.
     """
 
     choice: Choice
@@ -36,7 +36,6 @@ class TrainingStrategy:
     planned: bool = False
     assignment: Assignment | None = None
     schedule: Schedule | None = None
-    heap_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -57,8 +56,7 @@ class TrainingCase:
     where some activations can write over their inputs. ``aside`` are bytes of the compute tier reserved for a step
     that cannot be traced; ``finer``: blocks may be cut finer than in ``step`` where nothing else fits.
     ``brief``: a step's gradients are freed before those of the next exist. ``beside`` is the measured contention of
-    lanes. ``fresh_s_per_byte`` is the cost of memory that is freed and allocated again, as the budget leaves no room
-    to keep it. ``exact``: every proof traces every layer; ``proves_all``: that of the chosen strategy does.
+    lanes. ``exact``: every proof traces every layer; ``proves_all``: that of the chosen strategy does.
     """
 
     step: TrainingStep
@@ -74,7 +72,6 @@ class TrainingCase:
     brief: bool = True
     clock: Clock | None = None
     beside: Contention | None = None
-    fresh_s_per_byte: float = 0.0
     exact: bool = False
     proves_all: bool = False
 

@@ -149,11 +149,11 @@ def _rungs(case: TrainingCase, *, in_place: bool) -> list[Choice]:
 
 
 def _unplanned(search: TrainingSearch, choice: Choice, rung: int = 0) -> TrainingStrategy | None:
-    """Prove ``choice`` without a search; None where it does not fit or its heap frees memory that it needs again."""
+    """Prove ``choice`` without a search; None where it does not fit."""
     if not fits(_floor_bytes(search, choice), search.limits.budget_bytes):
         return None
     strategy = replace(search.proved(choice), rung=rung)
-    return strategy if _fits(search, strategy) and not strategy.heap_s else None
+    return strategy if _fits(search, strategy) else None
 
 
 def _planned(search: TrainingSearch, rungs: list[Choice], top: int) -> list[TrainingStrategy]:

@@ -14,9 +14,9 @@ from brim.core import Hardware, Phase, Promise, Timeline, Trace
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError
 from brim.estimation.simulation import lives, simulate
-from brim.memory.heap import MAPPING_THRESHOLD_BYTES, HeapLimits
+from brim.memory.heap import HeapLimits
 from brim.memory.heap_growth import HeapGrowth
-from brim.memory.pool import PAGE_BYTES, Pool, TorchSource, round_up
+from brim.memory.pool import Pool, TorchSource
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
 from brim.model_inputs import map_tensors
@@ -68,14 +68,12 @@ class Prediction:
 class SimulatedStep:
     """A traced step, and its peaks per tier without the program's own share.
 
-    ``timed`` has its seconds by the machine's rates. ``fresh_bytes`` of all its passes are written to new pages in a
-    process that keeps no freed memory.
+    ``timed`` has its seconds by the machine's rates.
     """
 
     trace: Trace
     peak_bytes: Mapping[str, int]
     timed: Prediction
-    fresh_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +167,7 @@ class TrainingStep:
         peak[DISK] = memory.disk_peak_bytes
         memory.close()
         timed = Prediction(peak_bytes={}) if self.inputs is None else _timed(trace, run, self.hardware)
-        fresh_bytes = _fresh_bytes(trace) * run.passes // max(1, run.traced_passes)
-        return SimulatedStep(trace=trace, peak_bytes=peak, timed=timed, fresh_bytes=fresh_bytes)
+        return SimulatedStep(trace=trace, peak_bytes=peak, timed=timed)
 
 
 class _HostSource(TorchSource):
@@ -289,12 +286,6 @@ def _resident_bytes(trace: Trace) -> int:
         else:
             heap.free(storage.id)
     return heap.peak_bytes
-
-
-def _fresh_bytes(trace: Trace) -> int:
-    """Return the bytes of the step's tensors that have memory mappings of their own."""
-    sizes = (s.bytes for s in trace.storages if s.born >= trace.step_starts[0])
-    return sum(round_up(size, PAGE_BYTES) for size in sizes if size >= MAPPING_THRESHOLD_BYTES)
 
 
 def _grown(before: Mapping[tuple[str, str], int], after: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:

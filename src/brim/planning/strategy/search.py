@@ -15,9 +15,7 @@ from functools import cached_property
 from brim.core import Category, Trace
 from brim.core.hardware import RAM
 from brim.errors import BudgetError
-from brim.memory.heap import most_in_use_bytes
 from brim.planning.proof import fits, prove
-from brim.planning.seconds.fresh_memory import given_back
 from brim.planning.solver import training as solver
 from brim.planning.solver.cost_model import held_bytes, moved_bytes, peak_bytes
 from brim.planning.solver.profile import deepened, measured, profile_of
@@ -59,7 +57,6 @@ class TrainingSearch:
         self._shallow = None if case.exact or case.step.inputs is None else Shallow.of(case.step)
         self._known: dict[str, dict[str, int]] = {}  # choice -> peaks without the program's own
         self._rated: dict[str, Prediction] = {}  # choice -> seconds by the machine's rates, if all layers were traced
-        self._fresh: dict[str, int] = {}  # choice -> bytes that a step allocates again, if known
         self._learned: dict[str, int] = {}  # per tier, the latest proof's bytes beyond the estimate
         self._seconds: dict[tuple[object, ...], float] = {}  # assignment -> seconds of its simulated schedule
         self._simple_s = math.inf  # of the fastest baseline
@@ -73,7 +70,7 @@ class TrainingSearch:
         if budget_bytes == self.limits.budget_bytes:
             return self
         other = TrainingSearch(replace(self.case, limits=replace(self.limits, budget_bytes=dict(budget_bytes))))
-        other._known, other._rated, other._fresh = self._known, self._rated, self._fresh
+        other._known, other._rated = self._known, self._rated
         other._plain, other._proof_ops = self._plain, self._proof_ops
         return other
 
@@ -149,23 +146,9 @@ class TrainingSearch:
         for limits in self._in_turn():
             strategies = self._search(limits, top)
             if strategies:
-                strategies = self._with_room_for_the_heap(strategies, limits, top)
                 best = quietest(strategies, self._weighed, most_s=self._simple_s)
                 return [best, *(strategy for strategy in strategies if strategy is not best)][:top]
         return []
-
-    def _with_room_for_the_heap(
-        self, strategies: list[TrainingStrategy], limits: Limits, top: int
-    ) -> list[TrainingStrategy]:
-        """Add strategies that use less RAM if the best one's heap frees memory that it needs again."""
-        if not strategies[0].heap_s:
-            return strategies
-        simple_s = self._simple_s
-        less = {**limits.budget_bytes, RAM: most_in_use_bytes(limits.budget_bytes[RAM])}
-        for strategy in self._search(replace(limits, budget_bytes=less), top):
-            strategies = self._with(strategies, strategy)
-        self._simple_s = simple_s
-        return strategies
 
     def _in_turn(self) -> Iterator[Limits]:
         """Yield ``self.limits``; before it, if gradients and states are tiny, limits without offloading them."""
@@ -337,8 +320,6 @@ class TrainingSearch:
         choice = self.choice(assignment) if choice is None else choice
         peaks = self.peaks(assignment, choice)
         seconds, schedule = self._timed(assignment)
-        heap_s = self._heap_s(choice, peaks)
-        seconds += heap_s
         prediction = Prediction(
             peak_bytes=peaks,
             step_s=seconds,
@@ -352,21 +333,12 @@ class TrainingSearch:
             spent_bytes=self._spent(choice, None, peaks),
             assignment=assignment,
             schedule=schedule,
-            heap_s=heap_s,
         )
 
     def _spent(self, choice: Choice, partition: Partition | None, peaks: Mapping[str, int]) -> dict[str, int]:
         """Return the program's own bytes in ``peaks``."""
         own = self._known[_key(choice, partition)]
         return {tier: count - own.get(tier, 0) for tier, count in peaks.items() if count != own.get(tier, 0)}
-
-    def _heap_s(self, choice: Choice, peaks: Mapping[str, int]) -> float:
-        """Return the seconds for pages that a step in RAM frees and allocates again."""
-        rate = self.case.fresh_s_per_byte
-        if not rate or self.hardware.compute != RAM:
-            return 0.0
-        share = given_back(peaks[RAM], self.limits.budget_bytes.get(RAM, peaks[RAM]))
-        return rate * share * self._fresh.get(_key(choice), 0)
 
     def peaks(self, assignment: Assignment, choice: Choice) -> dict[str, int]:
         """Return peaks per tier from traces of the step with ``choice`` in force, the program's own included."""
@@ -394,7 +366,7 @@ class TrainingSearch:
 
     def _simulated(self, key: str, step: TrainingStep, choice: Choice) -> dict[str, int]:
         seen = step.simulate(choice)
-        self._fresh[key], self._rated[key] = seen.fresh_bytes, seen.timed
+        self._rated[key] = seen.timed
         self._traced_ops += self._proof_ops
         if (
             self._plain is None

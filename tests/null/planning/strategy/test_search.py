@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM
-from brim.memory.heap import most_in_use_bytes
 from brim.planning.request import Machine, Request
 from brim.planning.solver.step_profile import KEEP, Assignment, Frame
 from brim.planning.strategy.case import TrainingCase
@@ -40,27 +38,6 @@ def case(folder: Path, ram_bytes: int) -> TrainingCase:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     on = Machine(hardware=CPU, budget_bytes={RAM: ram_bytes, DISK: 100 * GIB}, assumed=("all of it",))
     return case_of(Request(model=folder, task="train", batch=8, seq=64), on, 0)
-
-
-@pytest.mark.thorough
-def test_memory_that_is_given_back_and_asked_for_anew_costs_time_so_a_plan_leaves_room_to_keep_it(
-    tmp_path: Path,
-) -> None:
-    ample = TrainingSearch(case(tmp_path, 8 * GIB))
-    (whole,) = ample.run(1)
-    in_use = whole.prediction.peak_bytes[RAM]
-    tight = case(tmp_path, in_use + (in_use >> 5))  # it fits, and there is no room to keep anything
-    (free,) = TrainingSearch(tight).run(1)
-    assert free.assignment.same(whole.assignment) and free.heap_s == 0
-    dear = replace(tight, fresh_s_per_byte=1e-6)
-    (chosen,) = TrainingSearch(dear).run(1)
-    assert chosen.heap_s == 0
-    assert chosen.prediction.peak_bytes[RAM] <= most_in_use_bytes(in_use + (in_use >> 5))
-    same = TrainingSearch(dear).prove(whole.assignment, corrects=False)
-    assert same is not None
-    assert same.step_s == free.step_s + same.heap_s > chosen.step_s > free.step_s
-    fresh_bytes = tight.step.simulate(whole.choice).fresh_bytes
-    assert same.heap_s == 1e-6 * fresh_bytes
 
 
 @pytest.mark.thorough
