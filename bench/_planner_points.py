@@ -6,7 +6,6 @@ import random
 import shlex
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from brim.planning import file as plan_file
 from brim.planning.inference.choose import search_generation
 from brim.planning.opening import open_subject
 from brim.planning.request import Answer, Machine, Proposal, Request, machine_of
-from brim.planning.seconds.drives import reading_from
 from brim.planning.solver.step_profile import FULL, KEEP, Assignment, BlockProfile, Frame
 from brim.planning.solver.streaming import plan_of
 from brim.planning.strategy.search import TrainingSearch
@@ -128,15 +126,6 @@ def checkpoint(cell: Cell, directory: Path) -> Path:
     folder = directory / f"planner-{cell.model}"
     checkpoints.write_checkpoint(folder, cell.shape)
     return folder
-
-
-def look_at_the_drive(cell: Cell, directory: Path, times: int, *, each_s: float) -> None:
-    """As so many plans before the first one would, apart from each other by so much."""
-    folder = checkpoint(cell, directory)
-    hardware = _largest(cell, folder).hardware
-    for _ in range(times - 1):
-        time.sleep(each_s)
-        reading_from(hardware, folder)
 
 
 def write(path: Path, cell: Cell, point: Point) -> None:

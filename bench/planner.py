@@ -14,8 +14,7 @@ that people use, and what the planner chooses in each of a few budgets. Every pl
 Per budget, the planner's choice is compared with the fastest plan of the grid that was measured to stay inside it,
 and with the fastest simple one; these few are run --rounds times in all, in turn, and their medians count. Predicted
 seconds are compared with measured ones over all plans. Rows are appended to --output cell by cell; what is there
-already of this machine is not run again. What a drive does changes from second to second where it is shared: its rate
-is looked at once more for each plan, just before it is made and run, and the mean of all looks is believed.
+already of this machine is not run again.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from brim.units import format_seconds, parse_bytes
 
 PACKAGES = ("brim", "torch", "transformers")
 TIMEOUT_S = 300
-_LOOKS, _LOOK_EACH_S = 8, 0.5  # at a cell's drive before its first plan
 
 
 def main() -> None:
@@ -71,7 +69,6 @@ def main() -> None:
 
 def _cell(options: argparse.Namespace, cell: points.Cell, facts: dict[str, Any]) -> list[dict[str, Any]]:
     say(cell.name, "making plans")
-    points.look_at_the_drive(cell, options.directory, _LOOKS, each_s=_LOOK_EACH_S)
     made = []
     plans = points.make(cell, options.directory)
     while (point := next(plans, None)) is not None:
