@@ -22,7 +22,6 @@ from brim.errors import BudgetError, ModelError
 from brim.planning.proof import fits
 from brim.planning.request import Machine, Proposal, Request
 from brim.planning.solver.schedule import lane_of as lane
-from brim.planning.solver.tie_break import AS_FAST
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.search import TrainingSearch
 from brim.planning.training import BESIDE_BYTES, case_of, plan_training
@@ -128,8 +127,7 @@ def test_what_is_offered_fits_is_ranked_and_nothing_simple_is_faster(model: Path
         assert one.gap <= 0.01
         assert one.step_s == one.plan.promise.step_s > 0
     told = [float(f"{one.step_s:.4g}") for one in found]
-    assert told[1:] == sorted(told[1:])
-    assert told[0] <= min(told) * (1 + AS_FAST)  # of those that are as fast, the one that moves least comes first
+    assert told == sorted(told)
     for way in judge.baselines():
         simple = judge.prove(way, corrects=False)
         assert simple is None or found[0].step_s <= simple.step_s * (1 + 1e-3)
@@ -139,7 +137,7 @@ def test_more_memory_is_never_slower(model: Path) -> None:
     whole = roomy(model)[VRAM]
     sizes = [whole * part // 16 for part in (11, 12, 14, 18)]
     steps = [plan_training(asked(model, top=1), machine(size))[0].step_s for size in sizes]
-    assert all(more <= less * (1 + AS_FAST) for less, more in itertools.pairwise(steps))
+    assert all(more <= less for less, more in itertools.pairwise(steps))
     assert steps[0] > steps[-1]
 
 

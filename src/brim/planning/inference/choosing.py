@@ -22,7 +22,6 @@ from brim.planning.seconds.expert_reading import reading
 from brim.planning.solver import BlockCost, Job
 from brim.planning.solver.schedule import Contention
 from brim.planning.solver.streaming import CHOICES, Contender, contender
-from brim.planning.solver.tie_break import as_fast_s, quietest
 from brim.techniques.blocks import Block, Partition, find_blocks, tensor_bytes
 from brim.techniques.experts.router_statistics import RouterStatistics
 from brim.techniques.streaming.placement import computable
@@ -120,8 +119,7 @@ def best_plan(
     tokens: int,
     allowed: Collection[str] = CHOICES,
 ) -> tuple[Cut, Plan]:
-    """Return the plan that moves the fewest bytes among those as fast as the fastest. Raises BudgetError when none
-    fits."""
+    """Return the fastest plan; of equal ones, that of the fewest moved bytes. Raises BudgetError when none fits."""
     contenders: list[tuple[Cut, Contender]] = []
     refusal: BudgetError | None = None
     for cut, job in jobs:
@@ -140,17 +138,14 @@ def best_plan(
                 refusal = more if refusal is None or _need(more) < _need(refusal) else refusal
                 continue
             moved_bytes = planned.moved_bytes + cut.experts.moved_bytes(hardware, tokens)
-            planned = replace(planned, plan=plan, moved_bytes=moved_bytes, most_s=plan.promise.step_s)
+            planned = replace(planned, plan=plan, moved_bytes=moved_bytes)
         contenders.append((cut, planned))
         if cut.experts is None and set(planned.plan.choices(STREAMING).values()) <= {RESIDENT}:
             break  # everything is resident: finer blocks and cached experts only cost more
     if not contenders:
         assert refusal is not None
         raise refusal
-    # The tie's limit follows from the least bound of all cuts.
-    bound_s = min(planned.bound_s for _, planned in contenders)
-    most_s = min(*(planned.most_s for _, planned in contenders), as_fast_s(bound_s))
-    cut, best = quietest(contenders, lambda pair: pair[1].weighed(), most_s=most_s)
+    cut, best = min(contenders, key=lambda pair: pair[1].order())
     return cut, best.plan
 
 

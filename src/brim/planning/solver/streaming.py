@@ -11,7 +11,6 @@ from brim.errors import BudgetError
 from brim.planning.solver.passes import STAGING, BlockCost, Job, chain_s, move_s, pass_s, ways_of
 from brim.planning.solver.placing import placements
 from brim.planning.solver.schedule import COMPUTE, lane_of
-from brim.planning.solver.tie_break import Weighed, as_fast_s, quietest
 from brim.techniques.streaming.placement import COMPUTE_RAM
 from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, NAME, RESIDENT, RING_SLOTS, STAGING_SLOTS
 from brim.units import format_bytes
@@ -26,14 +25,13 @@ _SIMULATED = 12  # placements that are simulated, the best by a quick estimate, 
 class _Placement:
     """A placement of the blocks: block -> choice, and the ring of the streamed ones.
 
-    ``simple``: a baseline without a planner. ``bound_s``: no placement with such a ring has a shorter pass.
+    ``simple``: a baseline without a planner.
     """
 
     choices: Mapping[str, str]
     slot_bytes: int
     slots: int
     simple: bool = False
-    bound_s: float = float("inf")
 
     @property
     def ring_bytes(self) -> int:
@@ -53,23 +51,15 @@ class _Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """A plan, its bytes over links per step, and the seconds that a plan chosen by tie-break may not exceed.
-
-    ``bound_s``: no placement of the job has a shorter pass, where that is known.
-    """
+    """A plan, and its bytes over links per step."""
 
     plan: Plan
     moved_bytes: float
-    most_s: float
-    bound_s: float = float("inf")
 
-    def weighed(self) -> Weighed:
+    def order(self) -> tuple[float, float, int]:
+        """Return the key by which plans are sorted: seconds, and of equal ones bytes moved and held."""
         promise = self.plan.promise
-        return Weighed(
-            seconds=_round_s(promise.step_s),
-            moved_bytes=self.moved_bytes,
-            held_bytes=sum(promise.peak_bytes.values()),
-        )
+        return _round_s(promise.step_s), self.moved_bytes, sum(promise.peak_bytes.values())
 
 
 def plan_streaming(
@@ -89,10 +79,10 @@ def contender(
 ) -> Contender:
     """Return the fastest placement within ``budget_bytes`` (per tier) over slot sizes and ring depths.
 
-    Among plans as fast as the fastest it is the one that moves the fewest bytes. Blocks get only ``allowed`` choices;
-    look-up tables rest where there is room. ``placing`` decides how many blocks a processor beside a GPU computes,
-    and spends little time where that is far from ``known_s``, the seconds of another plan. Raises BudgetError with
-    the smallest sufficient budget where nothing fits.
+    Of equally fast plans it is the one that moves the fewest bytes. Blocks get only ``allowed`` choices; look-up
+    tables rest where there is room. ``placing`` decides how many blocks a processor beside a GPU computes, and spends
+    little time where that is far from ``known_s``, the seconds of another plan. Raises BudgetError with the smallest
+    sufficient budget where nothing fits.
     """
     placements, refusals = _candidates(job, hardware, budget_bytes, allowed, known_s)
     if not placements:
@@ -102,37 +92,20 @@ def contender(
 
 
 def _best(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], fitting: Sequence[_Placement]) -> Contender:
-    """Return the best candidate by its simulated schedule; every simple one that could be best is simulated."""
+    """Return the fastest candidate by its simulated schedule; every simple one that could be it is simulated."""
     # Ties (seconds are rounded, as sums differ in their last digits) go to the one that moves fewer bytes.
     ordered = sorted(fitting, key=lambda p: (_round_s(_quick_s(job, hardware, p)), _moved_bytes(job, hardware, p)))
-    tried: list[tuple[_Placement, Contender]] = []
+    best: Contender | None = None
     for count, placement in enumerate(ordered):
         moved_bytes = _moved_bytes(job, hardware, placement)
-        if tried:
-            best_s = min(contender.weighed().seconds for _, contender in tried)
-            least_s = _round_s(_least_s(job, hardware, placement))
-            quieter = all(moved_bytes < contender.moved_bytes for _, contender in tried) or placement.simple
-            late = count >= _SIMULATED and not placement.simple
-            if late or least_s > as_fast_s(best_s) or (least_s >= best_s and not quieter):
-                continue
+        late = count >= _SIMULATED and not placement.simple
+        if best is not None and (late or (_round_s(_least_s(job, hardware, placement)), moved_bytes) >= best.order()):
+            continue
         plan = plan_of(job, hardware, budget_bytes, placement.choices, placement.slots)
-        tried.append((placement, Contender(plan=plan, moved_bytes=moved_bytes, most_s=float("inf"))))
-    return _chosen(tried, min(placement.bound_s for placement in fitting))
-
-
-def _chosen(tried: Sequence[tuple[_Placement, Contender]], bound_s: float) -> Contender:
-    """Among plans as fast as the fastest, return the one that moves the fewest bytes. Never slower than the baselines
-    (all streamed, or the best without the processor's help), nor further from the bound than a tie may be."""
-    alone = [contender for placement, contender in tried if COMPUTE_RAM not in placement.choices.values()]
-    simple_s = [
-        contender.weighed().seconds for placement, contender in tried if placement.simple or not placement.slots
-    ]
-    most_s = min(simple_s, default=float("inf"))
-    if alone and len(alone) < len(tried):
-        most_s = min(most_s, quietest(alone, Contender.weighed, most_s=most_s).weighed().seconds)
-    most_s = min(most_s, as_fast_s(bound_s))
-    best = quietest([contender for _, contender in tried], Contender.weighed, most_s=most_s)
-    return replace(best, most_s=most_s, bound_s=bound_s)
+        new = Contender(plan=plan, moved_bytes=moved_bytes)
+        best = new if best is None else min(best, new, key=Contender.order)
+    assert best is not None
+    return best
 
 
 def _round_s(seconds: float) -> float:
@@ -192,7 +165,7 @@ def _candidates(
     if compute != RAM and not stays and COMPUTE_RAM in allowed and any(block.cpu_s for block in job.blocks):
         for placed in placements(job, hardware, budget_bytes, allowed, known_s=known_s):
             size = _slot_bytes(job, compute, placed.choices)
-            split = _Placement(choices=placed.choices, slot_bytes=size, slots=placed.slots, bound_s=placed.bound_s)
+            split = _Placement(choices=placed.choices, slot_bytes=size, slots=placed.slots)
             candidates.append(_with_tables(job, compute, split, budget_bytes))
     return candidates, refusals
 

@@ -22,7 +22,6 @@ from brim.planning.solver.profile import deepened, measured, profile_of
 from brim.planning.solver.schedule import Schedule
 from brim.planning.solver.step_profile import KEEP, Assignment, Limits, StepProfile, shape_of
 from brim.planning.solver.steps import contention_of, training_step_s
-from brim.planning.solver.tie_break import Weighed, as_fast_s, quietest
 from brim.planning.strategy.case import TrainingCase, TrainingStrategy
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.depth import Shallow
@@ -59,7 +58,6 @@ class TrainingSearch:
         self._rated: dict[str, Prediction] = {}  # choice -> seconds by the machine's rates, if all layers were traced
         self._learned: dict[str, int] = {}  # per tier, the latest proof's bytes beyond the estimate
         self._seconds: dict[tuple[object, ...], float] = {}  # assignment -> seconds of its simulated schedule
-        self._simple_s = math.inf  # of the fastest baseline
         self._sizes: set[int] = set()  # micro-batches with at least one attempted proof
         self._traced_ops = 0  # by all proofs of this search
         self._proof_ops = 0  # by each proof
@@ -141,13 +139,12 @@ class TrainingSearch:
     def run(self, top: int) -> list[TrainingStrategy]:
         """Return up to ``top`` proved strategies that differ in more than numbers; empty if none fits.
 
-        The first moves the fewest bytes among those as fast as the fastest; the others follow by seconds.
+        The fastest is the first; of equal ones, the one that moves the fewest bytes.
         """
         for limits in self._in_turn():
             strategies = self._search(limits, top)
             if strategies:
-                best = quietest(strategies, self._weighed, most_s=self._simple_s)
-                return [best, *(strategy for strategy in strategies if strategy is not best)][:top]
+                return strategies[:top]
         return []
 
     def _in_turn(self) -> Iterator[Limits]:
@@ -163,7 +160,6 @@ class TrainingSearch:
         """Prove strategies under ``limits``. Corrections from the first proof hold for later ones."""
         self._learned.clear()
         self._sizes.clear()
-        self._simple_s = min(map(self.seconds, self.baselines(limits)), default=math.inf)
         self._traced_ops = 0
         strategies = self._proved(limits, top, [])
         if strategies and self._learned:
@@ -189,7 +185,7 @@ class TrainingSearch:
             most_ops = _SEARCH_OPS if faster else _MORE_OPS - self._proof_ops
             if count >= _MANY * top or (strategies and self._traced_ops > most_ops):
                 break
-            if len(strategies) >= top and seconds > max(strategies[top - 1].step_s, self._tied_s(strategies)):
+            if len(strategies) >= top and seconds > strategies[top - 1].step_s:
                 break
             if not self._is_worth_it(assignment, seconds, strategies, top):
                 continue
@@ -201,35 +197,21 @@ class TrainingSearch:
         return strategies
 
     def _is_worth_it(self, new: Assignment, seconds: float, strategies: list[TrainingStrategy], top: int) -> bool:
-        """Return True where it may be among the first ``top``, or move the fewest bytes of a tie with the first."""
-        if not strategies:
-            return True
-        tied_s = self._tied_s(strategies)
-        tied = [_assignment(strategy) for strategy in strategies if strategy.step_s <= tied_s]
-        moved = min(moved_bytes(self.profile, self.hardware, other) for other in tied)
-        if seconds <= tied_s and moved_bytes(self.profile, self.hardware, new) < moved:
-            return True
+        """Return True where it may be among the first ``top``."""
         # A candidate that differs in numbers only and is no faster adds nothing to the list.
         no_slower = (_assignment(strategy) for strategy in strategies if strategy.step_s <= seconds)
         alike = any(signature(other) == signature(new) for other in no_slower)
         return not alike and (len(strategies) < top or seconds < strategies[top - 1].step_s)
 
-    def _tied_s(self, strategies: list[TrainingStrategy]) -> float:
-        least_s = min(strategy.step_s for strategy in strategies)
-        return max(least_s, min(self._simple_s, as_fast_s(least_s)))
-
-    def _weighed(self, strategy: TrainingStrategy) -> Weighed:
-        return Weighed(
-            seconds=strategy.step_s,
-            moved_bytes=moved_bytes(self.profile, self.hardware, _assignment(strategy)),
-            held_bytes=sum(strategy.prediction.peak_bytes.values()),
-        )
+    def _order(self, strategy: TrainingStrategy) -> tuple[float, float, int]:
+        moved = moved_bytes(self.profile, self.hardware, _assignment(strategy))
+        return strategy.step_s, moved, sum(strategy.prediction.peak_bytes.values())
 
     def _with(self, strategies: list[TrainingStrategy], new: TrainingStrategy) -> list[TrainingStrategy]:
         """Add ``new`` to ``strategies``, sorted by seconds; keep the best of those that differ in numbers only."""
         alike = [old for old in strategies if signature(_assignment(old)) == signature(_assignment(new))]
         rest = [strategy for strategy in strategies if strategy not in alike]
-        best = quietest([*alike, new], self._weighed, most_s=self._simple_s)
+        best = min([*alike, new], key=self._order)
         return sorted([*rest, best], key=lambda strategy: rank(strategy.step_s, _assignment(strategy)))
 
     def _in_order(self, limits: Limits) -> Iterator[tuple[float, Assignment, bool]]:
