@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from brim.core import Decision, Plan
 from brim.core.hardware import DISK, RAM, VRAM
@@ -31,12 +32,14 @@ from brim.planning.subject import Subject
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
-from brim.techniques.streaming.weight_streaming import RING_SLOTS
+from brim.techniques.streaming.weight_streaming import RING_SLOTS, Weights
 from brim.units import exact_bytes
 
 _HALF = ("bf16", "fp16")
 _SHOWN_PASSES = 8  # of a timeline: the prompt's and some tokens'
 _PRECISION, HOST_COMPUTE = "precision", "host_compute"
+LEAST_TIMED_BYTES = 64 << 20  # of weights: with smaller ones a run is over before its plans are timed
+_RIVALS = 2  # plans that are timed beside the fastest
 # The baselines of an answer, by the placements that each allows.
 BASELINES: Mapping[str, Collection[str]] = {
     "all resident": (RESIDENT,),
@@ -116,7 +119,32 @@ def _of(subject: Subject, refusals: list[BudgetError]) -> list[Candidate]:
             candidates.append(search(variant))
         except BudgetError as error:
             refusals.append(error)
-    return candidates
+    return [*candidates, *(_rivals(candidates[0]) if candidates else ())]
+
+
+def _rivals(best: Candidate) -> Iterator[Candidate]:
+    """Yield the fastest plans of other cuts, which are timed beside ``best``: on this machine, where weights move."""
+    subject, strategy = best.subject, best.strategy
+    moves = set(strategy.plan.choices(STREAMING).values()) != {RESIDENT}
+    if not moves or not subject.is_here or stored_bytes(subject.weights) < LEAST_TIMED_BYTES:
+        return
+    without: set[tuple[int, bool]] = set()
+    for _ in range(_RIVALS):
+        without.add(strategy.cut.kind)
+        if all(cut.kind in without for cut in strategy.cuts):
+            return
+        try:
+            strategy = search_generation(replace(subject.case, without=frozenset(without)))
+        except BudgetError:
+            return
+        yield Candidate(subject=subject, strategy=strategy)
+
+
+def stored_bytes(weights: Weights) -> int:
+    """Return the bytes of the weights in files that exist; those of a model that is only described do not."""
+    extents = [extent for source in weights.sources.values() for extent in source.extents]
+    stored = {path for path in {extent.path for extent in extents} if Path(path).is_file()}
+    return sum(extent.bytes for extent in extents if extent.path in stored)
 
 
 def _processor_alone(subject: Subject) -> Iterator[Subject]:

@@ -192,6 +192,12 @@ def _print_plans(console: Console, answer: Answer) -> None:
     for number, proposal in enumerate(answer.proposals, 1):
         console.print(f"{number}: {_in_words(proposal)}")
     best = answer.proposals[0]
+    low_s, high_s = map(format_seconds, answer.interval_s(best))
+    console.print(
+        f"plan 1 was run: {step} is measured"
+        if best.timed
+        else f"{step} of plan 1 is predicted: between {low_s} and {high_s}, by the errors of earlier predictions"
+    )
     for title, effects in (("plan 1 uses", best.techniques), ("more room, not needed here, by", best.frees)):
         if effects:
             rows = ((effect.technique, effect.what, _saved(effect), _costs(effect.costs_s)) for effect in effects)

@@ -100,7 +100,7 @@ class GenerationCase:
     ``shape`` None: the model keeps its own cache. ``watch`` runs the passes of some sizes on fake tensors.
     ``spent_bytes`` returns the program's bytes per tier beside tensors; it is called after a pass was observed, as
     that leaves memory behind. ``routers`` are statistics of a mixture's routers. ``called``: a program calls the
-    model itself, not ``generate``.
+    model itself, not ``generate``. Cuts of the kinds in ``without`` are not used.
     """
 
     name: str
@@ -115,6 +115,7 @@ class GenerationCase:
     seconds: PassSeconds
     routers: Mapping[str, RouterStatistics] = field(default_factory=dict)
     called: bool = False
+    without: frozenset[tuple[int, bool]] = frozenset()
 
     @cached_property
     def device_memory(self) -> DeviceMemory | None:
@@ -363,7 +364,7 @@ class GenerationSearch:
         case, need = self.case, self.need(sizes, resting)
 
         def attempt(budget: Bytes) -> tuple[Cut, Plan]:
-            jobs = ((cut, case.job(cut, need)) for cut in self.cuts(need))
+            jobs = ((cut, case.job(cut, need)) for cut in self.cuts(need) if cut.kind not in case.without)
             return best_plan(jobs, case.hardware, budget, tokens=need.tokens)
 
         def takes(planned: tuple[Cut, Plan]) -> Bytes:

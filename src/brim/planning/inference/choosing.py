@@ -65,6 +65,11 @@ class Cut:
     partition: Partition
     experts: ExpertPlan | None = None
 
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """The number of blocks, and True where experts are cached."""
+        return len(self.partition.blocks), self.experts is not None
+
 
 def cuts(model: nn.Module, hardware: Hardware, need: Need, weights: Weights, task: str) -> Iterator[Cut]:
     """Yield cuts from the module tree's blocks down to the smallest modules that can be moved alone."""

@@ -43,6 +43,7 @@ from brim.planning.solver.passes import CPU
 from brim.planning.solver.schedule import UPDATE, lane_of
 from brim.planning.training import plan_training, precision_of
 from brim.run.generate.load import load
+from brim.run.plan.trials import with_trials
 from brim.techniques.experts.router_statistics import router_statistics
 from brim.units import format_bytes
 
@@ -86,7 +87,7 @@ def plan(request: Request, *, precisions: bool = False, router_statistics: str |
     else:
         if request.prefer == "memory" and request.task == "train":
             proposals = [*proposals, *(in_the_least(machine, lambda tight: planner(request, tight)) or [])]
-        answer = Answer(request=request, machine=machine, proposals=ranked(request, machine, proposals))
+        answer = with_trials(Answer(request=request, machine=machine, proposals=ranked(request, machine, proposals)))
     rows = _precision_rows(request, machine, subjects, compared=precisions)
     precision = _precision(request, machine, subjects)
     return replace(answer, precisions=rows, precision=precision, took_s=time.perf_counter() - begin_s)

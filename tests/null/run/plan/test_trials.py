@@ -1,0 +1,157 @@
+"""The best plans for this machine are timed in short runs, once, and the fastest of them comes first."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from brim.cli import main
+from brim.core import Decision, Hardware, Plan, Promise
+from brim.core.hardware import RAM
+from brim.planning.generation import LEAST_TIMED_BYTES
+from brim.planning.request import Answer, Machine, Proposal, Request
+from brim.planning.strategy.effects import Effect
+from brim.run.plan import trials
+from support.tiny_model import save_llama
+
+MIB = 1 << 20
+
+
+def proposal(name: str, step_s: float) -> Proposal:
+    plan = Plan(
+        model="m",
+        hardware="here",
+        task="generate",
+        budget_bytes={RAM: MIB},
+        decisions=(Decision(technique="weight_streaming", block=name, choice="stream:disk"),),
+        promise=Promise(peak_bytes={RAM: 1}, step_s=step_s),
+    )
+    command = "brim generate m --prompt ... --max-new-tokens 9 --ram 1MiB"
+    streamed = Effect(technique="weight_streaming", what=name, saves_bytes={RAM: 1}, costs_s=0.1)
+    return Proposal(plan=plan, step_s=step_s, limited_by="disk", techniques=[streamed], command=command)
+
+
+def blocks(answer: Answer) -> list[str]:
+    return [each.plan.decisions[0].block for each in answer.proposals]
+
+
+@pytest.fixture
+def answer(tmp_path: Path, known_machine: Hardware, cache: Path) -> Answer:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(LEAST_TIMED_BYTES)
+    (folder / "config.json").write_text("{}")
+    proposals = [proposal("a", 1.0), proposal("b", 1.1), proposal("c", 1.2), proposal("d", 1.3), proposal("e", 9.0)]
+    machine = Machine(hardware=known_machine, budget_bytes={RAM: MIB})
+    return Answer(request=Request(model=folder, ram="1MiB"), machine=machine, proposals=proposals)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Give runs of plans these seconds, by block; return the list of those that are run."""
+
+    def install(**seconds: float | None) -> list[str]:
+        ran: list[str] = []
+
+        def run_s(answer: Answer, proposal: Proposal) -> float | None:
+            ran.append(proposal.plan.decisions[0].block)
+            return seconds[ran[-1]]
+
+        monkeypatch.setattr(trials, "_run_s", run_s)
+        return ran
+
+    return install
+
+
+def test_the_best_three_are_run_once_and_the_fastest_is_first(answer: Answer, run: Callable[..., list[str]]) -> None:
+    ran = run(a=3.0, b=1.0, c=2.0)
+    timed = trials.with_trials(answer)
+    assert blocks(timed) == ["b", "c", "a", "d", "e"] and ran == ["a", "b", "c"]
+    assert [each.timed for each in timed.proposals] == [True, True, True, False, False]
+    assert [each.step_s for each in timed.proposals] == [1.0, 2.0, 3.0, 1.3, 9.0]
+    assert timed.proposals[0].plan.promise.step_s == 1.0
+    assert timed.interval_s(timed.proposals[0]) == (1.0, 1.0)
+    low_s, high_s = timed.interval_s(timed.proposals[3])
+    assert low_s < 1.3 < high_s
+    again = trials.with_trials(answer)
+    assert blocks(again) == blocks(timed) and len(ran) == 3  # the same plan, without another run
+
+
+def test_a_command_that_would_choose_by_predictions_takes_the_plans_file(
+    answer: Answer, run: Callable[..., list[str]]
+) -> None:
+    run(a=3.0, b=1.0, c=2.0)
+    commands = {each.plan.decisions[0].block: each.command for each in trials.with_trials(answer).proposals}
+    assert commands["a"] == answer.proposals[0].command
+    assert commands["b"] == "brim generate m --prompt ... --max-new-tokens 9 --plan plan.json"
+
+
+def test_where_a_run_fails_the_order_is_that_of_predictions(answer: Answer, run: Callable[..., list[str]]) -> None:
+    run(a=3.0, b=None, c=2.0)
+    timed = trials.with_trials(answer)
+    assert blocks(timed) == ["a", "b", "c", "d", "e"]
+    assert [each.timed for each in timed.proposals] == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize("why", ["another machine", "assumed", "by memory", "far slower", "small", "no weights"])
+def test_what_cannot_be_timed_or_need_not_be_is_not(why: str, answer: Answer, run: Callable[..., list[str]]) -> None:
+    ran = run(a=3.0, b=1.0, c=2.0)
+    request, machine, proposals = answer.request, answer.machine, answer.proposals
+    folder = Path(request.model)
+    if why == "another machine":
+        request = replace(request, gpu="RTX 3060")
+    elif why == "assumed":
+        machine = replace(machine, assumed=("a drive",))
+    elif why == "by memory":
+        request = replace(request, prefer="memory")
+    elif why == "far slower":
+        proposals = [proposals[0], proposals[4]]
+    elif why == "small":
+        (folder / "model.safetensors").write_bytes(b"")
+    else:
+        shutil.rmtree(folder)
+    given = replace(answer, request=request, machine=machine, proposals=proposals)
+    assert trials.with_trials(given) == given and not ran
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("task", ["generate", "train"])
+def test_plans_for_this_machine_are_timed_by_real_runs(
+    task: str, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_llama(tmp_path / "m", layers=6)
+    sizes = ["--seq", "32"] + (["--batch", "4"] if task == "train" else ["--new-tokens", "24"])
+    words = ["plan", str(folder), "--task", task, *sizes, "--json"]
+    assert main([*words, "--ram", "3GiB"]) == 0
+    (plain, *_) = json.loads(capsys.readouterr().out)["plans"]
+    assert not plain["timed"]  # nothing is faster than all in memory
+    ram = str(plain["peak_bytes"]["ram"] * 3 // 4)
+    assert main([*words, "--ram", ram]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    timed = [each for each in plans if each["timed"]]
+    assert len(timed) >= 2
+    assert [each["step_s"] for each in timed] == sorted(each["step_s"] for each in timed)
+    assert timed[0]["interval_s"] == [timed[0]["step_s"]] * 2 and timed[0] is plans[0]
+    assert main([*words, "--ram", ram, "--output", str(tmp_path / "plan.json")]) == 0
+    again = json.loads(capsys.readouterr().out)["plans"]
+    assert [each["step_s"] for each in again if each["timed"]] == [each["step_s"] for each in timed]
+    if task == "generate":
+        run = [
+            "generate",
+            str(folder),
+            "--prompt",
+            "a b",
+            "--max-new-tokens",
+            "4",
+            "--plan",
+            str(tmp_path / "plan.json"),
+        ]
+        assert main(run) == 0
+    assert shlex.split(plans[0]["command"])[0] == "brim"
