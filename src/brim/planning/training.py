@@ -22,6 +22,7 @@ from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.heap import retention_limits
+from brim.memory.pool import PAGE_BYTES
 from brim.models.training_model import make_optimizer, with_adapters
 from brim.planning import factory
 from brim.planning.factory import is_factory
@@ -51,6 +52,7 @@ OWN_STEPS = ("bf16-stochastic", "bf16-master")  # precisions that replace the op
 BESIDE_BYTES = {RAM: 12 << 20, VRAM: 64 << 20}
 # The bytes beside tensors of the planning process and of the run have differed by up to 4 MiB.
 _BETWEEN_RUNS_BYTES = 12 << 20
+_TENSOR_ALIGNMENT_BYTES = 8  # of a safetensors file's data (its format's description)
 DATA, TRAINED = "data.jsonl", "trained"  # the data's and the output's names in proposed commands
 
 
@@ -261,8 +263,11 @@ def _model(request: Request, precision: str) -> nn.Module:
 
 
 def _sources(model: nn.Module, names: frozenset[str]) -> Iterator[tuple[str, TensorSource]]:
-    """Yield the parameters' places in an assumed checkpoint: a single file, in order."""
-    offset = 0
+    """Yield the parameters' places in an assumed checkpoint: a single file, in order.
+
+    Its header is not known, so tensors begin where blocks of the file reach into the most pages.
+    """
+    offset = PAGE_BYTES - _TENSOR_ALIGNMENT_BYTES
     for name, parameter in model.named_parameters():
         if name not in names:
             continue

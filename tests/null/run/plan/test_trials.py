@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from brim.core.hardware import RAM
 from brim.planning.generation import LEAST_TIMED_BYTES
 from brim.planning.request import Answer, Machine, Proposal, Request
 from brim.planning.strategy.effects import Effect
+from brim.processes import python_command
 from brim.run.plan import trials
 from support.tiny_model import save_llama
 
@@ -123,35 +125,26 @@ def test_what_cannot_be_timed_or_need_not_be_is_not(why: str, answer: Answer, ru
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("task", ["generate", "train"])
-def test_plans_for_this_machine_are_timed_by_real_runs(
-    task: str, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plans_for_this_machine_are_timed_by_real_runs(task: str, tmp_path: Path, cache: Path) -> None:
     folder = save_llama(tmp_path / "m", layers=6)
-    sizes = ["--seq", "32"] + (["--batch", "4"] if task == "train" else ["--new-tokens", "24"])
-    words = ["plan", str(folder), "--task", task, *sizes, "--json"]
-    assert main([*words, "--ram", "3GiB"]) == 0
-    (plain, *_) = json.loads(capsys.readouterr().out)["plans"]
+    sizes = ["--seq", "32", *(["--batch", "4"] if task == "train" else ["--new-tokens", "24"])]
+
+    def plans(*options: str) -> list[dict[str, Any]]:
+        words = ["plan", str(folder), "--task", task, *sizes, *options, "--json"]
+        done = subprocess.run(python_command("-m", "brim", *words), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found: list[dict[str, Any]] = json.loads(done.stdout)["plans"]
+        return found
+
+    (plain, *_) = plans("--ram", "3GiB")
     assert not plain["timed"]  # nothing is faster than all in memory
     ram = str(plain["peak_bytes"]["ram"] * 3 // 4)
-    assert main([*words, "--ram", ram]) == 0
-    plans = json.loads(capsys.readouterr().out)["plans"]
-    timed = [each for each in plans if each["timed"]]
-    assert len(timed) >= 2
-    assert [each["step_s"] for each in timed] == sorted(each["step_s"] for each in timed)
-    assert timed[0]["interval_s"] == [timed[0]["step_s"]] * 2 and timed[0] is plans[0]
-    assert main([*words, "--ram", ram, "--output", str(tmp_path / "plan.json")]) == 0
-    again = json.loads(capsys.readouterr().out)["plans"]
-    assert [each["step_s"] for each in again if each["timed"]] == [each["step_s"] for each in timed]
+    found = plans("--ram", ram)
+    seconds = [each["step_s"] for each in found if each["timed"]]
+    assert len(seconds) >= 2 and seconds == sorted(seconds) and found[0]["timed"]
+    assert found[0]["interval_s"] == [seconds[0]] * 2
+    again = plans("--ram", ram, "--output", str(tmp_path / "plan.json"))
+    assert [each["step_s"] for each in again if each["timed"]] == seconds
     if task == "generate":
-        run = [
-            "generate",
-            str(folder),
-            "--prompt",
-            "a b",
-            "--max-new-tokens",
-            "4",
-            "--plan",
-            str(tmp_path / "plan.json"),
-        ]
-        assert main(run) == 0
-    assert shlex.split(plans[0]["command"])[0] == "brim"
+        run = ["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "4"]
+        assert main([*run, "--plan", str(tmp_path / "plan.json")]) == 0
