@@ -20,6 +20,7 @@ from brim.planning.inference.pass_seconds import processor_of
 from brim.planning.inference.predicted_timeline import foreseen
 from brim.planning.nearest import in_the_least
 from brim.planning.opening import Subjects
+from brim.planning.proof import search
 from brim.planning.request import LOSSY, Machine, Proposal, Request
 from brim.planning.solver import Job
 from brim.planning.solver.passes import CPU, pass_s
@@ -77,22 +78,24 @@ def plan_generation(request: Request, machine: Machine, *, subjects: Subjects | 
     """
     subjects = Subjects(request.model) if subjects is None else subjects
     candidates: list[Candidate] = []
-    refusals: list[BudgetError] = []
-    for precision, needed in _precisions(request):
-        if needed and candidates:
-            break
-        try:
-            subject = subjects.open(request, machine, precision)
-        except UnsupportedError:
-            if precision is None or precision == request.precision:
-                raise
-            continue  # the user did not set this precision
-        candidates += _of(subject, refusals)
-        if request.prefer == "memory":
-            least = in_the_least(machine, lambda tight, subject=subject: search(subject.on(tight)))  # type: ignore[misc]
-            candidates += [] if least is None else [least]
-    if not candidates:
-        raise min(refusals, key=lambda error: sum(error.smallest_bytes.values()))
+
+    def variants() -> Iterator[Subject]:
+        for precision, needed in _precisions(request):
+            if needed and candidates:
+                return
+            try:
+                subject = subjects.open(request, machine, precision)
+            except UnsupportedError:
+                if precision is None or precision == request.precision:
+                    raise
+                continue  # the user did not set this precision
+            yield subject
+            yield from _processor_alone(subject)
+            if request.prefer == "memory":
+                least = in_the_least(machine, lambda tight, subject=subject: propose(subject.on(tight)))  # type: ignore[misc]
+                candidates.extend([] if least is None else [least])
+
+    search(variants(), propose, results=candidates)
     candidates.sort(key=lambda each: (each.plan.promise.step_s, sum(each.plan.promise.peak_bytes.values())))
     return [_proposal(request, machine, candidate) for candidate in candidates]
 
@@ -108,17 +111,6 @@ def _precisions(request: Request) -> Iterator[tuple[str | None, bool]]:
         yield precision, request.prefer != "memory" and (lossy or request.prefer != "quality")
 
 
-def _of(subject: Subject, refusals: list[BudgetError]) -> list[Candidate]:
-    """Search a precision on the machine, and on its processor alone."""
-    candidates = []
-    for variant in (subject, *_processor_alone(subject)):
-        try:
-            candidates.append(search(variant))
-        except BudgetError as error:
-            refusals.append(error)
-    return candidates
-
-
 def _processor_alone(subject: Subject) -> Iterator[Subject]:
     machine = subject.machine
     if machine.hardware.compute == VRAM:
@@ -126,7 +118,7 @@ def _processor_alone(subject: Subject) -> Iterator[Subject]:
         yield subject.on(replace(machine, hardware=processor_of(machine.hardware), budget_bytes=budget))
 
 
-def search(subject: Subject) -> Candidate:
+def propose(subject: Subject) -> Candidate:
     """Return the fastest proved plan on the subject's machine. Raises BudgetError where nothing fits."""
     return Candidate(subject=subject, strategy=search_generation(subject.case))
 
@@ -264,4 +256,4 @@ def _command(request: Request, machine: Machine, candidate: Candidate) -> str:
     return shlex.join(words)
 
 
-__all__ = ["BASELINES", "Candidate", "baselines", "effects", "gap", "limit", "plan_generation", "search"]
+__all__ = ["BASELINES", "Candidate", "baselines", "effects", "gap", "limit", "plan_generation", "propose"]

@@ -32,6 +32,7 @@ from brim.planning.proof import (
     prove_within,
     raise_promise,
     refusal,
+    search,
 )  # fmt: skip
 from brim.planning.solver import Job
 from brim.techniques.blocks import Partition
@@ -287,13 +288,7 @@ class GenerationSearch:
         case, resting_token_choices = self.case, [0]
         if case.hardware.compute != RAM and case.shape is not None:
             resting_token_choices += kv_cache.resting_token_choices(case.shape, case.sizes(batch, case.prompt).cached)
-        refusals = []
-        for resting in resting_token_choices:
-            try:
-                return attempt(batch, resting)
-            except BudgetError as error:
-                refusals.append(error)
-        raise min(refusals, key=lambda error: sum(error.smallest_bytes.values()))
+        return search(resting_token_choices, lambda resting: attempt(batch, resting), most=1)[0]
 
     def _with_chunks(self, batch: int, resting: int) -> GenerationStrategy:
         """Use the given prompt chunk, or the largest that fits."""

@@ -16,7 +16,7 @@ from brim.memory.checkpoint_files import TensorSource
 from brim.memory.direct_io import bounce_bytes
 from brim.memory.layout import BlockLayout, file_layout, packed_layout, staged_layout
 from brim.planning.inference.expert_plans import ExpertPlan, expert_plans
-from brim.planning.proof import in_words, over_bytes
+from brim.planning.proof import in_words, over_bytes, search
 from brim.planning.seconds.block_seconds import OUTSIDE, BlockSeconds
 from brim.planning.seconds.expert_reading import reading
 from brim.planning.solver import BlockCost, Job
@@ -123,30 +123,29 @@ def best_plan(
     """Return the plan that moves the fewest bytes among those as fast as the fastest. Raises BudgetError when none
     fits."""
     contenders: list[tuple[Cut, Contender]] = []
-    refusal: BudgetError | None = None
-    for cut, job in jobs:
+
+    def candidates() -> Iterator[tuple[Cut, Job]]:
+        for candidate in jobs:
+            yield candidate
+            if contenders and contenders[-1][0].experts is None:
+                if set(contenders[-1][1].plan.choices(STREAMING).values()) <= {RESIDENT}:
+                    return  # everything is resident: finer blocks and cached experts only cost more
+
+    def attempt(candidate: tuple[Cut, Job]) -> tuple[Cut, Contender]:
+        cut, job = candidate
         plain_s = (p.plan.promise.step_s for c, p in contenders if c.experts is None and cut.experts is None)
-        try:
-            planned = contender(job, hardware, budget, allowed=allowed, known_s=min(plain_s, default=float("inf")))
-        except BudgetError as error:
-            refusal = error if refusal is None or _need(error) < _need(refusal) else refusal
-            continue
-        if cut.experts is not None:
-            plan = cut.experts.plan(planned.plan, hardware, tokens)
-            peaks = plan.promise.peak_bytes
-            over = {tier: peaks[tier] for tier in over_bytes(peaks, budget)}
-            if over:  # the solver does not know the slots of experts
-                more = _over(plan, over)
-                refusal = more if refusal is None or _need(more) < _need(refusal) else refusal
-                continue
-            moved_bytes = planned.moved_bytes + cut.experts.moved_bytes(hardware, tokens)
-            planned = replace(planned, plan=plan, moved_bytes=moved_bytes, most_s=plan.promise.step_s)
-        contenders.append((cut, planned))
-        if cut.experts is None and set(planned.plan.choices(STREAMING).values()) <= {RESIDENT}:
-            break  # everything is resident: finer blocks and cached experts only cost more
-    if not contenders:
-        assert refusal is not None
-        raise refusal
+        planned = contender(job, hardware, budget, allowed=allowed, known_s=min(plain_s, default=float("inf")))
+        if cut.experts is None:
+            return cut, planned
+        plan = cut.experts.plan(planned.plan, hardware, tokens)
+        peaks = plan.promise.peak_bytes
+        over = {tier: peaks[tier] for tier in over_bytes(peaks, budget)}
+        if over:  # the solver does not know the slots of experts
+            raise _over(plan, over)
+        moved_bytes = planned.moved_bytes + cut.experts.moved_bytes(hardware, tokens)
+        return cut, replace(planned, plan=plan, moved_bytes=moved_bytes, most_s=plan.promise.step_s)
+
+    search(candidates(), attempt, results=contenders)
     # The tie's limit follows from the least bound of all cuts.
     bound_s = min(planned.bound_s for _, planned in contenders)
     most_s = min(*(planned.most_s for _, planned in contenders), as_fast_s(bound_s))
@@ -161,10 +160,6 @@ def _over(plan: Plan, over: Mapping[str, int]) -> BudgetError:
         "Give that much or more.",
         smallest_bytes=dict(over),
     )
-
-
-def _need(error: BudgetError) -> int:
-    return sum(error.smallest_bytes.values())
 
 
 def partitions(model: nn.Module, need: Need, weights: Weights = _IN_MODULE) -> Iterator[Partition]:
