@@ -1,9 +1,9 @@
 """Search and prove plans: try candidates in turn, predict the bytes that each takes, correct by the excess.
 
-Every choice among candidates is the loop of ``search``, every proof with corrections that of ``prove``. ``prove_within`` lowers the budget of the next proposal by the bytes
-that the last one takes beyond the real budget. ``sufficient`` raises a budget to the bytes that a refusal names, and
-``plan_or_smallest_budget`` names such a budget. ``planning.strategy`` and ``planning.meshes`` correct their own
-estimates.
+Every choice among candidates is the loop of ``search``, every proof with corrections that of ``prove``.
+``prove_within`` lowers the budget of the next proposal by the bytes that the last one takes beyond the real budget.
+``sufficient`` raises a budget to the bytes that a refusal names, and ``plan_or_smallest_budget`` names such a budget.
+``planning.strategy`` and ``planning.meshes`` correct their own estimates.
 """
 
 from __future__ import annotations

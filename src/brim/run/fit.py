@@ -20,12 +20,11 @@ from brim.memory import heap
 from brim.memory.heap import HeapRetention, retention_limits
 from brim.memory.mapped import present_bytes
 from brim.planning.inference.example_shapes import on_host, without_values
-from brim.planning.inference.forward_prediction import plan_forward
+from brim.planning.inference.forward_prediction import forward_need, plan_forward
 from brim.planning.inference.machine import (
     Device,
     budgets,
     capability,
-    forward_need,
     held_ram_bytes,
     held_vram_bytes,
     machine,

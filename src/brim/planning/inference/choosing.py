@@ -127,9 +127,8 @@ def best_plan(
     def candidates() -> Iterator[tuple[Cut, Job]]:
         for candidate in jobs:
             yield candidate
-            if contenders and contenders[-1][0].experts is None:
-                if set(contenders[-1][1].plan.choices(STREAMING).values()) <= {RESIDENT}:
-                    return  # everything is resident: finer blocks and cached experts only cost more
+            if contenders and _is_resident(*contenders[-1]):
+                return  # finer blocks and cached experts only cost more
 
     def attempt(candidate: tuple[Cut, Job]) -> tuple[Cut, Contender]:
         cut, job = candidate
@@ -151,6 +150,10 @@ def best_plan(
     most_s = min(*(planned.most_s for _, planned in contenders), as_fast_s(bound_s))
     cut, best = quietest(contenders, lambda pair: pair[1].weighed(), most_s=most_s)
     return cut, best.plan
+
+
+def _is_resident(cut: Cut, planned: Contender) -> bool:
+    return cut.experts is None and set(planned.plan.choices(STREAMING).values()) <= {RESIDENT}
 
 
 def _over(plan: Plan, over: Mapping[str, int]) -> BudgetError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from brim.core import EventKind, Hardware, Plan, Timeline, Trace
 from brim.core.hardware import VRAM
 from brim.errors import BudgetError, UnsupportedError, first_line
 from brim.estimation.simulation import simulate
+from brim.estimation.step_memory import watch_example
 from brim.memory.tiers import fake_memory
 from brim.model_inputs import map_tensors
 from brim.planning.inference.choosing import Need, make_plan
@@ -25,9 +26,26 @@ from brim.techniques.dry_run import call_with
 from brim.techniques.meta_copy import meta_copy
 from brim.techniques.streaming.weight_streaming import Weights
 from brim.techniques.weights import place_weights
+from brim.units import parse_bytes
 
 _SEGMENT_BYTES = 2 << 20  # the allocator requests multiples of it from the driver
 _CUDA = torch.device("cuda")
+
+
+def forward_need(
+    model: nn.Module,
+    budget: Mapping[str, int],
+    hardware: Hardware,
+    example: Mapping[str, Any] | Sequence[Any] | None,
+    activations: str | int | None,
+) -> Need:
+    """Return a forward pass's need on ``example``; without it, ``activations``, or an eighth of the budget."""
+    seen = None if example is None else watch_example(model, example)
+    if activations is not None:
+        step_bytes = parse_bytes(activations)
+    else:
+        step_bytes = budget[hardware.compute] // 8 if seen is None else seen.step_bytes
+    return Need(step_bytes=step_bytes, observation=seen, tokens=1 if example is None else _tokens(example))
 
 
 def plan_forward(
@@ -130,6 +148,14 @@ def _copy_of(model: nn.Module) -> nn.Module:
             f"It cannot be copied: {first_line(error)}",
             "Remove objects that copy.deepcopy cannot copy from the module.",
         ) from error
+
+
+def _tokens(example: Mapping[str, Any] | Sequence[Any]) -> int:
+    """Rows that a step multiplies weights by: positions of the largest integer input, else its batch."""
+    values = example.values() if isinstance(example, Mapping) else example
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    integers = [t.numel() for t in tensors if not t.is_floating_point()]
+    return max(integers or [t.shape[0] for t in tensors if t.dim()] or [1])
 
 
 @torch.no_grad()

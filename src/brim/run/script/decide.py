@@ -22,17 +22,15 @@ from brim.errors import BrimError, BudgetError, UnsupportedError, first_line
 from brim.measure.capacity import memory_fraction, resident_bytes
 from brim.memory import heap
 from brim.model_inputs import map_tensors
+from brim.planning.inference.choosing import Need, make_plan
 from brim.planning.inference.example_shapes import as_shapes
-from brim.planning.inference.forward_prediction import plan_forward, untouched_bytes
+from brim.planning.inference.forward_prediction import forward_need, plan_forward, untouched_bytes
 from brim.planning.inference.machine import (
     Device,
-    Need,
     budgets,
-    forward_need,
     held_ram_bytes,
     held_vram_bytes,
     machine,
-    make_plan,
     on,
     put_in_force,
 )
