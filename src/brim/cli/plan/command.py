@@ -16,7 +16,7 @@ from brim.cli.options import command, print_json
 from brim.cli.plan.options import PlanOptions, file_name
 from brim.core.options import build
 from brim.errors import BudgetError, UsageError
-from brim.requests.plan import Request
+from brim.requests.plan import MeshRequest, Request
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def plan(options: PlanOptions) -> int | None:
     if options.gpus is not None:
         from brim.cli.plan import meshes as plan_meshes
 
-        return plan_meshes.show(str(options.model), vars(options), options.output, options.as_json)
+        return plan_meshes.show(build(MeshRequest, vars(options)), options.output, options.as_json)
     for name, needed in _ONLY_WITH.items():
         if getattr(options, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} was given without {needed[0]}.", todo=f"Give {needed[1]}.")
