@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import nn
 
+from brim.allocator.config import SMALL_SEGMENT_BYTES
 from brim.core import Hardware, Plan
-from brim.core.hardware import RAM
+from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError
 from brim.estimation.step_memory import Observation
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.direct_io import bounce_bytes
 from brim.memory.layout import BlockLayout, file_layout, packed_layout, staged_layout
 from brim.planning.inference.expert_plans import ExpertPlan, expert_plans
-from brim.planning.proof import in_words, over_bytes, search
+from brim.planning.inference.machine import predict
+from brim.planning.proof import (
+    ENDLESS_BYTES,
+    Bytes,
+    in_words,
+    over_bytes,
+    plan_or_smallest_budget,
+    prove_within,
+    raise_promise,
+    refusal,
+    search,
+)  # fmt: skip
 from brim.planning.seconds.block_seconds import OUTSIDE, BlockSeconds
 from brim.planning.seconds.expert_reading import reading
 from brim.planning.solver import BlockCost, Job
@@ -25,11 +38,12 @@ from brim.planning.solver.streaming import CHOICES, Contender, contender
 from brim.planning.solver.tie_break import as_fast_s, quietest
 from brim.techniques.blocks import Block, Partition, find_blocks, tensor_bytes
 from brim.techniques.experts.router_statistics import RouterStatistics
-from brim.techniques.streaming.placement import computable
+from brim.techniques.streaming.placement import COMPUTE_RAM, computable
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import RESIDENT, Weights
 
 _IN_MODULE = Weights()
+P = TypeVar("P", bound="Placed")
 _HOOKS_S = 60e-6  # two hooks, a slot's hand-over and a request; an estimate, not a measurement
 
 
@@ -88,6 +102,121 @@ def cuts(model: nn.Module, hardware: Hardware, need: Need, weights: Weights, tas
         for partition in candidates:  # generated on demand
             kept.append(partition)
             yield Cut(partition=partition if experts is None else experts.partition(partition), experts=experts)
+
+
+class KnownCuts:
+    """A model's cuts into blocks, coarse ones first, generated on demand and cached."""
+
+    def __init__(self, cuts: Iterator[Cut]) -> None:
+        self._rest, self._known = cuts, list[Cut]()
+
+    def __iter__(self) -> Iterator[Cut]:
+        index = 0
+        while True:
+            if index == len(self._known):
+                found = next(self._rest, None)
+                if found is None:
+                    return
+                self._known.append(found)
+            yield self._known[index]
+            index += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A proved placement of a model's blocks."""
+
+    cut: Cut
+    plan: Plan
+
+    @property
+    def partition(self) -> Partition:
+        return self.cut.partition
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceCase:
+    """A model that is run forward, its machine and its budgets."""
+
+    task: ClassVar[str] = "forward"
+    name: str
+    module: nn.Module
+    weights: Weights
+    hardware: Hardware
+    budget_bytes: Mapping[str, int]
+
+    def cuts(self, need: Need) -> KnownCuts:
+        return KnownCuts(cuts(self.module, self.hardware, need, self.weights, self.task))
+
+    def job(self, cut: Cut, need: Need) -> Job:
+        return job_of(self.module, cut, self.hardware, need, self.weights, self.task)
+
+    def place(self, need: Need, cuts: KnownCuts) -> Placed:
+        """Return the fastest placement that is proved to fit. Raises BudgetError when none is."""
+
+        def attempt(budget: Bytes) -> tuple[Cut, Plan]:
+            jobs = ((cut, self.job(cut, need)) for cut in cuts)
+            return best_plan(jobs, self.hardware, budget, tokens=need.tokens)
+
+        def takes(planned: tuple[Cut, Plan]) -> Bytes:
+            return self.pool_bytes(*planned, self.job(planned[0], need))
+
+        budget = self.budget_bytes
+        (cut, plan), taken = prove_within(budget, attempt, takes, refusal(self.name, budget))
+        return Placed(cut=cut, plan=raise_promise(plan, taken, budget))
+
+    def pool_bytes(self, cut: Cut, plan: Plan, job: Job) -> dict[str, int]:
+        """Return a run's bytes per tier, by applying the plan to the model on fake memory.
+
+        The model is not copied, as not every model can be, and is left as it was.
+        """
+        endless = replace(plan, budget_bytes=dict.fromkeys(plan.budget_bytes, ENDLESS_BYTES))
+        handle = predict(self.module, cut.partition, endless, self.hardware, self.weights)
+        try:
+            pools = [handle.memory.compute, *([handle.memory.host] if handle.memory.host else [])]
+            pool_bytes = {pool.tier: pool.peak_bytes for pool in pools}
+        finally:
+            handle.remove()
+        beside = {self.hardware.compute: job.step_bytes}
+        choices = plan.choices(STREAMING)
+        if COMPUTE_RAM in choices.values():
+            beside[RAM] = job.cpu_step_bytes + sum(
+                block.cpu_bytes for block in job.blocks if choices[block.name] == COMPUTE_RAM
+            )
+        return {tier: n + beside.get(tier, 0) + job.overhead_bytes(tier) for tier, n in pool_bytes.items()}
+
+
+def within_reserved(
+    case: InferenceCase, attempt: Callable[[Bytes], P], reserved: Callable[[P, int], int], *, exact: bool = False
+) -> P:
+    """Return a plan under which all bytes of VRAM that PyTorch's allocator reserves stay within the budget.
+
+    ``attempt`` plans within a budget, which is lowered until the bytes that ``reserved`` predicts for a plan and a
+    limit of VRAM fit. ``exact``: they are the promise, also where the plan's own estimate is larger. Raises
+    BudgetError with the smallest budget.
+    """
+
+    def planned(budget: Bytes) -> P:
+        def takes(placed: P) -> Bytes:
+            return {VRAM: reserved(placed, budget[VRAM])}
+
+        refuse = refusal(case.name, budget)
+        placed, taken = prove_within(budget, attempt, takes, refuse, grain_bytes=SMALL_SEGMENT_BYTES)
+        promise = placed.plan.promise
+        known = {**promise.peak_bytes, **taken} if exact else promise.peak_bytes
+        plan = replace(placed.plan, promise=replace(promise, peak_bytes=known))
+        return replace(placed, plan=raise_promise(plan, taken, budget))
+
+    def refuse(smallest: Bytes) -> BudgetError:
+        return BudgetError(
+            f"Cannot run {case.name} in {in_words(case.budget_bytes)}.",
+            f"The smallest plan takes {in_words(smallest)}, including the bytes that PyTorch and cuBLAS hold.",
+            f"Give {in_words(smallest)} or more, or a shorter input.",
+            smallest_bytes=dict(smallest),
+        )
+
+    placed = plan_or_smallest_budget(planned, lambda p: p.plan.promise.peak_bytes, case.budget_bytes, refuse)
+    return replace(placed, plan=replace(placed.plan, budget_bytes=dict(case.budget_bytes)))
 
 
 def make_plan(

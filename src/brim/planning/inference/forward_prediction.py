@@ -11,15 +11,15 @@ from torch import nn
 
 from brim.core import EventKind, Hardware, Plan, Timeline, Trace
 from brim.core.hardware import VRAM
-from brim.errors import BudgetError, UnsupportedError, first_line
+from brim.errors import UnsupportedError, first_line
 from brim.estimation.simulation import simulate
 from brim.estimation.step_memory import watch_example
 from brim.memory.tiers import fake_memory
 from brim.model_inputs import map_tensors
-from brim.planning.inference.choosing import Need, make_plan
+from brim.planning.inference.choosing import InferenceCase, Need, Placed, within_reserved
 from brim.planning.inference.example_shapes import on_host, without_values
 from brim.planning.inference.machine import capability
-from brim.planning.proof import ENDLESS_BYTES, Bytes, in_words, plan_or_smallest_budget, prove_within, refusal
+from brim.planning.proof import ENDLESS_BYTES
 from brim.predict.tracer import trace
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.dry_run import call_with
@@ -28,7 +28,6 @@ from brim.techniques.streaming.weight_streaming import Weights
 from brim.techniques.weights import place_weights
 from brim.units import parse_bytes
 
-_SEGMENT_BYTES = 2 << 20  # the allocator requests multiples of it from the driver
 _CUDA = torch.device("cuda")
 
 
@@ -48,42 +47,28 @@ def forward_need(
     return Need(step_bytes=step_bytes, observation=seen, tokens=1 if example is None else _tokens(example))
 
 
-def plan_forward(
+def search_forward(
     model: nn.Module, hardware: Hardware, budget: Mapping[str, int], need: Need, inputs: Any, device: str
-) -> tuple[Partition, Plan]:
-    """Return the fastest plan whose call stays within ``budget``, and its partition.
+) -> Placed:
+    """Return the fastest placement of ``model`` whose call stays within ``budget``.
 
     On a GPU the budget covers all bytes that PyTorch reserves, cuBLAS's workspace and unused parts of segments
-    included. So the plan is applied to a copy without values, which is called with ``inputs`` (None: a step takes the
-    bytes of ``need``), and if that exceeds the budget, the next plan gets less. Raises BudgetError with the smallest
-    budget.
+    included. So the plan is applied to a copy without values, too, which is called with ``inputs`` (None: a step
+    takes the bytes of ``need``). Raises BudgetError with the smallest budget.
     """
+    case = InferenceCase(
+        name=type(model).__name__, module=model, weights=Weights(), hardware=hardware, budget_bytes=budget
+    )
+    cuts = case.cuts(need)
     if not _is_reserved(hardware, device):
-        return make_plan(model, hardware, budget, need, Weights(), task="forward")
+        return case.place(need, cuts)
 
-    def attempt(tight: Bytes) -> tuple[Partition, Plan]:
-        return make_plan(model, hardware, tight, need, Weights(), task="forward")
+    def reserved(placed: Placed, _: int) -> int:
+        return reserved_bytes(model, placed.partition, placed.plan, hardware, need.step_bytes, inputs)
 
-    def takes(planned: tuple[Partition, Plan]) -> Bytes:
-        return {VRAM: reserved_bytes(model, *planned, hardware, need.step_bytes, inputs)}
-
-    def search(budget: Bytes) -> tuple[Partition, Plan]:
-        refuse = refusal(name, budget)
-        (partition, plan), reserved = prove_within(budget, attempt, takes, refuse, grain_bytes=_SEGMENT_BYTES)
-        promise = replace(plan.promise, peak_bytes={**plan.promise.peak_bytes, **reserved})
-        return partition, replace(plan, promise=promise)
-
-    def refuse(smallest: Bytes) -> BudgetError:
-        return BudgetError(
-            f"Cannot run {name} in {in_words(budget)}.",
-            f"The smallest plan takes {in_words(smallest)}, including the bytes that PyTorch and cuBLAS hold.",
-            f"Give {in_words(smallest)} or more.",
-            smallest_bytes=dict(smallest),
-        )
-
-    name = type(model).__name__
-    partition, plan = plan_or_smallest_budget(search, lambda planned: planned[1].promise.peak_bytes, budget, refuse)
-    return partition, replace(plan, budget_bytes=dict(budget))
+    return within_reserved(
+        case, lambda tight: replace(case, budget_bytes=tight).place(need, cuts), reserved, exact=True
+    )
 
 
 def _is_reserved(hardware: Hardware, device: str) -> bool:
