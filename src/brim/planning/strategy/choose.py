@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -70,19 +71,31 @@ def follow(search: TrainingSearch, plan: Plan, partition: Partition) -> Training
 
 def within(orders: Orders, limits: Limits) -> Limits:
     """Narrow ``limits`` to the choices that the user's ``orders`` leave."""
-    fixed: dict[str, object] = dict(limits.fixed)
-    if orders.micro_batch is not None:
-        fixed["micro_batch"] = orders.micro_batch
-    if orders.offload_optimizer is not None:
-        fixed["states"] = orders.offload_optimizer
-        if orders.offload_optimizer == KEEP:
-            fixed["gradients"] = KEEP
-    kept = {None: limits.activations, "none": (KEEP, OFFLOAD)}
-    activations = kept.get(orders.checkpointing, (str(orders.checkpointing),))
-    if orders.offload_activations == 0:
-        activations = tuple(choice for choice in activations if choice != OFFLOAD)
-    streams = limits.streams and orders.stream_weights is not False
-    return replace(limits, fixed=fixed, activations=activations, streams=streams)
+    for name, order in vars(orders).items():
+        if order is not None:
+            limits = _within(name, order, limits)
+    return limits
+
+
+def _within(name: str, order: Any, limits: Limits) -> Limits:
+    fixed: dict[str, object] = {}
+    activations, streams = limits.activations, limits.streams
+    match name:
+        case "precision":
+            pass  # the case's own, which its limits are made for
+        case "micro_batch":
+            fixed = {"micro_batch": order}
+        case "offload_optimizer":
+            fixed = {"states": order, **({"gradients": KEEP} if order == KEEP else {})}
+        case "checkpointing":
+            activations = (KEEP, OFFLOAD) if order == "none" else (order,)
+        case "offload_activations":  # a number of blocks: only the fallback levels can be held to it
+            activations = activations if order else tuple(choice for choice in activations if choice != OFFLOAD)
+        case "stream_weights":
+            streams = streams and order
+        case _:
+            raise NotImplementedError(f"No search can be held to {name}.")
+    return replace(limits, fixed={**limits.fixed, **fixed}, activations=activations, streams=streams)
 
 
 def loop_case(
