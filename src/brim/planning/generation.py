@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from brim.core import Decision, Plan
 from brim.core.hardware import DISK, RAM, VRAM
+from brim.core.options import words
 from brim.errors import BudgetError, UnsupportedError
 from brim.models.opening import DTYPES
 from brim.planning.inference.choose import GenerationStrategy, older_tokens_s, search_generation
@@ -29,11 +30,11 @@ from brim.planning.solver.schedule import COMPUTE, Schedule, lane_of
 from brim.planning.solver.streaming import CHOICES, plan_of
 from brim.planning.strategy.effects import Effect
 from brim.planning.subject import Subject
+from brim.requests.generate import Request as GenerateRequest
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import RING_SLOTS
-from brim.units import exact_bytes
 
 _HALF = ("bf16", "fp16")
 _SHOWN_PASSES = 8  # of a timeline: the prompt's and some tokens'
@@ -240,20 +241,23 @@ def _cache_effects(candidate: Candidate) -> Iterator[Effect]:
 
 
 def _command(request: Request, machine: Machine, candidate: Candidate) -> str:
-    words = ["brim", "generate", str(request.model)]
-    words += ["--prompt", "..."] if request.batch == 1 else ["--prompts", "FILE", "--batch", str(request.batch)]
-    words += ["--max-new-tokens", str(request.new_tokens)]
-    hardware, budget = candidate.subject.machine.hardware, candidate.subject.machine.budget_bytes
-    if hardware.compute != machine.hardware.compute:
-        words += ["--device", "cpu"]
-    elif hardware.compute == VRAM:
-        words += ["--vram", exact_bytes(budget[VRAM])]
-    words += ["--ram", exact_bytes(budget[RAM])]
-    if not request.host_compute and hardware.compute == VRAM:
-        words.append("--no-host-compute")
-    if candidate.subject.precision != candidate.subject.own_precision:
-        words += ["--precision", candidate.subject.precision]
-    return shlex.join(words)
+    subject = candidate.subject
+    hardware, budget = subject.machine.hardware, subject.machine.budget_bytes
+    on_gpu = hardware.compute == VRAM
+    run = GenerateRequest(
+        model=request.model,
+        prompt="..." if request.batch == 1 else None,
+        batch="auto" if request.batch == 1 else request.batch,
+        vram=budget[VRAM] if on_gpu else None,
+        ram=budget[RAM],
+        device="auto" if hardware.compute == machine.hardware.compute else "cpu",
+        precision=None if subject.precision == subject.own_precision else subject.precision,
+        host_compute=request.host_compute or not on_gpu,
+        max_new_tokens=request.new_tokens,
+    )
+    model, *options = words(run, always=("max_new_tokens",))
+    prompts = [] if request.batch == 1 else ["--prompts", "FILE"]
+    return shlex.join(["brim", "generate", model, *prompts, *options])
 
 
 __all__ = ["BASELINES", "Candidate", "baselines", "effects", "gap", "limit", "plan_generation", "propose"]

@@ -171,7 +171,7 @@ def test_a_stored_model_on_this_machine_gets_what_generate_will_promise(
     (first,) = plan_generation(asked, machine)
     assert first.plan.promise.peak_bytes[RAM] <= 300 * MIB
     assert first.step_s > 0
-    assert first.command == f"brim generate {folder} --prompt ... --max-new-tokens 4 --ram 300MiB"
+    assert first.command == f"brim generate {folder} --prompt ... --ram 300MiB --max-new-tokens 4"
 
 
 def test_machine_is_kept(config: Path) -> None:
