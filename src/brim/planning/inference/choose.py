@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from brim.core import Decision, Hardware, Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
-from brim.estimation.step_memory import Observation
+from brim.estimation.step_memory import Inputs, Observation
 from brim.planning.inference.choosing import Cut, InferenceCase, KnownCuts, Need, Placed, within_reserved
 from brim.planning.inference.memory import Sizes
 from brim.planning.inference.pass_seconds import PassSeconds
@@ -53,6 +53,12 @@ class GenerationRequest:
     drawn: bool = False
     continued: bool = False
     host_compute: bool = True
+
+    @classmethod
+    def of(cls, inputs: Inputs, *, host_compute: bool = True) -> GenerationRequest:
+        """Return the request of a step's largest inputs."""
+        lengths, new_tokens = (inputs.prompt,) * inputs.batch, inputs.total - inputs.prompt
+        return cls(lengths=lengths, new_tokens=new_tokens, batch=inputs.batch, host_compute=host_compute)
 
     def padded(self, batch: int) -> bool:
         """Return True where a batch has prompts of several lengths."""
