@@ -58,7 +58,7 @@ def search(
 def prove(
     proposal: S | None,
     proof: Callable[[S], P],
-    correct: Callable[[list[P]], S | None],
+    correct: Callable[[list[P]], S | None] = lambda _: None,
     *,
     most: int | None = _MOST,
 ) -> list[P]:

@@ -17,6 +17,7 @@ from brim.planning.meshes import offload
 from brim.planning.meshes import search as closed_forms
 from brim.planning.meshes.search import RECOMPUTE, SEQUENCES_PER_GPU, Mesh, Pieces
 from brim.planning.meshes.torch_engine import DOUBT, least_states, run_meshes
+from brim.planning.proof import prove
 from brim.planning.request import Request, host_assumed, machine_of
 from brim.requests.plan import MeshRequest
 
@@ -206,10 +207,11 @@ def _proved(mesh: Mesh, request: MeshRequest, proofs: _Proofs) -> bool:
     ):  # fmt: skip
         proofs[mesh] = None
         return False
-    proofs[mesh] = estimate = estimate_ranks(
+    (estimate,) = prove(mesh, lambda mesh: estimate_ranks(
         str(request.model), mesh.split, engine=engine, seq=request.seq, gpu=str(request.gpu),
         checkpointing=mesh.checkpointing, precision=precision, ram_gb_per_s=request.ram_gb_per_s,
-    )  # fmt: skip
+    ))  # fmt: skip
+    proofs[mesh] = estimate
     return bool(estimate.fits)
 
 

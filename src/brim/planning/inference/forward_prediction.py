@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from brim.core import EventKind, Hardware, Plan, Timeline, Trace
+from brim.core import EventKind, Hardware, Timeline, Trace
 from brim.core.hardware import VRAM
 from brim.errors import UnsupportedError, first_line
 from brim.estimation.simulation import simulate
@@ -21,7 +21,7 @@ from brim.planning.inference.example_shapes import on_host, without_values
 from brim.planning.inference.machine import capability
 from brim.planning.proof import ENDLESS_BYTES
 from brim.predict.tracer import trace
-from brim.techniques.blocks import Partition, tensor_bytes
+from brim.techniques.blocks import tensor_bytes
 from brim.techniques.dry_run import call_with
 from brim.techniques.meta_copy import meta_copy
 from brim.techniques.streaming.weight_streaming import Weights
@@ -64,7 +64,14 @@ def search_forward(
         return case.place(need, cuts)
 
     def reserved(placed: Placed, _: int) -> int:
-        return reserved_bytes(model, placed.partition, placed.plan, hardware, need.step_bytes, inputs)
+        def put_in_force(copy: nn.Module) -> nn.Module:
+            memory = fake_memory(
+                Timeline(case.name, measured=False), compute_tier=VRAM, compute_bytes=ENDLESS_BYTES,
+                ram_bytes=ENDLESS_BYTES, device=_CUDA,
+            )  # fmt: skip
+            return place_weights(copy, placed.partition, placed.plan, memory, Weights()).model
+
+        return _reserved_bytes(model, put_in_force, hardware, need.step_bytes, inputs)
 
     return within_reserved(
         case, lambda tight: replace(case, budget_bytes=tight).place(need, cuts), reserved, exact=True
@@ -74,25 +81,6 @@ def search_forward(
 def _is_reserved(hardware: Hardware, device: str) -> bool:
     """True if PyTorch's CUDA allocator manages the compute tier."""
     return hardware.compute == VRAM and device != "emulated"
-
-
-def reserved_bytes(
-    model: nn.Module, partition: Partition, plan: Plan, hardware: Hardware, step_bytes: int, inputs: Any
-) -> int:
-    """Peak of the bytes that PyTorch's allocator reserves on the GPU while ``plan`` is in force and the model runs.
-
-    Bytes that ``model`` itself has there before are freed first, and not counted. Raises UnsupportedError for a model
-    that cannot be copied.
-    """
-
-    def put_in_force(copy: nn.Module) -> nn.Module:
-        memory = fake_memory(
-            Timeline(plan.model, measured=False), compute_tier=VRAM, compute_bytes=ENDLESS_BYTES,
-            ram_bytes=ENDLESS_BYTES, device=_CUDA,
-        )  # fmt: skip
-        return place_weights(copy, partition, plan, memory, Weights()).model
-
-    return _reserved_bytes(model, put_in_force, hardware, step_bytes, inputs)
 
 
 def untouched_bytes(model: nn.Module, hardware: Hardware, step_bytes: int, inputs: Any, device: str) -> int:
@@ -105,6 +93,11 @@ def untouched_bytes(model: nn.Module, hardware: Hardware, step_bytes: int, input
 def _reserved_bytes(
     model: nn.Module, prepare: Callable[[nn.Module], nn.Module], hardware: Hardware, step_bytes: int, inputs: Any
 ) -> int:
+    """Return the peak of the bytes that PyTorch's allocator reserves while a prepared copy of ``model`` runs.
+
+    Bytes that ``model`` itself has there before are freed first, and not counted. Raises UnsupportedError for a model
+    that cannot be copied.
+    """
     example = on_host(inputs)
 
     def build() -> Callable[[], None]:
