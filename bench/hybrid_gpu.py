@@ -32,7 +32,8 @@ import _gpu_model as models
 import _harness as harness
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
-from brim.planning.inference.machine import Need, machine, make_plan, put_in_force
+from brim.planning.inference.choosing import Need, make_plan
+from brim.planning.inference.machine import machine, put_in_force
 from brim.techniques.blocks import Partition
 from brim.techniques.streaming.placement import loading_triggers
 from brim.techniques.streaming.weight_streaming import COMPUTE_RAM, FROM_RAM, NAME, RESIDENT, RING_SLOTS, Weights

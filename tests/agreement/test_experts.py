@@ -14,7 +14,8 @@ from brim.core import EventKind, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.models.opening import open_model
 from brim.models.weights import by_parameter, materialize, verifier
-from brim.planning.inference.machine import Need, machine, make_plan, predict, put_in_force
+from brim.planning.inference.choosing import Need, make_plan
+from brim.planning.inference.machine import machine, predict, put_in_force
 from brim.techniques.experts.technique import CACHE_DISK, CACHE_RAM, EXPERT_SLOTS, NAME
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 from support.cached_experts import fit, planned

@@ -19,13 +19,12 @@ from brim.estimation.step_memory import Inputs
 from brim.models.opening import OpenedModel, open_model, open_tokenizer
 from brim.models.weights import materialize
 from brim.planning.generation import plan_generation
-from brim.planning.inference.choose import GenerationStrategy, search_generation
+from brim.planning.inference.choose import GenerationRequest, GenerationStrategy, search_generation
 from brim.planning.inference.predicted_timeline import foreseen
 from brim.planning.opening import open_subject
 from brim.planning.request import Machine, Request
 from brim.planning.seconds.spans import WHOLE
 from brim.run.generate.inputs import encode
-from brim.run.generate.load import loading_case
 from brim.run.generate.plan import generation_case
 from brim.run.generate.request import Request as Generating
 from brim.run.generate.request import generate
@@ -91,12 +90,12 @@ def test_plan_generate_and_load_choose_the_same_and_promise_the_same(
     assert generated.prompt_job == planned.prompt_job
 
     # Whoever calls a loaded model gives it a cache of its own, which takes other bytes: with as many more, the same.
-    inputs = Inputs(prompt=SEQ, total=SEQ + NEW)
-    more = loading_case(model_here, hardware, budget, inputs, beside)
+    request = GenerationRequest.of(Inputs(prompt=SEQ, total=SEQ + NEW))
+    more = generation_case(model_here, hardware, budget, request, lambda: beside, called=True)
     sizes = generated.sizes
     held = generated.need.step_bytes - more.watch(sizes).step_bytes
     budget = {**budget, hardware.compute: budget[hardware.compute] - held}
-    loaded = search_generation(loading_case(model_here, hardware, budget, inputs, beside))
+    loaded = search_generation(replace(more, budget_bytes=budget))
     assert loaded.plan.choices(STREAMING) == generated.plan.choices(STREAMING)
     expected = dict(generated.plan.promise.peak_bytes)
     expected[hardware.compute] -= held

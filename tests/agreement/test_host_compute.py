@@ -14,7 +14,8 @@ from brim.core.hardware import RAM, VRAM
 from brim.estimation.step_memory import watch_example
 from brim.models.opening import open_model
 from brim.models.weights import by_parameter, materialize, verifier
-from brim.planning.inference.machine import Need, machine, make_plan, predict, put_in_force
+from brim.planning.inference.choosing import Need, make_plan
+from brim.planning.inference.machine import machine, predict, put_in_force
 from brim.techniques.blocks import Partition
 from brim.techniques.streaming.weight_streaming import COMPUTE_RAM, Weights, WeightStreaming
 from support.families import assert_same_generation, generated, inputs, make, size_of

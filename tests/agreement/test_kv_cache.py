@@ -12,7 +12,8 @@ from brim.core import EventKind, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.memory.tiers import Memory
 from brim.model_cache import cache_input, cache_of
-from brim.planning.inference.machine import Need, machine, make_plan, predict, put_in_force
+from brim.planning.inference.choosing import Need, make_plan
+from brim.planning.inference.machine import machine, predict, put_in_force
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.weight_streaming import Weights
 from support.generating import make

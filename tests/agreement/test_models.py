@@ -19,7 +19,8 @@ import brim
 from brim.estimation.step_memory import watch_example
 from brim.models.opening import open_model
 from brim.models.weights import by_parameter, materialize, verifier
-from brim.planning.inference.machine import Need, machine, make_plan, put_in_force
+from brim.planning.inference.choosing import Need, make_plan
+from brim.planning.inference.machine import machine, put_in_force
 from brim.techniques.streaming.weight_streaming import RESIDENT, Weights, WeightStreaming
 from support.families import assert_same_generation, generated
 

@@ -31,7 +31,8 @@ from brim.models.opening import open_model
 from brim.models.quality import bundled_text, perplexity
 from brim.models.quantized import open_quantized
 from brim.models.weights import by_parameter, materialize, verifier
-from brim.planning.inference.machine import Need, machine, make_plan, predict, put_in_force
+from brim.planning.inference.choosing import Need, make_plan
+from brim.planning.inference.machine import machine, predict, put_in_force
 from brim.techniques.quantization.technique import SCHEMES, Quantization, apply, quantize_meta
 from brim.techniques.streaming.weight_streaming import FROM_DISK, RESIDENT, Weights
 from support.off_grid import leave_the_grid

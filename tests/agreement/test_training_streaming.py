@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from brim.core import EventKind, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
-from brim.planning.inference.machine import Need, machine, make_plan, predict, put_in_force
+from brim.planning.inference.choosing import Need, make_plan
+from brim.planning.inference.machine import machine, predict, put_in_force
 from brim.techniques.blocks import adapters
 from brim.techniques.streaming.weight_streaming import NAME, RESIDENT, Weights, WeightStreaming
 

@@ -16,7 +16,8 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError
 from brim.models.opening import open_model
 from brim.models.weights import by_parameter, materialize
-from brim.planning.inference.machine import Need, machine, make_plan, predict, put_in_force
+from brim.planning.inference.choosing import Need, make_plan
+from brim.planning.inference.machine import machine, predict, put_in_force
 from brim.techniques.blocks import Partition
 from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, RESIDENT, Weights
 from support.recorded import lanes, peaks, settled

@@ -17,7 +17,8 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, TransferError
 from brim.models.opening import open_model
 from brim.models.weights import by_parameter, materialize
-from brim.planning.inference.machine import Need, machine, make_plan, put_in_force
+from brim.planning.inference.choosing import Need, make_plan
+from brim.planning.inference.machine import machine, put_in_force
 from brim.techniques.blocks import Partition
 from brim.techniques.experts.technique import NAME
 from brim.techniques.streaming.weight_streaming import Weights

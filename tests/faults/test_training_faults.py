@@ -16,7 +16,8 @@ from torch import nn
 from brim.cli import main
 from brim.core.hardware import RAM, VRAM
 from brim.errors import TransferError
-from brim.planning.inference.machine import Need, machine, make_plan, put_in_force
+from brim.planning.inference.choosing import Need, make_plan
+from brim.planning.inference.machine import machine, put_in_force
 from brim.planning.strategy.step import Fitted
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 from support.failing import Calls

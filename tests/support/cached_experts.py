@@ -7,8 +7,9 @@ from torch import nn
 from brim.core import Plan
 from brim.core.hardware import RAM
 from brim.memory.checkpoint_files import TensorSource
+from brim.planning.inference.choosing import Need, make_job
 from brim.planning.inference.expert_plans import expert_plans
-from brim.planning.inference.machine import Need, machine, make_job, put_in_force
+from brim.planning.inference.machine import machine, put_in_force
 from brim.planning.solver import plan_streaming
 from brim.techniques.blocks import Partition, find_blocks
 from brim.techniques.experts.technique import NAME

@@ -7,7 +7,9 @@ from typing import Any
 from torch import nn
 
 from brim.errors import BudgetError
-from brim.planning.inference.machine import budgets, forward_need, machine, make_plan, on, put_in_force
+from brim.planning.inference.choosing import make_plan
+from brim.planning.inference.forward_prediction import forward_need
+from brim.planning.inference.machine import budgets, machine, on, put_in_force
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from brim.core import Decision, Plan
 from brim.core.hardware import DISK, RAM, VRAM
+from brim.core.options import words
 from brim.errors import BudgetError, UnsupportedError
 from brim.models.opening import DTYPES
 from brim.planning.inference.choose import GenerationStrategy, older_tokens_s, search_generation
@@ -21,6 +22,7 @@ from brim.planning.inference.pass_seconds import processor_of
 from brim.planning.inference.predicted_timeline import foreseen
 from brim.planning.nearest import in_the_least
 from brim.planning.opening import Subjects
+from brim.planning.proof import search
 from brim.planning.request import LOSSY, Machine, Proposal, Request
 from brim.planning.solver import Job
 from brim.planning.solver.passes import CPU, pass_s
@@ -29,11 +31,11 @@ from brim.planning.solver.schedule import COMPUTE, Schedule, lane_of
 from brim.planning.solver.streaming import CHOICES, plan_of
 from brim.planning.strategy.effects import Effect
 from brim.planning.subject import Subject
+from brim.requests.generate import Request as GenerateRequest
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import RING_SLOTS, Weights
-from brim.units import exact_bytes
 
 _HALF = ("bf16", "fp16")
 _SHOWN_PASSES = 8  # of a timeline: the prompt's and some tokens'
@@ -80,22 +82,25 @@ def plan_generation(request: Request, machine: Machine, *, subjects: Subjects | 
     """
     subjects = Subjects(request.model) if subjects is None else subjects
     candidates: list[Candidate] = []
-    refusals: list[BudgetError] = []
-    for precision, needed in _precisions(request):
-        if needed and candidates:
-            break
-        try:
-            subject = subjects.open(request, machine, precision)
-        except UnsupportedError:
-            if precision is None or precision == request.precision:
-                raise
-            continue  # the user did not set this precision
-        candidates += _of(subject, refusals)
-        if request.prefer == "memory":
-            least = in_the_least(machine, lambda tight, subject=subject: search(subject.on(tight)))  # type: ignore[misc]
-            candidates += [] if least is None else [least]
-    if not candidates:
-        raise min(refusals, key=lambda error: sum(error.smallest_bytes.values()))
+
+    def variants() -> Iterator[Subject]:
+        for precision, needed in _precisions(request):
+            if needed and candidates:
+                return
+            try:
+                subject = subjects.open(request, machine, precision)
+            except UnsupportedError:
+                if precision is None or precision == request.precision:
+                    raise
+                continue  # the user did not set this precision
+            yield subject
+            yield from _processor_alone(subject)
+            if request.prefer == "memory":
+                least = in_the_least(machine, lambda tight, subject=subject: propose(subject.on(tight)))  # type: ignore[misc]
+                candidates.extend([] if least is None else [least])
+
+    search(variants(), propose, results=candidates)
+    candidates += _rivals(candidates[0])
     candidates.sort(key=lambda each: (each.plan.promise.step_s, sum(each.plan.promise.peak_bytes.values())))
     return [_proposal(request, machine, candidate) for candidate in candidates]
 
@@ -111,17 +116,6 @@ def _precisions(request: Request) -> Iterator[tuple[str | None, bool]]:
         yield precision, request.prefer != "memory" and (lossy or request.prefer != "quality")
 
 
-def _of(subject: Subject, refusals: list[BudgetError]) -> list[Candidate]:
-    """Search a precision on the machine, and on its processor alone."""
-    candidates = []
-    for variant in (subject, *_processor_alone(subject)):
-        try:
-            candidates.append(search(variant))
-        except BudgetError as error:
-            refusals.append(error)
-    return [*candidates, *(_rivals(candidates[0]) if candidates else ())]
-
-
 def _rivals(best: Candidate) -> Iterator[Candidate]:
     """Yield the fastest plans of other cuts, which are timed beside ``best``: on this machine, where weights move."""
     subject, strategy = best.subject, best.strategy
@@ -131,7 +125,7 @@ def _rivals(best: Candidate) -> Iterator[Candidate]:
     without: set[tuple[int, bool]] = set()
     for _ in range(_RIVALS):
         without.add(strategy.cut.kind)
-        if all(cut.kind in without for cut in strategy.cuts):
+        if all(cut.kind in without for cut in best.strategy.cuts):
             return
         try:
             strategy = search_generation(replace(subject.case, without=frozenset(without)))
@@ -154,7 +148,7 @@ def _processor_alone(subject: Subject) -> Iterator[Subject]:
         yield subject.on(replace(machine, hardware=processor_of(machine.hardware), budget_bytes=budget))
 
 
-def search(subject: Subject) -> Candidate:
+def propose(subject: Subject) -> Candidate:
     """Return the fastest proved plan on the subject's machine. Raises BudgetError where nothing fits."""
     return Candidate(subject=subject, strategy=search_generation(subject.case))
 
@@ -276,20 +270,23 @@ def _cache_effects(candidate: Candidate) -> Iterator[Effect]:
 
 
 def _command(request: Request, machine: Machine, candidate: Candidate) -> str:
-    words = ["brim", "generate", str(request.model)]
-    words += ["--prompt", "..."] if request.batch == 1 else ["--prompts", "FILE", "--batch", str(request.batch)]
-    words += ["--max-new-tokens", str(request.new_tokens)]
-    hardware, budget = candidate.subject.machine.hardware, candidate.subject.machine.budget_bytes
-    if hardware.compute != machine.hardware.compute:
-        words += ["--device", "cpu"]
-    elif hardware.compute == VRAM:
-        words += ["--vram", exact_bytes(budget[VRAM])]
-    words += ["--ram", exact_bytes(budget[RAM])]
-    if not request.host_compute and hardware.compute == VRAM:
-        words.append("--no-host-compute")
-    if candidate.subject.precision != candidate.subject.own_precision:
-        words += ["--precision", candidate.subject.precision]
-    return shlex.join(words)
+    subject = candidate.subject
+    hardware, budget = subject.machine.hardware, subject.machine.budget_bytes
+    on_gpu = hardware.compute == VRAM
+    run = GenerateRequest(
+        model=request.model,
+        prompt="..." if request.batch == 1 else None,
+        batch="auto" if request.batch == 1 else request.batch,
+        vram=budget[VRAM] if on_gpu else None,
+        ram=budget[RAM],
+        device="auto" if hardware.compute == machine.hardware.compute else "cpu",
+        precision=None if subject.precision == subject.own_precision else subject.precision,
+        host_compute=request.host_compute or not on_gpu,
+        max_new_tokens=request.new_tokens,
+    )
+    model, *options = words(run, always=("max_new_tokens",))
+    prompts = [] if request.batch == 1 else ["--prompts", "FILE"]
+    return shlex.join(["brim", "generate", model, *prompts, *options])
 
 
-__all__ = ["BASELINES", "Candidate", "baselines", "effects", "gap", "limit", "plan_generation", "search"]
+__all__ = ["BASELINES", "Candidate", "baselines", "effects", "gap", "limit", "plan_generation", "propose"]

@@ -1,14 +1,14 @@
-"""Prove plans: propose one, predict the bytes that it takes, correct the next proposal by the excess.
+"""Search and prove plans: try candidates in turn, predict the bytes that each takes, correct by the excess.
 
-Every search of a plan is the loop of ``prove``. ``prove_within`` lowers the budget of the next proposal by the bytes
-that the last one takes beyond the real budget. ``sufficient`` raises a budget to the bytes that a refusal names, and
-``plan_or_smallest_budget`` names such a budget. ``planning.strategy`` and ``planning.meshes`` correct their own
-estimates.
+Every choice among candidates is the loop of ``search``, every proof with corrections that of ``prove``.
+``prove_within`` lowers the budget of the next proposal by the bytes that the last one takes beyond the real budget.
+``sufficient`` raises a budget to the bytes that a refusal names, and ``plan_or_smallest_budget`` names such a budget.
+``planning.strategy`` and ``planning.meshes`` correct their own estimates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -24,10 +24,41 @@ _MOST = 8  # proofs of a search by default: each takes up to some seconds
 ENDLESS_BYTES = 1 << 60  # a budget that nothing exceeds
 
 
+def search(
+    candidates: Iterable[S],
+    attempt: Callable[[S], P | None],
+    *,
+    results: list[P] | None = None,
+    add: Callable[[list[P], P], None] = list.append,
+    most: int | None = None,
+) -> list[P]:
+    """Attempt ``candidates`` in turn, the most promising first, and return the results, at most ``most``.
+
+    ``attempt`` returns None, or raises BudgetError, for a candidate that does not fit. ``candidates`` may read the
+    ``results`` so far to end early. ``add`` puts a result among them. Raises the BudgetError with the fewest bytes
+    where there are no results.
+    """
+    results = [] if results is None else results
+    refusals: list[BudgetError] = []
+    for candidate in candidates:
+        try:
+            result = attempt(candidate)
+        except BudgetError as error:
+            refusals.append(error)
+            continue
+        if result is not None:
+            add(results, result)
+            if most is not None and len(results) >= most:
+                break
+    if not results and refusals:
+        raise min(refusals, key=lambda error: sum(error.smallest_bytes.values()))
+    return results
+
+
 def prove(
     proposal: S | None,
     proof: Callable[[S], P],
-    correct: Callable[[list[P]], S | None],
+    correct: Callable[[list[P]], S | None] = lambda _: None,
     *,
     most: int | None = _MOST,
 ) -> list[P]:

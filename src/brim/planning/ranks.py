@@ -17,10 +17,12 @@ from brim.planning.meshes import offload
 from brim.planning.meshes import search as closed_forms
 from brim.planning.meshes.search import RECOMPUTE, SEQUENCES_PER_GPU, Mesh, Pieces
 from brim.planning.meshes.torch_engine import DOUBT, least_states, run_meshes
+from brim.planning.proof import prove
 from brim.planning.request import Request, host_assumed, machine_of
+from brim.requests.plan import MeshRequest
 
 _Proofs = dict[Mesh, ParallelEstimate | None]  # None: the mesh's fullest stage alone does not fit
-_Search = Callable[[str, dict[str, Any], _Proofs], tuple[list[Mesh], int]]
+_Search = Callable[[MeshRequest, _Proofs], tuple[list[Mesh], int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +45,14 @@ class Meshes:
         return f"None of {self.traced} traced meshes fits, of {self.looked_at:,} looked at{least}"
 
 
-def fastest(model: str, options: dict[str, Any]) -> Meshes:
+def fastest(request: MeshRequest) -> Meshes:
     """Return the fastest meshes that are proved to fit; where none fits several GPUs, with shards in RAM.
 
     Raises BudgetError where closed forms or a node's RAM rule out all of one kind, and none of the other fits.
     """
     proofs: _Proofs = {}
-    on_gpus = _result(_on_gpus, model, options, proofs)
-    in_ram = _result(_in_ram, model, options, proofs) if not on_gpus.chosen and options["gpus"] > 1 else _Result()
+    on_gpus = _result(_on_gpus, request, proofs)
+    in_ram = _result(_in_ram, request, proofs) if not on_gpus.chosen and gpus_of(request) > 1 else _Result()
     rows = [(mesh, estimate) for mesh in (*on_gpus.chosen, *in_ram.chosen) if (estimate := proofs[mesh]) is not None]
     rows.sort(key=lambda row: row[1].step_s or row[0].step_s)
     answer = Meshes(
@@ -62,34 +64,44 @@ def fastest(model: str, options: dict[str, Any]) -> Meshes:
     return answer
 
 
-def smallest_fits(model: str, options: dict[str, Any]) -> bool:
+def smallest_fits(request: MeshRequest) -> bool:
     """Return True where the smallest split is proved to fit: ZeRO-3, a sequence per micro-batch, full recomputation.
 
     A search would find it too, but with dozens of proofs. Raises the errors of ``fastest``.
     """
-    if not runs_torch(options):
-        return bool(fastest(model, options).rows)
-    gpus, gpu, batch = options["gpus"], catalog.gpu(options["gpu"]), options["global_batch"]
-    per_node, parameters = options["gpus_per_node"] or 8, Pieces(**_pieces(model, options)).parameters()
+    if not runs_torch(request):
+        return bool(fastest(request).rows)
+    gpus, gpu, batch = gpus_of(request), card_of(request), request.global_batch
+    per_node, parameters = request.gpus_per_node or 8, Pieces(**_pieces(request)).parameters()
     split = Split(
         gpus=gpus, gpus_per_node=per_node, zero=3, micro_batch=1, global_batch=batch or SEQUENCES_PER_GPU * gpus
     )
     splits = [split] if least_states(parameters, gpus) <= gpu.capacity_bytes - gpu.context().bytes else []
-    if gpus > 1 and least_states(parameters, gpus) * min(gpus, per_node) <= node_ram(options):
+    if gpus > 1 and least_states(parameters, gpus) * min(gpus, per_node) <= node_ram(request):
         splits.append(replace(split, offload_shards=True))
-    return any(_is_proved(model, each, options) for each in splits)
+    return any(_is_proved(each, request) for each in splits)
 
 
-def _is_proved(model: str, split: Split, options: dict[str, Any]) -> bool:
+def _is_proved(split: Split, request: MeshRequest) -> bool:
     estimate = estimate_ranks(
-        model, split, seq=options["seq"], gpu=options["gpu"], checkpointing=RECOMPUTE[-1],
+        str(request.model), split, seq=request.seq, gpu=str(request.gpu), checkpointing=RECOMPUTE[-1],
         precision=DEFAULT_PRECISION["torch"][0],
     )  # fmt: skip
-    return bool(estimate.fits) and estimate.node_ram_bytes <= node_ram(options)
+    return bool(estimate.fits) and estimate.node_ram_bytes <= node_ram(request)
 
 
-def _pieces(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    return {"shape": shape_of(find_model(model)), "gpu": catalog.gpu(options["gpu"]), "sequence": options["seq"]}
+def gpus_of(request: MeshRequest) -> int:
+    assert request.gpus is not None, "meshes are of several GPUs"
+    return request.gpus
+
+
+def card_of(request: MeshRequest) -> catalog.Gpu:
+    assert request.gpu is not None, "meshes are of a GPU of the catalog"
+    return catalog.gpu(request.gpu)
+
+
+def _pieces(request: MeshRequest) -> dict[str, Any]:
+    return {"shape": shape_of(find_model(request.model)), "gpu": card_of(request), "sequence": request.seq}
 
 
 def _least(proofs: _Proofs) -> dict[str, int]:
@@ -108,9 +120,9 @@ class _Result:
     refused: BudgetError | None = None
 
 
-def _result(search: _Search, model: str, options: dict[str, Any], proofs: _Proofs) -> _Result:
+def _result(search: _Search, request: MeshRequest, proofs: _Proofs) -> _Result:
     try:
-        chosen, looked_at = search(model, options, proofs)
+        chosen, looked_at = search(request, proofs)
     except BudgetError as error:
         return _Result(refused=error)
     return _Result(chosen=tuple(chosen), looked_at=looked_at)
@@ -126,90 +138,90 @@ def _refusal(on_gpus: _Result, in_ram: _Result, refusals: list[BudgetError], ans
     return BudgetError(refusals[0].asked, "\n".join(why), todo, smallest_bytes=least)
 
 
-def _on_gpus(model: str, options: dict[str, Any], proofs: _Proofs) -> tuple[list[Mesh], int]:
+def _on_gpus(request: MeshRequest, proofs: _Proofs) -> tuple[list[Mesh], int]:
     """Return the fastest meshes without shards in RAM, and the number of candidates."""
-    sizes = _sizes(model, options) | {"global_batch": options["global_batch"] or 0}
-    if runs_torch(options):
+    sizes = _sizes(request) | {"global_batch": request.global_batch or 0}
+    if runs_torch(request):
         del sizes["shape"]
-        candidates = run_meshes(find_model(model), **sizes)
-        return _best(candidates, model, options, proofs, doubt=DOUBT), len(candidates)
+        candidates = run_meshes(find_model(request.model), **sizes)
+        return _best(candidates, request, proofs, doubt=DOUBT), len(candidates)
     candidates = closed_forms.meshes(**sizes)
-    return closed_forms.best(candidates, lambda mesh: _proved(model, mesh, options, proofs), options["top"]), len(
-        candidates
-    )
+    return closed_forms.best(candidates, lambda mesh: _proved(mesh, request, proofs), request.top), len(candidates)
 
 
-def _in_ram(model: str, options: dict[str, Any], proofs: _Proofs) -> tuple[list[Mesh], int]:
+def _in_ram(request: MeshRequest, proofs: _Proofs) -> tuple[list[Mesh], int]:
     """Return the fastest meshes with shards in RAM, and the number of candidates."""
-    ram_bytes, rate = node_ram(options), options.get("ram_gb_per_s")
-    sizes, batch = _sizes(model, options), options["global_batch"] or SEQUENCES_PER_GPU * options["gpus"]
+    ram_bytes, rate = node_ram(request), request.ram_gb_per_s
+    sizes, batch = _sizes(request), request.global_batch or SEQUENCES_PER_GPU * gpus_of(request)
     candidates = offload.offloaded(
         global_batch=batch, ram_bytes=ram_bytes, ram_bytes_per_s=None if rate is None else rate * 1e9, **sizes
     )
-    return _best(candidates, model, options, proofs, ram_bytes=ram_bytes), len(candidates)
+    return _best(candidates, request, proofs, ram_bytes=ram_bytes), len(candidates)
 
 
-def node_ram(options: dict[str, Any]) -> int:
+def node_ram(request: MeshRequest) -> int:
     """Return the bytes of a node's RAM that plans may use."""
-    gpu, per_node = catalog.gpu(options["gpu"]), min(options["gpus"], options["gpus_per_node"] or 8)
-    ram = catalog.host_of(gpu).ram_of(per_node) if options["ram"] is None else options["ram"]
-    return machine_of(Request(model="", task="train", gpu=options["gpu"], ram=ram)).budget_bytes["ram"]
+    ram = catalog.host_of(card_of(request)).ram_of(_per_node(request)) if request.ram is None else request.ram
+    return machine_of(Request(model="", task="train", gpu=request.gpu, ram=ram)).budget_bytes["ram"]
 
 
-def assumed(options: dict[str, Any]) -> list[str]:
+def assumed(request: MeshRequest) -> list[str]:
     """Return the assumed figures of a node, a sentence each."""
-    gpu, per_node = catalog.gpu(options["gpu"]), min(options["gpus"], options["gpus_per_node"] or 8)
-    given = {name: options.get(name) for name in ("ram", "ram_gb_per_s")}
-    nodes = [] if options["gpus_per_node"] is not None else [f"nodes of {per_node} GPUs (else give --gpus-per-node)"]
-    return [*nodes, *(f"a node has {text}" for text in host_assumed(catalog.host_of(gpu), per_node, **given))]
+    per_node, host = _per_node(request), catalog.host_of(card_of(request))
+    nodes = [] if request.gpus_per_node is not None else [f"nodes of {per_node} GPUs (else give --gpus-per-node)"]
+    rams = host_assumed(host, per_node, ram=request.ram, ram_gb_per_s=request.ram_gb_per_s)
+    return [*nodes, *(f"a node has {text}" for text in rams)]
+
+
+def _per_node(request: MeshRequest) -> int:
+    return min(gpus_of(request), request.gpus_per_node or 8)
 
 
 def _best(
-    candidates: list[Mesh], model: str, options: dict[str, Any], proofs: _Proofs, *, doubt: float = 0.0,
+    candidates: list[Mesh], request: MeshRequest, proofs: _Proofs, *, doubt: float = 0.0,
     ram_bytes: int | None = None,
 ) -> list[Mesh]:  # fmt: skip
     """Return the best under the engine of ``brim train``; ``ram_bytes`` of a node limit shards in RAM."""
 
     def proof(mesh: Mesh) -> offload.Proof:
-        fits = _proved(model, mesh, options, proofs)
+        fits = _proved(mesh, request, proofs)
         estimate = proofs[mesh]
         assert estimate is not None  # this engine's stages are not proved alone
         fits = fits and (ram_bytes is None or estimate.node_ram_bytes <= ram_bytes)
         return offload.Proof(bytes=estimate.process_bytes, step_s=estimate.step_s or mesh.step_s, fits=fits)
 
-    room = catalog.gpu(options["gpu"]).capacity_bytes
-    return offload.best(candidates, proof, options["top"], room, doubt)
+    room = card_of(request).capacity_bytes
+    return offload.best(candidates, proof, request.top, room, doubt)
 
 
-def _sizes(model: str, options: dict[str, Any]) -> dict[str, Any]:
-
-    per_node = options["gpus_per_node"] or 8
-    return _pieces(model, options) | {"gpus": options["gpus"], "gpus_per_node": per_node}
+def _sizes(request: MeshRequest) -> dict[str, Any]:
+    return _pieces(request) | {"gpus": gpus_of(request), "gpus_per_node": request.gpus_per_node or 8}
 
 
-def _proved(model: str, mesh: Mesh, options: dict[str, Any], proofs: _Proofs) -> bool:
+def _proved(mesh: Mesh, request: MeshRequest, proofs: _Proofs) -> bool:
     """Prove a mesh rank by rank; return True where every rank fits."""
-    engine, precision = engine_of(mesh, options)
+    engine, precision = engine_of(mesh, request)
     if engine == "megatron" and mesh.split.pp > 1 and not stage_fits(
-        model, mesh.split, mesh.fullest, seq=options["seq"], gpu=catalog.gpu(options["gpu"]),
+        str(request.model), mesh.split, mesh.fullest, seq=request.seq, gpu=card_of(request),
         checkpointing=mesh.checkpointing,
     ):  # fmt: skip
         proofs[mesh] = None
         return False
-    proofs[mesh] = estimate = estimate_ranks(
-        model, mesh.split, engine=engine, seq=options["seq"], gpu=options["gpu"], checkpointing=mesh.checkpointing,
-        precision=precision, ram_gb_per_s=options.get("ram_gb_per_s"),
-    )  # fmt: skip
+    (estimate,) = prove(mesh, lambda mesh: estimate_ranks(
+        str(request.model), mesh.split, engine=engine, seq=request.seq, gpu=str(request.gpu),
+        checkpointing=mesh.checkpointing, precision=precision, ram_gb_per_s=request.ram_gb_per_s,
+    ))  # fmt: skip
+    proofs[mesh] = estimate
     return bool(estimate.fits)
 
 
-def engine_of(mesh: Mesh, options: dict[str, Any]) -> tuple[str, str]:
+def engine_of(mesh: Mesh, request: MeshRequest) -> tuple[str, str]:
     """Return the engine and the precision of a mesh's proof: shards in RAM are FSDP2's."""
-    engine = "torch" if mesh.split.offload_shards or runs_torch(options) else "megatron"
+    engine = "torch" if mesh.split.offload_shards or runs_torch(request) else "megatron"
     return engine, DEFAULT_PRECISION[engine][0]
 
 
-def runs_torch(options: dict[str, Any]) -> bool:
+def runs_torch(request: MeshRequest) -> bool:
     """Return True for the engine of ``brim train``, the default."""
     # Another engine's promise would not hold for ``brim train --plan``.
-    return (options["engine"] or "torch") == "torch"
+    return (request.engine or "torch") == "torch"

@@ -73,19 +73,13 @@ class Subject:
     @property
     def case(self) -> GenerationCase:
         """The case of ``brim plan``: that of ``brim generate``, but missing measurements of this machine are made."""
-        inputs = self.inputs
         return GenerationCase(
             name=self.name,
             module=self.module,
             weights=self.weights,
             hardware=self.machine.hardware,
             budget_bytes=self.machine.budget_bytes,
-            request=GenerationRequest(
-                lengths=(inputs.prompt,) * inputs.batch,
-                new_tokens=inputs.total - inputs.prompt,
-                batch=inputs.batch,
-                host_compute=self.host_compute,
-            ),
+            request=GenerationRequest.of(self.inputs, host_compute=self.host_compute),
             shape=self.shape,
             watch=self._watch,
             spent_bytes=lambda: self.spent_bytes,

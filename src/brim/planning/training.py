@@ -14,6 +14,7 @@ from torch import nn
 
 from brim.core import Timeline
 from brim.core.hardware import RAM, VRAM
+from brim.core.options import words
 from brim.errors import BudgetError, ModelError, UnsupportedError
 from brim.estimation.models import find_model
 from brim.estimation.silence import quiet
@@ -40,6 +41,7 @@ from brim.planning.strategy.effects import effects, frees
 from brim.planning.strategy.ladder import Orders, spread
 from brim.planning.strategy.prediction import TrainingStep, works_in_place
 from brim.planning.strategy.search import TrainingSearch
+from brim.requests.train import Request as TrainRequest
 from brim.techniques import optimizers
 from brim.techniques.blocks import Partition, find_blocks
 from brim.techniques.checkpointing import technique as checkpointing
@@ -54,6 +56,7 @@ BESIDE_BYTES = {RAM: 12 << 20, VRAM: 64 << 20}
 _BETWEEN_RUNS_BYTES = 12 << 20
 _TENSOR_ALIGNMENT_BYTES = 8  # of a safetensors file's data (its format's description)
 DATA, TRAINED = "data.jsonl", "trained"  # the data's and the output's names in proposed commands
+_SAME = ("method", "batch", "seq", "optimizer")  # options of a training that are those of its plan
 
 
 def plan_training(request: Request, machine: Machine) -> list[Proposal]:
@@ -312,29 +315,30 @@ def _proposal(
 
 def command(request: Request, choice: Choice, blocks: list[str]) -> str:
     """Return the command of a choice: with options where they express all of it, else with the plan's file."""
-    words = ["brim", "train", str(request.model), "--data", DATA, "--output", TRAINED]
-    flags = _flags(choice, blocks)
-    if flags is None:
-        return shlex.join([*words, "--plan", PLAN_FILE])
-    words += ["--method", request.method, "--batch", str(request.batch), "--seq", str(request.seq)]
-    words += ["--optimizer", request.optimizer, "--precision", choice.precision]
-    for name, amount in (("vram", request.vram), ("ram", request.ram)):
-        words += [] if amount is None else [f"--{name}", str(amount)]
-    return shlex.join([*words, *flags])
+    run = TrainRequest(model=request.model, data=DATA, output=TRAINED)
+    orders = _orders(choice, blocks)
+    if orders is None:
+        return shlex.join(["brim", "train", *words(replace(run, plan=PLAN_FILE))])
+    same = {name: getattr(request, name) for name in ("vram", "ram", *_SAME)}
+    run = replace(run, **{**same, "precision": choice.precision, **orders})
+    return shlex.join(["brim", "train", *words(run, always=_SAME)])
 
 
-def _flags(choice: Choice, blocks: list[str]) -> list[str] | None:
-    """Return the options that express a choice; None where a decision has no option."""
+def _orders(choice: Choice, blocks: list[str]) -> dict[str, Any] | None:
+    """Return the fields of a request that express a choice; None where a decision has no option."""
     kept = {choice.checkpointing.get(name, "none") for name in _repeated(choice, blocks)} or {"none"}
     evenly = choice.activations == spread(_repeated(choice, blocks), len(choice.activations))
     untold = choice.streams or choice.chunk_tokens or choice.in_backward or choice.gradients != "keep"
     untold = untold or choice.in_place or choice.brief_buffer
     if untold or len(kept) > 1 or not evenly:
         return None
-    states = "none" if choice.states == "keep" else choice.states
-    flags = ["--micro-batch", str(choice.micro_batch), "--checkpointing", *kept]
-    flags += ["--offload-activations", str(len(choice.activations)), "--offload-optimizer", states]
-    return [*flags, "--stream-weights", "off"]
+    return {
+        "micro_batch": choice.micro_batch,
+        "checkpointing": kept.pop(),
+        "offload_activations": len(choice.activations),
+        "offload_optimizer": choice.states,
+        "stream_weights": False,
+    }
 
 
 def _repeated(choice: Choice, blocks: list[str]) -> list[str]:

@@ -20,12 +20,11 @@ from brim.memory import heap
 from brim.memory.heap import HeapRetention, retention_limits
 from brim.memory.mapped import present_bytes
 from brim.planning.inference.example_shapes import on_host, without_values
-from brim.planning.inference.forward_prediction import plan_forward
+from brim.planning.inference.forward_prediction import forward_need, search_forward
 from brim.planning.inference.machine import (
     Device,
     budgets,
     capability,
-    forward_need,
     held_ram_bytes,
     held_vram_bytes,
     machine,
@@ -152,8 +151,8 @@ def fit(
                 f"Cannot use the plan {plan} without an optimizer.", "Plans are for training.", "Give the optimizer."
             )
         need = forward_need(model, budget, hardware, inputs, activations)
-        partition, forward_plan = plan_forward(model, hardware, budget, need, inputs, kind)
-        return put_in_force(model, partition, forward_plan, hardware, Weights(), kind)
+        placed = search_forward(model, hardware, budget, need, inputs, kind)
+        return put_in_force(model, placed.partition, placed.plan, hardware, Weights(), kind)
 
 
 def fit_training(

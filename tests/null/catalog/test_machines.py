@@ -10,6 +10,7 @@ from brim.estimation.ranks.split import Split
 from brim.estimation.ranks.time import node_rate
 from brim.planning.ranks import assumed, node_ram
 from brim.planning.request import Request, machine_of
+from brim.requests.plan import MeshRequest
 
 GIB = 1 << 30
 
@@ -54,10 +55,10 @@ def test_a_superchips_link_is_its_own():
     ],
 )
 def test_a_plan_for_several_gpus_takes_the_node_they_are_sold_in_and_says_so(options, ram_gib, gb_per_s, told):
-    asked = {"gpu": "H100", "gpus_per_node": None, "ram": None, "ram_gb_per_s": None} | options
+    asked = MeshRequest(model="", gpu="H100", **options)
     assert node_ram(asked) == pytest.approx(ram_gib * GIB, rel=1e-6)
-    given = asked["ram_gb_per_s"]
-    rate = node_rate(Split(gpus=asked["gpus"]), catalog.gpu("H100"), None if given is None else given * 1e9)
+    given = asked.ram_gb_per_s
+    rate = node_rate(Split(gpus=options["gpus"]), catalog.gpu("H100"), None if given is None else given * 1e9)
     assert rate == pytest.approx(gb_per_s * 1e9)
     assert told in " ".join(assumed(asked))
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError
-from brim.planning.generation import baselines, gap, plan_generation, search
+from brim.planning.generation import baselines, gap, plan_generation, propose
 from brim.planning.opening import open_subject
 from brim.planning.request import Machine, Proposal, Request, machine_of
 from brim.planning.subject import Subject
@@ -134,14 +134,14 @@ def test_a_model_that_does_not_generate_is_refused(tmp_path: Path) -> None:
 @given(st.integers(90, 300), st.integers(0, 60))
 def test_more_memory_is_never_slower_and_no_simple_way_is_faster(subject: Subject, vram: int, more: int) -> None:
     try:
-        small = search(under(subject, vram * MIB))
+        small = propose(under(subject, vram * MIB))
     except BudgetError:
         return
     promise = small.plan.promise
     assert promise.peak_bytes[VRAM] <= vram * MIB
     assert promise.step_s >= promise.bound_s > 0
     assert all(promise.step_s <= seconds * (1 + 1e-9) for seconds in baselines(small).values())
-    large = search(under(subject, (vram + more) * MIB))
+    large = propose(under(subject, (vram + more) * MIB))
     assert large.plan.promise.step_s <= promise.step_s * 1.001
 
 
@@ -149,7 +149,7 @@ def test_more_memory_is_never_slower_and_no_simple_way_is_faster(subject: Subjec
 def test_the_gap_is_small_where_blocks_are_alike(subject: Subject, vram: int, most: float) -> None:
     """In seconds of the pass. Eighteen blocks are few: under the smaller budget the link waits for a slot now and
     then, of which the bound knows nothing."""
-    found = search(under(subject, vram * MIB))
+    found = propose(under(subject, vram * MIB))
     assert gap(found) <= most
 
 
@@ -171,7 +171,7 @@ def test_a_stored_model_on_this_machine_gets_what_generate_will_promise(
     (first,) = plan_generation(asked, machine)
     assert first.plan.promise.peak_bytes[RAM] <= 300 * MIB
     assert first.step_s > 0
-    assert first.command == f"brim generate {folder} --prompt ... --max-new-tokens 4 --ram 300MiB"
+    assert first.command == f"brim generate {folder} --prompt ... --ram 300MiB --max-new-tokens 4"
 
 
 def test_machine_is_kept(config: Path) -> None:

@@ -19,6 +19,7 @@ from brim.planning.proof import (
     prove,
     prove_within,
     raise_promise,
+    search,
     sufficient,
 )
 
@@ -45,6 +46,28 @@ def planner(least: int) -> Callable[[Mapping[str, int]], int]:
         return budget["vram"]
 
     return plan
+
+
+def test_a_search_attempts_candidates_in_turn_and_names_the_smallest_refusal() -> None:
+    attempted: list[int] = []
+
+    def attempt(n: int) -> int | None:
+        attempted.append(n)
+        if n > 3:
+            raise too_small(n)
+        return n * n if n % 2 else None
+
+    assert search([9, 2, 3, 1], attempt, most=1) == [9] and attempted == [9, 2, 3]
+    assert search([], attempt) == [] and search([2], attempt) == []
+    with pytest.raises(BudgetError) as refused:
+        search([9, 2, 5, 7], attempt)
+    assert refused.value.smallest_bytes == {"vram": 5}
+
+
+def test_candidates_end_a_search_by_its_results() -> None:
+    results: list[int] = []
+    candidates = (n for n in range(9) if len(results) < 2)
+    assert search(candidates, lambda n: n or None, results=results, add=lambda all, n: all.insert(0, n)) == [2, 1]
 
 
 def test_proofs_follow_one_another_until_no_correction_is_left() -> None:

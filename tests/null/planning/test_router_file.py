@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from brim.errors import FormatError, UsageError
-from brim.planning.generation import search
+from brim.planning.generation import propose
 from brim.planning.opening import Subjects
 from brim.planning.request import Request, machine_of
 from brim.planning.router_file import Routers
@@ -83,7 +83,7 @@ def test_what_is_no_file_of_statistics_is_refused(mixture: Path, tmp_path: Path)
 
 def found(wide: Path, routers: Routers) -> Any:
     asked = Request(model=wide, gpu="RTX 3060", vram="160MiB", ram="8GiB", seq=16, new_tokens=4)
-    return search(Subjects(wide, routers).open(asked, machine_of(asked)))
+    return propose(Subjects(wide, routers).open(asked, machine_of(asked)))
 
 
 @pytest.mark.thorough

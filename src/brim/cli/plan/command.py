@@ -16,7 +16,7 @@ from brim.cli.options import command, print_json
 from brim.cli.plan.options import PlanOptions, file_name
 from brim.core.options import build
 from brim.errors import BudgetError, UsageError
-from brim.requests.plan import Request
+from brim.requests.plan import MeshRequest, Request
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def plan(options: PlanOptions) -> int | None:
     """Find the fastest plans to train or run a model that fit a machine.
 
     MODEL is a name of the catalog, a folder, or a .gguf file. For training it may also be file.py:build, a function
-    that returns a pair of a model and its inputs. Where a model of this machine does not fit in memory, the best three
+    that returns a pair of a model and its inputs. Where a model does not fit in this machine's memory, the best three
     plans are run for a few steps; otherwise no weights are read. Exit code 3: nothing fits; the answer names changes
     that would fit.
     """
@@ -66,7 +66,7 @@ def plan(options: PlanOptions) -> int | None:
     if options.gpus is not None:
         from brim.cli.plan import meshes as plan_meshes
 
-        return plan_meshes.show(str(options.model), vars(options), options.output, options.as_json)
+        return plan_meshes.show(build(MeshRequest, vars(options)), options.output, options.as_json)
     for name, needed in _ONLY_WITH.items():
         if getattr(options, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} was given without {needed[0]}.", todo=f"Give {needed[1]}.")

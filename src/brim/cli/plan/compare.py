@@ -15,6 +15,7 @@ from brim.cli.options import print_json, write_html
 from brim.core.files import write_text
 from brim.core.options import build
 from brim.errors import BudgetError, UsageError
+from brim.requests.plan import MeshRequest
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -108,8 +109,9 @@ def _split(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
     """Plan for several GPUs: the fastest mesh that is proved to fit, with shards in RAM where none fits without."""
     from brim.planning.ranks import fastest
 
-    asked = {**options, "gpus": count, "gpus_per_node": min(options["gpus_per_node"] or 8, count), "top": 1}
-    answer = fastest(model, {**asked, "global_batch": batch})
+    per_node = min(options["gpus_per_node"] or 8, count)
+    split = {"gpus": count, "gpus_per_node": per_node, "global_batch": batch, "top": 1}
+    answer = fastest(build(MeshRequest, {**options, **split}))
     tokens = batch * options["seq"]
     if not answer.rows:
         return Row(gpus=count, summary=f"does not fit: {answer.none()}", tokens=tokens)

@@ -21,42 +21,43 @@ if TYPE_CHECKING:
     from brim.estimation.ranks.split import Split
     from brim.planning.meshes.search import Mesh
     from brim.planning.ranks import Meshes
+    from brim.requests.plan import MeshRequest
 
 
-def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool) -> int | None:
+def show(request: MeshRequest, output: Path | None, as_json: bool) -> int | None:
     """Search, prove and print, and write the best to ``output``; if nothing fits, print what would. The exit code."""
-    _check(options)
+    _check(request)
     started = time.perf_counter()
     load("brim.estimation.ranks.estimate", MODELS)
     with Console(stderr=True).status("Looking at meshes"):
-        answer = _searched(model, options)
+        answer = _searched(request)
     if isinstance(answer, BudgetError):
-        return _show_nearest(model, options, answer, as_json=as_json)
+        return _show_nearest(request, answer, as_json=as_json)
     took_s = time.perf_counter() - started
     if output is not None:
-        _write(output, model, options, *answer.rows[0])
+        _write(output, request, *answer.rows[0])
     if as_json:
-        print_json(_document(model, options, answer, took_s))
+        print_json(_document(request, answer, took_s))
     else:
-        _print(model, options, answer, took_s)
+        _print(request, answer, took_s)
     return None
 
 
-def _searched(model: str, options: dict[str, Any]) -> Meshes | BudgetError:
+def _searched(request: MeshRequest) -> Meshes | BudgetError:
     """The search's result, or the reason why nothing fits."""
     from brim.planning.ranks import fastest
 
     try:
-        answer = fastest(model, options)
+        answer = fastest(request)
     except BudgetError as error:
         return error
     if answer.rows:
         return answer
-    asked = f"Cannot split {model} over {options['gpus']} {options['gpu']}."
+    asked = f"Cannot split {request.model} over {request.gpus} {request.gpu}."
     return BudgetError(asked, f"{answer.none()}.", smallest_bytes=answer.least_bytes)
 
 
-def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, as_json: bool) -> int:
+def _show_nearest(request: MeshRequest, refusal: BudgetError, *, as_json: bool) -> int:
     """Print the nearest settings that fit."""
     from brim.planning.ranks import assumed, smallest_fits
     from brim.planning.ranks_nearest import infeasible
@@ -65,16 +66,16 @@ def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, 
     if not as_json:  # printed before the slower part
         why = " ".join(part for part in (refusal.asked, refusal.found) if part)
         console.print(f"Nothing fits. {why}")
-        for text in assumed(options):
+        for text in assumed(request):
             console.print(f"assumed: {text}")
         if refusal.todo:
             console.print(refusal.todo)
     with Console(stderr=True).status("Looking for what would fit"):
-        answer = infeasible(model, options, refusal, lambda changed: smallest_fits(model, dict(changed)))
+        answer = infeasible(request, refusal, smallest_fits)
     if as_json:
         print_json({
-            "model": model, "gpus": options["gpus"], "engine": options["engine"] or "torch",
-            "assumed": assumed(options), "proposals": [],
+            "model": str(request.model), "gpus": request.gpus, "engine": request.engine or "torch",
+            "assumed": assumed(request), "proposals": [],
             "infeasible": answer.to_json(),
         })  # fmt: skip
         return BudgetError.exit_code
@@ -85,41 +86,41 @@ def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, 
     return BudgetError.exit_code
 
 
-def _write(path: Path, model: str, options: dict[str, Any], mesh: Mesh, proof: ParallelEstimate) -> None:
+def _write(path: Path, request: MeshRequest, mesh: Mesh, proof: ParallelEstimate) -> None:
     """Write a plan for ``torchrun ... --no-python brim train --plan``."""
     from brim.planning.ranks import engine_of
     from brim.run.ranks import plan as distributed_plan
 
-    engine, precision = engine_of(mesh, options)
+    engine, precision = engine_of(mesh, request)
     plan = distributed_plan.SplitPlan(
-        brim=__version__, model=model, gpu=options["gpu"], engine=engine, precision=precision,
-        sequence=options["seq"], split=mesh.split, checkpointing=mesh.checkpointing, peak_bytes=proof.process_bytes,
+        brim=__version__, model=str(request.model), gpu=str(request.gpu), engine=engine, precision=precision,
+        sequence=request.seq, split=mesh.split, checkpointing=mesh.checkpointing, peak_bytes=proof.process_bytes,
         step_s=proof.step_s or mesh.step_s,
     )  # fmt: skip
     distributed_plan.write(path, plan)
 
 
-def _check(options: dict[str, Any]) -> None:
-    if options["task"] != "train":
+def _check(request: MeshRequest) -> None:
+    if request.task != "train":
         raise UnsupportedError(
             "Cannot use --gpus for generating.", "Only training can be split so far.", "Use --task train."
         )
-    if not options["gpu"]:
+    if not request.gpu:
         raise UsageError(
             "Cannot use --gpus without --gpu.", "Seconds and memory depend on it.", 'Add --gpu "A100 80GB".'
         )
 
 
-def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
+def _command(request: MeshRequest, mesh: Mesh) -> str:
     from brim.planning.ranks import engine_of
 
-    engine, precision = engine_of(mesh, options)
-    line = ["brim", "estimate", model, *words(mesh.split, without=("dp",)), "--gpu", options["gpu"]]
-    line += ["--seq", str(options["seq"]), "--checkpointing", mesh.checkpointing, "--engine", engine]
+    engine, precision = engine_of(mesh, request)
+    line = ["brim", "estimate", str(request.model), *words(mesh.split, without=("dp",)), "--gpu", str(request.gpu)]
+    line += ["--seq", str(request.seq), "--checkpointing", mesh.checkpointing, "--engine", engine]
     return shlex.join([*line, *(["--precision", precision] if engine == "torch" else [])])
 
 
-def _document(model: str, options: dict[str, Any], answer: Meshes, took_s: float) -> dict[str, Any]:
+def _document(request: MeshRequest, answer: Meshes, took_s: float) -> dict[str, Any]:
     from brim.planning.ranks import assumed
 
     proposals = []
@@ -131,11 +132,11 @@ def _document(model: str, options: dict[str, Any], answer: Meshes, took_s: float
             "global_batch": mesh.split.global_batch, "sequence_parallel": mesh.split.sequence_parallel,
             "checkpointing": mesh.checkpointing, "stage_layers": list(mesh.split.stage_layers),
             "offload_shards": mesh.split.offload_shards, "zero_bubble": mesh.split.zero_bubble,
-            "command": _command(model, options, mesh),
+            "command": _command(request, mesh),
         })  # fmt: skip
     return {
-        "model": model, "gpus": options["gpus"], "meshes": answer.looked_at, "traced": answer.traced,
-        "least_bytes": answer.least_bytes, "assumed": assumed(options), "proposals": proposals, "took_s": took_s,
+        "model": str(request.model), "gpus": request.gpus, "meshes": answer.looked_at, "traced": answer.traced,
+        "least_bytes": answer.least_bytes, "assumed": assumed(request), "proposals": proposals, "took_s": took_s,
     }  # fmt: skip
 
 
@@ -144,19 +145,19 @@ def _size(split: Split, axis: str) -> str:
     return f"{split.interleave}{' zb' * split.zero_bubble}" if axis == "v" else str(split.size(axis))
 
 
-def _print_assumed(console: Console, options: dict[str, Any], proof: ParallelEstimate) -> None:
+def _print_assumed(console: Console, request: MeshRequest, proof: ParallelEstimate) -> None:
     from brim.planning.ranks import assumed
 
     console.print(verdict.of_precision(proof.workload.precision, proof.precision_origin))
-    for text in assumed(options):
+    for text in assumed(request):
         console.print(f"assumed: {text}")
 
 
-def _print(model: str, options: dict[str, Any], answer: Meshes, took_s: float) -> None:
+def _print(request: MeshRequest, answer: Meshes, took_s: float) -> None:
     rows = answer.rows
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{model}: train on {options['gpus']} {options['gpu']}, {options['seq']:,} tokens")
-    _print_assumed(console, options, rows[0][1])
+    console.print(f"{request.model}: train on {request.gpus} {request.gpu}, {request.seq:,} tokens")
+    _print_assumed(console, request, rows[0][1])
     in_ram = any(mesh.split.offload_shards for mesh, _ in rows)
     ram = ["RAM of a node"] if in_ram else []
     axes = ["tp", "pp", "v", *(axis for axis in ("cp", "ep") if any(mesh.split.size(axis) > 1 for mesh, _ in rows))]
@@ -165,7 +166,7 @@ def _print(model: str, options: dict[str, Any], answer: Meshes, took_s: float) -
     lines = []
     for number, (mesh, proof) in enumerate(rows, 1):
         step_s = proof.step_s or mesh.step_s
-        tokens = mesh.split.global_batch * options["seq"] / step_s
+        tokens = mesh.split.global_batch * request.seq / step_s
         split = mesh.split
         lines.append((
             str(number), *(_size(split, axis) for axis in axes),
@@ -179,7 +180,7 @@ def _print(model: str, options: dict[str, Any], answer: Meshes, took_s: float) -
     halves = ", zb: zero-bubble" if any(mesh.split.zero_bubble for mesh, _ in rows) else ""
     told = f"v: model chunks a rank{halves}; micro: micro-batches a step, and sequences in each"
     console.print(told)
-    console.print(f"Every rank of the first: {_command(model, options, rows[0][0])}")
+    console.print(f"Every rank of the first: {_command(request, rows[0][0])}")
     for note in rows[0][1].notes:
         console.print(note)
     counts = f"looked at {answer.looked_at:,} meshes in {format_seconds(took_s)}, {answer.traced} of them traced"

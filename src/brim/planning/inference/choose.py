@@ -6,42 +6,27 @@ the observed passes, the seconds of blocks and the program's own bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import nn
-
-from brim.allocator.config import SMALL_SEGMENT_BYTES
 from brim.core import Decision, Hardware, Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
-from brim.estimation.step_memory import Observation
-from brim.planning.inference.choosing import Cut, Need, best_plan, cuts, job_of
-from brim.planning.inference.machine import predict
+from brim.estimation.step_memory import Inputs, Observation
+from brim.planning.inference.choosing import Cut, InferenceCase, KnownCuts, Need, Placed, within_reserved
 from brim.planning.inference.memory import Sizes
 from brim.planning.inference.pass_seconds import PassSeconds
-from brim.planning.proof import (
-    ENDLESS_BYTES,
-    Bytes,
-    check_promise,
-    in_words,
-    largest_fitting,
-    plan_or_smallest_budget,
-    prove_within,
-    raise_promise,
-    refusal,
-)  # fmt: skip
+from brim.planning.proof import check_promise, largest_fitting, raise_promise, search
 from brim.planning.solver import Job
-from brim.techniques.blocks import Partition
 from brim.techniques.experts.router_statistics import RouterStatistics
 from brim.techniques.experts.technique import EXPERT_SLOTS
 from brim.techniques.experts.technique import NAME as EXPERTS
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
-from brim.techniques.streaming.weight_streaming import RING_SLOTS, Weights
+from brim.techniques.streaming.weight_streaming import RING_SLOTS
 from brim.units import format_bytes
 
 if TYPE_CHECKING:
@@ -69,33 +54,21 @@ class GenerationRequest:
     continued: bool = False
     host_compute: bool = True
 
+    @classmethod
+    def of(cls, inputs: Inputs, *, host_compute: bool = True) -> GenerationRequest:
+        """Return the request of a step's largest inputs."""
+        lengths, new_tokens = (inputs.prompt,) * inputs.batch, inputs.total - inputs.prompt
+        return cls(lengths=lengths, new_tokens=new_tokens, batch=inputs.batch, host_compute=host_compute)
+
     def padded(self, batch: int) -> bool:
         """Return True where a batch has prompts of several lengths."""
         groups = [self.lengths[first : first + batch] for first in range(0, len(self.lengths), batch)]
         return self.continued or any(len(set(group)) > 1 for group in groups)
 
 
-class KnownCuts:
-    """A model's cuts into blocks, coarse ones first, generated on demand and cached."""
-
-    def __init__(self, cuts: Iterator[Cut]) -> None:
-        self._rest, self._known = cuts, list[Cut]()
-
-    def __iter__(self) -> Iterator[Cut]:
-        index = 0
-        while True:
-            if index == len(self._known):
-                found = next(self._rest, None)
-                if found is None:
-                    return
-                self._known.append(found)
-            yield self._known[index]
-            index += 1
-
-
 @dataclass(frozen=True, kw_only=True)
-class GenerationCase:
-    """A generation to plan, its machine and its model's properties.
+class GenerationCase(InferenceCase):
+    """A generation to plan.
 
     ``shape`` None: the model keeps its own cache. ``watch`` runs the passes of some sizes on fake tensors.
     ``spent_bytes`` returns the program's bytes per tier beside tensors; it is called after a pass was observed, as
@@ -103,11 +76,7 @@ class GenerationCase:
     model itself, not ``generate``. Cuts of the kinds in ``without`` are not used.
     """
 
-    name: str
-    module: nn.Module
-    weights: Weights
-    hardware: Hardware
-    budget_bytes: Mapping[str, int]
+    task: ClassVar[str] = "generate"
     request: GenerationRequest
     shape: kv_cache.CacheShape | None
     watch: Callable[[Sizes], Observation]
@@ -116,6 +85,9 @@ class GenerationCase:
     routers: Mapping[str, RouterStatistics] = field(default_factory=dict)
     called: bool = False
     without: frozenset[tuple[int, bool]] = frozenset()
+
+    def cuts(self, need: Need) -> KnownCuts:
+        return KnownCuts(cut for cut in super().cuts(need) if cut.kind not in self.without)
 
     @cached_property
     def device_memory(self) -> DeviceMemory | None:
@@ -146,12 +118,9 @@ class GenerationCase:
     def placement(self, sizes: Sizes, resting: int) -> kv_cache.Placement | None:
         return None if self.shape is None else sizes.placement(self.shape, resting)
 
-    def job(self, cut: Cut, need: Need) -> Job:
-        return job_of(self.module, cut, self.hardware, need, self.weights, "generate")
-
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationStrategy:
+class GenerationStrategy(Placed):
     """A proved generation strategy, and the inputs of its promise.
 
     ``shape`` None: the model keeps its own cache. ``need`` and ``job`` are a token pass's, ``prompt_job`` that of a
@@ -161,17 +130,11 @@ class GenerationStrategy:
     sizes: Sizes
     resting: int
     shape: kv_cache.CacheShape | None
-    cut: Cut
-    plan: Plan
     hardware: Hardware
     need: Need
     job: Job
     prompt_job: Job
     cuts: KnownCuts  # all candidates
-
-    @property
-    def partition(self) -> Partition:
-        return self.cut.partition
 
     @property
     def placement(self) -> kv_cache.Placement | None:
@@ -215,37 +178,14 @@ class GenerationSearch:
 
     def run(self) -> GenerationStrategy:
         """Search; on this machine's GPU the budget also covers all bytes that the allocator reserves."""
-        case, memory = self.case, self.case.device_memory
+        memory = self.case.device_memory
         if memory is None:
             return self._run()
-
-        def refuse(smallest: Bytes) -> BudgetError:
-            return BudgetError(
-                f"Cannot run {case.name} in {in_words(case.budget_bytes)}.",
-                f"The smallest plan takes {in_words(smallest)}, including what PyTorch and cuBLAS hold.",
-                f"Give {in_words(smallest)} or more, or a shorter input.",
-                smallest_bytes=dict(smallest),
-            )
-
-        strategy = plan_or_smallest_budget(
-            lambda budget: self._within(budget, memory),
-            lambda s: s.plan.promise.peak_bytes,
-            case.budget_bytes,
-            refuse,
+        return within_reserved(
+            self.case,
+            lambda budget: self._with_budget(budget)._run(),
+            lambda strategy, vram_bytes: self._reserved_bytes(memory, strategy, vram_bytes),
         )
-        return replace(strategy, plan=replace(strategy.plan, budget_bytes=dict(case.budget_bytes)))
-
-    def _within(self, budget: Bytes, memory: DeviceMemory) -> GenerationStrategy:
-        """Shrink the budget of the plan until the allocator's reserved bytes fit."""
-
-        def takes(strategy: GenerationStrategy) -> Bytes:
-            return {VRAM: self._reserved_bytes(memory, strategy, budget[VRAM])}
-
-        strategy, reserved = prove_within(
-            budget, lambda tight: self._with_budget(tight)._run(), takes, refusal(self.case.name, budget),
-            grain_bytes=SMALL_SEGMENT_BYTES,
-        )  # fmt: skip
-        return replace(strategy, plan=raise_promise(strategy.plan, reserved, budget))
 
     def _reserved_bytes(self, memory: DeviceMemory, strategy: GenerationStrategy, vram_bytes: int) -> int:
         from brim.planning.inference.device_memory import Passes
@@ -288,13 +228,7 @@ class GenerationSearch:
         case, resting_token_choices = self.case, [0]
         if case.hardware.compute != RAM and case.shape is not None:
             resting_token_choices += kv_cache.resting_token_choices(case.shape, case.sizes(batch, case.prompt).cached)
-        refusals = []
-        for resting in resting_token_choices:
-            try:
-                return attempt(batch, resting)
-            except BudgetError as error:
-                refusals.append(error)
-        raise min(refusals, key=lambda error: sum(error.smallest_bytes.values()))
+        return search(resting_token_choices, lambda resting: attempt(batch, resting), most=1)[0]
 
     def _with_chunks(self, batch: int, resting: int) -> GenerationStrategy:
         """Use the given prompt chunk, or the largest that fits."""
@@ -349,8 +283,7 @@ class GenerationSearch:
     def cuts(self, need: Need) -> KnownCuts:
         """Return the cuts; they depend on the modules that read each parameter, which are equal for all sizes."""
         if self._cuts is None:
-            case = self.case
-            self._cuts = KnownCuts(cuts(case.module, case.hardware, need, case.weights, "generate"))
+            self._cuts = self.case.cuts(need)
         return self._cuts
 
     # -- placements
@@ -361,18 +294,9 @@ class GenerationSearch:
         return self._tried[sizes, resting]
 
     def _proved(self, sizes: Sizes, resting: int) -> GenerationStrategy:
-        case, need = self.case, self.need(sizes, resting)
-
-        def attempt(budget: Bytes) -> tuple[Cut, Plan]:
-            jobs = ((cut, case.job(cut, need)) for cut in self.cuts(need) if cut.kind not in case.without)
-            return best_plan(jobs, case.hardware, budget, tokens=need.tokens)
-
-        def takes(planned: tuple[Cut, Plan]) -> Bytes:
-            return _pool_bytes(case, *planned, case.job(planned[0], need))
-
-        (cut, plan), taken = prove_within(case.budget_bytes, attempt, takes, refusal(case.name, case.budget_bytes))
-        plan = self._with_cache(raise_promise(plan, taken, case.budget_bytes), sizes, resting)
-        return self._strategy(sizes, resting, cut, plan, need)
+        need = self.need(sizes, resting)
+        placed = self.case.place(need, self.cuts(need))
+        return self._strategy(sizes, resting, placed.cut, self._with_cache(placed.plan, sizes, resting), need)
 
     def _strategy(self, sizes: Sizes, resting: int, cut: Cut, plan: Plan, need: Need) -> GenerationStrategy:
         prompt_job = self.case.job(cut, self.need(sizes, resting, prompt=True))
@@ -452,7 +376,7 @@ class GenerationSearch:
                 "Make a new one: brim plan MODEL ... --output FILE.",
             )
         if not fixed.choices(EXPERTS):
-            check_promise(fixed, _pool_bytes(case, cut, fixed, strategy.job), strategy.job.spent_bytes)
+            check_promise(fixed, case.pool_bytes(cut, fixed, strategy.job), strategy.job.spent_bytes)
         return self._with_reserved_bytes(strategy)
 
     def _with_reserved_bytes(self, strategy: GenerationStrategy) -> GenerationStrategy:
@@ -488,24 +412,6 @@ class GenerationSearch:
                 smallest_bytes={tier: peak[tier]},
             )
         return replace(fixed, promise=replace(fixed.promise, peak_bytes=peak))
-
-
-def _pool_bytes(case: GenerationCase, cut: Cut, plan: Plan, job: Job) -> dict[str, int]:
-    """Return a run's bytes per tier, by applying the plan to the model on fake memory."""
-    endless = replace(plan, budget_bytes=dict.fromkeys(plan.budget_bytes, ENDLESS_BYTES))
-    handle = predict(case.module, cut.partition, endless, case.hardware, case.weights)
-    try:
-        pools = [handle.memory.compute, *([handle.memory.host] if handle.memory.host else [])]
-        pool_bytes = {pool.tier: pool.peak_bytes for pool in pools}
-    finally:
-        handle.remove()
-    beside = {case.hardware.compute: job.step_bytes}
-    choices = plan.choices(STREAMING)
-    if COMPUTE_RAM in choices.values():
-        beside[RAM] = job.cpu_step_bytes + sum(
-            block.cpu_bytes for block in job.blocks if choices[block.name] == COMPUTE_RAM
-        )
-    return {tier: n + beside.get(tier, 0) + job.overhead_bytes(tier) for tier, n in pool_bytes.items()}
 
 
 def kept_by_model(plan: Plan) -> bool:

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import nn
 
+from brim.allocator.config import SMALL_SEGMENT_BYTES
 from brim.core import Hardware, Plan
-from brim.core.hardware import RAM
+from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError
 from brim.estimation.step_memory import Observation
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.direct_io import bounce_bytes
 from brim.memory.layout import BlockLayout, file_layout, packed_layout, staged_layout
 from brim.planning.inference.expert_plans import ExpertPlan, expert_plans
-from brim.planning.proof import in_words, over_bytes
+from brim.planning.inference.machine import predict
+from brim.planning.proof import (
+    ENDLESS_BYTES,
+    Bytes,
+    in_words,
+    over_bytes,
+    plan_or_smallest_budget,
+    prove_within,
+    raise_promise,
+    refusal,
+    search,
+)  # fmt: skip
 from brim.planning.seconds.block_seconds import OUTSIDE, BlockSeconds
 from brim.planning.seconds.expert_reading import reading
 from brim.planning.solver import BlockCost, Job
@@ -24,11 +37,12 @@ from brim.planning.solver.schedule import Contention
 from brim.planning.solver.streaming import CHOICES, Contender, contender
 from brim.techniques.blocks import Block, Partition, find_blocks, tensor_bytes
 from brim.techniques.experts.router_statistics import RouterStatistics
-from brim.techniques.streaming.placement import computable
+from brim.techniques.streaming.placement import COMPUTE_RAM, computable
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import RESIDENT, Weights
 
 _IN_MODULE = Weights()
+P = TypeVar("P", bound="Placed")
 _HOOKS_S = 60e-6  # two hooks, a slot's hand-over and a request; an estimate, not a measurement
 
 
@@ -94,6 +108,121 @@ def cuts(model: nn.Module, hardware: Hardware, need: Need, weights: Weights, tas
             yield Cut(partition=partition if experts is None else experts.partition(partition), experts=experts)
 
 
+class KnownCuts:
+    """A model's cuts into blocks, coarse ones first, generated on demand and cached."""
+
+    def __init__(self, cuts: Iterator[Cut]) -> None:
+        self._rest, self._known = cuts, list[Cut]()
+
+    def __iter__(self) -> Iterator[Cut]:
+        index = 0
+        while True:
+            if index == len(self._known):
+                found = next(self._rest, None)
+                if found is None:
+                    return
+                self._known.append(found)
+            yield self._known[index]
+            index += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A proved placement of a model's blocks."""
+
+    cut: Cut
+    plan: Plan
+
+    @property
+    def partition(self) -> Partition:
+        return self.cut.partition
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceCase:
+    """A model that is run forward, its machine and its budgets."""
+
+    task: ClassVar[str] = "forward"
+    name: str
+    module: nn.Module
+    weights: Weights
+    hardware: Hardware
+    budget_bytes: Mapping[str, int]
+
+    def cuts(self, need: Need) -> KnownCuts:
+        return KnownCuts(cuts(self.module, self.hardware, need, self.weights, self.task))
+
+    def job(self, cut: Cut, need: Need) -> Job:
+        return job_of(self.module, cut, self.hardware, need, self.weights, self.task)
+
+    def place(self, need: Need, cuts: KnownCuts) -> Placed:
+        """Return the fastest placement that is proved to fit. Raises BudgetError when none is."""
+
+        def attempt(budget: Bytes) -> tuple[Cut, Plan]:
+            jobs = ((cut, self.job(cut, need)) for cut in cuts)
+            return best_plan(jobs, self.hardware, budget, tokens=need.tokens)
+
+        def takes(planned: tuple[Cut, Plan]) -> Bytes:
+            return self.pool_bytes(*planned, self.job(planned[0], need))
+
+        budget = self.budget_bytes
+        (cut, plan), taken = prove_within(budget, attempt, takes, refusal(self.name, budget))
+        return Placed(cut=cut, plan=raise_promise(plan, taken, budget))
+
+    def pool_bytes(self, cut: Cut, plan: Plan, job: Job) -> dict[str, int]:
+        """Return a run's bytes per tier, by applying the plan to the model on fake memory.
+
+        The model is not copied, as not every model can be, and is left as it was.
+        """
+        endless = replace(plan, budget_bytes=dict.fromkeys(plan.budget_bytes, ENDLESS_BYTES))
+        handle = predict(self.module, cut.partition, endless, self.hardware, self.weights)
+        try:
+            pools = [handle.memory.compute, *([handle.memory.host] if handle.memory.host else [])]
+            pool_bytes = {pool.tier: pool.peak_bytes for pool in pools}
+        finally:
+            handle.remove()
+        beside = {self.hardware.compute: job.step_bytes}
+        choices = plan.choices(STREAMING)
+        if COMPUTE_RAM in choices.values():
+            beside[RAM] = job.cpu_step_bytes + sum(
+                block.cpu_bytes for block in job.blocks if choices[block.name] == COMPUTE_RAM
+            )
+        return {tier: n + beside.get(tier, 0) + job.overhead_bytes(tier) for tier, n in pool_bytes.items()}
+
+
+def within_reserved(
+    case: InferenceCase, attempt: Callable[[Bytes], P], reserved: Callable[[P, int], int], *, exact: bool = False
+) -> P:
+    """Return a plan under which all bytes of VRAM that PyTorch's allocator reserves stay within the budget.
+
+    ``attempt`` plans within a budget, which is lowered until the bytes that ``reserved`` predicts for a plan and a
+    limit of VRAM fit. ``exact``: they are the promise, also where the plan's own estimate is larger. Raises
+    BudgetError with the smallest budget.
+    """
+
+    def planned(budget: Bytes) -> P:
+        def takes(placed: P) -> Bytes:
+            return {VRAM: reserved(placed, budget[VRAM])}
+
+        refuse = refusal(case.name, budget)
+        placed, taken = prove_within(budget, attempt, takes, refuse, grain_bytes=SMALL_SEGMENT_BYTES)
+        promise = placed.plan.promise
+        known = {**promise.peak_bytes, **taken} if exact else promise.peak_bytes
+        plan = replace(placed.plan, promise=replace(promise, peak_bytes=known))
+        return replace(placed, plan=raise_promise(plan, taken, budget))
+
+    def refuse(smallest: Bytes) -> BudgetError:
+        return BudgetError(
+            f"Cannot run {case.name} in {in_words(case.budget_bytes)}.",
+            f"The smallest plan takes {in_words(smallest)}, including the bytes that PyTorch and cuBLAS hold.",
+            f"Give {in_words(smallest)} or more, or a shorter input.",
+            smallest_bytes=dict(smallest),
+        )
+
+    placed = plan_or_smallest_budget(planned, lambda p: p.plan.promise.peak_bytes, case.budget_bytes, refuse)
+    return replace(placed, plan=replace(placed.plan, budget_bytes=dict(case.budget_bytes)))
+
+
 def make_plan(
     model: nn.Module,
     hardware: Hardware,
@@ -126,32 +255,34 @@ def best_plan(
 ) -> tuple[Cut, Plan]:
     """Return the fastest plan; of equal ones, that of the fewest moved bytes. Raises BudgetError when none fits."""
     contenders: list[tuple[Cut, Contender]] = []
-    refusal: BudgetError | None = None
-    for cut, job in jobs:
+
+    def candidates() -> Iterator[tuple[Cut, Job]]:
+        for candidate in jobs:
+            yield candidate
+            if contenders and _is_resident(*contenders[-1]):
+                return  # finer blocks and cached experts only cost more
+
+    def attempt(candidate: tuple[Cut, Job]) -> tuple[Cut, Contender]:
+        cut, job = candidate
         plain_s = (p.plan.promise.step_s for c, p in contenders if c.experts is None and cut.experts is None)
-        try:
-            planned = contender(job, hardware, budget, allowed=allowed, known_s=min(plain_s, default=float("inf")))
-        except BudgetError as error:
-            refusal = error if refusal is None or _need(error) < _need(refusal) else refusal
-            continue
-        if cut.experts is not None:
-            plan = cut.experts.plan(planned.plan, hardware, tokens)
-            peaks = plan.promise.peak_bytes
-            over = {tier: peaks[tier] for tier in over_bytes(peaks, budget)}
-            if over:  # the solver does not know the slots of experts
-                more = _over(plan, over)
-                refusal = more if refusal is None or _need(more) < _need(refusal) else refusal
-                continue
-            moved_bytes = planned.moved_bytes + cut.experts.moved_bytes(hardware, tokens)
-            planned = replace(planned, plan=plan, moved_bytes=moved_bytes)
-        contenders.append((cut, planned))
-        if cut.experts is None and set(planned.plan.choices(STREAMING).values()) <= {RESIDENT}:
-            break  # everything is resident: finer blocks and cached experts only cost more
-    if not contenders:
-        assert refusal is not None
-        raise refusal
+        planned = contender(job, hardware, budget, allowed=allowed, known_s=min(plain_s, default=float("inf")))
+        if cut.experts is None:
+            return cut, planned
+        plan = cut.experts.plan(planned.plan, hardware, tokens)
+        peaks = plan.promise.peak_bytes
+        over = {tier: peaks[tier] for tier in over_bytes(peaks, budget)}
+        if over:  # the solver does not know the slots of experts
+            raise _over(plan, over)
+        moved_bytes = planned.moved_bytes + cut.experts.moved_bytes(hardware, tokens)
+        return cut, replace(planned, plan=plan, moved_bytes=moved_bytes)
+
+    search(candidates(), attempt, results=contenders)
     cut, best = min(contenders, key=lambda pair: pair[1].order())
     return cut, best.plan
+
+
+def _is_resident(cut: Cut, planned: Contender) -> bool:
+    return cut.experts is None and set(planned.plan.choices(STREAMING).values()) <= {RESIDENT}
 
 
 def _over(plan: Plan, over: Mapping[str, int]) -> BudgetError:
@@ -161,10 +292,6 @@ def _over(plan: Plan, over: Mapping[str, int]) -> BudgetError:
         "Give that much or more.",
         smallest_bytes=dict(over),
     )
-
-
-def _need(error: BudgetError) -> int:
-    return sum(error.smallest_bytes.values())
 
 
 def partitions(model: nn.Module, need: Need, weights: Weights = _IN_MODULE) -> Iterator[Partition]:

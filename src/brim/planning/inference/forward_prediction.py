@@ -2,94 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from brim.core import EventKind, Hardware, Plan, Timeline, Trace
+from brim.core import EventKind, Hardware, Timeline, Trace
 from brim.core.hardware import VRAM
-from brim.errors import BudgetError, UnsupportedError, first_line
+from brim.errors import UnsupportedError, first_line
 from brim.estimation.simulation import simulate
+from brim.estimation.step_memory import watch_example
 from brim.memory.tiers import fake_memory
 from brim.model_inputs import map_tensors
-from brim.planning.inference.choosing import Need, make_plan
+from brim.planning.inference.choosing import InferenceCase, Need, Placed, within_reserved
 from brim.planning.inference.example_shapes import on_host, without_values
 from brim.planning.inference.machine import capability
-from brim.planning.proof import ENDLESS_BYTES, Bytes, in_words, plan_or_smallest_budget, prove_within, refusal
+from brim.planning.proof import ENDLESS_BYTES
 from brim.predict.tracer import trace
-from brim.techniques.blocks import Partition, tensor_bytes
+from brim.techniques.blocks import tensor_bytes
 from brim.techniques.dry_run import call_with
 from brim.techniques.meta_copy import meta_copy
 from brim.techniques.streaming.weight_streaming import Weights
 from brim.techniques.weights import place_weights
+from brim.units import parse_bytes
 
-_SEGMENT_BYTES = 2 << 20  # the allocator requests multiples of it from the driver
 _CUDA = torch.device("cuda")
 
 
-def plan_forward(
+def forward_need(
+    model: nn.Module,
+    budget: Mapping[str, int],
+    hardware: Hardware,
+    example: Mapping[str, Any] | Sequence[Any] | None,
+    activations: str | int | None,
+) -> Need:
+    """Return a forward pass's need on ``example``; without it, ``activations``, or an eighth of the budget."""
+    seen = None if example is None else watch_example(model, example)
+    if activations is not None:
+        step_bytes = parse_bytes(activations)
+    else:
+        step_bytes = budget[hardware.compute] // 8 if seen is None else seen.step_bytes
+    return Need(step_bytes=step_bytes, observation=seen, tokens=1 if example is None else _tokens(example))
+
+
+def search_forward(
     model: nn.Module, hardware: Hardware, budget: Mapping[str, int], need: Need, inputs: Any, device: str
-) -> tuple[Partition, Plan]:
-    """Return the fastest plan whose call stays within ``budget``, and its partition.
+) -> Placed:
+    """Return the fastest placement of ``model`` whose call stays within ``budget``.
 
     On a GPU the budget covers all bytes that PyTorch reserves, cuBLAS's workspace and unused parts of segments
-    included. So the plan is applied to a copy without values, which is called with ``inputs`` (None: a step takes the
-    bytes of ``need``), and if that exceeds the budget, the next plan gets less. Raises BudgetError with the smallest
-    budget.
+    included. So the plan is applied to a copy without values, too, which is called with ``inputs`` (None: a step
+    takes the bytes of ``need``). Raises BudgetError with the smallest budget.
     """
+    case = InferenceCase(
+        name=type(model).__name__, module=model, weights=Weights(), hardware=hardware, budget_bytes=budget
+    )
+    cuts = case.cuts(need)
     if not _is_reserved(hardware, device):
-        return make_plan(model, hardware, budget, need, Weights(), task="forward")
+        return case.place(need, cuts)
 
-    def attempt(tight: Bytes) -> tuple[Partition, Plan]:
-        return make_plan(model, hardware, tight, need, Weights(), task="forward")
+    def reserved(placed: Placed, _: int) -> int:
+        def put_in_force(copy: nn.Module) -> nn.Module:
+            memory = fake_memory(
+                Timeline(case.name, measured=False), compute_tier=VRAM, compute_bytes=ENDLESS_BYTES,
+                ram_bytes=ENDLESS_BYTES, device=_CUDA,
+            )  # fmt: skip
+            return place_weights(copy, placed.partition, placed.plan, memory, Weights()).model
 
-    def takes(planned: tuple[Partition, Plan]) -> Bytes:
-        return {VRAM: reserved_bytes(model, *planned, hardware, need.step_bytes, inputs)}
+        return _reserved_bytes(model, put_in_force, hardware, need.step_bytes, inputs)
 
-    def search(budget: Bytes) -> tuple[Partition, Plan]:
-        refuse = refusal(name, budget)
-        (partition, plan), reserved = prove_within(budget, attempt, takes, refuse, grain_bytes=_SEGMENT_BYTES)
-        promise = replace(plan.promise, peak_bytes={**plan.promise.peak_bytes, **reserved})
-        return partition, replace(plan, promise=promise)
-
-    def refuse(smallest: Bytes) -> BudgetError:
-        return BudgetError(
-            f"Cannot run {name} in {in_words(budget)}.",
-            f"The smallest plan takes {in_words(smallest)}, including the bytes that PyTorch and cuBLAS hold.",
-            f"Give {in_words(smallest)} or more.",
-            smallest_bytes=dict(smallest),
-        )
-
-    name = type(model).__name__
-    partition, plan = plan_or_smallest_budget(search, lambda planned: planned[1].promise.peak_bytes, budget, refuse)
-    return partition, replace(plan, budget_bytes=dict(budget))
+    return within_reserved(
+        case, lambda tight: replace(case, budget_bytes=tight).place(need, cuts), reserved, exact=True
+    )
 
 
 def _is_reserved(hardware: Hardware, device: str) -> bool:
     """True if PyTorch's CUDA allocator manages the compute tier."""
     return hardware.compute == VRAM and device != "emulated"
-
-
-def reserved_bytes(
-    model: nn.Module, partition: Partition, plan: Plan, hardware: Hardware, step_bytes: int, inputs: Any
-) -> int:
-    """Peak of the bytes that PyTorch's allocator reserves on the GPU while ``plan`` is in force and the model runs.
-
-    Bytes that ``model`` itself has there before are freed first, and not counted. Raises UnsupportedError for a model
-    that cannot be copied.
-    """
-
-    def put_in_force(copy: nn.Module) -> nn.Module:
-        memory = fake_memory(
-            Timeline(plan.model, measured=False), compute_tier=VRAM, compute_bytes=ENDLESS_BYTES,
-            ram_bytes=ENDLESS_BYTES, device=_CUDA,
-        )  # fmt: skip
-        return place_weights(copy, partition, plan, memory, Weights()).model
-
-    return _reserved_bytes(model, put_in_force, hardware, step_bytes, inputs)
 
 
 def untouched_bytes(model: nn.Module, hardware: Hardware, step_bytes: int, inputs: Any, device: str) -> int:
@@ -102,6 +93,11 @@ def untouched_bytes(model: nn.Module, hardware: Hardware, step_bytes: int, input
 def _reserved_bytes(
     model: nn.Module, prepare: Callable[[nn.Module], nn.Module], hardware: Hardware, step_bytes: int, inputs: Any
 ) -> int:
+    """Return the peak of the bytes that PyTorch's allocator reserves while a prepared copy of ``model`` runs.
+
+    Bytes that ``model`` itself has there before are freed first, and not counted. Raises UnsupportedError for a model
+    that cannot be copied.
+    """
     example = on_host(inputs)
 
     def build() -> Callable[[], None]:
@@ -130,6 +126,14 @@ def _copy_of(model: nn.Module) -> nn.Module:
             f"It cannot be copied: {first_line(error)}",
             "Remove objects that copy.deepcopy cannot copy from the module.",
         ) from error
+
+
+def _tokens(example: Mapping[str, Any] | Sequence[Any]) -> int:
+    """Rows that a step multiplies weights by: positions of the largest integer input, else its batch."""
+    values = example.values() if isinstance(example, Mapping) else example
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    integers = [t.numel() for t in tensors if not t.is_floating_point()]
+    return max(integers or [t.shape[0] for t in tensors if t.dim()] or [1])
 
 
 @torch.no_grad()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 import torch
 from torch import nn
@@ -17,47 +17,16 @@ from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.core.options import Device as Device
 from brim.errors import BudgetError, UnsupportedError, UsageError
-from brim.estimation.step_memory import watch_example
 from brim.measure.capacity import check_room, device_free_bytes, free_bytes, ram_room_bytes
 from brim.measure.probe import probe
 from brim.memory.mapped import has_storage
 from brim.memory.tiers import Memory, cpu_memory, device_memory, emulated_memory, fake_memory
-from brim.planning.inference.choosing import Need, make_job, make_plan, partitions
 from brim.techniques.blocks import Partition
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 from brim.techniques.weights import place_weights
 from brim.units import format_bytes, parse_bytes
 
-__all__ = [
-    "Device",
-    "Need",
-    "budgets",
-    "capability",
-    "emulated_hardware",
-    "forward_need",
-    "machine",
-    "make_job",
-    "make_memory",
-]
-__all__ += ["make_plan", "partitions", "predict", "put_in_force"]
-
 _FREE_SHARE = 0.9  # of free memory: a single block too many makes a run swap
-
-
-def forward_need(
-    model: nn.Module,
-    budget: Mapping[str, int],
-    hardware: Hardware,
-    example: Mapping[str, Any] | Sequence[Any] | None,
-    activations: str | int | None,
-) -> Need:
-    """Return a forward pass's need on ``example``; without it, ``activations``, or an eighth of the budget."""
-    seen = None if example is None else watch_example(model, example)
-    if activations is not None:
-        step_bytes = parse_bytes(activations)
-    else:
-        step_bytes = budget[hardware.compute] // 8 if seen is None else seen.step_bytes
-    return Need(step_bytes=step_bytes, observation=seen, tokens=1 if example is None else _tokens(example))
 
 
 @contextlib.contextmanager
@@ -323,11 +292,3 @@ def predict(
         ram_bytes=plan.budget_bytes[RAM],
     )
     return place_weights(model, partition, plan, memory, weights, training=training)
-
-
-def _tokens(example: Mapping[str, Any] | Sequence[Any]) -> int:
-    """Rows that a step multiplies weights by: positions of the largest integer input, else its batch."""
-    values = example.values() if isinstance(example, Mapping) else example
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    integers = [t.numel() for t in tensors if not t.is_floating_point()]
-    return max(integers or [t.shape[0] for t in tensors if t.dim()] or [1])

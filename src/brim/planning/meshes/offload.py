@@ -19,7 +19,7 @@ from brim.estimation.ranks.sizes import Shape
 from brim.estimation.ranks.split import Split, check_sizes
 from brim.estimation.ranks.time import StepTime, crossed_s, host_s, node_rate, sent_s
 from brim.planning.meshes.search import RECOMPUTE, Mesh, Pieces, nccl_bytes
-from brim.planning.proof import prove
+from brim.planning.proof import search
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_PROOFS = 8  # while nothing fits; later only the smallest mesh of each family is proved
@@ -81,22 +81,28 @@ def best(
     raises ModelError or UnsupportedError rules out all that use its features; the first such error is raised where
     nothing else is left.
     """
-    search = _Search(candidates=candidates, room=room)
+    state = _Proofs(candidates=candidates, room=room)
 
     def attempt(mesh: Mesh) -> None:
         try:
-            search.proved[mesh] = proof(mesh)
+            state.proved[mesh] = proof(mesh)
         except (ModelError, UnsupportedError) as error:  # this model's layers cannot be split so
-            search.refused[mesh] = error
+            state.refused[mesh] = error
 
-    prove(search.following(top, doubt), attempt, lambda _: search.following(top, doubt), most=None)
-    if search.refused and not search.proved:
-        raise next(iter(search.refused.values()))
-    return search.fitting()[:top]
+    def following() -> Iterator[Mesh]:
+        while (mesh := state.following(top, doubt)) is not None:
+            yield mesh
+            if mesh not in state.proved and mesh not in state.refused:
+                return  # its proof raised BudgetError
+
+    search(following(), attempt)
+    if state.refused and not state.proved:
+        raise next(iter(state.refused.values()))
+    return state.fitting()[:top]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Search:
+class _Proofs:
     """The proofs so far, in order, and the refused meshes."""
 
     candidates: Sequence[Mesh]

@@ -26,7 +26,7 @@ from brim.estimation.ranks.split import Split, in_flight, stage_layers
 from brim.estimation.ranks.time import StageTime, StepTime, kernels_s, sent_s, step_time, training_hardware
 from brim.estimation.simulation import place_of
 from brim.planning.meshes.splits import splits
-from brim.planning.proof import prove
+from brim.planning.proof import search
 from brim.predict.formulas import megatron_states
 
 _Key = tuple[int | str, ...]
@@ -125,19 +125,13 @@ def meshes(
 
 def best(candidates: list[Mesh], proves: Callable[[Mesh], bool], top: int) -> list[Mesh]:
     """Return the ``top`` fastest candidates for which ``proves`` is True, one per split."""
-    chosen: dict[Split, Mesh] = {}
-    left = iter(candidates[:_MOST_PROOFS])
+    chosen: list[Mesh] = []
 
-    def proof(mesh: Mesh) -> None:
-        if proves(mesh):
-            chosen[replace(mesh.split, stage_layers=())] = mesh
+    def split_of(mesh: Mesh) -> Split:
+        return replace(mesh.split, stage_layers=())
 
-    def following() -> Mesh | None:
-        unlike = (mesh for mesh in left if replace(mesh.split, stage_layers=()) not in chosen)
-        return next(unlike, None) if len(chosen) < top else None
-
-    prove(following(), proof, lambda _: following(), most=None)
-    return list(chosen.values())
+    unlike = (mesh for mesh in candidates[:_MOST_PROOFS] if split_of(mesh) not in map(split_of, chosen))
+    return search(unlike, lambda mesh: mesh if proves(mesh) else None, results=chosen, most=top)
 
 
 def _which(split: Split, stage: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from brim.core import Decision, Plan, Promise
 from brim.core.options import Place as Place
+from brim.errors import FormatError
 from brim.techniques.streaming import weight_streaming
 
 # Names of decisions and settings in a Plan.
@@ -83,9 +84,12 @@ class Choice:
 
     @classmethod
     def of(cls, plan: Plan) -> Choice:
-        """Return the choice of a training plan."""
+        """Return the choice of a training plan. Raises FormatError for settings that are no training's."""
         settings = dict(plan.settings)
         own = {name: settings.pop(name) for name in (MICRO_BATCH, CHUNK_TOKENS, IN_PLACE, IN_BACKWARD)}
+        brief_buffer = bool(settings.pop(BRIEF_BUFFER, 0))
+        if unknown := sorted(settings.keys() - {weight_streaming.RING_SLOTS, weight_streaming.STAGING_SLOTS}):
+            raise FormatError(f"The plan for {plan.model} is not valid.", f"Unknown settings: {', '.join(unknown)}.")
         return cls(
             precision=plan.choices(PRECISION)[""],
             micro_batch=own[MICRO_BATCH],
@@ -96,7 +100,7 @@ class Choice:
             in_backward=bool(own[IN_BACKWARD]),
             states=_place(plan, STATES),
             gradients=_place(plan, GRADIENTS),
-            brief_buffer=bool(settings.pop(BRIEF_BUFFER, 0)),
+            brief_buffer=brief_buffer,
             streaming=plan.choices(weight_streaming.NAME),
             streaming_settings=settings,
         )

@@ -14,6 +14,7 @@ from torch import nn
 
 from brim.core import Plan
 from brim.errors import BudgetError, UnsupportedError
+from brim.planning import proof
 from brim.planning.inference.choosing import Need, make_plan
 from brim.planning.proof import Bytes, fits, prove_within
 from brim.planning.solver.step_profile import KEEP, OFFLOAD, Assignment, Limits
@@ -39,7 +40,7 @@ def search_training(search: TrainingSearch, *, top: int = 1, start: int = 0) -> 
     """
     case, best = search.case, None
     if start <= 0:
-        best = _unplanned(search, _rungs(case, in_place=False)[0])
+        best = _unplanned(search, _rungs(case, in_place=False))
         if best is not None and (top == 1 or not _is_searchable(case)):
             return [best]
     # In-place activations are no help where not even the weights fit.
@@ -47,7 +48,7 @@ def search_training(search: TrainingSearch, *, top: int = 1, start: int = 0) -> 
     rungs = _rungs(case, in_place=room and case.step.inputs is not None and case.in_place())
     if start <= 0:
         if best is None and rungs[0] != rungs[min(1, len(rungs) - 1)] == replace(rungs[0], in_place=True):
-            best = _unplanned(search, rungs[1], 1)
+            best = _unplanned(search, rungs, 1)
         looks = _searches(case) if best is None else top > 1
         strategies = _planned(search, rungs, top) if looks and _is_searchable(case) else []
         if best is not None:
@@ -70,18 +71,23 @@ def follow(search: TrainingSearch, plan: Plan, partition: Partition) -> Training
 
 def within(orders: Orders, limits: Limits) -> Limits:
     """Narrow ``limits`` to the choices that the user's ``orders`` leave."""
-    fixed: dict[str, object] = dict(limits.fixed)
-    if orders.micro_batch is not None:
-        fixed["micro_batch"] = orders.micro_batch
-    if orders.offload_optimizer is not None:
-        fixed["states"] = orders.offload_optimizer
-        if orders.offload_optimizer == KEEP:
-            fixed["gradients"] = KEEP
-    kept = {None: limits.activations, "none": (KEEP, OFFLOAD)}
-    activations = kept.get(orders.checkpointing, (str(orders.checkpointing),))
-    if orders.offload_activations == 0:
-        activations = tuple(choice for choice in activations if choice != OFFLOAD)
-    streams = limits.streams and orders.stream_weights is not False
+    fixed, activations, streams = dict(limits.fixed), limits.activations, limits.streams
+    for name, order in vars(orders).items():
+        match name:
+            case _ if order is None or name == "precision":  # that is the case's own
+                continue
+            case "micro_batch":
+                fixed[name] = order
+            case "offload_optimizer":
+                fixed |= {"states": order, **({"gradients": KEEP} if order == KEEP else {})}
+            case "checkpointing":
+                activations = (KEEP, OFFLOAD) if order == "none" else (order,)
+            case "offload_activations":  # only fallback levels can be held to a number of blocks above 0
+                activations = tuple(choice for choice in activations if order or choice != OFFLOAD)
+            case "stream_weights":
+                streams = streams and order
+            case _:
+                raise NotImplementedError(f"No search can be held to {name}.")
     return replace(limits, fixed=fixed, activations=activations, streams=streams)
 
 
@@ -148,12 +154,16 @@ def _rungs(case: TrainingCase, *, in_place: bool) -> list[Choice]:
     return [rung for rung in rungs if case.brief or not rung.brief_buffer]
 
 
-def _unplanned(search: TrainingSearch, choice: Choice, rung: int = 0) -> TrainingStrategy | None:
-    """Prove ``choice`` without a search; None where it does not fit."""
-    if not fits(_floor_bytes(search, choice), search.limits.budget_bytes):
-        return None
-    strategy = replace(search.proved(choice), rung=rung)
-    return strategy if _fits(search, strategy) else None
+def _unplanned(search: TrainingSearch, rungs: list[Choice], rung: int = 0) -> TrainingStrategy | None:
+    """Prove a level without the planner; None where it does not fit."""
+
+    def attempt(rung: int) -> TrainingStrategy | None:
+        if not fits(_floor_bytes(search, rungs[rung]), search.limits.budget_bytes):
+            return None
+        strategy = replace(search.proved(rungs[rung]), rung=rung)
+        return strategy if _fits(search, strategy) else None
+
+    return next(iter(proof.search([rung], attempt)), None)
 
 
 def _planned(search: TrainingSearch, rungs: list[Choice], top: int) -> list[TrainingStrategy]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from brim.core.hardware import DISK, RAM
 from brim.errors import BudgetError, UsageError
-from brim.planning.proof import fits, in_words, over_bytes
+from brim.planning.proof import fits, in_words, over_bytes, search
 from brim.planning.strategy.choice import Choice, Place
 from brim.planning.strategy.prediction import Prediction
 from brim.techniques import micro_batch
@@ -165,12 +165,17 @@ def climb_down(
 
     compute_bytes = {compute: budget_bytes[compute]}
     first = 0 if one_by_one else _first(todo, lambda index: fits(predicted(index).peak_bytes, compute_bytes))
-    for index in todo[first:]:
+
+    def attempt(index: int) -> tuple[int, Choice, Prediction] | None:
         prediction, choice = predicted(index), rungs[index]
-        if fits(prediction.peak_bytes, budget_bytes) and index >= start:
-            if choice.micro_batch == 1 < batch and order.micro_batch is None:
-                choice, prediction = _enlarge(choice, prediction, predict, budget_bytes, batch)
-            return index, choice, prediction
+        if index < start or not fits(prediction.peak_bytes, budget_bytes):
+            return None
+        if choice.micro_batch == 1 < batch and order.micro_batch is None:
+            choice, prediction = _enlarge(choice, prediction, predict, budget_bytes, batch)
+        return index, choice, prediction
+
+    if fitting := search(todo[first:], attempt, most=1):
+        return fitting[0]
     nearest = min(
         predictions, key=lambda index: sum(over_bytes(predictions[index].peak_bytes, budget_bytes).values())
     )

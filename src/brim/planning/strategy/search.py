@@ -15,7 +15,7 @@ from functools import cached_property
 from brim.core import Category, Trace
 from brim.core.hardware import RAM
 from brim.errors import BudgetError
-from brim.planning.proof import fits, prove
+from brim.planning.proof import fits, prove, search
 from brim.planning.solver import training as solver
 from brim.planning.solver.cost_model import held_bytes, moved_bytes, peak_bytes
 from brim.planning.solver.profile import deepened, measured, profile_of
@@ -161,40 +161,51 @@ class TrainingSearch:
         self._learned.clear()
         self._sizes.clear()
         self._traced_ops = 0
-        strategies = self._proved(limits, top, [])
+        strategies: list[TrainingStrategy] = []
+        self._add_proved(limits, top, strategies)
         if strategies and self._learned:
-            strategies = self._proved(replace(limits, corrections=dict(self._learned)), top, strategies)
-            strategies = self._of_other_sizes(limits, strategies)
+            self._add_proved(replace(limits, corrections=dict(self._learned)), top, strategies)
+            self._add_other_sizes(limits, strategies)
         return strategies
 
-    def _of_other_sizes(self, limits: Limits, strategies: list[TrainingStrategy]) -> list[TrainingStrategy]:
+    def _add_other_sizes(self, limits: Limits, strategies: list[TrainingStrategy]) -> None:
         """Add a strategy of each unproved micro-batch that may be faster: corrections differ between sizes, and may
         be negative."""
-        for _, assignment, _ in self._in_order(limits):
-            if self._traced_ops > _SEARCH_OPS:
-                break
-            if assignment.bound_s < strategies[0].step_s and assignment.frame.micro_batch not in self._sizes:
-                strategy = self.prove(assignment, limits=limits)
-                strategies = strategies if strategy is None else self._with(strategies, strategy)
-        return strategies
 
-    def _proved(self, limits: Limits, top: int, strategies: list[TrainingStrategy]) -> list[TrainingStrategy]:
+        def candidates() -> Iterator[Assignment]:
+            for _, assignment, _ in self._in_order(limits):
+                if self._traced_ops > _SEARCH_OPS:
+                    return
+                if assignment.bound_s < strategies[0].step_s and assignment.frame.micro_batch not in self._sizes:
+                    yield assignment
+
+        search(candidates(), lambda each: self.prove(each, limits=limits), results=strategies, add=self._add)
+
+    def _add_proved(self, limits: Limits, top: int, strategies: list[TrainingStrategy]) -> None:
         """Add proved strategies; where ``limits`` has no corrections, stop at the first proof that yields some."""
-        for count, (seconds, assignment, simple) in enumerate(self._in_order(limits)):
-            faster = not strategies or seconds < strategies[0].step_s
-            most_ops = _SEARCH_OPS if faster else _MORE_OPS - self._proof_ops
-            if count >= _MANY * top or (strategies and self._traced_ops > most_ops):
-                break
-            if len(strategies) >= top and seconds > strategies[top - 1].step_s:
-                break
-            if not self._is_worth_it(assignment, seconds, strategies, top):
-                continue
+        corrected = False
+
+        def candidates() -> Iterator[tuple[float, Assignment, bool]]:
+            for count, (seconds, assignment, simple) in enumerate(self._in_order(limits)):
+                faster = not strategies or seconds < strategies[0].step_s
+                most_ops = _SEARCH_OPS if faster else _MORE_OPS - self._proof_ops
+                if count >= _MANY * top or (strategies and self._traced_ops > most_ops):
+                    return
+                if len(strategies) >= top and seconds > strategies[top - 1].step_s:
+                    return
+                if self._is_worth_it(assignment, seconds, strategies, top):
+                    yield seconds, assignment, simple
+                    if corrected:
+                        return
+
+        def attempt(candidate: tuple[float, Assignment, bool]) -> TrainingStrategy | None:
+            nonlocal corrected
+            _, assignment, simple = candidate
             strategy = self.prove(assignment, corrects=not simple, limits=limits)
-            if strategy is not None:
-                strategies = self._with(strategies, strategy)
-                if self._learned and not limits.corrections:
-                    break
-        return strategies
+            corrected = strategy is not None and bool(self._learned) and not limits.corrections
+            return strategy
+
+        search(candidates(), attempt, results=strategies, add=self._add)
 
     def _is_worth_it(self, new: Assignment, seconds: float, strategies: list[TrainingStrategy], top: int) -> bool:
         """Return True where it may be among the first ``top``."""
@@ -207,12 +218,12 @@ class TrainingSearch:
         moved = moved_bytes(self.profile, self.hardware, _assignment(strategy))
         return strategy.step_s, moved, sum(strategy.prediction.peak_bytes.values())
 
-    def _with(self, strategies: list[TrainingStrategy], new: TrainingStrategy) -> list[TrainingStrategy]:
+    def _add(self, strategies: list[TrainingStrategy], new: TrainingStrategy) -> None:
         """Add ``new`` to ``strategies``, sorted by seconds; keep the best of those that differ in numbers only."""
         alike = [old for old in strategies if signature(_assignment(old)) == signature(_assignment(new))]
         rest = [strategy for strategy in strategies if strategy not in alike]
         best = min([*alike, new], key=self._order)
-        return sorted([*rest, best], key=lambda strategy: rank(strategy.step_s, _assignment(strategy)))
+        strategies[:] = sorted([*rest, best], key=lambda strategy: rank(strategy.step_s, _assignment(strategy)))
 
     def _in_order(self, limits: Limits) -> Iterator[tuple[float, Assignment, bool]]:
         """Yield seconds, assignment and True for a baseline, sorted by the seconds of the simulated schedules.
@@ -282,6 +293,9 @@ class TrainingSearch:
 
     def proved(self, choice: Choice, partition: Partition | None = None) -> TrainingStrategy:
         """Prove ``choice`` unchanged on the blocks of ``partition`` (None: the profiled ones)."""
+        return prove(choice, lambda choice: self._strategy_of(choice, partition))[0]
+
+    def _strategy_of(self, choice: Choice, partition: Partition | None) -> TrainingStrategy:
         assignment = self.assignment(choice) if partition is None and self._step.inputs is not None else None
         if assignment is not None:
             return self._strategy(assignment, choice)

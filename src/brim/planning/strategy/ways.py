@@ -21,6 +21,9 @@ from brim.techniques.loss import chunked as chunked_loss
 from brim.techniques.streaming.placement import RESIDENT, STAGING_SLOTS
 from brim.techniques.streaming.weight_streaming import RING_SLOTS
 
+SHARED = ("micro_batch", "in_backward", "states", "gradients")  # fields of Choice and of Frame
+UNSOLVED = ("precision", "in_place", "brief_buffer")  # fields of Choice that the solver does not choose
+
 
 def rank(seconds: float, assignment: Assignment) -> tuple[float, int, float]:
     """Return a sort key: seconds to four digits, then the number of techniques in use."""
@@ -64,28 +67,26 @@ def as_choice(assignment: Assignment, precision: str, compute: str) -> Choice:
         settings[STAGING_SLOTS] = 2
     return Choice(
         precision=precision,
-        micro_batch=frame.micro_batch,
         chunk_tokens=CHUNK_TOKENS if frame.chunked else 0,
         checkpointing={b: c for b, c in kept.items() if c in (SELECTIVE, FULL)},
         activations=tuple(b for b, c in kept.items() if c == OFFLOAD),
-        in_backward=frame.in_backward,
-        states=frame.states,  # type: ignore[arg-type]  # the same three words
-        gradients=frame.gradients,  # type: ignore[arg-type]
+        **{name: getattr(frame, name) for name in SHARED},
         streaming=dict(assignment.weights) if streams else {},
         streaming_settings=settings,
     )
 
 
 def as_assignment(choice: Choice, names: Sequence[str]) -> Assignment | None:
-    """Convert ``choice`` to the solver's form; None where it has other blocks than ``names``."""
-    if not {*choice.streaming, *choice.checkpointing, *choice.activations} <= set(names):
+    """Convert ``choice`` to the solver's form; None where it has other blocks than ``names``, or other chunks.
+
+    The fields ``UNSOLVED`` are left out: they change a step's bytes, which its trace tells, and not its schedule.
+    """
+    blocks = {*choice.streaming, *choice.checkpointing, *choice.activations}
+    if choice.chunk_tokens not in (0, CHUNK_TOKENS) or not blocks <= set(names):
         return None
     frame = Frame(
-        micro_batch=choice.micro_batch,
+        **{name: getattr(choice, name) for name in SHARED},
         chunked=bool(choice.chunk_tokens),
-        in_backward=choice.in_backward,
-        states=choice.states,
-        gradients=choice.gradients,
         slots=choice.streaming_settings.get(RING_SLOTS, 2),
     )
     kept = dict.fromkeys(names, KEEP) | {n: c for n, c in choice.checkpointing.items() if c != NONE}

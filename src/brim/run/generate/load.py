@@ -9,17 +9,18 @@ import torch
 from torch import nn
 
 from brim.core import Hardware
-from brim.errors import BudgetError, UsageError
+from brim.errors import UsageError
 from brim.estimation.step_memory import Inputs, watch_inference
 from brim.measure.capacity import resident_bytes
 from brim.models.opening import OpenedModel, open_model
 from brim.models.quantized import open_quantized
 from brim.models.weights import by_parameter, materialize, verifier
-from brim.planning.inference.choose import GenerationCase, GenerationRequest, search_generation
+from brim.planning.inference.choose import GenerationRequest, GenerationStrategy, search_generation
 from brim.planning.inference.machine import Device, budgets, machine, on, put_in_force
-from brim.planning.inference.pass_seconds import PassSeconds
 from brim.planning.inference.warm_up import spent, warm_up
+from brim.planning.proof import search
 from brim.planning.seconds.drives import reading_from
+from brim.run.generate.plan import generation_case
 from brim.techniques.quantization.technique import Quantization
 from brim.techniques.streaming.weight_streaming import Weights
 
@@ -106,44 +107,12 @@ def load_opened(
     warm_up(module, hardware, max(size.prompt for size in sizes), device)
     watch_inference(module, Inputs(prompt=1, total=1))  # memory that it leaves behind is measured too
     spent_bytes = spent(start_bytes)
-    for size in sizes:
-        try:
-            case = loading_case(opened, hardware, budget, size, spent_bytes, host_compute=host_compute)
-            strategy = search_generation(case)
-            break
-        except BudgetError:
-            if size is sizes[-1]:
-                raise
+
+    def attempt(size: Inputs) -> GenerationStrategy:
+        request = GenerationRequest.of(size, host_compute=host_compute)
+        return search_generation(generation_case(opened, hardware, budget, request, lambda: spent_bytes, called=True))
+
+    (strategy,) = search(sizes, attempt, most=1)
     weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
     put_in_force(module, strategy.partition, strategy.plan, hardware, weights, device)
     return module
-
-
-def loading_case(
-    opened: OpenedModel,
-    hardware: Hardware,
-    budget: Mapping[str, int],
-    inputs: Inputs,
-    spent_bytes: Mapping[str, int],
-    *,
-    host_compute: bool = True,
-) -> GenerationCase:
-    """The planner's case for ``brim.load``: as for ``brim generate``, but the caller passes the cache."""
-    return GenerationCase(
-        name=opened.name,
-        module=opened.module,
-        weights=Weights(sources=by_parameter(opened), verify=verifier(opened)),
-        hardware=hardware,
-        budget_bytes=budget,
-        request=GenerationRequest(
-            lengths=(inputs.prompt,) * inputs.batch,
-            new_tokens=inputs.total - inputs.prompt,
-            batch=inputs.batch,
-            host_compute=host_compute,
-        ),
-        shape=None,
-        watch=lambda sizes: watch_inference(opened.module, inputs),
-        spent_bytes=lambda: spent_bytes,
-        seconds=PassSeconds(module=opened.module, hardware=hardware, host_compute=host_compute),
-        called=True,
-    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from brim.core import Hardware, Plan
+from brim.estimation.step_memory import Inputs, Observation, watch_inference
 from brim.models.opening import OpenedModel
 from brim.models.weights import by_parameter, materialize, verifier
 from brim.planning.inference.choose import (
@@ -88,12 +89,19 @@ def generation_case(
     budget: Mapping[str, int],
     request: GenerationRequest,
     spent_bytes: Callable[[], Mapping[str, int]],
+    *,
+    called: bool = False,
 ) -> GenerationCase:
-    """The planning case of ``brim generate`` for an opened model, which is materialized.
+    """The planning case of ``brim generate`` for an opened model, which is materialized; of ``brim.load`` if
+    ``called``: the caller passes the cache.
 
-    Passes are observed once and remembered, and nothing is measured.
+    Passes of ``brim generate`` are observed once and remembered, and nothing is measured.
     """
     passes = RememberedPasses(opened.module)
+
+    def watch_called(sizes: Sizes) -> Observation:
+        return watch_inference(opened.module, Inputs(batch=sizes.batch, prompt=sizes.prompt, total=sizes.total))
+
     return GenerationCase(
         name=opened.name,
         module=opened.module,
@@ -101,10 +109,11 @@ def generation_case(
         hardware=hardware,
         budget_bytes=budget,
         request=request,
-        shape=passes.shape(),
-        watch=passes.watch,
+        shape=None if called else passes.shape(),
+        watch=watch_called if called else passes.watch,
         spent_bytes=spent_bytes,
         seconds=PassSeconds(module=opened.module, hardware=hardware, host_compute=request.host_compute),
+        called=called,
     )
 
 

@@ -23,7 +23,7 @@ def plan(
 ) -> Answer:  # fmt: skip
     """Find the fastest ways to run or train a model in what a machine has.
 
-    Where a model of this machine does not fit in memory, the best three plans are run for a few steps. Otherwise no
+    Where a model does not fit in this machine's memory, the best three plans are run for a few steps. Otherwise no
     weights are read.
 
     Each way is proved: a step is traced with the way's techniques in force, and its peaks are what is promised.

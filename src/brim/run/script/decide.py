@@ -22,17 +22,15 @@ from brim.errors import BrimError, BudgetError, UnsupportedError, first_line
 from brim.measure.capacity import memory_fraction, resident_bytes
 from brim.memory import heap
 from brim.model_inputs import map_tensors
+from brim.planning.inference.choosing import Need, make_plan
 from brim.planning.inference.example_shapes import as_shapes
-from brim.planning.inference.forward_prediction import plan_forward, untouched_bytes
+from brim.planning.inference.forward_prediction import forward_need, search_forward, untouched_bytes
 from brim.planning.inference.machine import (
     Device,
-    Need,
     budgets,
-    forward_need,
     held_ram_bytes,
     held_vram_bytes,
     machine,
-    make_plan,
     on,
     put_in_force,
 )
@@ -398,8 +396,8 @@ class Decisions:
             outcome.untouched_bytes = {compute: needed_bytes}
             if needed_bytes <= case.share[compute]:
                 return None
-            partition, plan = plan_forward(model, self.hardware, case.share, need, inputs, self._device)
-        arguments = (model, partition, plan, self.hardware, Weights(), self._device)
+            placed = search_forward(model, self.hardware, case.share, need, inputs, self._device)
+        arguments = (model, placed.partition, placed.plan, self.hardware, Weights(), self._device)
         return lambda: put_in_force(*arguments)
 
     def _fitted(self, case: _Case, outcome: Outcome, handle: Any) -> None:

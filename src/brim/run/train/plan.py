@@ -12,7 +12,7 @@ from brim.core import Plan
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import FormatError, UsageError
 from brim.planning.file import PlanFile
-from brim.planning.inference.machine import Need, partitions
+from brim.planning.inference.choosing import Need, partitions
 from brim.planning.strategy.choice import Choice
 from brim.planning.training import precision_of
 from brim.run.train.request import ORDERS, Request

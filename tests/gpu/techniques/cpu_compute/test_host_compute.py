@@ -11,7 +11,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from brim.core.hardware import RAM, VRAM
 from brim.model_cache import cache_input
-from brim.planning.inference.machine import Need, machine, make_plan, put_in_force
+from brim.planning.inference.choosing import Need, make_plan
+from brim.planning.inference.machine import machine, put_in_force
 from brim.techniques.streaming.placement import computable
 from brim.techniques.streaming.weight_streaming import COMPUTE_RAM, FROM_RAM, Weights
 from support.hybrid import compute_some_in_ram

@@ -12,6 +12,7 @@ from brim.estimation.ranks import estimate as ranks
 from brim.planning import ranks_nearest as meshes_nearest
 from brim.planning.meshes import offload
 from brim.planning.ranks import fastest
+from brim.requests.plan import MeshRequest
 
 COMMAND = ["plan", "llama-3-8b", "--task", "train", "--gpus", "16", "--gpu", "A100 80GB", "--seq", "2048"]
 MEGATRON = ["--engine", "megatron"]  # by closed forms: no stage is traced
@@ -138,9 +139,9 @@ def test_a_plan_with_shards_in_ram_is_written_and_its_command_tells_the_same(cap
 
 def refused(**others):
     """What a search on two small GPUs says where nothing fits."""
-    options = {"task": "train", "gpu": "RTX 3060 12GB", "gpus": 2, "gpus_per_node": None, "seq": 128, "top": 1}
+    options = {"task": "train", "gpu": "RTX 3060 12GB", "gpus": 2, "seq": 128, "top": 1, "global_batch": 4, **others}
     with pytest.raises(BudgetError) as told:
-        fastest("llama-3.2-1b", {**options, "global_batch": 4, "engine": None, "ram": None, **others})
+        fastest(MeshRequest(model="llama-3.2-1b", **options))
     return told.value
 
 
@@ -253,7 +254,7 @@ def test_where_nothing_fits_the_nearest_that_does_is_told(capsys, half_a_billion
 def test_what_a_division_rules_out_is_said_before_changes_are_searched(capsys, monkeypatch):
     seen = []
 
-    def infeasible(model, options, refusal, plans):
+    def infeasible(request, refusal, plans):
         seen.append(capsys.readouterr().out)
         return meshes_nearest.Infeasible(why="", needs_bytes={}, nearest=())
 

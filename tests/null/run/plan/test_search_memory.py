@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from brim.planning.generation import search
+from brim.planning.generation import propose
 from brim.planning.opening import open_subject
 from brim.planning.request import Request, machine_of
 from brim.techniques.streaming.placement import RESIDENT
@@ -19,5 +19,5 @@ def test_a_search_leaves_the_models_tensors_as_they_were(tmp_path: Path) -> None
     asked = Request(model=config, gpu="RTX 3060", ram="8GiB", seq=64, new_tokens=16)
     subject = open_subject(asked, machine_of(asked))
     before = {name: p.untyped_storage()._cdata for name, p in subject.module.named_parameters()}
-    assert set(search(subject).plan.choices(NAME).values()) == {RESIDENT}
+    assert set(propose(subject).plan.choices(NAME).values()) == {RESIDENT}
     assert {name: p.untyped_storage()._cdata for name, p in subject.module.named_parameters()} == before

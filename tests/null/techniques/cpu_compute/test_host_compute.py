@@ -15,7 +15,8 @@ from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, StaticC
 from brim.core import EventKind
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, TransferError, UnsupportedError, UsageError
-from brim.planning.inference.machine import Need, machine, make_plan, put_in_force
+from brim.planning.inference.choosing import Need, make_plan
+from brim.planning.inference.machine import machine, put_in_force
 from brim.techniques.blocks import find_blocks
 from brim.techniques.cpu_compute.technique import TRANSFER_BYTES, rest_in
 from brim.techniques.streaming.placement import computable
