@@ -124,7 +124,7 @@ class _Header:
     def _has_room(self, count: int, each_bytes: int, what: str) -> None:
         left = self._size - self._file.tell()
         if count * each_bytes > left:
-            raise ValueError(f"It announces {count} {what}, and {left} bytes of it are left")
+            raise ValueError(f"Its header announces {count} {what}, and only {left} bytes follow")
 
 
 __all__ = ["check_header"]

@@ -132,9 +132,11 @@ def fit(
             or on the meta device.
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"Cannot fit a {type(model).__name__}.", "brim.fit takes an nn.Module.")
+        raise UsageError(f"Cannot fit a {type(model).__name__}.", "The model must be an nn.Module.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"Cannot use a {type(optimizer).__name__} as the optimizer.", "brim.fit takes PyTorch's.")
+        raise UsageError(
+            f"Cannot use a {type(optimizer).__name__} as the optimizer.", "It must be a torch.optim.Optimizer."
+        )
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper calls the module inside
     refuse_second(model)
     refuse_special_tensors(model)
@@ -149,7 +151,9 @@ def fit(
             return fit_training(model, optimizer, hardware, budget, kind, inputs, activations, plan)
         if plan is not None:
             raise UsageError(
-                f"Cannot use the plan {plan} without an optimizer.", "Plans are for training.", "Give the optimizer."
+                f"Cannot use the plan {plan} without an optimizer.",
+                "brim.fit follows plans in training only.",
+                "Give the optimizer.",
             )
         need = forward_need(model, budget, hardware, inputs, activations)
         partition, forward_plan = plan_forward(model, hardware, budget, need, inputs, kind)
@@ -299,7 +303,7 @@ class Search:
         if choice.in_backward or choice.chunk_tokens or choice.streams or choice.precision != "fp32":
             raise UsageError(
                 f"Cannot follow the plan for {file.plan.model} in brim.fit.",
-                "It needs brim's own loop: streamed weights, updates in backward, logits in pieces or autocast.",
+                "It needs brim's own loop: streamed weights, updates in backward, chunked loss or autocast.",
                 "Run it by brim train --plan, or plan for file.py:build.",
             )
         settings = {**file.plan.settings, MICRO_BATCH: 1}  # as here: the loop decides

@@ -75,7 +75,7 @@ def load(
     if inputs is not None and not isinstance(inputs, Inputs):
         raise UsageError(
             f"brim.load cannot use inputs of type {type(inputs).__name__}.",
-            "They describe the size of a step: brim.estimation.step_memory.Inputs(batch=..., prompt=..., total=...).",
+            "They must be brim.estimation.step_memory.Inputs(batch=..., prompt=..., total=...), the sizes of a step.",
         )
     # Tensors created in inference mode could never be changed outside of it.
     with on(device) as kind, torch.inference_mode(False):
