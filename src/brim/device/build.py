@@ -127,5 +127,5 @@ def _run(command: list[str], folder: Path) -> None:
     raise UnsupportedError(
         "Cannot compile the rehearsal device.",
         f"{command[0]} ended with {done.returncode}: {done.stderr.strip()[-800:]}",
-        "It needs a C11 compiler and linker for this machine; name another in CC.",
+        "Set CC to a C11 compiler that can link for this machine.",
     )

@@ -289,7 +289,7 @@ def _install(python: Path, requirement: str, into: Path) -> None:
     raise UnsupportedError(
         f"Cannot fetch {requirement} with pip.",
         done.stderr.strip()[-800:] or f"pip ended with {done.returncode}.",
-        "Try again when the network is there; nothing of it was kept.",
+        "Try again when the network works; nothing was installed.",
     )
 
 
@@ -301,8 +301,8 @@ def _triton_of(site_packages: Path) -> str:
             return match[1]
     raise UnsupportedError(
         "Cannot fetch Triton, which torch.compile needs.",
-        f"The PyTorch in {site_packages} does not say which version it asks for.",
-        "Install the version that its release notes name beside it.",
+        f"The PyTorch in {site_packages} does not name the version of Triton that it needs.",
+        "Install the version that PyTorch's release notes name.",
     )
 
 

@@ -48,7 +48,9 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 def _no_hook(*args: Any) -> None:
-    raise failures.not_traced("A communication hook", "Leave it out: DistributedDataParallel sends nothing here.")
+    raise failures.not_traced(
+        "A communication hook", "Leave the hook out: a trace sends no gradients to other ranks."
+    )
 
 
 class _Logger:

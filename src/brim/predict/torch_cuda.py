@@ -216,7 +216,9 @@ class NoGraph:
     """Compares addresses of tensors, which a trace does not have."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoGraph:
-        raise failures.not_traced("A graphed callable", "Trace the function that is captured, called as it is.")
+        raise failures.not_traced(
+            "A graphed callable", "Trace the original function, without make_graphed_callables."
+        )
 
 
 _Generator = torch.Generator

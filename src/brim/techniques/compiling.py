@@ -88,7 +88,7 @@ def _refuse(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
             if part in inside or module in set(part.modules()):
                 where = "It is" if part is module else f"{path} is"
                 raise UsageError(
-                    f"Cannot compile {name}.", f"{where} compiled already.", "Remove the first handle before."
+                    f"Cannot compile {name}.", f"{where} compiled already.", "Call .remove() on its handle first."
                 )
         for other, part in chosen.items():
             if part is not module and part in inside:

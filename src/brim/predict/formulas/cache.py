@@ -28,7 +28,7 @@ def kv_cache(
     if windowed_layers and (window is None or not 0 < windowed_layers <= layers or window < 1):
         raise UsageError(
             f"Cannot give {windowed_layers} of {layers} layers a window of {window}.",
-            "The numbers contradict each other.",
+            "The window must be at least 1, and windowed_layers at most layers.",
         )
     kept = min(tokens, window) if window is not None else tokens
     full = layers - windowed_layers

@@ -76,7 +76,7 @@ def optimizer_state(
     options = {"amsgrad": amsgrad, "momentum": momentum, "centered": centered}
     wrong = [name for name in options if options[name] and name not in _OPTIONS.get(optimizer, ())]
     if wrong:
-        raise UsageError(f"Cannot use {' and '.join(wrong)} with {optimizer}.", "It has no such state.")
+        raise UsageError(f"Cannot use {' and '.join(wrong)} with {optimizer}.", "This optimizer has no such state.")
     if optimizer == "adamw8bit":
         return _torchao(shapes, dtype, kind)
     if optimizer == "adamw8bit-bitsandbytes":

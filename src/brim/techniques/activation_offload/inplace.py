@@ -39,7 +39,7 @@ def apply(model: nn.Module, example: Any, names: Sequence[str] | None = None) ->
         raise UsageError(
             f"Cannot make the activations of {type(model).__name__} in-place.",
             "They are in-place already.",
-            "Remove the first handle before.",
+            "Call .remove() on its handle first.",
         )
     return InplaceActivations(model, list(_inplace_bytes(model, example)) if names is None else names)
 
@@ -202,7 +202,7 @@ def _run(model: nn.Module, example: Any, watch: _Watch | None = None) -> None:
         raise UnsupportedError(
             f"Cannot test {type(model).__name__} with in-place activations.",
             f"It cannot run on fake tensors: {error}",
-            "Leave this technique out.",
+            "Leave in-place activations out.",
         ) from error
 
 

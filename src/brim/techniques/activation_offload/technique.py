@@ -102,7 +102,7 @@ def _check(model: nn.Module, blocks: Sequence[str], paths: dict[str, nn.Module])
     for path, module in paths.items():
         if any(isinstance(layer, _Wrapper) for layer in _wrapped_forwards(module)):
             raise UsageError(
-                problem, f"{path or 'It'!r} is offloaded already.", "Call remove() of that handle first."
+                problem, f"{path or 'It'!r} is offloaded already.", "Call .remove() on its handle first."
             )
 
 

@@ -105,7 +105,7 @@ class Checkpointing:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "use_cache is ignored: blocks that are checkpointed do not fill the cache. Pass use_cache=False.",
+                "use_cache is ignored, because checkpointed blocks cannot write to a KV cache. Pass use_cache=False.",
                 stacklevel=2,
             )
 
@@ -257,7 +257,7 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 def _refuse(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     if any(isinstance(placed, _Checkpointed) for placed in in_force(module)):
         raise UsageError(
-            f"Cannot checkpoint {name}.", "It is checkpointed already.", "Remove the first handle before."
+            f"Cannot checkpoint {name}.", "It is checkpointed already.", "Call .remove() on its handle first."
         )
     inside = {id(part): path for path, part in modules.items() if part is not module}
     for part in module.modules():

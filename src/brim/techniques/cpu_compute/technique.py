@@ -40,14 +40,14 @@ class HostCompute(Companion):
         self._blocks: dict[str, list[StreamedBlock]] = {}  # by the path of the module that needs them
         if streamed_blocks.training:
             raise UnsupportedError(
-                "Cannot train by a plan whose blocks the CPU computes.",
-                "Such blocks are for inference: their activations are in RAM, and backward does not use those.",
+                "Cannot train with a plan in which the CPU computes some blocks.",
+                "That is for inference: the activations of these blocks are in RAM, where backward cannot use them.",
                 "Plan without compute:ram, or fit the model for inference.",
             )
         if streamed_blocks.memory.host is None:
             raise UsageError(
-                "Cannot apply a plan whose blocks the CPU computes from RAM.",
-                "Here RAM is the compute tier, so the CPU computes all of them.",
+                "Cannot apply a plan in which the CPU computes some blocks beside a GPU.",
+                "This machine has no GPU: the CPU computes all blocks.",
                 "Make the plan for this machine.",
             )
         self.transfer = ActivationTransfer(streamed_blocks.memory)
@@ -62,7 +62,7 @@ class HostCompute(Companion):
         if block.name not in self._computable:
             raise UnsupportedError(
                 f"Cannot compute {block.name} on the CPU.",
-                "Its modules need parameters of other blocks, which are elsewhere.",
+                "Its modules use parameters of other blocks, which may be in another tier.",
                 "Plan it as resident or streamed.",
             )
         for trigger in block.triggers:

@@ -157,7 +157,7 @@ class CachedExperts(Companion):
         if self._streamed_blocks.training:
             raise UnsupportedError(
                 "Cannot train by a plan with cached experts.",
-                "Slots are reused before it is known which experts a backward pass needs.",
+                "The backward pass may need experts whose slots are reused by then.",
                 "Plan without the technique 'experts', or fit the model for inference.",
             )
         choices = self._placement.plan.choices(NAME)
@@ -311,7 +311,7 @@ class ExpertsStore:
 
 def _one_by_one(label: str) -> UnsupportedError:
     return UnsupportedError(
-        f"Cannot move {label} to the compute tier as a whole.",
+        f"Cannot move all of {label} to the compute tier at once.",
         "Its experts are moved one by one.",
         "Change them with load_state_dict, or call .brim.remove() first.",
     )

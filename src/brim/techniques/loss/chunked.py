@@ -49,7 +49,7 @@ def apply(model: nn.Module, chunk_tokens: int = 1024, *, head: str | None = None
         raise UsageError(
             f"Cannot chunk the loss of {type(model).__name__}.",
             f"The loss of {name} is chunked already.",
-            "Remove the first handle before.",
+            "Call .remove() on its handle first.",
         )
     return ChunkedLoss(name, module, chunk_tokens)
 

@@ -139,9 +139,9 @@ class Trial:
         try:
             together, alone = (self._run(options, shape, dtype, split) for split in (False, True))
         except Exception as error:
-            raise self._refusal(f"A step of its own, without a closure, raised {error!r}.") from error
+            raise self._refusal(f"A trial step without a closure raised {error!r}.") from error
         if not all(_same(left, right) for left, right in zip(together, alone, strict=True)):
-            raise self._refusal("Stepping its parameters one by one is not the same as stepping them together.")
+            raise self._refusal("Updating its parameters one by one gives other results than updating them together.")
         sample: dict[str, Any] = alone[1][0]
         return sample
 

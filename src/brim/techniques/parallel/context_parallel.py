@@ -77,7 +77,10 @@ def apply(model: Any, mesh: DeviceMesh, place: int | None = None) -> Context:
 def _check(model: Any, ranks: int) -> None:
     windowed, rotary = narrow(model.config), length_dependent(model.config)
     why = f"Its attention does not attend to all earlier tokens ({windowed})." if windowed else ""
-    why = why or f"Its rotary positions depend on the length of the sequence ({rotary}), and a rank has a part of it."
+    why = (
+        why
+        or f"Its rotary positions depend on the length of the sequence ({rotary}), and a rank has only a part of it."
+    )
     if windowed or rotary:
         raise UnsupportedError(f"Cannot use --cp {ranks} for {type(model).__name__}.", why, "Leave out --cp.")
 

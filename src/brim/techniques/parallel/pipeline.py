@@ -314,7 +314,7 @@ class _Removed(nn.Module):
         if self._progress.place != self._place:
             raise UnsupportedError(
                 "Cannot cut a model into stages.",
-                f"A part of its decoder seems to be {self._place} its layers, but runs at another time.",
+                f"A module that brim took for one {self._place} its layers runs at another time.",
                 "Use --zero or --tp.",
             )
         tensors = (

@@ -131,7 +131,7 @@ def apply(model: nn.Module, quantization: str | Quantization) -> QuantizationHan
     if _MARK in vars(model):
         raise UsageError(
             f"Cannot quantize {type(model).__name__}.",
-            f"It is already ({vars(model)[_MARK]}).",
+            f"It is quantized already ({vars(model)[_MARK]}).",
             "Call .remove() on that handle first.",
         )
     return QuantizationHandle(model, Quantization.of(quantization))

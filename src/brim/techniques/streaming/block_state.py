@@ -125,8 +125,9 @@ class StreamedBlock:
         for parameter, placed in zip(self.parameters, self.store.layout.tensors, strict=True):
             if (parameter.dtype, tuple(parameter.shape)) != (placed.dtype, placed.shape):
                 raise UnsupportedError(
-                    f"{placed.name} was replaced by {list(parameter.shape)}, {parameter.dtype}.",
-                    f"It is streamed as {list(placed.shape)}, {placed.dtype}.",
+                    f"The data of {placed.name} was replaced by a tensor of shape {list(parameter.shape)}, "
+                    f"{parameter.dtype}.",
+                    f"The weight is streamed with shape {list(placed.shape)}, {placed.dtype}.",
                     "Call .brim.remove() first, change it, and fit the module again.",
                 )
         self.store.write_back([self._present(index, same) for index, same in enumerate(untouched)])

@@ -132,7 +132,7 @@ class Turns:
             raise UnsupportedError(
                 f"{self._name}, fitted by brim in process {self._process}, was used in process {os.getpid()}, a fork "
                 "of that one.",
-                "The threads that load its weights do not exist there.",
+                "The threads that load its weights do not exist in a fork.",
                 "Fit or load it in the process that uses it, or start processes by 'spawn'.",
             )
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from brim.errors import UnsupportedError
 from brim.techniques.offloaded_tensor import Backing, OffloadedTensor, offloaded_tensor
 
-_TODO = "Clone it first, change it as a whole (copy_, load_state_dict), or call .brim.remove()."
+_TODO = "Clone it first, replace all its values (copy_, load_state_dict), or call .brim.remove()."
 _NOT_IN_PLACE = ("__int__", "__index__", "__invert__", "__iter__")
 _GETTERS = ("__get__", "__set__", "__delete__")
 _OF_VALUES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))

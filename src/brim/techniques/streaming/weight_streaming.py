@@ -369,7 +369,9 @@ class WeightStreaming:
         parameters = list(what)
         strange = {id(p) for p in parameters} - {id(p) for p in self._parameters.values()}
         if strange:
-            raise UsageError(f"Cannot update {len(parameters)} parameters.", f"{len(strange)} are not the model's.")
+            raise UsageError(
+                f"Cannot update {len(parameters)} parameters.", f"{len(strange)} of them are not in the model."
+            )
         return parameters
 
     def is_updated_by(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
