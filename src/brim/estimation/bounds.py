@@ -98,7 +98,7 @@ def _convolutions(trace: Trace, timeline: Timeline, place: Place, alloc_conf: st
     return Margin(
         name="convolution workspaces",
         bytes=max(most, 0),
-        why=f"cuDNN chooses the engine at run time; the one that takes the most here {engine.name}",
+        why=f"cuDNN chooses the engine at run time; the engine that needs the most memory here {engine.name}",
     )
 
 

@@ -126,7 +126,7 @@ class Estimate:
     def program(self) -> str:
         """Whose step this is, and what brim's own commands make otherwise."""
         parts = "; ".join(f"{part}: {text}" for part, text in self.differs.items())
-        return f"the step is of {PROGRAM}" + (f", and brim plan tells of another. {parts}" if parts else "")
+        return f"the step is that of {PROGRAM}" + (f"; brim's own commands differ: {parts}" if parts else "")
 
     @property
     def context_bytes(self) -> int:
@@ -399,7 +399,9 @@ def _failed(job: Job, error: BaseException) -> ModelError:
         return ModelError(asked, f"{error.name} is not installed.", f"Run pip install {error.name}.")
     if isinstance(error, Exception) and (refusal := failed_import(error)) is not None:
         return ModelError(asked, f"{refusal.asked} {refusal.found}", refusal.todo)
-    return ModelError(asked, f"It fails: {short(error)}", "Correct the configuration: its sizes may not go together.")
+    return ModelError(
+        asked, f"It fails: {short(error)}", "Correct the configuration: its sizes may contradict each other."
+    )
 
 
 def hardware_of(gpu: str | catalog.Gpu | Hardware | None) -> Hardware | None:

@@ -32,7 +32,7 @@ _MOST_OPS = 100_000  # of a step that is traced whole: a loop over tokens, minut
 _MOST_LINES = 0.01  # of all bytes: kernels' temporaries, a part that grows with the tokens and one that does not
 _BATCHES = (1, 2, 4, 8)
 _UPWARDS, _DOWNWARDS = (1, 2, 4, 8, 16), (8, 4, 2, 1)
-_NOT_ALIKE = "the step does other things at other sizes"
+_NOT_ALIKE = "the step runs other operations at other sizes"
 
 
 @dataclass(frozen=True, kw_only=True)

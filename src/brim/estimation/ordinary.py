@@ -35,11 +35,11 @@ def differences(workload: Workload, stored: str, *, language_model: bool) -> dic
     if workload.method == "lora" and precision not in ("int8", "int4", "fp8"):
         dtype = _STORED.get(precision, "float32")
         if dtype != stored:
-            parts["weights"] = f"brim train keeps what is not trained as it is stored, in {stored}"
+            parts["weights"] = f"brim train keeps weights that are not trained in their stored dtype, {stored}"
         if precision == "bf16":
             parts["adapters"] = "of brim train --precision bf16 are bfloat16, PEFT's float32"
     if workload.optimizer in (None, *FUSED):
-        parts["optimizer"] = "brim train takes PyTorch's fused one, which allocates nothing in its step"
+        parts["optimizer"] = "brim train uses PyTorch's fused optimizer, which allocates nothing in its step"
     elif workload.optimizer == "adamw8bit":
         parts["optimizer"] = "brim train takes torchao's own"
     if workload.checkpointing == "alternate":
@@ -50,5 +50,5 @@ def differences(workload: Workload, stored: str, *, language_model: bool) -> dic
 def _of_generation(workload: Workload) -> dict[str, str]:
     parts = {"cache": "brim generate allocates the cache once, for all tokens"}
     if workload.precision in ("int8", "int4", "fp8"):
-        parts["layers"] = f"brim generate has {workload.precision} layers of its own"
+        parts["layers"] = f"brim generate uses its own {workload.precision} layers"
     return parts

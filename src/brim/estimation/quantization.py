@@ -290,7 +290,7 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
     if not layers:
         raise UnsupportedError(
             f"Cannot use precision={precision} for {type(model).__name__}.",
-            f"None of its {len(named)} linear layers can be quantized: the last one and the output stay as they are.",
+            f"None of its {len(named)} linear layers can be quantized; the last two never are.",
             "Use bf16.",
         )
     total = sum(p.numel() for p in model.parameters())

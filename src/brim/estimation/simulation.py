@@ -73,12 +73,12 @@ def simulate(
 _ORDER = {Phase.FORWARD: 0, Phase.BACKWARD: 1, Phase.OPTIMIZER: 2}  # in a step
 _SIMULATED = ("nvidia", "amd")  # whose tensors PyTorch's CUDA caching allocator serves
 _OTHERS = (
-    "{}: tensors are as on a CUDA device; its own allocator and context are not simulated, and what a process may "
-    "have of its memory is less than all of it"
+    "{}: tensors are as on a CUDA device; its own allocator and context are not simulated, and a process can use "
+    "only a part of its memory"
 )
 _BY_SIZE = (
-    "only the memory is known of this GPU: no seconds are estimated, kernels are those of compute capability 8.0, "
-    "and all of the memory is taken to be free",
+    "only the memory of this GPU is known: no seconds are predicted, compute capability 8.0 is assumed, and all of "
+    "the memory counts as free",
 )
 
 

@@ -31,8 +31,8 @@ DEFAULT_NEW_TOKENS = 128
 _TRAINING_ONLY = ("optimizer", "method", "checkpointing")
 ASKED = "as asked for"
 _TRAINED = {  # the default precision of brim train, by the tier that computes
-    RAM: ("fp32", "by default: what brim train takes on processors"),
-    VRAM: ("bf16-mixed", "by default: what brim train takes on GPUs"),
+    RAM: ("fp32", "brim train's default on CPUs"),
+    VRAM: ("bf16-mixed", "brim train's default on GPUs"),
 }
 
 

@@ -40,7 +40,7 @@ class Meshes:
         least = f"; they take {needs} at least" if needs else ""
         if self.traced == self.looked_at:
             return f"No mesh fits{least}"
-        return f"None of {self.traced} traced meshes fits, of {self.looked_at:,} looked at{least}"
+        return f"None of {self.traced} traced meshes fits, of {self.looked_at:,} compared{least}"
 
 
 def fastest(model: str, options: dict[str, Any]) -> Meshes:
@@ -120,7 +120,8 @@ def _refusal(on_gpus: _Result, in_ram: _Result, refusals: list[BudgetError], ans
     """Join the errors of both searches, with the smallest bytes."""
     why = [on_gpus.refused.found if on_gpus.refused else f"{answer.none()}."]
     if in_ram.refused or in_ram.looked_at:
-        why.append(f"Nor with its shards in RAM: {in_ram.refused.found if in_ram.refused else f'{answer.none()}.'}")
+        reason = in_ram.refused.found if in_ram.refused else f"{answer.none()}."
+        why.append(f"With shards in RAM it does not fit either: {reason}")
     least = {tier: count for error in refusals for tier, count in error.smallest_bytes.items()}
     todo = " ".join(error.todo for error in refusals)
     return BudgetError(refusals[0].asked, "\n".join(why), todo, smallest_bytes=least)
@@ -160,7 +161,9 @@ def assumed(options: dict[str, Any]) -> list[str]:
     """Return the assumed figures of a node, a sentence each."""
     gpu, per_node = catalog.gpu(options["gpu"]), min(options["gpus"], options["gpus_per_node"] or 8)
     given = {name: options.get(name) for name in ("ram", "ram_gb_per_s")}
-    nodes = [] if options["gpus_per_node"] is not None else [f"nodes of {per_node} GPUs (else give --gpus-per-node)"]
+    nodes = (
+        [] if options["gpus_per_node"] is not None else [f"nodes of {per_node} GPUs (change with --gpus-per-node)"]
+    )
     return [*nodes, *(f"a node has {text}" for text in host_assumed(catalog.host_of(gpu), per_node, **given))]
 
 

@@ -284,7 +284,7 @@ def _time(
     told = [f"step seconds: {source}"]
     if any(_launches_last(facts, hardware) for facts in stages):
         told.append(
-            "bound by launches: kernels are over before the host has launched the next; larger micro-batches or CUDA "
+            "bound by launches: kernels end before the host has launched the next ones; larger micro-batches or CUDA "
             "graphs make the step faster"
         )
     if split.offload_shards:
