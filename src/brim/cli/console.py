@@ -121,7 +121,7 @@ def _every_s() -> float:
     except ValueError:
         every_s = 0.0
     if not 0 < every_s < threading.TIMEOUT_MAX:
-        raise UsageError(f"{EVERY}={asked} was given.", "It is no number of seconds.", f"Example: {EVERY}=60")
+        raise UsageError(f"{EVERY}={asked} was given.", "It is not a number of seconds.", f"Example: {EVERY}=60")
     return every_s
 
 

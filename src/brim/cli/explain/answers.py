@@ -162,7 +162,7 @@ def of_timeline(source: Source, settings: tuple[str, ...]) -> Explained:
 
 def _waits(idle: Mapping[str, Any]) -> Rows:
     rows = tuple((wait["label"], wait["cause"], wait["seconds"], wait["count"]) for wait in idle["waits"][:50])
-    return "What compute waited for", ("what", "cause", "time_s", "times"), rows
+    return "Causes of waiting", ("what", "cause", "time_s", "times"), rows
 
 
 def of_profile(source: Source, settings: tuple[str, ...]) -> Explained:

@@ -136,7 +136,7 @@ def _print(model: str, batch: int, options: dict[str, Any], rows: Sequence[Row],
     console.print_table(columns, lines, first="right")
     for row in rows:
         console.print(f"{row.gpus}: {row.summary}")
-    console.print("GPU-hours and cost are those of a billion tokens")
+    console.print("GPU-hours and cost are for a billion tokens")
 
 
 def _plot(path: Path, model: str, rows: Sequence[Row]) -> None:

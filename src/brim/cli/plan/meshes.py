@@ -28,7 +28,7 @@ def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool
     _check(options)
     started = time.perf_counter()
     load("brim.estimation.ranks.estimate", MODELS)
-    with Console(stderr=True).status("Looking at meshes"):
+    with Console(stderr=True).status("Comparing meshes"):
         answer = _searched(model, options)
     if isinstance(answer, BudgetError):
         return _show_nearest(model, options, answer, as_json=as_json)
@@ -69,7 +69,7 @@ def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, 
             console.print(f"assumed: {text}")
         if refusal.todo:
             console.print(refusal.todo)
-    with Console(stderr=True).status("Looking for what would fit"):
+    with Console(stderr=True).status("Searching for changes that fit"):
         answer = infeasible(model, options, refusal, lambda changed: smallest_fits(model, dict(changed)))
     if as_json:
         print_json({
@@ -81,7 +81,7 @@ def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, 
     for change in answer.nearest:
         console.print(f"It fits with {change.change}: {change.command}")
     if not answer.nearest:
-        console.print("No small change that would do was found.")
+        console.print("No small change that fits was found.")
     return BudgetError.exit_code
 
 
@@ -106,7 +106,7 @@ def _check(options: dict[str, Any]) -> None:
         )
     if not options["gpu"]:
         raise UsageError(
-            "Cannot use --gpus without --gpu.", "Seconds and memory depend on it.", 'Add --gpu "A100 80GB".'
+            "Cannot use --gpus without --gpu.", "The prediction depends on the GPU.", 'Add --gpu "A100 80GB".'
         )
 
 
@@ -175,12 +175,12 @@ def _print(model: str, options: dict[str, Any], answer: Meshes, took_s: float) -
         ))  # fmt: skip
     console.print_table(columns, lines, first="right")
     if in_ram:
-        console.print("Nothing fits with all of it on the GPUs: these keep ZeRO-3's shards in RAM.")
+        console.print("No split fits on the GPUs alone: these keep ZeRO-3's shards in RAM.")
     halves = ", zb: zero-bubble" if any(mesh.split.zero_bubble for mesh, _ in rows) else ""
     told = f"v: model chunks a rank{halves}; micro: micro-batches a step, and sequences in each"
     console.print(told)
-    console.print(f"Every rank of the first: {_command(model, options, rows[0][0])}")
+    console.print(f"To predict every rank of the first: {_command(model, options, rows[0][0])}")
     for note in rows[0][1].notes:
         console.print(note)
-    counts = f"looked at {answer.looked_at:,} meshes in {format_seconds(took_s)}, {answer.traced} of them traced"
+    counts = f"compared {answer.looked_at:,} meshes in {format_seconds(took_s)}, {answer.traced} of them traced"
     console.print(counts)
