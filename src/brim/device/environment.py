@@ -1,4 +1,4 @@
-"""A CUDA build of PyTorch for the user's Python: the one that is there, or one of the same version that is fetched.
+"""Finds a CUDA build of PyTorch for the user's Python, or downloads one of the same version.
 
 Nothing of the user's is changed. What is fetched goes into a folder of brim's and is put before the user's packages
 by PYTHONPATH, so a program finds it and, behind it, all else that is installed.
@@ -44,11 +44,11 @@ class Environment:
 
     Attributes:
         python: The interpreter.
-        site_packages: Where the build lies.
-        first: What goes before everything else on its path (``PYTHONPATH``); None where it finds the build by itself.
-        folder: Where brim keeps what it built.
-        packages: The folders of all that is installed.
-        compiler: Where Triton lies that was fetched for this build; None where none was.
+        site_packages: The folder of the build.
+        first: The folder that must come first in ``PYTHONPATH``; None if Python finds the build without it.
+        folder: The folder for files that brim builds.
+        packages: The folders of all installed packages.
+        compiler: The folder of a downloaded Triton; None if none was downloaded.
     """
 
     python: Path
@@ -59,7 +59,8 @@ class Environment:
     compiler: Path | None = None
 
     def variables(self, settings: DeviceSettings, before: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The environment ``before``, changed so that ``python`` runs on the device. Builds the device if need be."""
+        """Return ``before`` with the variables under which ``python`` runs on the device. Builds the device if
+        needed."""
         packages = (*self.packages, self.compiler) if self.compiler else self.packages
         variables = settings.environment(build(self.site_packages, self.folder, packages=packages), before)
         fetched = [str(path) for path in (self.first, self.compiler) if path]
@@ -70,17 +71,17 @@ class Environment:
 
     @property
     def has_triton(self) -> bool:
-        """True if Triton, which ``torch.compile`` needs, is installed or was fetched."""
+        """True if Triton, which ``torch.compile`` needs, is installed or was downloaded."""
         places = (self.site_packages, *self.packages)
         return self.compiler is not None or any((place / "triton").is_dir() for place in places)
 
 
 def find(python: Path | None = None, *, folder: Path | None = None) -> Environment | None:
-    """Find a CUDA build of PyTorch that needs no download. None where there is none.
+    """Find a CUDA build of PyTorch on this machine. None if there is none.
 
     Args:
-        python: The interpreter that the build is for. None: the one that runs.
-        folder: Where brim keeps what it fetched and built. None: ``rehearsal`` in the user's cache folder.
+        python: The interpreter that will use the build. None: the running one.
+        folder: The folder of brim's downloads and builds. None: ``rehearsal`` in the user's cache folder.
 
     Raises:
         UnsupportedError: The interpreter does not run, or has no PyTorch at all.
@@ -116,19 +117,19 @@ def prepare(
     folder: Path | None = None,
     compiler: bool = False,
 ) -> Environment:
-    """Find a CUDA build of PyTorch as ``find`` does, or fetch that of the installed version.
+    """Find a CUDA build of PyTorch as ``find`` does, or download that of the installed version.
 
-    A download that is interrupted leaves nothing and is done anew.
+    An interrupted download leaves no files, and starts again the next time.
 
     Args:
-        python: The interpreter that the build is for. None: the one that runs.
-        confirm: Is given the sentence that says what will be downloaded; returns whether it may.
-        folder: Where brim keeps what it fetched and built. None: ``rehearsal`` in the user's cache folder.
-        compiler: Fetch Triton too, which ``torch.compile`` needs, where it is neither installed nor fetched.
+        python: The interpreter that will use the build. None: the running one.
+        confirm: A function that gets a sentence on the download, and returns True to allow it.
+        folder: The folder of brim's downloads and builds. None: ``rehearsal`` in the user's cache folder.
+        compiler: Also download Triton, which ``torch.compile`` needs, if it is not there.
 
     Raises:
-        UsageError: ``confirm`` said no.
-        UnsupportedError: No such build can be had.
+        UsageError: ``confirm`` returned False.
+        UnsupportedError: There is no such build for this machine.
         TransferError: The disk is full.
     """
     environment = find(python, folder=folder)

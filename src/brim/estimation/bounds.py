@@ -19,8 +19,8 @@ class Margin:
     """Bytes that may come on top of a prediction, and why.
 
     Attributes:
-        name: What they are for, in a word or two.
-        bytes: How many.
+        name: The purpose of the bytes, in a word or two.
+        bytes: The number of bytes.
         why: The reason, in a sentence.
     """
 

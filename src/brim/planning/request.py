@@ -66,10 +66,10 @@ class Proposal:
         limited_by: The busiest resource: ``"compute"``, ``"link"``, ``"disk"`` or ``"RAM"``.
         techniques: The savings and costs of each technique.
         command: A command line that runs it.
-        gap: How far the plan may be from the best, as a share of its seconds.
+        gap: The largest possible distance to the fastest plan, as a share of its seconds.
         proved: True if the step was traced with the plan in force.
         hardware: The part of the machine that it uses, if not all of it: its processor alone.
-        precision: The precision, if the planner chose another than the model's own.
+        precision: The precision, if it is not the model's own.
         frees: Further techniques that would save bytes of a tier, and their costs.
         timeline: The simulated schedule, for reports.
     """

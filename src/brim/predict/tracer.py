@@ -43,29 +43,28 @@ def trace(
     assume: float = 1.0,
     strict: bool = False,
 ) -> Trace:
-    """Trace a step of any program, as it would run on a GPU, on tensors without data.
+    """Trace the steps of any program on tensors without data, as the program would run on a GPU.
 
-    ``build`` and the step run for real, in Python; their tensors hold nothing, so that a step of any size is traced
+    ``build`` and the step are executed in Python, but their tensors have no data, so a step of any size can be traced
     on any machine. Values that follow from the program are known: literals, files, whole numbers, random draws,
-    tensors that it makes on the CPU. Those that depend on weights are not: where the program asks for one, a number
-    is made up, and ``Trace.notes`` names the line that questions.
+    tensors created on the CPU. Values that depend on weights are unknown: if the program reads one, the trace makes
+    up a number and names the line in ``Trace.notes``.
 
     Args:
-        build: A function without arguments that makes model, optimizer and inputs, and returns the step: again a
-            function without arguments. What these return does not matter otherwise.
-        steps: How many steps to trace, at least 1. The first one creates the optimizer's state, so the peak is often
-            in the second.
-        most_steps: While memory in use still grows from one step to the next, up to so many steps are traced. None:
-            ``steps`` and no more.
-        target: ``"cuda"`` or ``"cpu"``. For CUDA only what the program puts on the GPU is recorded; a program that
-            never names CUDA is taken to run there as a whole.
+        build: A function without arguments that creates model, optimizer and inputs, and returns the step, another
+            function without arguments. The result of the step is not used.
+        steps: The number of steps to trace, at least 1. The first step creates the optimizer's state, so the peak is
+            often in the second.
+        most_steps: The largest number of steps to trace while memory grows with every step. None: ``steps``.
+        target: ``"cuda"`` or ``"cpu"``. For CUDA only tensors on the GPU are recorded; a program that never mentions
+            CUDA is traced as if all of it ran on the GPU.
         model: The trace's name. By default the model's class.
         capability: The GPU's compute capability, which decides between attention kernels: ``(8, 0)`` is an A100.
-        routing: ``"balanced"``: a mixture of experts sees its tokens spread evenly. ``"crowded"``: all go to the same
-            experts.
-        assume: The share of a mask that is taken to be true, above 0 and at most 1 (the worst case), where the mask
-            depends on weights. Other whole numbers are taken to be 1.
-        strict: Refuse to make numbers up.
+        routing: The routing of a mixture of experts: ``"balanced"`` spreads tokens evenly, ``"crowded"`` sends all to
+            the same experts.
+        assume: The assumed share of true values in a mask that depends on weights, above 0 and at most 1 (the worst
+            case). Other whole numbers are assumed to be 1.
+        strict: Raise UnsupportedError instead of making numbers up.
 
     Returns:
         The operations of the steps and the life of every storage, in order.
@@ -73,8 +72,8 @@ def trace(
     Raises:
         UsageError: A value that is not allowed.
         OperationError: An operation of the program failed; the message has its line.
-        UnsupportedError: An operation that has no fake kernel, or a result whose size nothing bounds; with ``strict``
-            also a step that needs a value that is not known. The message has the name or the line.
+        UnsupportedError: An operation has no fake kernel, or the size of its result is not bounded; with ``strict``
+            also if the step needs an unknown value. The message has the name or the line.
     """
     _check(steps, target, routing, assume)
     mode = _recording(target, capability, Values(routing, strict=strict, assume=assume))

@@ -55,7 +55,7 @@ class Quantization:
     Attributes:
         scheme: ``"int8"``, ``"int4"`` or ``"fp8"``.
         group: For ``"int4"``: the number of inputs that share a scale: 32, 64, 128 or 256.
-        head: Whether the output embeddings are quantized too.
+        head: True if the output embeddings are quantized too.
     """
 
     scheme: str
