@@ -204,7 +204,7 @@ class SparseOperations:
     # -- joining equal indices ----------------------------------------------------------------------------------
 
     def _coalesce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """SparseCUDATensor.cu: positions are sorted, and each new one begins a value."""
+        """SparseCUDATensor.cu: positions are sorted, and a new value begins at each new position."""
         parts = parts_of(tensor)
         indices, values = parts.members
         if parts.coalesced:

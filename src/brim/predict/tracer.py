@@ -1,4 +1,4 @@
-"""Watch a step without running it: fake tensors go through the user's own code, and every storage's life is written.
+"""Trace a step without computing it: fake tensors go through the user's code, and every storage's life is recorded.
 
 ``build`` and the ``step`` that it returns run for real, in Python; only tensors have no data. So the order of
 allocations and frees is the one of a real run: it is decided by Python's and autograd's own references.
@@ -87,7 +87,7 @@ def trace(
 
 
 class _Growth:
-    """Tells from step to step whether memory in use still grows."""
+    """Compares memory in use from step to step, to find growth."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._in_use_bytes = recorder, list[int]()  # at the end of each step
@@ -103,7 +103,7 @@ class _Growth:
 
 class _Streams:
     """The current stream's number, in the order in which programs use them. A trace of a GPU that is not there runs
-    device-agnostic programs (FSDP2) on ``torch.cpu``'s streams, which order nothing and are told apart all the
+    device-agnostic programs (FSDP2) on ``torch.cpu``'s streams, which have no effect but are distinguished all the
     same."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ def _check(steps: int, target: str, routing: str, assume: float) -> None:
 
 @contextmanager
 def _generators_restored() -> Iterator[None]:
-    """A trace draws as the program does; what comes after it draws as if it had not been."""
+    """Restore random generators after a trace, which draws numbers like the program."""
     before, python, array = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     try:
         yield
@@ -246,7 +246,7 @@ def _name(modules: ModuleTracker, build: Callable[[], Any]) -> str:
 
 
 def _mark_cache(mode: RecordingMode, cache: Any) -> None:
-    """Keys and values that a Hugging Face cache holds, layer by layer."""
+    """Yield the keys and values of a Hugging Face cache, layer by layer."""
     for part in ("self_attention_cache", "cross_attention_cache"):  # of an encoder-decoder
         if (inner := getattr(cache, part, None)) is not None:
             _mark_cache(mode, inner)
@@ -256,7 +256,7 @@ def _mark_cache(mode: RecordingMode, cache: Any) -> None:
 
 
 def _owners(mode: RecordingMode) -> dict[int, int]:
-    """The first module that holds each parameter, by the parameter's identity."""
+    """Return the first module with each parameter, by the parameter's identity."""
     found: dict[int, int] = {}
     for index, module in mode.modules.modules():
         for parameter in module._parameters.values():
@@ -266,7 +266,7 @@ def _owners(mode: RecordingMode) -> dict[int, int]:
 
 
 def _categorize(mode: RecordingMode) -> None:
-    """Set the category of the storages that are alive now, by their holder."""
+    """Set the category of the living storages, by their owner."""
     owners = _owners(mode)
     for index, module in mode.modules.modules():
         for parameter in module._parameters.values():
@@ -284,7 +284,7 @@ def _categorize(mode: RecordingMode) -> None:
 
 
 def _mark_gradients(mode: RecordingMode) -> None:
-    """Gradients are let go between steps, so they are marked as soon as a backward pass has made them."""
+    """Mark gradients as soon as a backward pass has created them: programs free them between steps."""
     owners = _owners(mode)
     for _, module in mode.modules.modules():
         for parameter in module._parameters.values():
