@@ -134,7 +134,7 @@ class Estimate:
         return self.at_peak_bytes["context"]
 
     def to_json(self) -> dict[str, Any]:
-        """As ``brim estimate --json`` prints it."""
+        """Return the document that ``brim estimate --json`` prints."""
         return {
             "peak_bytes": asdict(self.peak_bytes),
             "upper_bound_bytes": self.upper_bound_bytes,
@@ -215,7 +215,7 @@ def estimate(
 
 
 class Study:
-    """A model and workload on one GPU: traced once, examined from several sides."""
+    """A model and workload on one GPU: one trace, and several answers from it."""
 
     def __init__(
         self, source: Source, workload: Workload, place: Place, hardware: Hardware | None, alloc_conf: str
@@ -274,7 +274,7 @@ class Study:
         return replace(leak, full_step=full_step(leak, available_bytes, replay.peak_bytes.allocated, reserved))
 
     def _crowded(self) -> Trace | None:
-        """The same step with all tokens at the same experts, where its memory depends on that."""
+        """The same step with all tokens at the same experts; None if its memory does not depend on that."""
         if "routing" not in self.trace.notes:
             return None
         return traced(Job(self.source, self.workload), self.capability, "crowded")
@@ -331,7 +331,7 @@ class Study:
 def traced(job: Job, capability: tuple[int, int], routing: str = "balanced", *, checked: bool = True) -> Trace:
     """Trace a job; of a long generation, trace a few tokens and repeat them where that is exact.
 
-    ``checked=False``: another size of this workload was found to repeat exactly, so this one is assumed to.
+    ``checked=False``: assume that this size repeats exactly, because another size of this workload does.
     """
     workload = job.workload
     new = workload.new_tokens or DEFAULT_NEW_TOKENS
@@ -340,7 +340,7 @@ def traced(job: Job, capability: tuple[int, int], routing: str = "balanced", *, 
     brief = Job(job.source, replace(workload, new_tokens=TRACED_TOKENS), full=workload)
     few = _traced(brief, capability, routing)
     job.adopt(brief)
-    job.template = None  # the shallow trace is not that of what follows, which is longer
+    job.template = None  # the shallow trace is not a template for the longer generation
     if brief.workload.new_tokens is None:  # generates no text
         return few
     job.workload = replace(brief.workload, new_tokens=new)
@@ -370,7 +370,7 @@ def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") ->
 
 
 def _traced_whole(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
-    """Trace every layer. Any failure to build or run the model becomes one clear error."""
+    """Trace every layer. Raises ModelError with a clear message if the model cannot be built or run."""
     try:
         with quiet():
             return trace(
@@ -402,7 +402,7 @@ def _failed(job: Job, error: BaseException) -> ModelError:
 
 
 def hardware_of(gpu: str | catalog.Gpu | Hardware | None) -> Hardware | None:
-    """The GPU with its rates; None where the catalog lacks a rate, so that seconds are unknown."""
+    """The GPU with its rates; None if the catalog lacks a rate, so that seconds are unknown."""
     if gpu is None or isinstance(gpu, Hardware):
         return gpu
     card = catalog.gpu(gpu) if isinstance(gpu, str) else gpu
@@ -429,7 +429,7 @@ def _check_float8(workload: Workload, place: Place, capability: tuple[int, int])
 
 
 def capability_of(place: Place) -> tuple[int, int]:
-    """The GPU's compute capability; 8.0 where there is none (no GPU named, or AMD's, which has the same kernels)."""
+    """The GPU's compute capability; 8.0 without one (no GPU, or AMD's, which has the same kernels)."""
     capability = catalog.gpu(place.name).compute_capability if place.name in catalog.gpu_names() else None
     match = re.fullmatch(r"(\d+)\.(\d+)", capability or "")
     return (int(match[1]), int(match[2])) if match else (8, 0)

@@ -1,6 +1,6 @@
-"""Differences between the step of an ordinary program, which an estimate is of, and that of brim's own commands.
+"""Differences between the estimated step, that of an ordinary program, and the step of brim's own commands.
 
-An estimate is of a program as the libraries' manuals have it: transformers' model and its ``generate``, optimizers by
+An estimate describes a program as in the libraries' manuals: transformers' model and its ``generate``, optimizers by
 their defaults, PEFT's adapters, bitsandbytes' and torchao's layers. ``brim train`` and ``brim generate`` differ from
 it in some parts; ``brim plan`` predicts those commands.
 """
@@ -15,12 +15,12 @@ _STORED = {"bf16": "bfloat16"}  # the weights' type; float32 for every other pre
 
 
 def differences(workload: Workload, stored: str, *, language_model: bool) -> dict[str, str]:
-    """Differences of brim's own commands from the ordinary step, by part; empty where the steps are the same.
+    """Return differences of brim's own commands from the ordinary step, by part; empty if the steps are equal.
 
     Args:
-        workload: What was asked, with what was left open filled in.
+        workload: The request, with a value for every setting.
         stored: The type of the model's weights in its files, as in ``"bfloat16"``.
-        language_model: Whether the model generates text.
+        language_model: True if the model generates text.
     """
     if not language_model:
         return {"command": "brim train and brim generate run language models; others by brim.fit"}
