@@ -1,6 +1,6 @@
-"""The card that the device simulates: a catalog entry, and the share of it that a process has.
+"""The simulated card: a catalog entry, and a process's share of it.
 
-What chooses between kernels (shared memory, threads and blocks of a multiprocessor) follows from the compute
+The limits that choose between kernels (shared memory, threads and blocks of a multiprocessor) follow from the compute
 capability: "Technical Specifications per Compute Capability" of NVIDIA's CUDA C++ Programming Guide. Sizes of L2
 caches are those of the GPUs' whitepapers and data sheets; nothing but tuning reads them.
 """
@@ -37,7 +37,7 @@ _MULTIPROCESSORS: Mapping[str, tuple[int, int, int, int]] = {
     "10.3": (228, 227, 2048, 32),
     "12.0": (100, 99, 1536, 24),
 }
-# By architecture, where a card has no figure of its own: MiB of L2.
+# MiB of L2 by architecture, for cards without a figure of their own.
 _L2_MIB = {"Pascal": 4, "Volta": 6, "Turing": 4, "Ampere": 6, "Ada": 48, "Hopper": 50, "Blackwell": 64}
 _L2_MIB_OF_CAPABILITY = {"8.0": 40, "10.0": 126, "10.3": 126}
 
@@ -155,7 +155,7 @@ class DeviceSettings:
         )
 
     def environment(self, libraries: Path, before: Mapping[str, str]) -> dict[str, str]:
-        """The environment ``before`` with this device in it; ``libraries`` is what ``build`` made."""
+        """Return the environment ``before`` with this device; ``libraries`` is the folder of ``build``."""
         paths = [str(libraries), *filter(None, before.get("LD_LIBRARY_PATH", "").split(":"))]
         return {**before, VARIABLE: self._text(), "LD_LIBRARY_PATH": ":".join(dict.fromkeys(paths))}
 
