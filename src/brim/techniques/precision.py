@@ -76,11 +76,11 @@ def apply(
 
 
 class PrecisionHandle:
-    """The steps of a training loop under a precision. Its methods do what plain training does where that is right.
+    """The steps of a training loop under a precision. Without a special need its methods do what plain training does.
 
     ``keeps_casts``: autocast caches its cast of each weight until the end of the forward pass, for weights that are
-    used twice. Where blocks are streamed or recomputed, the cache would hold a 16-bit copy of all weights. Without
-    it, the gradients of a layer that is called twice are added in 32 bits instead of 16: not the same bits.
+    used twice. With streamed or recomputed blocks, the cache would have a 16-bit copy of all weights. Without
+    it, the gradients of a layer that is called twice are added in 32 bits instead of 16, so their bits differ.
     """
 
     keeps_casts = True
@@ -461,7 +461,7 @@ class WideSteps:
 
     def _generator(self, tensor: torch.Tensor) -> torch.Generator | None:
         if isinstance(tensor, FakeTensor):
-            return None  # nothing random is drawn
+            return None  # no random numbers are drawn
         device = tensor.device
         if device not in self._generators:
             generator = torch.Generator(device).manual_seed(self._seed)

@@ -131,7 +131,7 @@ class _Checkpointed(StandIn):
 
     def _checkpointed(self, *args: Any, **kwargs: Any) -> Any:
         names, count = tuple(kwargs), len(args)
-        # By position: torch.utils.checkpoint saves these through saved-tensor hooks, others by reference.
+        # Positional: torch.utils.checkpoint saves positional arguments by saved-tensor hooks, others by reference.
         arguments = [copy_of_cache(value) if is_cache(value) else value for value in (*args, *kwargs.values())]
         caches = [value for value in arguments if is_cache(value)]
         unwritten = Unwritten(caches)
@@ -159,7 +159,7 @@ def selective_contexts(*, alternate: bool = False) -> tuple[AbstractContextManag
     with ``alternate`` those of every other matrix product only."""
     saved = [getattr(torch.ops.aten, name).default for name in SAVED]
     product = torch.ops.aten.mm.default
-    # Counted apart, as some versions of PyTorch call the policy again while they recompute and others do not.
+    # Separate counts, because only some versions of PyTorch call the policy again during recomputation.
     products = {again: itertools.count() for again in (False, True)}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

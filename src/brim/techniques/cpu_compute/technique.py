@@ -1,4 +1,4 @@
-"""CPU compute: the CPU computes blocks whose weights rest in RAM, while the link brings others.
+"""CPU compute: the CPU computes blocks whose weights rest in RAM, while the link copies other blocks.
 
 A decode step at batch 1 reads every weight once and computes little with it. The weights beyond the compute tier are
 read by both at once: the link copies some of them, the CPU reads the rest in RAM. Then a step takes
@@ -6,7 +6,7 @@ overflow / (link + RAM) seconds, both in bytes per second (cf. PowerInfer, arXiv
 the CPU, beside which the link is idle).
 
 A call's inputs are copied to RAM, its outputs back. The states that a block keeps between calls (keys and values in a
-cache) are made in RAM and stay there.
+cache) are created in RAM and stay there.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class HostCompute(Companion):
                 "Plan it as resident or streamed.",
             )
         for trigger in block.triggers:
-            if trigger not in block.lookups:  # rows are picked at rest in any case
+            if trigger not in block.lookups:  # look-ups read rows at rest in any case
                 self._blocks.setdefault(trigger, []).append(streamed)
         self._streamed_blocks.gathering[streamed.index] = self.bound
 
@@ -128,7 +128,7 @@ class _Call:
 
 
 def rest_in(device: torch.device, arguments: Any, layers: Collection[int]) -> None:
-    """Bring the states of ``layers`` in every cache among ``arguments`` to ``device``, for good.
+    """Move the states of ``layers`` in every cache among ``arguments`` to ``device``, permanently.
 
     transformers' caches (``transformers.cache_utils.Cache``) have an object per layer, which takes the device of its
     first input: only a cache that was filled or laid out elsewhere has to be moved. Raises UnsupportedError for a

@@ -1,4 +1,4 @@
-"""Statistics of a model's routers from a short run: how many experts a step needs, and how many of them again."""
+"""Statistics of a model's routers from a short run: the experts that a step needs, and how often they repeat."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _flat_target(view: View, target: Any) -> torch.Tensor | None:
     """The class indices of the flattened rows, or class probabilities; None for unsupported targets."""
     leading = tuple(view.rows.shape[:-1])
-    class_dim = 1  # as cross_entropy wants its input: (rows, classes) or (batch, classes, positions...)
+    class_dim = 1  # cross_entropy's input: (rows, classes) or (batch, classes, positions...)
     if not isinstance(target, torch.Tensor) or view.class_dim != class_dim:
         return None
     if target.is_floating_point():

@@ -1,7 +1,7 @@
-"""A trial of an optimizer: the state tensors of each parameter, and whether it may be run block by block.
+"""Try an optimizer: find the state tensors of each parameter, and if it can be run block by block.
 
-No class of optimizer is known here: a copy of the user's own, with two parameters of two elements a side, steps them
-together and one after the other. If the results differ (a counter of its own, one random stream, a norm over all
+This works for any class: a copy of the user's optimizer steps two small parameters
+together and one after the other. If the results differ (a shared counter, one random stream, a norm over all
 parameters), so would those of steps block by block.
 """
 

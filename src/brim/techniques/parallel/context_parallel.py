@@ -2,8 +2,9 @@
 
 As in the training of Llama 3 (arXiv 2407.21783, section 3.3.2): keys and values are gathered over the ranks, and
 chunks are distributed so that all ranks have equal work (``context_attention``). All other operations of a layer work
-on each token alone. PyTorch's ring attention (torch/distributed/tensor/experimental/_context_parallel/_attention.py,
-``custom_ops``) replaces CUDA's kernels only; this runs where PyTorch runs.
+on each token separately. PyTorch's ring attention
+(torch/distributed/tensor/experimental/_context_parallel/_attention.py, ``custom_ops``) replaces CUDA's kernels only;
+this works on every device.
 """
 
 from __future__ import annotations

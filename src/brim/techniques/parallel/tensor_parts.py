@@ -1,7 +1,7 @@
 """The modules of a decoder layer that tensor parallelism splits, by names and shapes.
 
 Products that read the residual stream are split by outputs, those that write to it by inputs. Weights in between get
-a rank's part of the activations: a norm of single heads is the same for all of them, anything else must be known.
+a rank's part of the activations: a norm of single heads is the same for all of them, other modules must be known.
 Unknown layers are refused, as a wrong split silently computes something else.
 """
 

@@ -2,7 +2,7 @@
 
 They take a quarter to an eighth of float32's bytes to store and to move, for some arithmetic and some quality: it is
 never lossless. Inputs are not quantized (weight-only). Embeddings and the output layer ("head") are left out by
-default: a table that is only looked up from saves no traffic, and errors of the head directly change the next token.
+default: quantizing a table for look-ups saves no traffic, and errors of the head directly change the next token.
 """
 
 from __future__ import annotations
