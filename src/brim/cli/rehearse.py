@@ -142,7 +142,7 @@ def rehearse(options: RehearseOptions) -> int:
 
 
 def confirmed(what: str) -> bool:
-    """Ask whether ``what`` may be downloaded. False where nobody is there to ask."""
+    """Ask the user whether ``what`` may be downloaded. False without a terminal."""
     click.echo(what, err=True)
     return sys.stdin.isatty() and click.confirm("Download it?", err=True)
 
@@ -220,7 +220,7 @@ def _headline(request: Request, rehearsal: Rehearsal) -> str:
 
 
 def _how_closely(request: Request, rehearsal: Rehearsal) -> str:
-    """How close to the end of memory a fitting program came; "" with room for the unknown."""
+    """Describe how close to full memory a fitting program came; "" if the safe upper bound fits too."""
     over_bytes = _upper_bound_bytes(request, rehearsal) - rehearsal.memory_bytes
     flushes = max((device.cache_flushes for device in rehearsal.devices), default=0)
     parts = [f"though the safe upper bound is {format_bytes(over_bytes)} above the memory"] if over_bytes > 0 else []

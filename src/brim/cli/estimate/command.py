@@ -324,7 +324,7 @@ def _print_others(console: Console, estimate: Estimate, others: Sequence[Alterna
 
 
 def _peaks(estimate: Estimate) -> list[tuple[str, int, str]]:
-    """The peak as it is counted at several places, in bytes."""
+    """Return the rows of the table of peaks: name, bytes and explanation."""
     peak = estimate.peak_bytes
     return [
         ("allocated", peak.allocated, "tensors, as torch.cuda.max_memory_allocated counts them"),

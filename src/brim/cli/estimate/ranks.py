@@ -53,7 +53,7 @@ def report(options: EstimateOptions, split: Split) -> int | None:
 def _say_what_is_ruled_out(
     model: str, settings: dict[str, Any], split: Split, gpu: str | None, vram: int | str | None
 ) -> None:
-    """Report at once a split that one division rules out; the full estimate follows all the same."""
+    """Report early if a simple division shows that no split fits; the full estimate follows."""
     from brim import catalog
     from brim.estimation.models import find_model
     from brim.estimation.ranks.sizes import shape_of

@@ -39,7 +39,7 @@ class Explained:
 
 
 def of_log(source: Source, settings: tuple[str, ...]) -> Explained:
-    """Explain the out-of-memory message that says most in a log, and name the others."""
+    """Explain the most informative out-of-memory message of a log, and name the others."""
     from brim.report.oom.reader import primary, read_oom
 
     try:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from brim.planning.strategy.effects import Effect
 
 
-# What several GPUs' plans take into account; of a comparison one GPU's is one, which may have RAM and disk.
+# Options that apply to plans for several GPUs; a comparison includes one GPU, whose plan may use RAM and disk.
 _SEVERAL = {
     "model",
     "task",
@@ -130,7 +130,7 @@ def _show(answer: Answer, output: Path | None, html: Path | None, as_json: bool)
 
 
 def _with_files(answer: Answer, output: Path | None) -> Answer:
-    """Commands with the names that their plans' files have; where none are written, with the command before them that
+    """Return commands with the names of their plan files; if none are written, with a preceding command that
     writes them."""
     from brim.planning.request import PLAN_FILE
 

@@ -29,7 +29,7 @@ _HOUR_S = 3600
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The result for a number of GPUs. ``step_s`` None: nothing fits, and ``summary`` says why. ``offload``: RAM or
+    """The result for a number of GPUs. ``step_s`` None: nothing fits; ``summary`` has the reason. ``offload``: RAM or
     disk has a part of it. ``peak_bytes``: of each GPU, and of a node's RAM and disk."""
 
     gpus: int

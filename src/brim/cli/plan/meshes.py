@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool) -> int | None:
-    """Search, prove and print, and write the best to ``output``; if nothing fits, print what would. The exit code."""
+    """Search, prove, print and write the best to ``output``, or print changes that fit. Return the exit code."""
     _check(options)
     started = time.perf_counter()
     load("brim.estimation.ranks.estimate", MODELS)

@@ -19,7 +19,7 @@ TIERS = ("vram", "ram", "disk")
 
 
 def tiers_of(answer: Answer) -> list[str]:
-    """Those that some plan uses."""
+    """Return the tiers that at least one plan uses."""
     used: set[str] = set()
     for proposal in answer.proposals:
         used |= {tier for tier, count in proposal.plan.promise.peak_bytes.items() if count}
