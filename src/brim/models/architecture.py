@@ -224,7 +224,7 @@ def _left_out_warning(directory: Path, module: Any, names: list[str]) -> str:
     shown = (most or names)[:_SHOWN]
     more = f" and {len(most or names) - _SHOWN} more" if len(most or names) > _SHOWN else ""
     problem = f"{len(names)} tensors of its files have no place in the model that its config.json describes"
-    todo = " If the config has fewer layers than the files, what is computed is no model that anybody trained."
+    todo = " If the config has fewer layers than the files, the results are not those of the trained model."
     return f"{directory}: {problem}, and are left out: {', '.join(shown)}{more}.{todo if layers else ''}"
 
 

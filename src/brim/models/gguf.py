@@ -159,7 +159,7 @@ def _check_ranges(path: Path, reader: Any) -> None:
     for tensor in sorted(reader.tensors, key=lambda tensor: (tensor.data_offset, tensor.n_bytes)):
         begin = -(-int(end) // reader.alignment) * reader.alignment
         if tensor.data_offset != begin:
-            wrong = "overlaps" if tensor.data_offset < end else "does not begin where it should after"
+            wrong = "overlaps" if tensor.data_offset < end else "does not begin directly after"
             raise _damaged(
                 path, f"{tensor.name}, at byte {tensor.data_offset}, {wrong} {before}, which ends at byte {end}."
             )
