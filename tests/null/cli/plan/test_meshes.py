@@ -152,14 +152,14 @@ def test_ram_that_is_too_small_for_shards_is_told():
 def test_bytes_that_are_missing_are_told_where_nothing_fits_in_ram_either():
     error = refused(engine="megatron", seq=32768, global_batch=2).found
     assert "B on each of them, and one has" in error
-    told = "With shards in RAM it does not fit either: None of 1 traced meshes fits, of 9 looked at; they take "
+    told = "With shards in RAM it does not fit either: None of 1 traced meshes fits, of 9 compared; they take "
     assert told in error and "B on a GPU and" in error and "B of a node's RAM at least" in error
 
 
 @pytest.mark.slow
 def test_ram_that_is_too_small_is_told_beside_what_was_traced():
     error = refused(ram=8 << 30).found
-    assert "traced meshes fits, of 83 looked at; they take" in error
+    assert "traced meshes fits, of 83 compared; they take" in error
     assert "With shards in RAM it does not fit either: The states of the ranks of one node need" in error
 
 
