@@ -46,7 +46,7 @@ class ModelError(BrimError):
 
 
 class BudgetError(BrimError):
-    """Nothing fits the budget that was given.
+    """No plan fits the given budget.
 
     Attributes:
         smallest_bytes: The smallest budget that suffices, by tier; empty if unknown.

@@ -89,7 +89,7 @@ def test_wherever_memory_ends_the_module_is_as_it_was(way: str, monkeypatch: pyt
     assert total >= 3
     for n in sorted({*range(1, total + 1, max(1, total // 5)), total}):
         allocations.fail(n)
-        with pytest.raises(BudgetError, match="are already held"):
+        with pytest.raises(BudgetError, match="are already in use"):
             fit_and_call()
         if "brim" in vars(net):  # it ended while running
             net.brim.remove()

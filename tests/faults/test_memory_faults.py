@@ -41,7 +41,7 @@ def test_wherever_memory_ends_the_module_is_as_it_was(kind: str, monkeypatch: py
     assert total >= 3
     for n in range(1, total + 1):
         allocations.fail(n)
-        with pytest.raises(BudgetError, match="are already held") as caught:
+        with pytest.raises(BudgetError, match="are already in use") as caught:
             FITS[kind](net)
             net(X)
         assert caught.value.smallest_bytes

@@ -124,9 +124,7 @@ def test_a_disk_that_refuses_what_is_only_shown_does_not_end_a_training(
 ) -> None:
     before, writes = threading.active_count(), itertools.count(1)
     monkeypatch.setattr(training_report._Board, "_write", lambda *_: full() if next(writes) >= bad else None)
-    with pytest.warns(
-        UserWarning, match="TensorBoard gets no further reports; the training continues: No space"
-    ) as told:
+    with pytest.warns(UserWarning, match="Reports to TensorBoard end here; the training continues: No space") as told:
         found = train(request(tiny, text, tmp_path / "output", steps=2, report_to=["tensorboard"]))
     assert len(found.losses) == len(course(tmp_path / "output")) == 2
     assert len(told) == 1

@@ -340,7 +340,7 @@ def test_a_model_of_the_users_in_the_output_folder_is_not_written_over(
     assert len(train(request(tiny, text, moved, steps=3, save_every=1, resume=True)).losses) == 1
     (output / name).write_bytes((output / name).read_bytes() + b" ")
     before = files(output)
-    with pytest.raises(UsageError, match=f"{name} in it is not as this training wrote it"):
+    with pytest.raises(UsageError, match=f"{name} in it was not written by this training"):
         train(request(tiny, text, output, steps=3, save_every=1, resume=True))
     assert files(output) == before
 
@@ -365,7 +365,9 @@ def test_a_damaged_checkpoint_that_is_written_again_is_kept_beside(
 ) -> None:
     train(request(tiny, text, tmp_path, steps=2, save_every=1))
     (tmp_path / "step-000002" / MANIFEST_NAME).write_text("{}")
-    with pytest.warns(UserWarning, match=r"step-000002 was not written by this training: it is step-000002.kept-1"):
+    with pytest.warns(
+        UserWarning, match=r"step-000002 was not written by this training, so it was renamed to step-000002.kept-1"
+    ):
         train(request(tiny, text, tmp_path, steps=3, save_every=1, resume=True))
     assert latest(tmp_path).step == 3 and steps(tmp_path) == [1, 2, 3]
     assert (tmp_path / "step-000002.kept-1" / MANIFEST_NAME).read_text() == "{}"

@@ -309,11 +309,11 @@ def test_a_model_is_fitted_to_what_is_here_and_has_streams_and_takes_parameters(
     with pytest.raises(UnsupportedError, match=r"sees no Intel XPU"):
         brim.fit(model, device="xpu")
     present(mps())
-    with pytest.raises(UnsupportedError, match=r"Apple MPS has one queue(.|\n)*probe"):
+    with pytest.raises(UnsupportedError, match=r"Apple MPS has a single queue(.|\n)*probe"):
         brim.fit(model, device="mps")
     words = dict.fromkeys(("Stream", "Event", "stream"))
     present(Accelerator(type="npu", module=SimpleNamespace(**words), device=torch.device("meta")))
-    with pytest.raises(UnsupportedError, match=r"parameters that were made on the CPU"):
+    with pytest.raises(UnsupportedError, match=r"parameters that were created on the CPU"):
         brim.fit(model, device="npu")
     for name in ("tpu", "xpu:", "xpu:one", "cpu:0", "auto:1"):
         with pytest.raises(UsageError, match="Devices are"):

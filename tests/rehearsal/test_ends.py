@@ -227,8 +227,8 @@ for mib in (100, 140, 180, 220):
     assert cli.main(["rehearse", "--gpu", "RTX 3060", "--vram", "900MiB", str(target)]) == 0
     out = capfd.readouterr().out
     assert out.startswith(
-        "It fits on RTX 3060, though the safe upper bound is 278 MiB above the memory and the allocator had to give "
-        "its cache back once: the program ran to its end."
+        "It fits on RTX 3060, though the safe upper bound is 278 MiB above the memory and the allocator had to "
+        "return its cache once: the program ran to its end."
     )
     assert "safe upper bound: 1.15 GiB" in out
     assert cli.main(["rehearse", "--gpu", "RTX 3060", str(target)]) == 0

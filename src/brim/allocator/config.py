@@ -216,9 +216,9 @@ def _set_rounding(config: AllocatorConfig, key: str, value: str) -> AllocatorCon
 
 
 def _set_threshold(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
-    threshold = _number(key, value, "a number between 0 and 1, neither included")
+    threshold = _number(key, value, "a number above 0 and below 1")
     if not 0 < threshold < 1:
-        raise _bad(key, value, "a number between 0 and 1, neither included")
+        raise _bad(key, value, "a number above 0 and below 1")
     return replace(config, garbage_collection_threshold=threshold)
 
 

@@ -1,4 +1,4 @@
-"""The command line: one file per command, this list of them, and the one place where exceptions become exit codes."""
+"""The command line: a file per command, the list of commands, and the mapping of exceptions to exit codes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _outcome(arguments: Sequence[str] | None) -> Any:
                     "End other programs, or allow this one more memory or threads.",
                 )
             elif (refusal := failed_import(error)) is not None:
-                behind = last_signal()  # which cut the import short
+                behind = last_signal()  # the signal that interrupted the import
             elif "torch" in sys.modules:
                 from brim.predict import failures
 

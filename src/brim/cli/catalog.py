@@ -1,4 +1,4 @@
-"""``brim models`` and ``brim gpus``: what the catalog knows, by the names that other commands take."""
+"""``brim models`` and ``brim gpus``: list the catalog by the names that other commands accept."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _per_s(rate: float | None, unit: str) -> str:
 
 
 def _print(columns: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> None:
-    """Print a row a line, however narrow the terminal: readers such as grep read lines."""
+    """Print each row on one line, even on a narrow terminal, for tools such as grep."""
     widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
     for row in (columns, *rows):
         cells = [

@@ -1,4 +1,4 @@
-"""The only printer of tables, bars and styled lines: text of any origin, from which a terminal takes no commands."""
+"""Print tables, bars and styled lines; text of any origin is stripped of terminal commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from brim.errors import UsageError
 from brim.printable import printable
 from brim.units import format_seconds
 
-EVERY = "BRIM_LOG_EVERY_S"  # the variable with the seconds between lines where there is no terminal
+EVERY = "BRIM_LOG_EVERY_S"  # the variable with the seconds between lines without a terminal
 _EVERY_S = 10.0
 
 
@@ -121,7 +121,7 @@ def _every_s() -> float:
     except ValueError:
         every_s = 0.0
     if not 0 < every_s < threading.TIMEOUT_MAX:
-        raise UsageError(f"{EVERY}={asked} was given.", "It is no number of seconds.", f"Example: {EVERY}=60")
+        raise UsageError(f"{EVERY}={asked} was given.", "It is not a number of seconds.", f"Example: {EVERY}=60")
     return every_s
 
 

@@ -189,7 +189,7 @@ def _write_html(path: Path, result: Figures, compute: Mapping[str, Any]) -> None
         title="Time per token",
         columns=("promised_s", "measured_s", "eta"),
         rows=((plan.promise.step_s, result.s_per_token, result.eta),),
-        note="Eta is the least time that this machine's probe allows, over the time that was taken.",
+        note="Eta is the least time that this machine's rates allow, divided by the measured time.",
     )
     views = views_of(result.timeline, result.predicted, plan)
     tables = [memory, time, *compute_tables(compute)]
@@ -212,7 +212,7 @@ def _summary(result: Figures, console: Console) -> None:
     blocks = [d for d in plan.decisions if d.technique == "weight_streaming"]
     resident = sum(d.bytes for d in blocks if d.choice == "resident")
     streamed = sum(d.bytes for d in blocks if d.choice != "resident")
-    eta = "" if result.eta is None else f"; eta {result.eta:.2f} of what this machine's probe allows"
+    eta = "" if result.eta is None else f"; eta {result.eta:.2f} of the speed that this machine's rates allow"
     console.print(
         f"{format_bytes(resident)} of blocks resident, {format_bytes(streamed)} streamed; "
         f"limited by {plan.promise.limited_by or 'compute'}{eta}"

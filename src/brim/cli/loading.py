@@ -1,8 +1,8 @@
 """Load PyTorch in commands, and show the loading of weights.
 
 PyTorch's and transformers' imports create two million objects, and nearly all of them stay to the end. Each full
-garbage collection visits every one, and the interpreter makes several more as it exits: of a command of ten seconds
-two and a half, for nothing found. So these objects are frozen out of later collections.
+garbage collection visits every object, and the interpreter collects several more times as it exits: two and a half
+seconds of a command of ten, without any result. So these objects are excluded from later collections.
 """
 
 from __future__ import annotations

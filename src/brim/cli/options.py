@@ -34,7 +34,7 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
 
 
 class _Budget(_Bytes):
-    """Bytes, or a share such as ``80%``, which the command gets as text: its whole is known later."""
+    """Bytes, or a share such as ``80%``, which the command gets as text, because the total is known later."""
 
     name = "bytes|%"
 
@@ -118,7 +118,7 @@ def paths(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[C
     return [CompletionItem(incomplete, type="file")]
 
 
-# Kinds of files that brim writes, with the first bytes of each.
+# Kinds of files that brim writes, with their first bytes.
 HTML = ("a page", (b"<!doctype html>",))
 JSON = ("a JSON document", (b"{",))
 SVG = ("an SVG picture", (b"<svg", b"<?xml"))
@@ -128,8 +128,8 @@ _MOST_FIRST_BYTES = 64
 
 
 class OutputFile(click.Path):
-    """A file in an existing folder, new or of the ``kinds`` that are written there; any other file stays, as it was
-    named by mistake. Checked at once, not after a run of hours."""
+    """A file in an existing folder: a new one, or one of the ``kinds`` that are written there. Other files are
+    refused, because they were named by mistake. Checked before the run."""
 
     def __init__(self, *kinds: tuple[str, tuple[bytes, ...]]) -> None:
         super().__init__(path_type=Path, dir_okay=False, writable=True)
@@ -412,7 +412,7 @@ def json_field() -> Any:
 
 
 def readable(text: str) -> str:
-    """``text`` without characters that control a terminal, line ends included."""
+    """Return ``text`` without characters that control a terminal, including line ends."""
     return printable(text, one_line=True)
 
 

@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 OUT_OF_MEMORY, FAILED = 3, 1
 _MOST_READS = 8
 _UNKNOWN = (
-    "Numbers that were not computed were taken to be finite: no step was skipped for an overflow.",
-    "Not known without the GPU: seconds, what the driver and NCCL take, memory that kernels' libraries load.",
+    "Numbers that were not computed count as finite: no step was skipped because of an overflow.",
+    "Not known without the GPU: seconds, and the memory of the driver, NCCL and kernel libraries.",
 )
 _CUDNN = "Convolutions went through cuDNN, whose workspaces are not known and not counted."
-_OTHERS = "Each process that uses CUDA has devices of its own here, where on real ones they would share them."
+_OTHERS = "Each process that uses CUDA has its own simulated devices; real devices would be shared."
 _FLUSHED = (
-    "The GPU had no more memory for a request until the allocator gave its cache back, which takes time on a real "
-    "one: a little more of anything may not fit."
+    "The GPU was full until the allocator returned its cache, which takes time on a real GPU. A slightly larger step "
+    "may not fit."
 )
-_RANKS = "Other ranks were taken to do the same as this one."
+_RANKS = "The other ranks are assumed to do the same as this one."
 
 
 class _SnapshotFile(OutputFile):
@@ -142,7 +142,7 @@ def rehearse(options: RehearseOptions) -> int:
 
 
 def confirmed(what: str) -> bool:
-    """Ask whether ``what`` may be downloaded. False where nobody is there to ask."""
+    """Ask the user whether ``what`` may be downloaded. False without a terminal."""
     click.echo(what, err=True)
     return sys.stdin.isatty() and click.confirm("Download it?", err=True)
 
@@ -220,13 +220,13 @@ def _headline(request: Request, rehearsal: Rehearsal) -> str:
 
 
 def _how_closely(request: Request, rehearsal: Rehearsal) -> str:
-    """How close to the end of memory a fitting program came; "" with room for the unknown."""
+    """Describe how close to full memory a fitting program came; "" if the safe upper bound fits too."""
     over_bytes = _upper_bound_bytes(request, rehearsal) - rehearsal.memory_bytes
     flushes = max((device.cache_flushes for device in rehearsal.devices), default=0)
     parts = [f"though the safe upper bound is {format_bytes(over_bytes)} above the memory"] if over_bytes > 0 else []
     if flushes:
         times = "once" if flushes == 1 else f"{flushes:,} times"
-        parts.append(f"{'and' if parts else 'though'} the allocator had to give its cache back {times}")
+        parts.append(f"{'and' if parts else 'though'} the allocator had to return its cache {times}")
     return f", {' '.join(parts)}" if parts else ""
 
 
@@ -247,7 +247,7 @@ def _growth(rehearsal: Rehearsal) -> str:
         still = f"still grew in step {rehearsal.steps}, where the rehearsal ended"
         if rehearsal.steps < LEAST_STEPS or rehearsal.leaks:
             return still
-        return f"{still}, by larger inputs or fragmentation, as nothing that a step leaves in use stays"
+        return f"{still}, because of larger inputs or fragmentation: no step leaves memory in use"
     return f"grew until step {rehearsal.grew_until}, and the rehearsal ended after step {rehearsal.steps}"
 
 
@@ -285,14 +285,14 @@ def _facts(request: Request, rehearsal: Rehearsal) -> list[str]:
         )
     if rehearsal.attention:
         kinds = ", ".join(f"{name} {times:,} times" for name, times in sorted(rehearsal.attention.items()))
-        lines.append(f"attention took: {kinds}")
+        lines.append(f"attention kernels: {kinds}")
     lines += [f"  {name}: {times:,} launches" for name, times in sorted(rehearsal.kernels.items())]
     decided = [read for read in rehearsal.reads if read["decides"]]
     if decided:
         lines.append(
-            "decided by made-up numbers:"
+            "decisions by made-up numbers:"
             if len(decided) == 1
-            else f"decided by made-up numbers, in {len(decided)} places:"
+            else f"decisions by made-up numbers, in {len(decided)} places:"
         )
         lines += [f"  {_read(read)}" for read in decided[:_MOST_READS]]
     ram = f" and {format_bytes(rehearsal.host_peak_bytes)} of RAM" if rehearsal.host_peak_bytes else ""
@@ -310,7 +310,7 @@ def notes_of(rehearsal: Rehearsal) -> list[str]:
     notes = [_OTHERS] if rehearsal.other_processes else []
     if rehearsal.ran_out and rehearsal.fits is not False:
         times = "once" if rehearsal.ran_out == 1 else f"{rehearsal.ran_out} times"
-        notes.append(f"Memory ran out {times}, and the program went on.")
+        notes.append(f"Memory ran out {times}, and the program continued.")
     if (leak := rehearsal.leak) is not None and not leak.fills_memory:
         grows = verdict.of_leak(leak)
         notes.append(f"{grows[0].upper()}{grows[1:]}.")
@@ -320,11 +320,11 @@ def notes_of(rehearsal: Rehearsal) -> list[str]:
     notes += [_RANKS] if rehearsal.rank is not None else []
     if rehearsal.left_bytes:
         notes.append(
-            f"{format_bytes(rehearsal.left_bytes)} of weights that the program made on the CPU were left zero, "
-            "so that they take no RAM here."
+            f"{format_bytes(rehearsal.left_bytes)} of weights that the program created on the CPU were left zero, to "
+            "save RAM in the rehearsal."
         )
     if rehearsal.not_computed:
-        notes.append(f"Not computed for want of a CPU kernel: {', '.join(rehearsal.not_computed)}.")
+        notes.append(f"Not computed, because PyTorch has no CPU kernel: {', '.join(rehearsal.not_computed)}.")
     return [*notes, *_UNKNOWN] if rehearsal.devices else notes
 
 

@@ -46,9 +46,9 @@ def memory_table(
         title="Memory, promised and measured",
         columns=("tier", "budget_bytes", "promised_bytes", "measured_bytes", "pools_bytes", "beside_bytes"),
         rows=tuple(rows),
-        note="Measured is the most that the whole process took, and what is promised is of that. Pools is the peak "
-        "of the picture, what brim's pools held; beside is the rest of measured: the program, its libraries, and "
-        "what the heap keeps of freed memory.",
+        note="Promised and measured are peaks of the whole process. Pools is the peak of brim's memory pools, as in "
+        "the chart; beside is the rest of the measured peak: the program, its libraries, and freed memory that the "
+        "heap keeps.",
     )
 
 
@@ -67,4 +67,4 @@ def compute_tables(compute: Mapping[str, Mapping[str, Any]]) -> Sequence[Table]:
     )
     tables = [Table(title="Compute, measured and predicted", columns=("run", "all_s", "busy_s", "idle_s"), rows=sums)]
     columns = ("run", "waited for", "cause", "time_s", "times")
-    return [*tables, Table(title="What compute waited for", columns=columns, rows=waits)] if waits else tables
+    return [*tables, Table(title="Causes of waiting", columns=columns, rows=waits)] if waits else tables

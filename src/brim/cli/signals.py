@@ -1,4 +1,4 @@
-"""SIGTERM as an exception of the main thread; no signal is lost."""
+"""Turn SIGTERM into an exception of the main thread, without losing signals."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from brim import threads
 
 _AGAIN_S = 0.01
-_OPERATION_S = 3.0  # longer than any operation on fake tensors takes
+_OPERATION_S = 3.0  # longer than any operation on fake tensors
 _received: list[type[BaseException]] = []  # by the running command, since signals are exceptions
 _CALLED_BY_CPP = frozenset({"__torch_dispatch__", "__torch_function__", "find_torch_dispatch_rule"})
 
 
 class Terminated(BaseException):
-    """SIGTERM: by default a process ends where it stands and leaves its temporary files."""
+    """The exception for SIGTERM, which by default ends a process at once and leaves its temporary files."""
 
 
 @contextmanager

@@ -40,8 +40,8 @@ class _Output(io.FileIO):
 class _Terminal(io.TextIOWrapper):
     """A terminal that gets text without control characters: names, messages and a model's words can hold any.
 
-    rich writes its colours and bars past that (``rich_proxied_file``); ``Console`` checks its texts. A leading
-    carriage return is that of a library's own bar.
+    rich writes colours and bars directly to the terminal (``rich_proxied_file``); ``Console`` checks its texts. A
+    leading carriage return comes from a library's progress bar.
     """
 
     def write(self, text: str) -> int:
@@ -79,9 +79,10 @@ class _Notes(io.FileIO):
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[None]:
-    """While open, ``sys.stdout`` and ``sys.stderr`` take any letter, as ``\\xe9`` where their encoding has none.
+    """While open, ``sys.stdout`` and ``sys.stderr`` accept any letter, written as ``\\xe9`` if their encoding lacks
+    it.
 
-    Raises OutputError, once it is told, where the standard output did not take what was written.
+    Raises OutputError, after reporting it, if the standard output could not be written.
     """
     _open_what_is_closed()
     before = sys.stdout, sys.stderr

@@ -113,9 +113,9 @@ def _in_words(advice: _Advice) -> _Advice:
     if not rehearsed:
         return advice
     if rehearsed["fits"]:
-        told = f"It fits so (rehearsed): {format_bytes(rehearsed['process_bytes'])} taken by the process."
+        told = f"With this it fits (rehearsed): {format_bytes(rehearsed['process_bytes'])} taken by the process."
     else:
-        told = f"Alone it does not suffice (rehearsed): memory runs out in step {rehearsed['steps'] + 1}."
+        told = f"Alone it is not enough (rehearsed): memory runs out in step {rehearsed['steps'] + 1}."
     if advice["text"].startswith(_TOGETHER):
         told = told.replace("Alone it does", "It does")
     return advice | {"text": f"{advice['text']} {told}"}

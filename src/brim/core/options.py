@@ -19,8 +19,8 @@ LARGEST = 1 << 40  # a count above that is a slip of the hand
 Method = Literal["full", "lora"]
 Device = Literal["auto", "cuda", "xpu", "npu", "cpu", "emulated"]  # or a GPU by its number: "cuda:1"
 Place = Literal["keep", "ram", "disk"]  # of states: with their weights, or not
-VRAM_HELP = "Budget of the compute device: 8GiB, or 80% of its memory.  [default: 90 % of what is free]"
-RAM_HELP = "Budget of host memory: 8GiB, or 80% of all RAM.  [default: 90 % of what is free]"
+VRAM_HELP = "Budget of the compute device: 8GiB, or 80% of its memory.  [default: 90 % of the free memory]"
+RAM_HELP = "Budget of host memory: 8GiB, or 80% of all RAM.  [default: 90 % of the free memory]"
 PRECISIONS = ("fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16", "bf16-stochastic", "bf16-master", "fp8")  # to train
 _METADATA = "option"
 

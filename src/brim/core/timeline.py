@@ -330,7 +330,7 @@ def _read_document(stream: JsonStream) -> dict[str, Any]:
         else:
             document[key] = stream.value()
     if stream.peek():
-        raise stream.refuse("Something follows its end.")
+        raise stream.refuse("There is more text after its end.")
     return document
 
 

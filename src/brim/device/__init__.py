@@ -64,23 +64,23 @@ class Device:
         return [text.decode() for text in texts if text]
 
     def reset(self) -> None:
-        """Counts, peaks and hazards start anew."""
+        """Reset counts, peaks and hazards."""
         self.library.brim_device_reset()
 
     def begin_kernel(self, stream: int) -> None:
-        """To be called before an operator is computed on the host in a kernel's place: what ``stream`` (a
-        cudaStream_t; 0: the current device's default stream) orders before its next kernel happens now, and nothing
-        else."""
+        """Call this before an operator is computed on the host instead of a kernel: the work that ``stream`` (a
+        cudaStream_t; 0: the current device's default stream) orders before its next kernel is done now, and no other
+        work."""
         self.library.brim_device_begin_kernel(stream)
 
     def kernel_access(self, stream: int, address: int, size_bytes: int, *, writes: bool, name: str) -> None:
-        """After ``begin_kernel``: the operator ``name`` reads or writes these bytes. What another stream does to them
-        without being ordered before or after is a hazard."""
+        """After ``begin_kernel``: the operator ``name`` reads or writes these bytes. Another stream's access to them
+        that is not ordered before or after is a hazard."""
         self.library.brim_device_kernel_access(stream, address, size_bytes, writes, name.encode())
 
 
 def loaded() -> Device:
-    """The device that this process runs on. Raises UnsupportedError where it runs on none."""
+    """The device of this process. Raises UnsupportedError if it has none."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:

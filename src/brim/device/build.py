@@ -24,16 +24,16 @@ from brim.measure.user_cache import build_once, cache_folder, fingerprint
 
 PROCESSORS = ("x86_64", "aarch64")
 _OLDEST, _NEWEST = (12, 0), (13, 99)  # the CUDA versions whose structures the sources know
-_CUDNN = {12: 90_100, 13: 92_000}  # by CUDA's version, of a PyTorch that does not say which it wants
+_CUDNN = {12: 90_100, 13: 92_000}  # by CUDA's version, for a PyTorch that does not name its version
 
 
 def build(site_packages: Path, folder: Path | None = None, *, packages: Sequence[Path] = ()) -> Path:
-    """The library folder for the torch in ``site_packages``, built where it is not there yet.
+    """Return the library folder for the torch in ``site_packages``; build it if it is missing.
 
-    ``folder`` is where it is kept: ``rehearsal`` in the user's cache folder by default. ``packages``: folders of
-    installed packages, whose own CUDA code may want functions that PyTorch does not.
-    Raises UnsupportedError where this cannot be: another system than Linux on x86-64 or aarch64, a torch that is no
-    CUDA build, no C compiler; TransferError where the cache folder cannot be written.
+    ``folder`` is its parent, by default ``rehearsal`` in the user's cache folder. ``packages``: folders of
+    installed packages, whose CUDA code may need other functions than PyTorch.
+    Raises UnsupportedError if it cannot be built: on another system than Linux on x86-64 or aarch64, for a torch
+    that is no CUDA build, or without a C compiler; TransferError if the cache folder is not writable.
     """
     _check_platform()
     torch = site_packages / "torch"
@@ -127,5 +127,5 @@ def _run(command: list[str], folder: Path) -> None:
     raise UnsupportedError(
         "Cannot compile the rehearsal device.",
         f"{command[0]} ended with {done.returncode}: {done.stderr.strip()[-800:]}",
-        "It needs a C11 compiler and linker for this machine; name another in CC.",
+        "Set CC to a C11 compiler that can link for this machine.",
     )

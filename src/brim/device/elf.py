@@ -1,7 +1,7 @@
 """Imports and exports of a shared library, read from its ELF file without binutils.
 
-Only what the rehearsal needs of the format: 64-bit little-endian files (x86-64, aarch64), their dynamic section,
-their symbol tables with versions, and where their sections lie.
+It supports the parts that the rehearsal needs: 64-bit little-endian files (x86-64, aarch64), their dynamic section,
+their symbol tables with versions, and the positions of their sections.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Symbol:
 
 
 class ElfFile:
-    """An ELF file that is open for reading. Raises FormatError where it is none, or damaged."""
+    """An ELF file that is open for reading. Raises FormatError for another kind of file or a damaged one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,7 +77,7 @@ class ElfFile:
         return tuple(text for tag, text in self._dynamic_texts() if tag == NEEDED)
 
     def symbols(self) -> Iterator[Symbol]:
-        """The global symbols: of a library those that others see or that it wants, of an object file all."""
+        """The global symbols: of a library its exports and imports, of an object file all."""
         for kind in (DYNSYM, SYMTAB):
             table = self._section(kind)
             if table:

@@ -1,7 +1,7 @@
-"""A CUDA build of PyTorch for the user's Python: the one that is there, or one of the same version that is fetched.
+"""Finds a CUDA build of PyTorch for the user's Python, or downloads one of the same version.
 
-Nothing of the user's is changed. What is fetched goes into a folder of brim's and is put before the user's packages
-by PYTHONPATH, so a program finds it and, behind it, all else that is installed.
+The user's packages are not changed. Downloads go into brim's own folder, which comes before the user's packages
+in PYTHONPATH, so a program finds the build, and all other installed packages after it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from brim.processes import bound, python_command
 DOWNLOAD_BYTES = 530_000_000  # the wheel of PyTorch 2.13
 UNPACKED_BYTES = 1_300_000_000
 TRITON_BYTES = 190_000_000  # the wheel of Triton 3.7
-_GPU_CODE = ".nv_fatbin"  # kernels as the GPU runs them: two fifths of the wheel, and never read here
+_GPU_CODE = ".nv_fatbin"  # the GPU's machine code: two fifths of the wheel, never read here
 
 _LOOK = """
 import importlib.util, json, sys
@@ -44,11 +44,11 @@ class Environment:
 
     Attributes:
         python: The interpreter.
-        site_packages: Where the build lies.
-        first: What goes before everything else on its path (``PYTHONPATH``); None where it finds the build by itself.
-        folder: Where brim keeps what it built.
-        packages: The folders of all that is installed.
-        compiler: Where Triton lies that was fetched for this build; None where none was.
+        site_packages: The folder of the build.
+        first: The folder that must come first in ``PYTHONPATH``; None if Python finds the build without it.
+        folder: The folder for files that brim builds.
+        packages: The folders of all installed packages.
+        compiler: The folder of a downloaded Triton; None if none was downloaded.
     """
 
     python: Path
@@ -59,7 +59,8 @@ class Environment:
     compiler: Path | None = None
 
     def variables(self, settings: DeviceSettings, before: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The environment ``before``, changed so that ``python`` runs on the device. Builds the device if need be."""
+        """Return ``before`` with the variables under which ``python`` runs on the device. Builds the device if
+        needed."""
         packages = (*self.packages, self.compiler) if self.compiler else self.packages
         variables = settings.environment(build(self.site_packages, self.folder, packages=packages), before)
         fetched = [str(path) for path in (self.first, self.compiler) if path]
@@ -70,17 +71,17 @@ class Environment:
 
     @property
     def has_triton(self) -> bool:
-        """True if Triton, which ``torch.compile`` needs, is installed or was fetched."""
+        """True if Triton, which ``torch.compile`` needs, is installed or was downloaded."""
         places = (self.site_packages, *self.packages)
         return self.compiler is not None or any((place / "triton").is_dir() for place in places)
 
 
 def find(python: Path | None = None, *, folder: Path | None = None) -> Environment | None:
-    """Find a CUDA build of PyTorch that needs no download. None where there is none.
+    """Find a CUDA build of PyTorch on this machine. None if there is none.
 
     Args:
-        python: The interpreter that the build is for. None: the one that runs.
-        folder: Where brim keeps what it fetched and built. None: ``rehearsal`` in the user's cache folder.
+        python: The interpreter that will use the build. None: the running one.
+        folder: The folder of brim's downloads and builds. None: ``rehearsal`` in the user's cache folder.
 
     Raises:
         UnsupportedError: The interpreter does not run, or has no PyTorch at all.
@@ -116,19 +117,19 @@ def prepare(
     folder: Path | None = None,
     compiler: bool = False,
 ) -> Environment:
-    """Find a CUDA build of PyTorch as ``find`` does, or fetch that of the installed version.
+    """Find a CUDA build of PyTorch as ``find`` does, or download that of the installed version.
 
-    A download that is interrupted leaves nothing and is done anew.
+    An interrupted download leaves no files, and starts again the next time.
 
     Args:
-        python: The interpreter that the build is for. None: the one that runs.
-        confirm: Is given the sentence that says what will be downloaded; returns whether it may.
-        folder: Where brim keeps what it fetched and built. None: ``rehearsal`` in the user's cache folder.
-        compiler: Fetch Triton too, which ``torch.compile`` needs, where it is neither installed nor fetched.
+        python: The interpreter that will use the build. None: the running one.
+        confirm: A function that gets a sentence on the download, and returns True to allow it.
+        folder: The folder of brim's downloads and builds. None: ``rehearsal`` in the user's cache folder.
+        compiler: Also download Triton, which ``torch.compile`` needs, if it is not there.
 
     Raises:
-        UsageError: ``confirm`` said no.
-        UnsupportedError: No such build can be had.
+        UsageError: ``confirm`` returned False.
+        UnsupportedError: There is no such build for this machine.
         TransferError: The disk is full.
     """
     environment = find(python, folder=folder)
@@ -172,7 +173,7 @@ class _Installed:
 
     @property
     def release(self) -> str:
-        """The version without what kind of build it is: 2.13.0 of 2.13.0+cpu."""
+        """The version without its build: 2.13.0 of 2.13.0+cpu."""
         text = (self.torch / "version.py").read_text(encoding="utf-8")
         match = re.search(r"^__version__\b[^=\n]*=\s*['\"]([^'\"+]+)", text, re.MULTILINE)
         if not match:
@@ -220,18 +221,18 @@ def _does_not_run(python: Path, reason: str) -> UnsupportedError:
     )
 
 
-# ---- a build that is there ----
+# ---- an installed build ----
 
 
 def _brings_libraries(torch: Path) -> bool:
-    """Return True if CUDA's libraries lie beside or within this build, where it looks before LD_LIBRARY_PATH."""
+    """Return True if CUDA's libraries are in or beside this build, where it searches before LD_LIBRARY_PATH."""
     beside = torch.parent / "nvidia"
     within = [path for path in (torch / "lib").glob("libcud*.so*") if path.name.startswith(("libcudart", "libcudnn"))]
     return beside.is_dir() or bool(within)
 
 
 def _link(torch: Path, into: Path) -> None:
-    """A folder of links to that build, from where nothing of CUDA's is found beside it."""
+    """Create a folder of links to that build, so that the build finds no CUDA libraries beside itself."""
     libraries = into / "torch" / "lib"
     libraries.mkdir(parents=True)
     for entry in torch.iterdir():
@@ -242,19 +243,19 @@ def _link(torch: Path, into: Path) -> None:
             (libraries / entry.name).symlink_to(entry)
 
 
-# ---- a build that is fetched ----
+# ---- a downloaded build ----
 
 
 def _fetch(python: Path, installed: _Installed, into: Path) -> None:
     free_bytes = shutil.disk_usage(into).free
-    needed_bytes = DOWNLOAD_BYTES + 2 * UNPACKED_BYTES  # unpacked beside where it goes, then moved
+    needed_bytes = DOWNLOAD_BYTES + 2 * UNPACKED_BYTES  # unpacked in the same folder, then moved
     if free_bytes < needed_bytes:
         raise TransferError(
             f"Cannot unpack PyTorch {installed.release} in {into.parent}.",
             f"{free_bytes / 1e9:.1f} GB are free there, and {needed_bytes / 1e9:.1f} GB needed.",
             "Free some disk space, or set XDG_CACHE_HOME to a folder with room.",
         )
-    # "===" compares texts: "==2.13.0" would also take 2.13.0+cpu where an index offers that.
+    # "===" compares texts: "==2.13.0" would also accept an index's 2.13.0+cpu.
     _install(python, f"torch==={installed.release}", into)
     if cuda_version(into / "torch") is None:
         raise UnsupportedError(
@@ -277,7 +278,7 @@ def _install(python: Path, requirement: str, into: Path) -> None:
                 f"Run `{python} -m ensurepip`, or install uv.",
             )
         pip = [uv, "pip", "install", "--quiet", f"--python={python}"]
-    scratch = into / ".scratch"  # on this disk, where room was asked for, and gone with it
+    scratch = into / ".scratch"  # on this disk, whose free space was checked; deleted with the folder
     scratch.mkdir(exist_ok=True)
     command = bound([*pip, "--no-deps", "--target", str(into), requirement])
     done = subprocess.run(command, env={**os.environ, "TMPDIR": str(scratch)}, capture_output=True, text=True)
@@ -289,25 +290,25 @@ def _install(python: Path, requirement: str, into: Path) -> None:
     raise UnsupportedError(
         f"Cannot fetch {requirement} with pip.",
         done.stderr.strip()[-800:] or f"pip ended with {done.returncode}.",
-        "Try again when the network is there; nothing of it was kept.",
+        "Try again when the network works; nothing was installed.",
     )
 
 
 def _triton_of(site_packages: Path) -> str:
-    """The Triton that this PyTorch asks for, as pip reads it."""
+    """The requirement of this PyTorch for Triton, in pip's form."""
     for metadata in site_packages.glob("torch-*.dist-info/METADATA"):
         match = re.search(r"^Requires-Dist: (triton[^\s;]*)", metadata.read_text(encoding="utf-8"), re.MULTILINE)
         if match:
             return match[1]
     raise UnsupportedError(
         "Cannot fetch Triton, which torch.compile needs.",
-        f"The PyTorch in {site_packages} does not say which version it asks for.",
-        "Install the version that its release notes name beside it.",
+        f"The PyTorch in {site_packages} does not name the version of Triton that it needs.",
+        "Install the version that PyTorch's release notes name.",
     )
 
 
 def slim(libraries: Path) -> int:
-    """Gives the disk back the GPU's machine code in the libraries of that folder; returns how many bytes.
+    """Free the disk space of the GPU's machine code in the libraries of that folder; return the bytes.
 
     The files keep their size and read as zeros there. On filesystems that cannot do this, nothing happens.
     """

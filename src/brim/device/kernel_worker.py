@@ -1,9 +1,9 @@
-"""The resident process: PyTorch's CUDA build on the device tells what one operator after the other allocates.
+"""The resident process: PyTorch's CUDA build on the device answers what operators allocate, one at a time.
 
 Each line on standard input is a call as JSON (see ``kernels``), each line on standard output its answer:
 ``{"script": [...]}`` or ``{"error": "..."}``. An entry of a script is ``["alloc", handle, bytes]``,
 ``["free", handle, 0]``, ``["out", leaf, bytes]`` for the storage of the result's leaf of that number, or
-``["keep", 0, bytes]`` for what stays and is not part of the result: a library's, such as cuBLAS's workspace.
+``["keep", 0, bytes]`` for memory that stays but is not part of the result, such as cuBLAS's workspace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 _MOST_EVENTS = 100_000
-_RELEASE_ABOVE_BYTES = 1 << 36  # of addresses that the allocator holds
+_RELEASE_ABOVE_BYTES = 1 << 36  # of the allocator's addresses
 
 
 def decoded(value: Any) -> Any:
@@ -69,9 +69,9 @@ def _storages(value: Any) -> list[torch.UntypedStorage]:
 
 
 def _script(events: list[dict[str, Any]], leaves: dict[int, int], resized: set[int]) -> list[list[Any]]:
-    """The events by handles instead of addresses, those of arguments that were resized left out."""
+    """Return the events with handles instead of addresses, without those of resized arguments."""
     script: list[list[Any]] = []
-    open_at: dict[int, int] = {}  # address -> where in the script it was taken
+    open_at: dict[int, int] = {}  # address -> position of its allocation in the script
     for event in events:
         address = event["addr"]
         if event["action"] == "alloc":
@@ -98,7 +98,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             said: dict[str, Any] = {"script": answer(json.loads(line))}
-        except Exception as error:  # whatever the operator refuses is the answer
+        except Exception as error:  # any error of the operator is the answer
             said = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
         print(json.dumps(said), file=answers, flush=True)
         if torch.cuda.memory_reserved() > _RELEASE_ABOVE_BYTES:

@@ -1,9 +1,9 @@
 """Allocations of kernels, which PyTorch's CUDA build on the device answers once for each call; answers are stored.
 
-A call is an operator with its arguments, where a tensor is its shape, strides, offset, dtype and device. Its script
-lists what the kernel takes and frees, in order; ``kernel_worker``, which runs in a process of its own, has the
-format. Answers are kept in the user's cache under the PyTorch build, the card and brim's own sources that made them,
-a line for each, so that commands that run at once may all add to them.
+A call is an operator with its arguments; a tensor is described by shape, strides, offset, dtype and device. Its
+script lists the kernel's allocations and frees, in order; ``kernel_worker``, which runs in a separate process,
+defines the format. Answers are stored in the user's cache by PyTorch build, card and brim's sources,
+one per line, so that commands that run at the same time can all add to them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from brim.processes import bound
 Script = tuple[tuple[str, int, int], ...]
 Call = Mapping[str, Any]
 
-# A common card of each compute capability, by which launches and reductions are cut.
+# A common card of each compute capability: the sizes of launches and reductions depend on the card.
 CARDS = {
     (7, 0): "V100", (7, 5): "T4", (8, 0): "A100 80GB", (8, 6): "RTX 3090", (8, 9): "RTX 4090", (9, 0): "H100",
     (10, 0): "B200", (12, 0): "RTX 5090",
@@ -78,7 +78,7 @@ class KernelAnswers:
         process.wait()
 
     def _ask(self, text: str) -> Any:
-        for _ in range(2):  # a process may have been ended from outside; one that ends again does so by this call
+        for _ in range(2):  # the process may have been killed; if it ends a second time, this call is the cause
             try:
                 process = self._begun()
                 assert process.stdin is not None and process.stdout is not None
@@ -105,13 +105,13 @@ class KernelAnswers:
         return self._process
 
     def _append(self, line: str) -> None:
-        """Add a line to the file in one piece; where that cannot be, this process alone knows the answer."""
+        """Append a line to the file in one piece; if that fails, only this process has the answer."""
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
             file = os.open(self._path, flags, 0o600)
             try:
-                os.write(file, f"\n{line}\n".encode())  # behind a line that another process could not finish
+                os.write(file, f"\n{line}\n".encode())  # another process may have left an incomplete line
             finally:
                 os.close(file)
 
@@ -152,9 +152,9 @@ def _described(value: Any) -> Any:
 
 @cache
 def answers_for(capability: tuple[int, int], folder: Path | None = None) -> KernelAnswers | None:
-    """The answers of a card of that compute capability; None where no CUDA build of PyTorch is there for it.
+    """The answers of a card of that compute capability; None without a CUDA build of PyTorch.
 
-    Nothing is downloaded. ``folder``: where builds are kept, None for the user's cache.
+    Nothing is downloaded. ``folder``: the folder of builds, None: in the user's cache.
     """
     card = CARDS.get(capability)
     try:
@@ -172,7 +172,7 @@ def answers_for(capability: tuple[int, int], folder: Path | None = None) -> Kern
 
 
 def _read(path: Path) -> dict[str, Script | None]:
-    """The answers in a file; lines that are no answers, such as one that a killed process began, are left out."""
+    """Read the answers in a file, without incomplete lines of killed processes."""
     try:
         found = load_text(path)
     except UnicodeDecodeError:

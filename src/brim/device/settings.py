@@ -1,6 +1,6 @@
-"""The card that the device simulates: a catalog entry, and the share of it that a process has.
+"""The simulated card: a catalog entry, and a process's share of it.
 
-What chooses between kernels (shared memory, threads and blocks of a multiprocessor) follows from the compute
+The limits that choose between kernels (shared memory, threads and blocks of a multiprocessor) follow from the compute
 capability: "Technical Specifications per Compute Capability" of NVIDIA's CUDA C++ Programming Guide. Sizes of L2
 caches are those of the GPUs' whitepapers and data sheets; nothing but tuning reads them.
 """
@@ -37,33 +37,33 @@ _MULTIPROCESSORS: Mapping[str, tuple[int, int, int, int]] = {
     "10.3": (228, 227, 2048, 32),
     "12.0": (100, 99, 1536, 24),
 }
-# By architecture, where a card has no figure of its own: MiB of L2.
+# MiB of L2 by architecture, for cards without a figure of their own.
 _L2_MIB = {"Pascal": 4, "Volta": 6, "Turing": 4, "Ampere": 6, "Ada": 48, "Hopper": 50, "Blackwell": 64}
 _L2_MIB_OF_CAPABILITY = {"8.0": 40, "10.0": 126, "10.3": 126}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSettings:
-    """The device of a rehearsal. ``DeviceSettings.of("H100")`` fills it in from the catalog.
+    """The simulated GPUs of a rehearsal. ``DeviceSettings.of("H100")`` reads them from the catalog.
 
-    Raises UsageError for a count of GPUs or an order that is not allowed, and UnsupportedError for a compute
-    capability that the device does not know.
+    Raises UsageError for a count or an order that is not allowed, and UnsupportedError for a compute capability that
+    the device does not simulate.
 
     Attributes:
         name: The card's name.
-        count: How many GPUs, 1 to 64.
-        memory_bytes: Memory of each.
-        context_bytes: What a process takes on each before its first allocation.
-        context_source: Where that figure is from.
-        capability: Compute capability: ``"8.9"``.
-        multiprocessors: How many it has; kernels' launches and reductions depend on it.
-        l2_bytes: Its L2 cache; read by tuning only.
-        copy_limit_bytes: Larger copies to a GPU are left out, so that weights need no RAM. None: all are made.
-        cudnn_workspace_bytes: What each cuDNN plan asks for; not known in general.
-        order: When the work of streams happens. ``"at_once"``; for tests ``"late"`` (not before something waits for
-            it) or ``"seeded"`` (at moments that ``seed`` settles), where memory is poisoned until it is valid, and
-            accesses that nothing orders are reported as hazards.
-        seed: For ``order="seeded"``.
+        count: The number of GPUs, 1 to 64.
+        memory_bytes: The memory of each GPU.
+        context_bytes: The CUDA context of a process on each GPU.
+        context_source: The source of that figure.
+        capability: The compute capability: ``"8.9"``.
+        multiprocessors: The number of multiprocessors, which decides the sizes of launches and reductions.
+        l2_bytes: The size of the L2 cache, which only autotuning reads.
+        copy_limit_bytes: Larger copies to a GPU are skipped, so that weights need no RAM. None: no copy is skipped.
+        cudnn_workspace_bytes: The workspace of each cuDNN plan. The real size is not known in general.
+        order: The time at which streams execute their work. ``"at_once"``; for tests ``"late"`` (only when the
+            program waits for it) or ``"seeded"`` (at random times). The latter two fill memory with invalid values
+            until it is valid, and report unordered accesses as hazards.
+        seed: The seed of the random times of ``order="seeded"``.
     """
 
     name: str
@@ -111,23 +111,22 @@ class DeviceSettings:
         seed: int = 0,
         cuda: str = "",
     ) -> Self:
-        """A card of the catalog.
+        """Return the settings for a card of the catalog.
 
         Args:
-            card: Its name (``"RTX 4090"``) or entry. NVIDIA's only.
-            gpus: How many of them.
-            memory_bytes: In the place of the catalog's figure.
-            context_bytes: In the place of the catalog's figure.
-            copy_limit_bytes: As the field.
-            cudnn_workspace_bytes: As the field.
-            order: As the field.
-            seed: As the field.
-            cuda: The CUDA version whose context to take, among those that were measured: ``"12.8"``. ``""``: the
-                newest.
+            card: Its name (``"RTX 4090"``) or its entry; an NVIDIA GPU.
+            gpus: The number of GPUs.
+            memory_bytes: Memory of each GPU. None: the catalog's.
+            context_bytes: The CUDA context on each GPU. None: the catalog's.
+            copy_limit_bytes: See the attribute.
+            cudnn_workspace_bytes: See the attribute.
+            order: See the attribute.
+            seed: See the attribute.
+            cuda: The CUDA version of the catalog's context: ``"12.8"``. ``""``: the newest that was measured.
 
         Raises:
-            UsageError: A name that the catalog does not have.
-            UnsupportedError: Another vendor's card.
+            UsageError: The catalog has no such name.
+            UnsupportedError: The card is not from NVIDIA.
         """
         entry = gpu(card) if isinstance(card, str) else card
         if entry.vendor != "nvidia" or not entry.compute_capability:
@@ -156,7 +155,7 @@ class DeviceSettings:
         )
 
     def environment(self, libraries: Path, before: Mapping[str, str]) -> dict[str, str]:
-        """The environment ``before`` with this device in it; ``libraries`` is what ``build`` made."""
+        """Return the environment ``before`` with this device; ``libraries`` is the folder of ``build``."""
         paths = [str(libraries), *filter(None, before.get("LD_LIBRARY_PATH", "").split(":"))]
         return {**before, VARIABLE: self._text(), "LD_LIBRARY_PATH": ":".join(dict.fromkeys(paths))}
 

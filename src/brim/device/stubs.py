@@ -1,7 +1,7 @@
-"""Stubs for what PyTorch, and packages beside it, want from CUDA's libraries and the device does not define.
+"""Stubs for functions of CUDA's libraries that PyTorch or other packages import and the device does not define.
 
-Each wants other functions. So their libraries are asked: which symbols are undefined, in which version nodes,
-from which libraries. What ``device/*.c`` does not define becomes a function that counts its calls and returns 0.
+Each imports other functions. So brim reads from their libraries which symbols are undefined, in which version nodes,
+from which libraries. A function that ``device/*.c`` does not define gets a stub that counts calls and returns 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LIBRARY = re.compile(
 OPENED_BY_NAME = ("libcuda.so.1", "libnvidia-ml.so.1")
 
 # Out-parameters that callers read: pattern, their positions among the arguments, bytes of each. They become 0: no
-# workspace (how much cuSOLVER and cuSPARSE would take is not known), no error in a factorisation. All other arguments
+# workspace (that of cuSOLVER and cuSPARSE is unknown), no error in a factorisation. All other arguments
 # of these functions are integers or pointers.
 _OUT_PARAMETERS = tuple(
     (re.compile(pattern), positions, width)
@@ -69,7 +69,7 @@ _OUT_PARAMETERS = tuple(
 _ARGUMENTS = 22
 
 
-# The same of what works on many matrices: pattern, position of the array of their ints, position of their number.
+# The same for functions on many matrices: pattern, position of the array of their ints, position of their number.
 _OUT_ARRAYS = tuple(
     (re.compile(pattern), array, number)
     for pattern, array, number in (
@@ -94,7 +94,7 @@ class Wanted:
 def extensions(packages: Iterable[Path], libraries: Iterable[Path]) -> list[Path]:
     """The shared libraries in folders of installed packages that are linked to CUDA's, PyTorch's ``libraries`` aside.
 
-    Left out is what is made for another major version of CUDA than PyTorch: such a library is not loaded with it.
+    Libraries for another major version of CUDA than PyTorch's are left out: they are not loaded with it.
     """
     own = {_identity(path.parents[1]) for path in libraries}
     versions = {name.split(".so")[0]: name for path in libraries for name in _needed(path)}
@@ -110,13 +110,13 @@ def extensions(packages: Iterable[Path], libraries: Iterable[Path]) -> list[Path
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    """The device and the number of a folder, by whatever name it is reached: sooner known than its real path."""
+    """The device and inode of a folder, equal for all its names: faster than resolving its path."""
     status = folder.stat()
     return status.st_dev, status.st_ino
 
 
 def _needed(path: Path) -> list[str]:
-    """The CUDA libraries that this one is linked to; none for a file that is not a library for this machine."""
+    """The CUDA libraries that this library is linked to; none for another kind of file or machine."""
     try:
         with ElfFile(path) as library:
             return [name for name in library.needed() if _LIBRARY.match(name)]
@@ -150,13 +150,13 @@ def defined_in(objects: Iterable[Path]) -> set[str]:
 
 
 def stub_source(wanted: Wanted, defined: Collection[str]) -> str:
-    """C for every function that is wanted and not defined."""
+    """C code for every function that is imported and not defined."""
     missing = sorted(set(wanted.versions) - set(defined))
     return "\n".join(('#include "device.h"', "#include <string.h>", *map(_stub, missing), ""))
 
 
 def version_script(wanted: Wanted) -> str:
-    """The linker's version script: each symbol under the node that its users look for."""
+    """The linker's version script: each symbol in the version node that its users need."""
     nodes: dict[str, list[str]] = {}
     for name, version in sorted(wanted.versions.items()):
         if version:

@@ -15,15 +15,15 @@ from brim.estimation.estimate import Study
 from brim.estimation.workload import Workload
 from brim.techniques import optimizers
 
-_SHOWN, _TRACED = 3, 6  # settings that are suggested at most, and steps that are traced to find them
+_SHOWN, _TRACED = 3, 6  # the most suggested settings, and the most steps traced to find them
 _SHORTEST = 128  # tokens
 _BITS = {"fp32": 32, "bf16-mixed": 32, "fp16-mixed": 32, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
-_FLOATING = ("fp32", "bf16-mixed", "fp16-mixed", "bf16")  # precisions that all weights are in
+_FLOATING = ("fp32", "bf16-mixed", "fp16-mixed", "bf16")  # precisions of all weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Options of ``brim estimate`` in place of those that were given, and the peak of the process with them."""
+    """Changed options of ``brim estimate``, and the peak of the process with them."""
 
     options: str
     process_bytes: int
@@ -35,8 +35,8 @@ class Alternative:
 def alternatives(study: Study, largest_batch: int | None) -> tuple[Alternative, ...]:
     """The first settings that fit where ``study`` does not, smallest changes first.
 
-    ``largest_batch`` is the largest batch known to fit: it is among them. A program and a user's own step have their
-    settings inside and get no suggestions.
+    ``largest_batch``, the largest batch known to fit, is among them. A program and a user's own step contain their
+    settings, so they get no suggestions.
     """
     available = study.place.available_bytes
     if study.source.library == "python" or available is None:
@@ -85,7 +85,7 @@ def _changes(workload: Workload, largest_batch: int | None) -> Iterator[dict[str
 
 
 def _changed(workload: Workload, changes: dict[str, Any]) -> Workload | None:
-    """Apply ``changes`` to the workload; None where they conflict with the rest of it, or change nothing."""
+    """Apply ``changes`` to the workload; None if they conflict with other settings, or change nothing."""
     try:
         changed = replace(workload, **changes)
     except BrimError:
@@ -94,7 +94,7 @@ def _changed(workload: Workload, changes: dict[str, Any]) -> Workload | None:
 
 
 def _parameters(study: Study) -> int:
-    """The model's number of parameters; 0 where some are quantized, as their bytes do not tell."""
+    """The model's number of parameters; 0 if some are quantized, because their bytes do not show it."""
     if study.workload.precision not in _FLOATING:
         return 0
     held = study.estimate().at_peak_bytes["parameters"]
@@ -112,7 +112,7 @@ def _least_bytes(workload: Workload, parameters: int) -> int:
 
 
 def _process_bytes(study: Study, workload: Workload) -> int | None:
-    """The peak of the process under ``workload``; None where it does not fit or the model does not support it."""
+    """The peak of the process under ``workload``; None if it does not fit or the model does not support it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first estimate has warned already

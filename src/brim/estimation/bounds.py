@@ -1,4 +1,4 @@
-"""Margins above a predicted step: how many bytes more it may take, each with its reason."""
+"""Margins above a predicted step: bytes that it may need in addition, each with its reason."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from brim.units import MIB, format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Margin:
-    """Bytes that may come on top of a prediction, and why.
+    """Bytes that a step may need in addition to the prediction, and the reason.
 
     Attributes:
-        name: What they are for, in a word or two.
-        bytes: How many.
+        name: The purpose of the bytes, in a word or two.
+        bytes: The number of bytes.
         why: The reason, in a sentence.
     """
 
@@ -30,7 +30,7 @@ class Margin:
 
 
 class _AscendingDevice(SimulatedDevice):
-    """Segments at ascending addresses: best fit then breaks ties the other way."""
+    """Segments at ascending addresses, so that best fit breaks ties in the opposite order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def _convolutions(trace: Trace, timeline: Timeline, place: Place, alloc_conf: st
     return Margin(
         name="convolution workspaces",
         bytes=max(most, 0),
-        why=f"cuDNN chooses the engine at run time; the one that takes the most here {engine.name}",
+        why=f"cuDNN chooses the engine at run time; the engine that needs the most memory here {engine.name}",
     )
 
 
@@ -113,7 +113,7 @@ def _not_modelled(trace: Trace) -> Margin:
 
 
 def _routing(crowded: Trace | None, timeline: Timeline, alloc_conf: str) -> Margin:
-    """Simulate the same step with every token at the same experts. Experts that run grouped need no more for it."""
+    """Simulate the same step with every token at the same experts. Grouped experts need no additional memory."""
     if crowded is None:
         return Margin(name="routing", bytes=0, why="")
     worst = simulate(crowded, None, alloc_conf).peak_bytes.reserved
@@ -137,7 +137,7 @@ CONVOLUTIONS = (*_FORWARD, *_BACKWARD)
 class Engine:
     """Bytes of workspace per byte of the operands, the result included, in each direction.
 
-    Which engine runs is decided by cuDNN's heuristics at run time. The prediction has what follows from the arguments
+    cuDNN's heuristics choose the engine at run time. The prediction has the workspaces that follow from the arguments
     (``predict/lowering/cuda/convolution.py``), and the upper bound has the worst of the workspaces that are known:
 
     * Tensor-core engines (half precision, and float32 as TF32 from compute capability 8.0 on) work on channels-last
@@ -165,7 +165,7 @@ ENGINES = (
 def with_workspaces(trace: Trace, engine: Engine) -> Trace:
     """``trace`` where every convolution takes the workspace of ``engine`` after its result, or after each gradient.
 
-    Ticks are doubled to make room: a workspace lives between an output and what comes next.
+    Ticks are doubled, so that a workspace can live between an output and the next event.
     """
     storages = [_later(storage) for storage in trace.storages]
     first = max((storage.id for storage in storages), default=-1) + 1
@@ -183,7 +183,7 @@ def _later(storage: Storage) -> Storage:
 
 
 def _workspaces(trace: Trace, engine: Engine) -> Iterator[tuple[int, int, Op]]:
-    """After which tick, how many bytes, for which operation."""
+    """Tuples of a tick, the bytes of a workspace after it, and the operation."""
     births = sorted((storage.born, storage.bytes) for storage in trace.storages)
     ticks = [tick for tick, _ in births]
     starts = [*(op.at for op in trace.ops), ticks[-1] + 1 if ticks else 0]

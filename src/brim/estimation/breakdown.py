@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from brim.core import Category, Timeline, Trace
 from brim.report.explain import live_at_peak
 
-# How the report names what is at the peak. Buffers are part of the model's weights to a reader.
+# The report's names of categories. Buffers count as parameters.
 NAMES: Mapping[Category, str] = {
     Category.PARAMETER: "parameters",
     Category.BUFFER: "parameters",

@@ -27,7 +27,7 @@ _STORED = {"fp32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn", "int8"
 
 
 def closed_forms(source: Source, workload: Workload) -> dict[str, Result]:
-    """Compute by name the formulas that people use on paper. Raises UsageError where none applies."""
+    """Compute closed forms by name. Raises UsageError if none applies."""
     if source.library == "python":
         raise UsageError(f"There are no closed forms for {source.name}.", "It is a function, not a configuration.")
     if workload.method == "lora":
@@ -58,9 +58,9 @@ def closed_forms(source: Source, workload: Workload) -> dict[str, Result]:
 
 
 def forms_of_weights(files: Sequence[Path], dtype: str | None) -> dict[str, Result]:
-    """Compute the formulas that need checkpoint files alone: bytes by header, else their count by size and ``dtype``.
+    """Compute the formulas for checkpoint files alone: bytes from headers, or the count from the size and ``dtype``.
 
-    ``dtype`` as ``--precision`` has it. Raises UsageError where it is needed and not given, ModelError for a damaged
+    ``dtype`` has the form of ``--precision``. Raises UsageError if it is needed and missing, ModelError for a damaged
     header.
     """
     if all(file.suffix == ".safetensors" for file in files):

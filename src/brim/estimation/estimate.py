@@ -46,9 +46,9 @@ class PeakBytes:
     """Peaks of one GPU's memory, in bytes.
 
     Attributes:
-        allocated: Of tensors, in the allocator's blocks: ``torch.cuda.max_memory_allocated``.
-        reserved: Of what the allocator holds for them: ``torch.cuda.max_memory_reserved``.
-        process: Reserved, and the CUDA context: what ``nvidia-smi`` shows.
+        allocated: Tensors in the allocator's blocks: ``torch.cuda.max_memory_allocated``.
+        reserved: Memory that the allocator has taken for them: ``torch.cuda.max_memory_reserved``.
+        process: Reserved memory and the CUDA context, as ``nvidia-smi`` counts.
     """
 
     allocated: int
@@ -62,30 +62,30 @@ class Estimate:
 
     Attributes:
         model: The model's name.
-        workload: What was asked, with every setting that was left open filled in.
+        workload: The request, with a value for every setting.
         gpu: The card's name; ``""`` without one.
         peak_bytes: Allocated, reserved and process bytes at their peaks.
         upper_bound_bytes: A safe bound: ``peak_bytes.process`` and all ``margins``.
-        margins: What may come on top of the prediction, each with its bytes and its reason.
-        at_peak_bytes: Bytes of tensors when the most is allocated, by category (``parameters``, with buffers;
+        margins: Additions to the prediction that are possible, each with its bytes and its reason.
+        at_peak_bytes: Bytes of tensors at the peak, by category (``parameters``, with buffers;
             ``gradients``, ``optimizer_state``, ``activations``, ``temporary``, ``kv_cache``, ``inputs``,
             ``workspaces``), and the CUDA ``context``.
-        per_module: The same bytes of tensors, context left out, by path of the module that allocated them.
-        rounding_bytes: How much larger the allocator's blocks are: ``peak_bytes.allocated`` is the sum of
+        per_module: The same bytes without the context, by path of the module that allocated them.
+        rounding_bytes: Bytes that the allocator adds by rounding: ``peak_bytes.allocated`` is the sum of
             ``per_module`` and this.
-        step_s: Seconds of a step by the card's rates. None without a GPU, for one of unknown rates, and for a
+        step_s: Seconds of a step, from the card's rates. None without a GPU, if its rates are unknown, and for a
             rehearsal.
         flops: Floating-point operations of the last step. None for a rehearsal.
-        not_modelled: Operations whose allocations inside of a kernel are not known; they are counted as none.
-        fits: Whether the step runs in the memory that there is. None without a GPU.
-        notes: What was assumed, and where figures come from.
-        out_of_memory: The operation that does not fit, with PyTorch's message; ``""`` where all fits.
-        is_program: Whether a whole program was looked at, which decides by itself what ``workload`` says of others.
-        by: ``"trace"``, or ``"rehearsal"`` (a program run by PyTorch's CUDA build on a GPU that is not there).
-        precision_origin: Where the workload's precision is from: the request, the configuration, the checkpoint or a
-            default. ``""`` for a program and for a step of the user's own.
-        differs: What brim's own commands make otherwise than the ordinary program that was looked at, by part of the
-            step (``"optimizer"``, ``"cache"``, ...). Empty where they make the same step, and for users' own code.
+        not_modelled: Operations whose kernels allocate an unknown number of bytes, counted as 0.
+        fits: True if the step fits into the memory of the GPU. None without a GPU.
+        notes: Assumptions, and the sources of figures.
+        out_of_memory: The operation that does not fit, with PyTorch's message; ``""`` if the step fits.
+        is_program: True for a program, whose own settings replace those of ``workload``.
+        by: ``"trace"``, or ``"rehearsal"`` (a program run by PyTorch's CUDA build on a simulated GPU).
+        precision_origin: The origin of the precision: the request, the configuration, the checkpoint or a default.
+            ``""`` for a program and for a step of the user's own.
+        differs: Differences between the estimated step and that of brim's own commands, by part of the step
+            (``"optimizer"``, ``"cache"``, ...). Empty if there are none, and for users' own code.
         leak: Memory that grows with every step; None: it does not. Peaks are those of the steps that were run.
     """
 
@@ -104,7 +104,7 @@ class Estimate:
     fits: bool | None
     notes: tuple[str, ...]
     out_of_memory: str = ""  # the operation that does not fit, and PyTorch's message
-    is_program: bool = False  # which decides itself what ``workload`` tells of others
+    is_program: bool = False  # it decides itself on the settings of ``workload``
     by: str = "trace"
     precision_origin: str = ""
     differs: Mapping[str, str] = field(default_factory=dict)
@@ -124,9 +124,9 @@ class Estimate:
 
     @property
     def program(self) -> str:
-        """Whose step this is, and what brim's own commands make otherwise."""
+        """A sentence on the estimated step and its differences to brim's own commands."""
         parts = "; ".join(f"{part}: {text}" for part, text in self.differs.items())
-        return f"the step is of {PROGRAM}" + (f", and brim plan tells of another. {parts}" if parts else "")
+        return f"the step is that of {PROGRAM}" + (f"; brim's own commands differ: {parts}" if parts else "")
 
     @property
     def context_bytes(self) -> int:
@@ -134,7 +134,7 @@ class Estimate:
         return self.at_peak_bytes["context"]
 
     def to_json(self) -> dict[str, Any]:
-        """As ``brim estimate --json`` prints it."""
+        """Return the document that ``brim estimate --json`` prints."""
         return {
             "peak_bytes": asdict(self.peak_bytes),
             "upper_bound_bytes": self.upper_bound_bytes,
@@ -171,11 +171,11 @@ def estimate(
     vram: str | int | None = None,
     alloc_conf: str = "",
 ) -> Estimate:
-    """Predict what one step of a model takes of GPU memory, and how long. Nothing is run and no GPU is needed.
+    """Predict the GPU memory and the seconds of one step of a model. Nothing is run and no GPU is needed.
 
     The step is traced on fake tensors, as ``brim.trace`` does, and its allocations go through a simulation of
-    PyTorch's CUDA caching allocator, as in ``brim.simulate``. Settings that mean nothing to the model (``seq`` for a
-    model of images) are left out with a warning.
+    PyTorch's CUDA caching allocator, as in ``brim.simulate``. Settings that do not apply to the model (``seq`` for a
+    model of images) are ignored with a warning.
 
     Args:
         model: A name or hub id of the catalog (``"llama-3.2-1b"``), a ``config.json`` or the folder that has one,
@@ -183,11 +183,9 @@ def estimate(
             function without arguments), or a model and its inputs as a pair.
         task: ``"train"`` (forward, backward, optimizer) or ``"generate"`` (the prompt and all new tokens).
         batch: Sequences, or images, of one step.
-        seq: Tokens of a sequence; of the prompt when generating. None: 4,096, or what the model was made for if that
-            is less.
+        seq: Tokens of a sequence, or of the prompt. None: 4,096, or the model's longest sequence if that is shorter.
         precision: ``"fp32"``, ``"bf16"``, ``"bf16-mixed"``, ``"fp16-mixed"``, ``"fp8"``, ``"int8"`` or ``"int4"``;
-            ``Workload`` says what each one is. None: that of the model's configuration, where both 16-bit types count
-            as bf16.
+            ``Workload`` explains them. None: the configuration's precision, with float16 replaced by bf16.
         optimizer: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"sgd-momentum"``, ``"adafactor"``, ``"rmsprop"``,
             ``"adagrad"``, ``"lion"`` or ``"adamw8bit"`` (torchao's). None: adamw.
         method: ``"full"`` or ``"lora"`` (PEFT's adapters). None: full.
@@ -195,22 +193,21 @@ def estimate(
             ``"full"``. None: none.
         new_tokens: Tokens to generate, for the task ``"generate"``. None: 128.
         lora_rank: Rank of the adapters. None: PEFT's default, 8.
-        lora_targets: Ends of names of modules that get adapters, ``["q_proj", "v_proj"]``, or ``["all-linear"]``.
-            None: PEFT's choice for the model.
-        gpu: A name of the catalog (``"RTX 4090"``), a ``Gpu`` of the catalog, or a ``Hardware``. None: memory without
-            end, and no seconds.
-        vram: Without ``gpu``: the memory of a card that the catalog lacks, ``"12GiB"``; gives no seconds. With
-            ``gpu``: how much of its memory is free for the step, ``"20GiB"`` or ``"90%"``.
-        alloc_conf: Settings of the allocator, as the environment's ``PYTORCH_ALLOC_CONF`` has them:
-            ``"expandable_segments:True"``.
+        lora_targets: Last parts of the names of modules with adapters, ``["q_proj", "v_proj"]``, or
+            ``["all-linear"]``. None: PEFT's choice for the model.
+        gpu: A name of the catalog (``"RTX 4090"``), a ``Gpu`` of the catalog, or a ``Hardware``. None: unlimited
+            memory, and no seconds.
+        vram: Without ``gpu``: the memory of a card that is not in the catalog, ``"12GiB"``; no seconds are predicted.
+            With ``gpu``: its free memory, ``"20GiB"`` or ``"90%"``.
+        alloc_conf: Settings of the allocator in the form of ``PYTORCH_ALLOC_CONF``: ``"expandable_segments:True"``.
 
     Returns:
-        Peaks in bytes, their parts, seconds, and whether it fits.
+        Peaks in bytes, their parts, the seconds of a step, and if it fits.
 
     Raises:
-        UsageError: An unknown name or a value that is not allowed; the message names the nearest.
+        UsageError: An unknown name or a value that is not allowed; the message names similar ones.
         ModelError: No model can be built from the configuration, or the function fails.
-        UnsupportedError: The model or the setting is one that brim cannot predict.
+        UnsupportedError: brim cannot predict the model or the setting.
     """
     targets = None if lora_targets is None else tuple(lora_targets)
     workload = build(Workload, {**locals(), "lora_targets": targets})
@@ -218,7 +215,7 @@ def estimate(
 
 
 class Study:
-    """A model and workload on one GPU: traced once, examined from several sides."""
+    """A model and workload on one GPU: one trace, and several answers from it."""
 
     def __init__(
         self, source: Source, workload: Workload, place: Place, hardware: Hardware | None, alloc_conf: str
@@ -277,7 +274,7 @@ class Study:
         return replace(leak, full_step=full_step(leak, available_bytes, replay.peak_bytes.allocated, reserved))
 
     def _crowded(self) -> Trace | None:
-        """The same step with all tokens at the same experts, where its memory depends on that."""
+        """The same step with all tokens at the same experts; None if its memory does not depend on that."""
         if "routing" not in self.trace.notes:
             return None
         return traced(Job(self.source, self.workload), self.capability, "crowded")
@@ -334,7 +331,7 @@ class Study:
 def traced(job: Job, capability: tuple[int, int], routing: str = "balanced", *, checked: bool = True) -> Trace:
     """Trace a job; of a long generation, trace a few tokens and repeat them where that is exact.
 
-    ``checked=False``: another size of this workload was found to repeat exactly, so this one is assumed to.
+    ``checked=False``: assume that this size repeats exactly, because another size of this workload does.
     """
     workload = job.workload
     new = workload.new_tokens or DEFAULT_NEW_TOKENS
@@ -343,7 +340,7 @@ def traced(job: Job, capability: tuple[int, int], routing: str = "balanced", *, 
     brief = Job(job.source, replace(workload, new_tokens=TRACED_TOKENS), full=workload)
     few = _traced(brief, capability, routing)
     job.adopt(brief)
-    job.template = None  # the shallow trace is not that of what follows, which is longer
+    job.template = None  # the shallow trace is not a template for the longer generation
     if brief.workload.new_tokens is None:  # generates no text
         return few
     job.workload = replace(brief.workload, new_tokens=new)
@@ -373,7 +370,7 @@ def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") ->
 
 
 def _traced_whole(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
-    """Trace every layer. Any failure to build or run the model becomes one clear error."""
+    """Trace every layer. Raises ModelError with a clear message if the model cannot be built or run."""
     try:
         with quiet():
             return trace(
@@ -399,11 +396,13 @@ def _failed(job: Job, error: BaseException) -> ModelError:
         return ModelError(asked, f"{error.name} is not installed.", f"Run pip install {error.name}.")
     if isinstance(error, Exception) and (refusal := failed_import(error)) is not None:
         return ModelError(asked, f"{refusal.asked} {refusal.found}", refusal.todo)
-    return ModelError(asked, f"It fails: {short(error)}", "Correct the configuration: its sizes may not go together.")
+    return ModelError(
+        asked, f"It fails: {short(error)}", "Correct the configuration: its sizes may contradict each other."
+    )
 
 
 def hardware_of(gpu: str | catalog.Gpu | Hardware | None) -> Hardware | None:
-    """The GPU with its rates; None where the catalog lacks a rate, so that seconds are unknown."""
+    """The GPU with its rates; None if the catalog lacks a rate, so that seconds are unknown."""
     if gpu is None or isinstance(gpu, Hardware):
         return gpu
     card = catalog.gpu(gpu) if isinstance(gpu, str) else gpu
@@ -430,7 +429,7 @@ def _check_float8(workload: Workload, place: Place, capability: tuple[int, int])
 
 
 def capability_of(place: Place) -> tuple[int, int]:
-    """The GPU's compute capability; 8.0 where there is none (no GPU named, or AMD's, which has the same kernels)."""
+    """The GPU's compute capability; 8.0 without one (no GPU, or AMD's, which has the same kernels)."""
     capability = catalog.gpu(place.name).compute_capability if place.name in catalog.gpu_names() else None
     match = re.fullmatch(r"(\d+)\.(\d+)", capability or "")
     return (int(match[1]), int(match[2])) if match else (8, 0)

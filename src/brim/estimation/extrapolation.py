@@ -1,4 +1,4 @@
-"""A few layers stand for a deep model, and a few tokens for a long generation.
+"""Extrapolate a deep model from a few layers, and a long generation from a few tokens.
 
 Layers: ``find_depth`` compares the modules that a configuration makes: classes, settings and shapes of weights.
 ``extend_depth`` takes the traces of a model with d, d + 1 and d + 2 layers. The second is the first with events
@@ -27,11 +27,11 @@ from torch import nn
 from brim.core import Op, Storage, Trace
 from brim.estimation.models import Source, class_of, transformers_config
 
-_REGULAR = 2  # layers of the shallowest model that are like all that follow: a first and a last one
+_REGULAR = 2  # layers of the shallowest model that are like all later ones: a first and a last one
 TRACED_TOKENS = 6  # the prompt, one token that still handles the prompt's tensors, three that are compared, the last
 _FEWEST_LAYERS = 10  # with fewer, three traces of a few layers are as much work as one of all
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
-# Settings by which a model does something at every n-th layer.
+# Settings that make every n-th layer different.
 _EVERY_NTH = re.compile(r"every|interval|freq|period|pattern|sparse_step")
 _WORK = ("flops", "read_bytes", "written_bytes")
 T = TypeVar("T", Op, Storage)
@@ -45,7 +45,7 @@ _SIMPLE = (bool, int, float, str, type(None), torch.dtype, tuple)
 class Stack:
     """The list of a model's layers; the first ``special`` are not like the others.
 
-    ``field`` is the one of its configuration that sets their number, if that is known.
+    ``field`` is the field of its configuration with their number, if that is known.
     """
 
     path: str
@@ -55,7 +55,7 @@ class Stack:
 
     @property
     def fewest(self) -> int:
-        """The number of layers of the shallowest model that stands for this one."""
+        """The number of layers of the shallowest model from which this one can be extrapolated."""
         return self.special + _REGULAR
 
     def place(self, name: str) -> int | None:
@@ -65,7 +65,7 @@ class Stack:
         return int(name[len(self.path) + 1 :].partition(".")[0])
 
     def renamed(self, name: str, places: Mapping[int, int]) -> str | None:
-        """``name`` with its layer's number in ``places``; None where that layer is left out."""
+        """``name`` with its layer's number in ``places``; None if that layer is left out."""
         layer = self.place(name)
         if layer is None:
             return name
@@ -78,7 +78,7 @@ class Stack:
 def find_depth(source: Source, model: nn.Module | None = None) -> Stack | None:
     """The layers of a model, if they are alike; None if all of them have to be traced.
 
-    ``model`` is the one that ``source`` makes, if there is one already.
+    ``model`` is the model of ``source``, if it is built already.
     """
     if source.library != "transformers":
         return None
@@ -98,7 +98,7 @@ def find_depth(source: Source, model: nn.Module | None = None) -> Stack | None:
 
 
 def find_stack(model: nn.Module) -> Stack | None:
-    """The one list of many layers that are alike; None where there is none, or more than one."""
+    """The only list of many equal layers; None if there is none, or several."""
     lists = [
         (path, layers)
         for path, layers in model.named_modules()
@@ -126,7 +126,7 @@ def _is_even(config: Mapping[str, Any], layers: int) -> bool:
 
 
 def on_meta(source: Source, config: Any) -> nn.Module | None:
-    """The model without memory; None where its configuration makes none."""
+    """The model on the meta device; None if its configuration is invalid."""
     from transformers.initialization import no_init_weights
 
     kind = class_of(config, [source.architecture], ("AutoModelForCausalLM", "AutoModel"))
@@ -147,7 +147,7 @@ def _are_alike(layers: nn.ModuleList, first: int) -> bool:
 
 
 def settings_of(layer: nn.Module) -> dict[str, Any]:
-    """By path: classes of modules, shapes and dtypes of tensors, and plain attributes."""
+    """Return by path the classes of modules, shapes and dtypes of tensors, and plain attributes."""
     settings: dict[str, Any] = {}
     for path, module in layer.named_modules():
         settings[path] = type(module)
@@ -170,7 +170,7 @@ def same_settings(settings: Mapping[str, Any], others: Mapping[str, Any], first:
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """The trace of a shallow model that a deep one's storages are copies of: ``storages`` are positions in it.
+    """The trace of a shallow model whose storages are copied for a deep one: ``storages`` are positions in it.
 
     The shallow model is the deep one with ``layers`` in its configuration's ``field``.
     """
@@ -238,7 +238,7 @@ def _events(trace: Trace, unit: int, numbering: dict[Any, int]) -> list[_Event]:
 
 def _in_order(trace: Trace) -> Iterator[tuple[str, Op | Storage]]:
     """Operations, births and deaths. Deaths in a row are in the order of their births: storages that are freed at
-    once have no order of their own."""
+    once have no order."""
     changes: list[tuple[int, str, Op | Storage]] = [(op.at, "op", op) for op in trace.ops]
     for storage in trace.storages:
         changes.append((storage.born, "born", storage))
@@ -249,7 +249,7 @@ def _in_order(trace: Trace) -> Iterator[tuple[str, Op | Storage]]:
         items = [item for _, _, item in group]
         if kind == "died":
             items.sort(key=lambda item: item.born if isinstance(item, Storage) else 0)
-        elif kind == "op":  # of several in a row while building, all but the last make nothing on the device
+        elif kind == "op":  # of consecutive operations of the build, only the last one allocates on the device
             items = [item for item in items if item is items[-1] or (isinstance(item, Op) and item.step >= 0)]
         for item in items:
             yield kind, item
@@ -257,7 +257,7 @@ def _in_order(trace: Trace) -> Iterator[tuple[str, Op | Storage]]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _split(path: str) -> tuple[str, int]:
-    """``model.layers.3.mlp`` -> ``model.layers.*.mlp``, 3; -1 where no part is a number."""
+    """``model.layers.3.mlp`` -> ``model.layers.*.mlp``, 3; -1 if no part is a number."""
     match = _NUMBER.search(path)
     if match is None:
         return path, -1
@@ -283,7 +283,7 @@ def _insertions(first: Sequence[int], second: Sequence[int]) -> list[tuple[int, 
 
 
 def _agreement(first: Sequence[int], here: int, second: Sequence[int], there: int) -> int:
-    """The number of equal tokens from here and there on."""
+    """The number of equal tokens from two positions on."""
     count, most = 0, min(len(first) - here, len(second) - there)
     while count < most and first[here + count] == second[there + count]:
         count += 1
@@ -325,7 +325,7 @@ def _places(chunks: Sequence[range], length: int, copies: int) -> Iterator[Place
 
 
 class _NoRule(Exception):
-    """Copies do not follow one rule."""
+    """The copies do not follow one rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,7 +474,7 @@ def extend_tokens(trace: Trace, tokens: int, far: Trace | None = None) -> Trace 
         if {tick: storage.bytes for tick, storage in far_storages.items()} != sizes:
             return None
     work = {tick: (op, next_ops[tick]) for tick, op in ops.items() if tick in next_ops}
-    seam, shift = starts[4], copies * length  # the copies come in after the fourth token
+    seam, shift = starts[4], copies * length  # the copies are inserted after the fourth token
 
     def extended_storages() -> Iterator[tuple[int, int | None, int, Storage]]:
         """Yield each storage with its ticks and its bytes."""

@@ -32,12 +32,12 @@ _MOST_OPS = 100_000  # of a step that is traced whole: a loop over tokens, minut
 _MOST_LINES = 0.01  # of all bytes: kernels' temporaries, a part that grows with the tokens and one that does not
 _BATCHES = (1, 2, 4, 8)
 _UPWARDS, _DOWNWARDS = (1, 2, 4, 8, 16), (8, 4, 2, 1)
-_NOT_ALIKE = "the step does other things at other sizes"
+_NOT_ALIKE = "the step runs other operations at other sizes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Peaks at one batch and sequence length: on this GPU, or where they do not fit, in memory without end."""
+    """Peaks at one batch and sequence length: on this GPU, or in unlimited memory if they do not fit."""
 
     batch: int
     seq: int
@@ -51,7 +51,7 @@ class Point:
 class Growth:
     """Peaks at other batches and other lengths.
 
-    ``largest_batch``: the last that fits (0: not even one; None: no GPU was named, or there is no limit).
+    ``largest_batch``: the largest that fits (0: none; None: no GPU was given, or there is no limit).
     """
 
     batches: tuple[Point, ...]
@@ -66,7 +66,7 @@ NOTHING = Growth(batches=(), lengths=(), largest_batch=None)
 @dataclass(frozen=True, kw_only=True)
 class Tracer:
     """The GPU, and how a model is traced at other sizes: ``sample`` traces the shallow model if there is a template,
-    and ``again`` is a new job of its own."""
+    and ``again`` is an independent copy of the job."""
 
     place: Place
     alloc_conf: str
@@ -75,7 +75,7 @@ class Tracer:
 
 
 def solve(tracer: Tracer, job: Job, trace: Trace) -> Growth:
-    """Trace at a few sizes, and solve for the rest. A user's own step has its sizes inside: nothing varies."""
+    """Trace at a few sizes, and solve for the rest. A user's own step has fixed sizes, so nothing is solved."""
     if job.source.library == "python":
         return NOTHING
     ops = len(trace.ops)
@@ -90,8 +90,8 @@ def solve(tracer: Tracer, job: Job, trace: Trace) -> Growth:
             return growth
     else:
         growth = replace(NOTHING, lengths=solver.lengths(None))
-    # At 1, tensors are contiguous that are not otherwise, and with few tokens kernels have other ways: larger batches
-    # are a family of their own.
+    # At batch 1 more tensors are contiguous, and with few tokens other kernels run: larger batches
+    # are solved separately.
     base = max(2 * batch, -(-_MANY_TOKENS // seq) if seq else 2)
     try:
         larger = _Solver(tracer, *tracer.again(replace(job.workload, batch=base)))
@@ -120,7 +120,7 @@ class _Solver:
         }
 
     def solve(self) -> Growth:
-        """Batches or lengths at which a step does other things are left out."""
+        """Leave out batches or lengths at which a step runs other operations."""
         other = self._other_length()
         both = None
         if other and self.job.workload.task == "train":  # a cache of prompt and new tokens is not a pure power
@@ -139,7 +139,7 @@ class _Solver:
     # -- other sizes ---------------------------------------------------------------------------------------------
 
     def _sample(self, batch: int, seq: int | None) -> list[int] | None:
-        """The ``numbers`` of every storage at other sizes; None where the step does other things there."""
+        """The ``numbers`` of every storage at other sizes; None if the step runs other operations there."""
         if (batch, seq) not in self._samples:
             self._samples[batch, seq] = self._traced(replace(self.job.workload, batch=batch, seq=seq))
         return self._samples[batch, seq]
@@ -148,7 +148,7 @@ class _Solver:
         template = self.job.template
         try:
             trace = self.tracer.sample(workload, template)
-        except BrimError as error:  # the size that was asked for is estimated all the same
+        except BrimError as error:  # the requested size is estimated nevertheless
             self.failure = error.found or error.asked
             return None
         if structure(trace) != structure(self._trace if template is None else template.trace):
@@ -166,13 +166,14 @@ class _Solver:
         return None if sizes is None else with_workspaces(sizes, self._trace.storages)
 
     def by_batch(self) -> Sizes | None:
-        """From one more trace: every size is a straight line in the batch. None where the step does other things."""
+        """Return sizes as lines in the batch, from one more trace. None if the step runs other operations there."""
         batches = (self.batch, self.batch * _MORE)
         line = polynomial(batches, [self._sample(batch, self.seq) for batch in batches])
         return None if line is None else self._bytes(lambda batch, _: line(batch))
 
     def _other_length(self) -> int | None:
-        """A second sequence length to trace at: upwards, as kernels change their ways below, if positions allow."""
+        """Return a second sequence length to trace: a longer one if positions allow, as short ones run other
+        kernels."""
         seq = self.seq
         if not seq or seq % _COARSEST_LENGTH:
             return None
@@ -181,7 +182,7 @@ class _Solver:
         return seq // 2 if seq // 2 % _COARSEST_LENGTH == 0 else None
 
     def lengths(self, both: Sizes | None) -> tuple[Point, ...]:
-        """Peaks at other lengths; empty if there are none, or the length is too odd to know what kernels pad."""
+        """Peaks at other lengths; empty if there are none, or the padding of this length is unknown."""
         seq, other = self.seq, self._other_length()
         if not seq or other is None:
             return ()
@@ -217,7 +218,7 @@ class _Solver:
         )  # fmt: skip
 
     def _largest(self, sizes: Sizes) -> int | None:
-        """The largest batch that fits: up to where allocated bytes alone are too many, the allocator decides."""
+        """The largest batch that fits, by the allocator; batches whose allocated bytes are too many are ruled out."""
         available, seq = self.place.available_bytes, self.seq or 0
         if available is None:
             return None
@@ -232,7 +233,7 @@ class _Solver:
 
 
 def _below(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to ``most`` that fits, or 0: down in growing strides, then by halves."""
+    """Return the largest number up to ``most`` that fits, or 0: search down in growing strides, then by bisection."""
     fails, stride, guess = most + 1, 1, most
     while guess > 0 and not fits(guess):
         fails, guess, stride = guess, max(guess - stride, 0), 2 * stride
@@ -244,14 +245,15 @@ def _below(most: int, fits: Callable[[int], bool]) -> int:
 
 Sizes = Callable[[int, int], list[int]]  # (batch, sequence length) -> bytes of every storage
 Power = tuple[int, int, int]  # of the batch, of the length, and what is added to the length first
-# Labels are shifted by one: sizes of one token more or less than the sequence are met with.
+# Labels are shifted by one, so sizes of one token more or less than the sequence occur.
 _POWERS: tuple[Power, ...] = tuple((i, j, more) for more in (1, -1, 0) for j in (2, 1, 0) for i in (1, 0))
 
 
 def powers(
     here: Sequence[int], there: Sequence[int], at: tuple[int, int | None], to: tuple[int, int | None]
 ) -> Sizes | None:
-    """The powers that explain two samples, at (batch, length) ``at`` and ``to``; None where too many have none.
+    """The powers that explain two samples, at (batch, length) ``at`` and ``to``; None if too many sizes have no
+    power.
 
     Sizes without a power are a line in the product of both. If both batch and length differ, their ratios must not be
     powers of one number.

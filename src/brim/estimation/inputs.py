@@ -1,4 +1,4 @@
-"""Inputs of the right kind, shape and dtype for models of transformers or diffusers; their values never matter."""
+"""Inputs of the right kind, shape and dtype for models of transformers or diffusers. Their values do not matter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Inputs = dict[str, Any]
 def default_tokens(model: nn.Module) -> int:
     """The default sequence length: 4,096, or the model's maximum if that is less."""
     config: Any = model.config
-    if hasattr(getattr(config, "text_config", None), "to_dict"):  # not a dictionary of another meaning
+    if hasattr(getattr(config, "text_config", None), "to_dict"):  # a config object, not an unrelated dictionary
         config = config.text_config
     names = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "seq_length")
     sizes = [getattr(config, name, None) for name in names]

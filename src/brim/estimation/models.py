@@ -19,13 +19,13 @@ from brim.core.files import regular
 from brim.errors import ModelError, UnsupportedError, UsageError
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-# Not *_layer: that is an index, negative where it counts from the end.
+# Not *_layer, which is an index: negative values count from the end.
 _SIZE = re.compile(r"(^|_)((hidden|vocab|intermediate)_size|n_layer|layers|heads?|embd|experts|channels)$|^d_")
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")  # transformers' common names
 # Settings that become a list or a loop in a library; more than 10,000 is a mistake that would take hours to build.
 _COUNT = re.compile(r"(^|_)(n_layer|layers|blocks|depths?|stages|experts|heads?|groups)$")
 _MOST = 10_000
-_TEXT = re.compile("text|language|llm|decoder|thinker")  # how configurations name the part with most weights
+_TEXT = re.compile("text|language|llm|decoder|thinker")  # names of the part with most weights in configurations
 _NOT_SIZES = ("model_type", "auto_map", "quantization_config")  # keys of a configuration that is passed in, not sizes
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 
@@ -56,7 +56,7 @@ class Source:
     architecture: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     factory: Callable[[], Any] | None = None
-    file: str = ""  # that defines the factory
+    file: str = ""  # the file that defines the factory
     quantization: str = ""
     folder: Path | None = None
 
@@ -65,7 +65,7 @@ def find_model(model: str | Path | Callable[[], Any]) -> Source:
     """Resolve MODEL without building anything.
 
     Raises UsageError for an unknown name (naming the nearest), ModelError for files that are missing or damaged,
-    UnsupportedError for a model that needs Python code of its own.
+    UnsupportedError for a model with custom Python code.
     """
     if callable(model):
         file = getattr(getattr(model, "__code__", None), "co_filename", "")
@@ -194,7 +194,7 @@ def weight_type(source: Source) -> WeightType:
 
 
 def parts_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the configuration and the nested ones with their paths, the outer ones and those of text first."""
+    """Yield the configuration and nested ones with their paths: outer before nested, text before other parts."""
     level: list[tuple[str, Mapping[str, Any]]] = [("", config)]
     while level:
         yield from level
@@ -254,7 +254,7 @@ def transformers_config(source: Source) -> Any:
 
 
 def wrong_size(config: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """The first impossible size in a model's configuration or a part of it. Checked before building: transformers
+    """Return the first impossible size in a configuration or a part of it. Checked before building: transformers
     builds a model of -3 layers without an error, with no layers."""
     todo: list[tuple[str, Any]] = [*config.items()][::-1]
     while todo:

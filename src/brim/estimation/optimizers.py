@@ -20,11 +20,11 @@ class AdamW8bit(Optimizer):
 
     Two moments of one byte with a float32 scale per 256 elements and a table of 256 float32 each, per parameter;
     parameters under 4,096 elements or that 256 does not divide keep two of their own dtype. Step counters and the
-    learning rate are in RAM. torchao compiles the update of each parameter by itself, and what Inductor makes of it
-    on CUDA (torch 2.13) decides what the step takes beside the states:
+    learning rate are in RAM. torchao compiles the update of each parameter separately, and Inductor's code for it
+    on CUDA (torch 2.13) decides the temporary memory of the step:
 
-    * where blocks are few, one kernel that holds a block in registers (a persistent reduction): nothing, or the new
-      scales where rows are not whole blocks;
+    * with few blocks, one kernel that keeps a block in registers (a persistent reduction): nothing, or the new
+      scales if rows are not multiples of a block;
     * from 64 blocks a multiprocessor on, a loop over each block and a second kernel after it: both moments in
       float32 and their new scales, for one parameter at a time.
 

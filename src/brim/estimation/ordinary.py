@@ -1,6 +1,6 @@
-"""Differences between the step of an ordinary program, which an estimate is of, and that of brim's own commands.
+"""Differences between the estimated step, that of an ordinary program, and the step of brim's own commands.
 
-An estimate is of a program as the libraries' manuals have it: transformers' model and its ``generate``, optimizers by
+An estimate describes a program as in the libraries' manuals: transformers' model and its ``generate``, optimizers by
 their defaults, PEFT's adapters, bitsandbytes' and torchao's layers. ``brim train`` and ``brim generate`` differ from
 it in some parts; ``brim plan`` predicts those commands.
 """
@@ -15,12 +15,12 @@ _STORED = {"bf16": "bfloat16"}  # the weights' type; float32 for every other pre
 
 
 def differences(workload: Workload, stored: str, *, language_model: bool) -> dict[str, str]:
-    """Differences of brim's own commands from the ordinary step, by part; empty where the steps are the same.
+    """Return differences of brim's own commands from the ordinary step, by part; empty if the steps are equal.
 
     Args:
-        workload: What was asked, with what was left open filled in.
+        workload: The request, with a value for every setting.
         stored: The type of the model's weights in its files, as in ``"bfloat16"``.
-        language_model: Whether the model generates text.
+        language_model: True if the model generates text.
     """
     if not language_model:
         return {"command": "brim train and brim generate run language models; others by brim.fit"}
@@ -35,11 +35,11 @@ def differences(workload: Workload, stored: str, *, language_model: bool) -> dic
     if workload.method == "lora" and precision not in ("int8", "int4", "fp8"):
         dtype = _STORED.get(precision, "float32")
         if dtype != stored:
-            parts["weights"] = f"brim train keeps what is not trained as it is stored, in {stored}"
+            parts["weights"] = f"brim train keeps weights that are not trained in their stored dtype, {stored}"
         if precision == "bf16":
             parts["adapters"] = "of brim train --precision bf16 are bfloat16, PEFT's float32"
     if workload.optimizer in (None, *FUSED):
-        parts["optimizer"] = "brim train takes PyTorch's fused one, which allocates nothing in its step"
+        parts["optimizer"] = "brim train uses PyTorch's fused optimizer, which allocates nothing in its step"
     elif workload.optimizer == "adamw8bit":
         parts["optimizer"] = "brim train takes torchao's own"
     if workload.checkpointing == "alternate":
@@ -50,5 +50,5 @@ def differences(workload: Workload, stored: str, *, language_model: bool) -> dic
 def _of_generation(workload: Workload) -> dict[str, str]:
     parts = {"cache": "brim generate allocates the cache once, for all tokens"}
     if workload.precision in ("int8", "int4", "fp8"):
-        parts["layers"] = f"brim generate has {workload.precision} layers of its own"
+        parts["layers"] = f"brim generate uses its own {workload.precision} layers"
     return parts

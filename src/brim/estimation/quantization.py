@@ -1,4 +1,4 @@
-"""Linear layers of 8 and 4 bits as the libraries make them, for traces: the same storages, kept and passing.
+"""Linear layers of 8 and 4 bits with the same storages, lasting and temporary, as in the libraries; for traces only.
 
 ``int8`` is LLM.int8 of bitsandbytes (Dettmers et al., arXiv 2208.07339): one float32 scale per row of the weight,
 inputs rounded at every call, no input taken for an outlier. ``int4`` is its 4-bit layer as QLoRA has it (arXiv
@@ -7,7 +7,7 @@ bitsandbytes 0.50, bitsandbytes/autograd/_functions.py and bitsandbytes/backends
 (torchao 0.18) with one scale per tensor: torchao/float8/float8_linear.py to train, where weights and saved inputs
 stay in bfloat16, and Float8DynamicActivationFloat8WeightConfig to generate, where weights take one byte.
 
-Only memory and work are those of the libraries. There are no values: these layers cannot compute.
+Only memory and work are those of the libraries. The layers have no values and cannot compute.
 """
 
 from __future__ import annotations
@@ -165,10 +165,10 @@ def _rescaled(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dty
 
 
 class Float8Linear(nn.Linear):
-    """For training: the weight stays as it is; the inputs of each of the three products are rounded anew."""
+    """For training: the weight is not rounded; the inputs of each of the three products are."""
 
     def take_over(self) -> None:
-        """The weight is used as it is."""
+        """Return the weight unchanged."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.numel() // input.shape[-1]
@@ -238,7 +238,7 @@ def _float8(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _mm_float8(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """cuBLASLt multiplies rows with columns: an operand that lies the other way is copied (float8_ops.py)."""
+    """cuBLASLt multiplies rows with columns: an operand in the other layout is copied (float8_ops.py)."""
     if first.stride(0) < first.stride(1):
         first = first.contiguous()
     if second.stride(0) > second.stride(1):
@@ -257,7 +257,7 @@ class Scheme:
     description: str
     to_train: type[nn.Linear]
     to_generate: type[nn.Linear]
-    multiple: int = 1  # of the sides of a weight; layers of other sizes are left as they are
+    multiple: int = 1  # of the sides of a weight; layers of other sizes are not replaced
 
 
 SCHEMES = {
@@ -279,8 +279,8 @@ SCHEMES = {
 def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
     """Replace linear layers by those of ``SCHEMES[precision]``, and describe the result in one line.
 
-    Left as they are: what transformers leaves (output embeddings, tied weights, the last module), weights that lie
-    outside of linear layers (embeddings, norms, convolutions, experts in one tensor). Raises UnsupportedError where
+    Not replaced: the layers that transformers skips (output embeddings, tied weights, the last module), and weights
+    outside of linear layers (embeddings, norms, convolutions, experts in one tensor). Raises UnsupportedError if
     no layer can be replaced.
     """
     scheme = SCHEMES[precision]
@@ -290,7 +290,7 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
     if not layers:
         raise UnsupportedError(
             f"Cannot use precision={precision} for {type(model).__name__}.",
-            f"None of its {len(named)} linear layers can be quantized: the last one and the output stay as they are.",
+            f"None of its {len(named)} linear layers can be quantized; the last two never are.",
             "Use bf16.",
         )
     total = sum(p.numel() for p in model.parameters())
@@ -338,7 +338,7 @@ def _become(module: Any, kind: type[nn.Linear]) -> None:
 
 
 def lora_layers() -> dict[type[nn.Module], type[nn.Module]]:
-    """PEFT's layers for bitsandbytes (peft/tuners/lora/bnb.py): they cast what is added, not the sum."""
+    """PEFT's layers for bitsandbytes (peft/tuners/lora/bnb.py): they cast the addend, not the sum."""
     from peft.tuners.lora.layer import Linear as LoraLinear
 
     class _Lora8bit(LoraLinear):

@@ -36,7 +36,7 @@ def simulate(
     *,
     device: DeviceMemory | None = None,
 ) -> Timeline:
-    """Compute what GPU memory does when a trace runs on a GPU.
+    """Simulate the GPU memory of a traced step.
 
     A trace for CUDA goes through a simulation of PyTorch's caching allocator (``c10/cuda/CUDACachingAllocator.cpp``);
     a trace for the CPU is added up. The result's ``peak_bytes.allocated`` counts blocks as
@@ -44,19 +44,18 @@ def simulate(
     catalog's general figure for a GPU without one).
 
     Args:
-        trace: What ``brim.trace`` gave.
+        trace: The result of ``brim.trace``.
         gpu: A name of the catalog (``"RTX 4090"``), a ``Gpu`` of the catalog, a ``Hardware`` (its VRAM tier counts),
-            or a ``Place``. None: memory without end. For a trace of the CPU it must be None.
-        alloc_conf: Settings of the allocator, as the environment's ``PYTORCH_ALLOC_CONF`` has them; ``""`` for a
-            trace of the CPU.
-        device: Takes the place of the simulated device, whose addresses and refusals the allocator sees.
+            or a ``Place``. None: unlimited memory. For a trace of the CPU it must be None.
+        alloc_conf: Settings of the allocator in the form of ``PYTORCH_ALLOC_CONF``; ``""`` for a trace of the CPU.
+        device: Replaces the simulated device, from which the allocator takes its segments.
 
     Returns:
-        Allocations, frees and segments in order, without seconds. A request that does not fit is the last event,
+        Allocations, frees and segments in order, without seconds. If a request does not fit, it is the last event and
         ``Timeline.out_of_memory``; its label names the operation, its module and its step.
 
     Raises:
-        UsageError: An unknown GPU (the message names the nearest) or setting, or one given for a trace of the CPU.
+        UsageError: The GPU or a setting is unknown, or one was given for a trace of the CPU.
     """
     if trace.target == "cpu":
         if gpu is not None or alloc_conf:
@@ -73,12 +72,12 @@ def simulate(
 _ORDER = {Phase.FORWARD: 0, Phase.BACKWARD: 1, Phase.OPTIMIZER: 2}  # in a step
 _SIMULATED = ("nvidia", "amd")  # whose tensors PyTorch's CUDA caching allocator serves
 _OTHERS = (
-    "{}: tensors are as on a CUDA device; its own allocator and context are not simulated, and what a process may "
-    "have of its memory is less than all of it"
+    "{}: tensors are as on a CUDA device; its own allocator and context are not simulated, and a process can use "
+    "only a part of its memory"
 )
 _BY_SIZE = (
-    "only the memory is known of this GPU: no seconds are estimated, kernels are those of compute capability 8.0, "
-    "and all of the memory is taken to be free",
+    "only the memory of this GPU is known: no seconds are predicted, compute capability 8.0 is assumed, and all of "
+    "the memory counts as free",
 )
 
 
@@ -88,10 +87,10 @@ class Place:
 
     Attributes:
         name: The card's name.
-        total_bytes: Its memory, the context included. None: without end.
-        context: What the process holds beside the allocator.
-        cublas_workspace_bytes: What cuBLAS allocates for itself; None: as PyTorch does by default.
-        notes: What is assumed of the card, and what it cannot tell.
+        total_bytes: Its memory, including the CUDA context. None: unlimited.
+        context: The CUDA context of the process.
+        cublas_workspace_bytes: The size of cuBLAS's workspace; None: PyTorch's default.
+        notes: Assumptions about the card, and figures that are unknown.
     """
 
     name: str

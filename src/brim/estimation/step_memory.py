@@ -209,8 +209,8 @@ class Inputs:
 
     Attributes:
         batch: Sequences at once.
-        prompt: Tokens that go through the model at once.
-        total: Tokens of each sequence in the KV cache at the end, the prompt included.
+        prompt: Tokens of a sequence that the model processes at once.
+        total: Tokens of each sequence in the KV cache at the end, including the prompt.
     """
 
     batch: int = 1

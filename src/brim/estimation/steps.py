@@ -93,7 +93,7 @@ class Job:
         kind = _transformers_class(self.source, config)
         asked = self.source.architecture
         if asked and asked != kind.__name__:
-            self.notes["architecture"] = f"transformers has no class {asked}; {kind.__name__} was taken"
+            self.notes["architecture"] = f"transformers has no class {asked}; {kind.__name__} is used"
         stored = weight_type(self.source)
         self._set_precision(stored)
         with no_init_weights():
@@ -106,7 +106,7 @@ class Job:
     def _resolve(self, model: Any, config: Any) -> None:
         """Fill in the settings that are None, and record those that mean nothing to this model."""
         if making.is_multimodal(config) and making.takes_text_alone(model):
-            self.notes["inputs"] = "text alone; what images and sounds add is not in it"
+            self.notes["inputs"] = "text only: the memory for images and sounds is not included"
         generates = self.workload.task == "generate" and model.can_generate()
         tokens = making.takes_tokens(model, generates=generates)
         if self.workload.seq and not tokens:
@@ -207,7 +207,7 @@ class Job:
             return self._of_module(*returned)
         if isinstance(returned, nn.Module) or not callable(returned):
             raise UsageError(
-                f"Cannot use what {self.source.name} returns.",
+                f"Cannot use the result of {self.source.name}.",
                 f"It returned {type(returned).__name__}.",
                 "Return a function without arguments that runs one step, or a pair of a model and its inputs.",
             )
@@ -224,7 +224,7 @@ class Job:
     def _of_module(self, model: nn.Module, example: Any) -> Step:
         for name in ("batch", "seq", "new_tokens"):
             if name in self.workload.given:
-                raise UsageError(f"{name} was given for {self.source.name}.", "Its inputs decide it.")
+                raise UsageError(f"{name} was given for {self.source.name}.", "The inputs that it returns decide it.")
         if self.workload.method == "lora" or self.workload.checkpointing not in (None, "none"):
             raise UnsupportedError(
                 f"Cannot add lora or checkpointing to {self.source.name}.",
@@ -305,7 +305,7 @@ def _transformers_class(source: Source, config: Any) -> Any:
         raise UnsupportedError(
             f"{source.name} was given as the model.",
             f"transformers {transformers.__version__} has no class {source.architecture or config.model_type}.",
-            "A newer transformers may.",
+            "Install a newer version of transformers.",
         )
     return model_class
 

@@ -31,8 +31,8 @@ DEFAULT_NEW_TOKENS = 128
 _TRAINING_ONLY = ("optimizer", "method", "checkpointing")
 ASKED = "as asked for"
 _TRAINED = {  # the default precision of brim train, by the tier that computes
-    RAM: ("fp32", "by default: what brim train takes on processors"),
-    VRAM: ("bf16-mixed", "by default: what brim train takes on GPUs"),
+    RAM: ("fp32", "brim train's default on CPUs"),
+    VRAM: ("bf16-mixed", "brim train's default on GPUs"),
 }
 
 
@@ -43,15 +43,15 @@ def training_precision(precision: str | None, compute: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A task and its settings. None: not given, and filled in by ``resolved``.
+    """A task and its settings. None: not given; ``resolved`` replaces it by the default.
 
-    ``batch``, ``seq``, ``new_tokens`` and ``lora_rank`` are whole numbers from 1. Raises UsageError for anything
-    else, and for settings that do not go together.
+    ``batch``, ``seq``, ``new_tokens`` and ``lora_rank`` are whole numbers from 1. Raises UsageError for other values
+    and for settings that contradict each other.
 
     Attributes:
         task: ``"train"`` or ``"generate"``.
         batch: Sequences, or images, of one step.
-        seq: Tokens of a sequence; of the prompt when generating.
+        seq: Tokens of a sequence, or of the prompt.
         precision: ``"fp32"`` and ``"bf16"``: weights and arithmetic in that type. ``"bf16-mixed"`` and
             ``"fp16-mixed"``: float32 weights under autocast, fp16 with a gradient scaler. ``"fp8"``, ``"int8"`` and
             ``"int4"``: bf16 with linear layers in that type; the last two train with ``method="lora"`` only.
@@ -59,8 +59,8 @@ class Workload:
         method: ``"full"`` or ``"lora"``.
         checkpointing: ``"none"``, ``"selective"``, ``"alternate"`` or ``"full"``.
         new_tokens: Tokens to generate after the prompt.
-        lora_rank: Rank of the adapters; PEFT's default where it is not given.
-        lora_targets: Ends of names of modules, or ``("all-linear",)``; PEFT's where not given.
+        lora_rank: Rank of the adapters. None: PEFT's default.
+        lora_targets: Last parts of module names, or ``("all-linear",)``. None: PEFT's default.
     """
 
     task: str = option("train", "train or generate.")

@@ -47,9 +47,9 @@ def check_room(budget_bytes: int, held_bytes: int = 0) -> None:
     if budget_bytes > room_bytes:
         raise UsageError(
             f"A budget of {format_bytes(budget_bytes)} of RAM was given.",
-            f"This process may use {format_bytes(ram_capacity_bytes())} in all (the machine's, or what its cgroups "
-            f"and ulimit allow), and {format_bytes(room_bytes)} are left beside what is used of that already.",
-            "Give that or less, or raise the limit.",
+            f"This process may use {format_bytes(ram_capacity_bytes())} in all (the machine's RAM, or a limit of "
+            f"its cgroup or ulimit), and {format_bytes(room_bytes)} of that are free.",
+            f"Give {format_bytes(room_bytes)} or less, or raise the limit.",
         )
 
 

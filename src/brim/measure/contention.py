@@ -35,7 +35,7 @@ def beside(direction: str, rows: int, directory: Path) -> tuple[float, float]:
     directory that does not exist or another ``direction``, TransferError when the disk fails.
     """
     if direction not in (READ, WRITE):
-        raise UsageError(f"Cannot measure computing beside {direction!r}.", f"Known: {READ} and {WRITE}.")
+        raise UsageError(f"Cannot measure the disk's direction {direction!r}.", f"Known: {READ} and {WRITE}.")
     weights = [torch.ones(_SIDE, _SIDE) for _ in range(_MATRICES)]
     x = torch.ones(rows, _SIDE)
     shares: list[tuple[float, float]] = []
@@ -103,7 +103,7 @@ class _Mover:
         self._bytes, self._failure = 0, ""
         if direction == WRITE and not file.writable:
             raise UsageError(
-                "Cannot measure computing beside writes.", "The directory cannot be written.", "Name another."
+                "Cannot measure the disk while the CPU computes.", "The directory is not writable.", "Name another."
             )
 
     def begin(self) -> None:
@@ -116,7 +116,7 @@ class _Mover:
         self._stop.set()
         self._thread.join()
         if self._failure:
-            raise TransferError("Cannot measure a drive beside computing.", self._failure)
+            raise TransferError("Cannot measure the disk while the CPU computes.", self._failure)
         return self._bytes / (time.perf_counter() - self._began_s)
 
     def _run(self) -> None:

@@ -262,8 +262,8 @@ def _largest(directory: Path, refusal: Exception) -> UncachedFile:
     reason = refusal.strerror if isinstance(refusal, OSError) else "see above"
     raise UsageError(
         f"Cannot measure the disk under {directory}.",
-        f"It cannot be written ({reason}) and holds no file of {format_bytes(least_bytes)}.",
-        "Name another directory on the same disk, or set XDG_CACHE_HOME to one that can be written.",
+        f"It is not writable ({reason}), and has no file of {format_bytes(least_bytes)} to read instead.",
+        "Name another directory on the same disk, or set XDG_CACHE_HOME to a writable one.",
     ) from refusal
 
 

@@ -31,18 +31,18 @@ _disk_measured_s: dict[Path, float] = {}
 
 
 def probe(*, refresh: bool = False, device: str = "auto", directory: Path | None = None) -> Hardware:
-    """Measure this machine: memory, disk, links between them, matrix rates. A few seconds the first time.
+    """Measure this machine: memory, disk, links between them, matrix rates. It takes a few seconds the first time.
 
     The result is stored in the user's cache folder by machine, device, driver, PyTorch and filesystem; the disk's
-    part is valid for a day. Rates are medians; capacities are read each time. Measuring takes up to 350 MiB of RAM
-    and 256 MiB of disk for a moment: do it before a run's own memory is watched. A cache that is damaged or cannot be
-    written causes a warning only.
+    part is valid for a day. Rates are medians; capacities are read each time. Measuring briefly takes up to 350 MiB
+    of RAM and 256 MiB of disk, so do it before you watch a run's memory. A cache that is damaged or not writable
+    causes only a warning.
 
     Args:
-        refresh: Measure all again.
+        refresh: Measure again, even if there is a stored result.
         device: ``"auto"`` (CUDA if torch sees it, else the CPU), ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"npu"`` or
             ``"mps"``; of an accelerator, its current device.
-        directory: A folder on the disk that models will be read from. None: the user's cache folder, or that of
+        directory: A folder on the disk from which models will be read. None: the user's cache folder, or that of
             PyTorch's libraries if the cache folder cannot be used.
 
     Returns:

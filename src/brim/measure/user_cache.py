@@ -210,7 +210,7 @@ def _warn(folder: Path, error: OSError | TransferError) -> None:
     _warned.add(root)
     reason = (error.strerror or str(error)) if isinstance(error, OSError) else error.found.rstrip(".")
     warnings.warn(
-        f"Files for later runs could not be kept in {folder} ({reason}): the next run makes them again. "
-        "Set XDG_CACHE_HOME to a folder that can be written.",
+        f"brim could not save its cache in {folder} ({reason}), so the next run measures and computes again. "
+        "Set XDG_CACHE_HOME to a writable folder.",
         stacklevel=4,
     )

@@ -49,26 +49,27 @@ class watch:
     run.brim`` reads the file. It is written completely or not at all, before the exception leaves the allocator; the
     exception gets a note with the file's path.
 
-    With CUDA the file is a memory snapshot as ``torch.cuda.memory._dump_snapshot`` writes it. A recording that
-    PyTorch has begun already is used with its own settings, and continues. Without CUDA the file holds the process's
-    resident memory over time; it is written when an out-of-memory error, such as a MemoryError, leaves the block.
+    With CUDA the file is a memory snapshot as ``torch.cuda.memory._dump_snapshot`` writes it. If PyTorch is
+    recording already, that recording is used, with its settings, and continues. Without CUDA the file holds the
+    process's resident memory over time; it is written when an out-of-memory error, such as a MemoryError, leaves the
+    block.
 
     Args:
         path: The file to write. Its folder must exist; an existing recording is replaced.
-        max_entries: The number of newest events that are kept; above 0.
+        max_entries: The number of events in the recording, the newest; above 0.
         devices: Indices of the CUDA devices whose failures count. None: all.
         on_exit: Also write when the block ends, unless memory ran out before: that recording stays.
-        stacks: ``"python"``, or ``"all"`` for C++ frames too, which cost more.
+        stacks: ``"python"``, or ``"all"`` for C++ frames too, which take more time.
         interval_s: Without CUDA: seconds between two samples of the resident memory; above 0.
 
     Raises:
-        UsageError: A value that is not allowed, a watch within a watch, a missing folder, a ``path`` that is no
-            recording, or (at the end of the block) a file that could not be written.
+        UsageError: A value is not allowed, another watch is open, the folder is missing, ``path`` is a file that is
+            no recording, or (at the end of the block) the file could not be written.
 
     Attributes:
         path: The file.
         written: The number of times that it was written in the last block.
-        failure: The error that kept it from being written, else None.
+        failure: The error if the file could not be written, else None.
     """
 
     def __init__(

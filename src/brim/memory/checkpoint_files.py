@@ -257,9 +257,11 @@ def _check_ranges(path: Path, sources: list[TensorSource], data_start: int, size
         gap_bytes = source.extents[0].offset - end
         if gap_bytes:
             kind = (
-                f"{gap_bytes} bytes before it belong to no tensor" if gap_bytes > 0 else "it overlaps the one before"
+                f"{gap_bytes} bytes before it belong to no tensor"
+                if gap_bytes > 0
+                else "it overlaps the tensor before"
             )
-            raise _damaged(path, f"The header's range of {source.name!r} does not follow on: {kind}.")
+            raise _damaged(path, f"The header's range of {source.name!r} is wrong: {kind}.")
         end += source.bytes
     if size < end:
         raise _damaged(path, f"It is truncated: {end - size} of its {end} bytes are missing.")

@@ -196,7 +196,7 @@ class Pool:
     def _refusal(self, bytes: int, label: str) -> BudgetError:
         return BudgetError(
             f"Cannot allocate {format_bytes(bytes)} of {self.tier} for {label}.",
-            f"{format_bytes(self.held_bytes)} of {format_bytes(self.limit_bytes)} are already held.",
+            f"{format_bytes(self.held_bytes)} of {format_bytes(self.limit_bytes)} are already in use.",
             smallest_bytes={self.tier: self.held_bytes + bytes},
         )
 

@@ -52,9 +52,9 @@ class PinnedSource(HostSource):
         if error and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{format_bytes(bytes)} of RAM could not be page-locked (cudaHostRegister gave error {error}): what "
-                "is not is copied through the driver's buffers, which is slower. Lock less (a smaller --ram); under "
-                "WSL2 about half of the RAM that it was given can be locked (memory= in .wslconfig).",
+                f"{format_bytes(bytes)} of RAM could not be page-locked (cudaHostRegister gave error {error}), so it "
+                "is copied through the driver's buffers, which is slower. Give a smaller --ram. WSL2 can page-lock "
+                "about half of its RAM (memory= in .wslconfig).",
                 stacklevel=2,
             )
         with torch.inference_mode(False):  # other threads, outside the mode, write to it

@@ -22,7 +22,7 @@ from brim.memory.checkpoint_files import TensorSource
 from brim.models.file_tensor import FileTensor
 
 _SHOWN = 5  # names in an error message
-_MODULES, _MODULES_EACH = 2_000, 16  # of a model, and additional ones for each tensor in its files
+_MODULES, _MODULES_EACH = 2_000, 16  # allowed modules of a model, and further ones per tensor in its files
 _INITIALIZED_BYTES = 128 << 20  # weights that a checkpoint may lack: position tables, mostly
 
 
@@ -138,8 +138,8 @@ class _NoLargeWeights(TorchFunctionMode):
 
 @contextmanager
 def limited_modules(path: Path, tensors: int) -> Iterator[None]:
-    """While open, raise ModelError if a model with ``tensors`` tensors in files gets far more modules, which any name
-    in its config may ask for: found at once, not after minutes and gigabytes."""
+    """While open, raise ModelError if a model with ``tensors`` tensors in files gets far more modules, which any
+    field of its config may cause: an early error, not one after minutes and gigabytes."""
     most, made = _MODULES + _MODULES_EACH * tensors, 0
 
     def count(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
@@ -224,7 +224,7 @@ def _left_out_warning(directory: Path, module: Any, names: list[str]) -> str:
     shown = (most or names)[:_SHOWN]
     more = f" and {len(most or names) - _SHOWN} more" if len(most or names) > _SHOWN else ""
     problem = f"{len(names)} tensors of its files have no place in the model that its config.json describes"
-    todo = " If the config has fewer layers than the files, what is computed is no model that anybody trained."
+    todo = " If the config has fewer layers than the files, the results are not those of the trained model."
     return f"{directory}: {problem}, and are left out: {', '.join(shown)}{more}.{todo if layers else ''}"
 
 

@@ -1,7 +1,8 @@
-"""Chat templates are programs that come with a model: rendered in a process of their own, within bounds.
+"""Render chat templates, which are programs that come with a model, in a separate process with limits.
 
-jinja's sandbox bounds what a template may touch, not how long it computes or how much it makes: ``9 ** (9 ** 9)`` is
-one instruction that nothing interrupts. The process loads neither PyTorch nor this package; this file is its program.
+jinja's sandbox limits the objects that a template may use, but not its time or memory: ``9 ** (9 ** 9)`` is
+one instruction that cannot be interrupted. The process loads neither PyTorch nor this package; this file is its
+program.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import IO, Any
 
 _MOST_CPU_S = 4  # of a rendering: a conversation of 16 MiB takes a second
-_MOST_WAIT_S = 120.0  # by the clock, as others may use the processors
-_MOST_BYTES, _MOST_BYTES_EACH = 256 << 20, 32  # of memory, and more for each byte that the template is given
+_MOST_WAIT_S = 120.0  # wall time, because other programs may use the CPUs
+_MOST_BYTES, _MOST_BYTES_EACH = 256 << 20, 32  # of memory, and further bytes per byte of the template's input
 _MOST_CHARACTERS, _MOST_CHARACTERS_EACH = 1 << 20, 8  # of text, likewise
 _IDLE_S = 30.0  # after which the process, of 60 MiB, ends
 _LENGTH_BYTES = 8  # the length before each message between the processes
@@ -35,7 +36,7 @@ class TemplateError(ValueError):
 def apply_template(tokenizer: Any, messages: Sequence[Any], **options: Any) -> Any:
     """``tokenizer.apply_chat_template``, its template rendered within bounds of time, memory and text.
 
-    Raises TemplateError where the template fails or passes one, and what transformers raises before and after it.
+    Raises TemplateError if the template fails or exceeds a limit, and the errors of transformers before and after it.
     """
     from transformers import tokenization_utils_base
 
@@ -48,7 +49,7 @@ def apply_template(tokenizer: Any, messages: Sequence[Any], **options: Any) -> A
 
 
 class _Renderer:
-    """transformers' ``render_jinja_template``: its own for everybody else, the process's in ``bounded``."""
+    """Replace transformers' ``render_jinja_template`` within ``bounded``; other callers get the original."""
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self._original = original
@@ -84,7 +85,7 @@ class _Process:
 
     def rendered(self, request: bytes) -> Any:
         with self._lock:
-            for _ in range(2):  # it may have ended of idleness at this very moment
+            for _ in range(2):  # it may have ended just now, after its idle time
                 answer = self._response(request)
                 if answer:
                     document = json.loads(answer)
@@ -110,7 +111,7 @@ class _Process:
         except BrokenPipeError:
             return b""
         except BaseException:
-            self.end()  # its late answer would be taken for that of the next request
+            self.end()  # a late answer must not be read as that of the next request
             raise
 
     def _begun(self) -> subprocess.Popen[bytes]:
@@ -120,7 +121,7 @@ class _Process:
             command = [sys.executable, "-P", __file__]
             self._child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                cwd=os.sep,  # this process's may be gone
+                cwd=os.sep,  # this process's folder may be deleted
                 start_new_session=True,  # Ctrl-C must not reach it
             )  # fmt: skip
             self._owner = os.getpid()

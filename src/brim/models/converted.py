@@ -19,7 +19,7 @@ def convert_tensors(
 ) -> tuple[dict[str, TensorSource], dict[str, int]]:
     """Convert ``tensors`` of the checkpoint in ``directory``; return their new sources and checksums.
 
-    They are read, converted and written one at a time. Raises TransferError when a disk refuses.
+    They are read, converted and written one at a time. Raises TransferError if a disk fails.
     """
     files = sorted({Path(e.path) for t in tensors.values() for origin in t.origins for e in origin.extents})
     layout = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]

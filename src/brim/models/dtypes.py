@@ -1,4 +1,4 @@
-"""Weights are streamed as they are stored; say clearly when that is not what the model needs."""
+"""Check the stored dtypes: weights are streamed as they are stored."""
 
 from __future__ import annotations
 

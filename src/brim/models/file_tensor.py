@@ -1,6 +1,6 @@
-"""A tensor that is still in its file: it has a shape and a dtype, and knows the bytes of its values.
+"""A tensor whose values are still in its file: it has a shape, a dtype, and the ranges of its bytes.
 
-transformers' own loading code runs on these, so every rename, merge, tie and check is its own; the result has each
+transformers' loading code runs on these tensors, so renames, merges, ties and checks are its own. The result has each
 parameter's bytes. A chain of operations that only gathers stays a list of extents; any other operation (a
 transposition, a cast) is recorded and done when the tensor is read.
 """
@@ -31,7 +31,7 @@ _SAME_BYTES = {aten.clone, aten.contiguous, aten._unsafe_view, aten.lift_fresh, 
 
 
 class FileTensor(torch.Tensor):
-    """Row-major in its extents, or, where those are None, computed from the file when ``materialize`` is called."""
+    """Row-major in its extents; if these are None, ``materialize`` computes the values."""
 
     extents: tuple[Extent, ...] | None
     origins: tuple[TensorSource, ...]  # the tensors in the files that it is computed from

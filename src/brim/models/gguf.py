@@ -1,8 +1,8 @@
-"""Turn a GGUF file, once, into a folder that everything else reads: safetensors, config, tokenizer, manifest.
+"""Convert a GGUF file, once, into a folder in the usual form: safetensors, config, tokenizer, manifest.
 
 Names and arrangement of the weights are transformers' own (``modeling_gguf_pytorch_utils``), and so is the result,
-bit for bit; but one tensor at a time is held, not the model. It happens in a process of its own: parsing a GGUF
-vocabulary alone takes more memory than some budgets have.
+bit for bit; but one tensor at a time is in memory, not the model. A separate process converts, because parsing a GGUF
+vocabulary alone needs more memory than some budgets have.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from brim.version import __version__
 
 _REFUSED = 3  # the child's exit code for an error that it explains on its standard output
 _ERRORS = {kind.__name__: kind for kind in (ModelError, TransferError, UnsupportedError)}
-_ROWS_BYTES = 16 << 20  # dequantization makes several copies of its input
+_ROWS_BYTES = 16 << 20  # dequantization creates several copies of its input
 
 
 def convert_gguf(path: Path) -> Path:
-    """The folder in the user's cache with the dequantized weights of ``path``, made now unless it is there.
+    """Return the folder in the user's cache with the dequantized weights of ``path``; create it if it is missing.
 
     Raises ModelError when the file is no GGUF, damaged or cut short, UnsupportedError when transformers does not
-    know its architecture, TransferError when the disk refuses.
+    know its architecture, TransferError when the disk fails.
     """
     check_header(path)
     from importlib.metadata import version
@@ -151,15 +151,15 @@ def _open(path: Path) -> Any:
 
 
 def _check_ranges(path: Path, reader: Any) -> None:
-    """Raise ModelError unless each tensor begins where the one before it ends, but for padding up to the alignment.
+    """Raise ModelError unless each tensor begins at the end of the previous one, except for alignment padding.
 
-    So the format has it, and llama.cpp refuses what is otherwise: two tensors in one place are no model.
+    The format requires this, and llama.cpp refuses other files: overlapping tensors are no model.
     """
     end, before = reader.data_offset, "the header"
     for tensor in sorted(reader.tensors, key=lambda tensor: (tensor.data_offset, tensor.n_bytes)):
         begin = -(-int(end) // reader.alignment) * reader.alignment
         if tensor.data_offset != begin:
-            wrong = "overlaps" if tensor.data_offset < end else "does not begin where it should after"
+            wrong = "overlaps" if tensor.data_offset < end else "does not begin directly after"
             raise _damaged(
                 path, f"{tensor.name}, at byte {tensor.data_offset}, {wrong} {before}, which ends at byte {end}."
             )

@@ -1,4 +1,4 @@
-"""The header of a GGUF file, checked before a library takes it at its word: its counts are loops there.
+"""Check the header of a GGUF file before a library reads it: its counts become loops there.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -20,15 +20,15 @@ _LEAST_ENTRY_BYTES = 8 + 4 + 1  # a key's length, a type, a value
 _LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8  # a name's length, dimensions, type, offset
 _MOST_KEY_BYTES = (1 << 16) - 1  # as the format says
 _MOST_DEPTH, _MOST_DIMENSIONS = 4, 8
-_MOST_VALUES = 1 << 22  # in all arrays: a library takes microseconds for each, and vocabularies have a tenth of that
-_MOST_TOKEN_BYTES = 1 << 10  # of a text in an array: a library tries all ways to cut a token in two
+_MOST_VALUES = 1 << 22  # in all arrays: a library needs microseconds for each, and vocabularies have a tenth as many
+_MOST_TOKEN_BYTES = 1 << 10  # of a text in an array: a library tries every division of a token in two
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 10: "Q", 11: "q"}  # of whole numbers, by their type
-# Sizes, by the ends of their keys, that some tensor has as a dimension, if not a larger one.
+# Ends of keys for sizes that must not exceed the largest dimension of the tensors.
 _DIMENSIONS = (".embedding_length", ".feed_forward_length", ".head_count", ".expert_count", ".vocab_size")
 
 
 def check_header(path: Path) -> None:
-    """Raise ModelError unless the file has room for every count and length in the header of ``path``."""
+    """Raise ModelError if a count or length in the header of ``path`` exceeds the file."""
     try:
         with regular(path).open("rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
@@ -124,7 +124,7 @@ class _Header:
     def _has_room(self, count: int, each_bytes: int, what: str) -> None:
         left = self._size - self._file.tell()
         if count * each_bytes > left:
-            raise ValueError(f"It announces {count} {what}, and {left} bytes of it are left")
+            raise ValueError(f"Its header announces {count} {what}, and only {left} bytes follow")
 
 
 __all__ = ["check_header"]

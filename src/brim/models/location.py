@@ -1,4 +1,4 @@
-"""Find the model that MODEL names, before anything large is loaded: most mistakes are typing mistakes."""
+"""Find MODEL before anything large is loaded: most mistakes are typing mistakes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def expanded(model: str | Path) -> Path:
 
 
 def _checked(folder: Path) -> Path:
-    """Raise an error for files that are no regular files: libraries would open a pipe and wait for ever."""
+    """Raise an error for pipes and devices: libraries would open a pipe and wait forever."""
     if (special := special_file(folder)) is not None:
         raise ModelError(
             f"{folder} was given as the model.",

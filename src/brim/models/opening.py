@@ -89,9 +89,9 @@ def build(model: str | Path, *, dtype: torch.dtype | None, trust_remote_code: bo
 
 
 def prepare(model: str | Path, *, trust_remote_code: bool = False) -> Path:
-    """The local folder of MODEL, fetched or converted if needed, with its code imported.
+    """Return the local folder of MODEL, downloaded or converted if needed, with its code imported.
 
-    ``open_model`` then does the loading proper, so its memory can be measured alone.
+    ``open_model`` does the actual loading afterwards, so its memory can be measured alone.
     """
     path = locate(model, trust_remote_code=trust_remote_code)
     directory = path if path.is_dir() else convert_gguf(path)
@@ -100,10 +100,10 @@ def prepare(model: str | Path, *, trust_remote_code: bool = False) -> Path:
 
 
 def verify_files(directory: Path) -> None:
-    """Compare every weight file with the checksum that it came with; reads them whole.
+    """Compare every weight file with its checksum; this reads all of their bytes.
 
-    Raises ModelError for one that is damaged, UnsupportedError where nothing says what the bytes should be: only hub
-    downloads (named by their SHA-256) and what brim wrote (which is checked whenever it is read) have checksums.
+    Raises ModelError for a damaged file, UnsupportedError if there is no checksum to compare with: only hub
+    downloads (named by their SHA-256) and files that brim wrote (checked whenever they are read) have checksums.
     """
     if read_manifest(directory) is not None:
         return

@@ -57,7 +57,7 @@ def rows_of(example: Any, name: str) -> int:
     if len(sizes) != 1:
         raise UsageError(
             f"Cannot make a plan for {name}.",
-            f"Its inputs have {sorted(sizes) or 'no'} rows.",
+            f"The numbers of rows of its inputs are {sorted(sizes) or 'unknown'}, not one number.",
             "Return tensors whose first dimension is the batch.",
         )
     return sizes.pop()

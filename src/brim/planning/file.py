@@ -135,7 +135,7 @@ def _check_decisions(file: PlanFile) -> None:
     """Raise FormatError for decisions that ``write`` never writes, as they would be followed only in part."""
     plan, summary = file.plan, "Its plan cannot be followed."
     if file.hardware.compute not in plan.budget_bytes:
-        raise FormatError(summary, f"It computes in {file.hardware.compute.upper()} and has no budget for that.")
+        raise FormatError(summary, f"It has no budget for {file.hardware.compute.upper()}, in which it computes.")
     _check_choices(file, summary)
     decided = Counter((decision.technique, decision.block) for decision in plan.decisions)
     if (twice := next((what for what, count in decided.items() if count > 1), None)) is not None:
@@ -144,7 +144,9 @@ def _check_decisions(file: PlanFile) -> None:
     if wrong:
         raise FormatError(summary, f"Its settings are out of range: {wrong}.")
     if plan.settings.get(RING_SLOTS, 0) > _MOST_SLOTS:
-        raise FormatError(summary, f"It has {plan.settings[RING_SLOTS]} slots; at most {_MOST_SLOTS} are useful.")
+        raise FormatError(
+            summary, f"It has {plan.settings[RING_SLOTS]} ring slots; at most {_MOST_SLOTS} are allowed."
+        )
 
 
 def _check_choices(file: PlanFile, summary: str) -> None:
@@ -161,9 +163,7 @@ def _check_choices(file: PlanFile, summary: str) -> None:
             problem = f"Its choice of {decision.technique} is {decision.choice!r}; known are {choices}."
             raise FormatError(summary, problem)
         if decision.technique in _OF_THE_MODEL and decision.block:
-            problem = (
-                f"It decides on {decision.technique} for {decision.block!r}; that is set for the whole model only."
-            )
+            problem = f"It decides on {decision.technique} for {decision.block!r}; that has one choice for the model."
             raise FormatError(summary, problem)
         if decision.technique == PRECISION and decision.choice != (file.request.precision or decision.choice):
             problem = f"Its precision is {decision.choice}, but it was made for {file.request.precision}."

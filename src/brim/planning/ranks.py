@@ -42,7 +42,7 @@ class Meshes:
         least = f"; they take {needs} at least" if needs else ""
         if self.traced == self.looked_at:
             return f"No mesh fits{least}"
-        return f"None of {self.traced} traced meshes fits, of {self.looked_at:,} looked at{least}"
+        return f"None of {self.traced} traced meshes fits, of {self.looked_at:,} compared{least}"
 
 
 def fastest(request: MeshRequest) -> Meshes:
@@ -132,7 +132,8 @@ def _refusal(on_gpus: _Result, in_ram: _Result, refusals: list[BudgetError], ans
     """Join the errors of both searches, with the smallest bytes."""
     why = [on_gpus.refused.found if on_gpus.refused else f"{answer.none()}."]
     if in_ram.refused or in_ram.looked_at:
-        why.append(f"Nor with its shards in RAM: {in_ram.refused.found if in_ram.refused else f'{answer.none()}.'}")
+        reason = in_ram.refused.found if in_ram.refused else f"{answer.none()}."
+        why.append(f"With shards in RAM it does not fit either: {reason}")
     least = {tier: count for error in refusals for tier, count in error.smallest_bytes.items()}
     todo = " ".join(error.todo for error in refusals)
     return BudgetError(refusals[0].asked, "\n".join(why), todo, smallest_bytes=least)
@@ -168,7 +169,7 @@ def node_ram(request: MeshRequest) -> int:
 def assumed(request: MeshRequest) -> list[str]:
     """Return the assumed figures of a node, a sentence each."""
     per_node, host = _per_node(request), catalog.host_of(card_of(request))
-    nodes = [] if request.gpus_per_node is not None else [f"nodes of {per_node} GPUs (else give --gpus-per-node)"]
+    nodes = [] if request.gpus_per_node is not None else [f"nodes of {per_node} GPUs (change with --gpus-per-node)"]
     rams = host_assumed(host, per_node, ram=request.ram, ram_gb_per_s=request.ram_gb_per_s)
     return [*nodes, *(f"a node has {text}" for text in rams)]
 

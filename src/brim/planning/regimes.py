@@ -173,7 +173,7 @@ class Regimes:
         if streamed is None or paged is None:
             return f"At {last.ratio:g} times the RAM this model does not run here."
         return (
-            "There is no GPU here: what does not fit RAM comes from disk. "
+            "This machine has no GPU: weights that do not fit RAM come from disk. "
             f"At {last.ratio:g} times the RAM, streaming is {paged / streamed:.2f} times as fast as the page cache."
         )
 

@@ -69,11 +69,11 @@ class Proposal:
         limited_by: The busiest resource: ``"compute"``, ``"link"``, ``"disk"`` or ``"RAM"``.
         techniques: The savings and costs of each technique.
         command: A command line that runs it.
-        gap: How far the plan may be from the best, as a share of its seconds.
+        gap: The largest possible distance to the fastest plan, as a share of its seconds.
         proved: True if the step was traced with the plan in force.
         timed: True if ``step_s`` was measured in a short run of the plan on this machine.
         hardware: The part of the machine that it uses, if not all of it: its processor alone.
-        precision: The precision, if the planner chose another than the model's own.
+        precision: The precision, if it is not the model's own.
         frees: Further techniques that would save bytes of a tier, and their costs.
         timeline: The simulated schedule, for reports.
     """
@@ -232,18 +232,16 @@ def _card(request: Request) -> catalog.Gpu:
 def host_assumed(host: catalog.Host, gpus: int, *, ram: str | int | None, ram_gb_per_s: float | None) -> list[str]:
     """Return a sentence on the assumed figures of RAM beside ``gpus`` GPUs and their origin, if there are any."""
     parts = [] if ram is not None else [f"{format_bytes(host.ram_of(gpus))} of RAM"]
-    parts += [] if ram_gb_per_s is not None else [f"RAM that moves {host.rate_of(gpus) / 1e9:.0f} GB/s"]
+    parts += [] if ram_gb_per_s is not None else [f"a RAM rate of {host.rate_of(gpus) / 1e9:.0f} GB/s"]
     if not parts:
         return []
-    machine = (
-        "a desktop that nobody measured" if host.gpus is None else f"{gpus} of the {host.gpus} GPUs of {host.name}"
-    )
+    machine = "a typical desktop" if host.gpus is None else f"{gpus} of the {host.gpus} GPUs of {host.name}"
     if host.gpus == 1:
         machine = host.name
     options = " and ".join(
         name for name, given in (("--ram", ram), ("--ram-gb-per-s", ram_gb_per_s)) if given is None
     )
-    return [f"{' and '.join(parts)}, as beside {machine} (else give {options})"]
+    return [f"{' and '.join(parts)}, as for {machine} (change with {options})"]
 
 
 def _imagined(request: Request, card: catalog.Gpu) -> Machine:

@@ -40,7 +40,7 @@ def statistics_of(path: Path, layer: Visits) -> RouterStatistics:
         raise FormatError(
             f"{path} has no valid router statistics.",
             "A layer has no calls, or calls an expert that it does not have.",
-            "Name a file that does not exist yet: it is made by a short run.",
+            "Name a file that does not exist yet: brim records it in a short run.",
         )
     visits = tuple({int(number): share for number, share in visit.items()} for visit in layer.visits)
     return RouterStatistics(count=layer.count, visits=visits)
@@ -52,7 +52,7 @@ def check_routers(routers: Routers, layers: Mapping[str, int], model: str) -> No
     if not counts or counts != {path: layers.get(path) for path in counts}:
         raise UsageError(
             f"Cannot use the router statistics for {model}.",
-            f"They are of {len(counts)} layers with experts; the model has {len(layers)}, or other ones.",
+            f"They describe {len(counts)} layers with experts; the model has {len(layers)}, or other layers.",
             "Give statistics of this model, or --router-statistics auto.",
         )
 
@@ -68,7 +68,7 @@ def read_routers(path: Path) -> RouterFile:
         raise FormatError(
             f"{path} has no valid router statistics.",
             f"{error.asked} {error.found}",
-            "Name a file that does not exist yet: it is made by a short run.",
+            "Name a file that does not exist yet: brim records it in a short run.",
         ) from error
 
 

@@ -101,7 +101,7 @@ def _refuse_states(request: Request, machine: Machine) -> None:
 def precision_of(request: Request, compute: str) -> tuple[str, str]:
     """Return the precision and its origin: the request's, else the planner's choice."""
     if request.precision is None and is_factory(request.model):
-        return "fp32", "by default: a loop of your own runs as it is written"
+        return "fp32", "by default: your own loop is not changed"
     if request.precision is None and request.prefer == "quality":
         return "fp32", "by --prefer quality"
     return training_precision(request.precision, compute)

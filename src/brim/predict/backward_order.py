@@ -22,9 +22,9 @@ class BackwardOrder:
     """Renumbers the nodes that backward passes create as the device's thread would: among those of forward passes."""
 
     def __init__(self) -> None:
-        self._created = 0  # by all backward passes
-        self._has_later = False  # whether nodes are numbered above all of the program's own
-        # From each number of the program's own nodes on, by how much higher they are numbered here.
+        self._created = 0  # nodes created by all backward passes
+        self._has_later = False  # True if nodes are numbered above all of the program's
+        # (first number of the program's nodes, the offset that is added to numbers from there on)
         self._starts, self._excess = [0], [_counted() if _counted is not None else 0]
 
     def run(self, engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:

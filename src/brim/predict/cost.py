@@ -23,19 +23,19 @@ class Overheads:
     kernel_s: float = 0.0
 
 
-# What a whole program takes on its host for one operation, the Python of its modules included: 15 to 22 us where the
+# The host's time per operation in a whole program, including the Python of its modules: 15 to 22 us where the
 # host never waited for an H200 (transformers' generation, Adafactor; measurements/gpu_truth.jsonl), 16 to 19 us for
 # transformers' on a CPU alone. Between back-to-back kernels 0.9 us are lost: 3.8 us per launch of a kernel of 2.9 us
 # on a V100 (NVIDIA, "Getting Started with CUDA Graphs", developer.nvidia.com/blog/cuda-graphs).
 EAGER = Overheads(dispatch_s=17e-6, kernel_s=0.9e-6)
 
-# Rates to take, in this order, for a dtype that the machine has no figure for: the arithmetic then runs in that type.
+# Dtypes whose rates replace an unknown one, in this order: the arithmetic then runs in that dtype.
 FALLBACKS = {
     "tf32": ("float32",),
-    "bfloat16": ("float32",),  # no such units before Ampere
+    "bfloat16": ("float32",),  # GPUs before Ampere have no bfloat16 units
     "float16": ("bfloat16", "float32"),
     "float8_e4m3fn": ("bfloat16", "float16", "float32"),
-    "int8": ("bfloat16", "float16", "float32"),  # weights of 8 bits, made floats before the product
+    "int8": ("bfloat16", "float16", "float32"),  # 8-bit weights are converted to floats before the product
 }
 _FLOAT8 = ("float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 _DOUBLE_SLOWDOWN = 64  # CUDA C++ Programming Guide, arithmetic throughput: 2 against 128 results per clock (8.6, 8.9)
@@ -56,7 +56,7 @@ _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention",
 class StepCost:
     """Seconds of a step by their limit. ``compute_s`` and ``memory_s`` sum the operations that are limited by each.
 
-    ``step_s`` is at least ``device_s``; what is above it, the device waits for the CPU.
+    ``step_s`` is at least ``device_s``; in the rest of it the device waits for the CPU.
     """
 
     step_s: float
@@ -82,7 +82,7 @@ def base_name(name: str) -> str:
 
 
 def flops_per_s(hardware: Hardware, dtype: str) -> float:
-    """The machine's rate for products in ``dtype``, by the FALLBACKS where it has no figure of its own.
+    """The machine's rate for products in ``dtype``; FALLBACKS name replacements for unknown rates.
 
     float64 without a figure runs at 1/64 of float32; integers and booleans at float32's rate. Raises UsageError where
     no rate is known.

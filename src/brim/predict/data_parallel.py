@@ -1,8 +1,8 @@
 """``DistributedDataParallel`` over one rank: what its C++ reducer keeps and copies, on fake tensors.
 
 Follows torch/csrc/distributed/c10d/reducer.cpp and comm.cpp. Gradients are copied into buckets, and back once all are
-there unless they are views of buckets; after the first backward pass the buckets are made anew, in the order in which
-gradients came. What is sent between ranks takes no memory here: there is one.
+there unless they are views of buckets; after the first backward pass the buckets are built again, in the order in
+which gradients came. Communication takes no memory, because there is only one rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 def _no_hook(*args: Any) -> None:
-    raise failures.not_traced("A communication hook", "Leave it out: DistributedDataParallel sends nothing here.")
+    raise failures.not_traced(
+        "A communication hook", "Leave the hook out: a trace sends no gradients to other ranks."
+    )
 
 
 class _Logger:
@@ -80,7 +82,7 @@ class Reducer:
         self._parameters, self._as_views = list(parameters), gradient_as_bucket_view
         self._limits = [first_bucket_bytes_cap, bucket_bytes_cap]
         self._rebuilds, self._finds_unused = not find_unused_parameters, find_unused_parameters
-        self._order: list[int] = []  # in which gradients came, until the buckets were made anew
+        self._order: list[int] = []  # the order of gradients, until the buckets are built again
         self._expects = False
         self._ready: list[int] = []
         self._views: dict[int, torch.Tensor] = {}
@@ -124,12 +126,12 @@ class Reducer:
         self._expects, self._ready = True, []
 
     def came(self, index: int, parameter: torch.Tensor) -> None:
-        """The gradient of a parameter is there."""
+        """Note that a parameter has its gradient."""
         if not self._expects:  # gradients are added up, for a later step
             return
         self._ready.append(index)
-        # Once all are there; parameters that are not used give none. A backward pass within a backward pass
-        # (reentrant checkpointing) has an end of its own.
+        # After the last gradient; unused parameters have none. A backward pass within a backward pass
+        # (reentrant checkpointing) ends separately.
         if len(self._ready) == (1 if self._finds_unused else len(self._parameters)):
             torch.autograd.Variable._execution_engine.queue_callback(self._finalize)
         if self._rebuilds:

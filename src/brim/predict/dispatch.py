@@ -84,7 +84,7 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 class _Entry:
     """A recorded storage. ``fake_bytes``: of the fake storage; the real kernel may allocate more.
 
-    ``storage`` is held for its callback, which ends ``life`` when the storage dies.
+    ``storage`` keeps the callback that ends ``life`` when the storage dies.
     """
 
     life: Life
@@ -110,16 +110,16 @@ class RecordingMode(TorchDispatchMode):
         self._rule_for = rule_for
         self.resting = Resting()
         self._live: dict[int, _Entry] = {}
-        self.on_device = True  # whether factories make their tensors on the device that is traced
+        self.on_device = True  # True if factories create tensors on the traced device
         self._placed: bool | None = None
-        self.pretends = False  # whether a CUDA device is pretended, by fake tensors of the CPU
+        self.pretends = False  # True if fake CPU tensors stand for CUDA tensors
         self.after_backward: Callable[[], None] = lambda: None
-        self._graph_task = -1  # of the backward pass that is running
+        self._graph_task = -1  # the running backward pass
         self._in_linear = False
-        self.inside = False  # whether an operation is being computed: fake tensors then show their true device
+        self.inside = False  # True during an operation: fake tensors then show their true device
         self._fakes: FakeTensorMode | None = None  # the mode below, which makes fake tensors
         self._sparse: sparse.SparseOperations | None = None  # once there is a sparse tensor
-        self._alone = False  # whether no mode below records the operations of fake kernels
+        self._alone = False  # True if no mode below records the operations of fake kernels
 
     # -- operations ----------------------------------------------------------------------------------------------
 
@@ -150,8 +150,8 @@ class RecordingMode(TorchDispatchMode):
             return _device(args[0])
         if any(kind is not FakeTensor and wraps(kind) for kind in types):  # its parts come back here
             return NotImplemented
-        # Within a function of PyTorch modes for functions are off. In the backward pass, which calls none, they would
-        # see each look at a tensor from here on.
+        # PyTorch disables function modes inside its functions. The backward pass calls no such function, so they
+        # would intercept every access to a tensor from here on.
         with torch._C.DisableTorchFunction():
             return self._seen(func, args, kwargs or {})
 
@@ -184,7 +184,7 @@ class RecordingMode(TorchDispatchMode):
             kwargs = inplace.accumulated(args, kwargs)
         self._notice_backward()
         if self.pretends and func in _COMPARED:
-            with self:  # what CUDA compares with; the answer is the trace's own
+            with self:  # records the kernels of CUDA's comparison; the trace supplies the answer
                 _COMPARED[func](*args, **kwargs)
         known_item = self.values.read(func, args, kwargs)
         if known_item is not None:
@@ -195,7 +195,7 @@ class RecordingMode(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise failures.data_dependent(func) from error
         except (UnsupportedOperatorException, NotImplementedError) as error:
-            if sparse.given(args, kwargs):  # the first one, made outside of the trace
+            if sparse.given(args, kwargs):  # the first sparse tensor, created outside of the trace
                 return self._of_sparse(func, args, kwargs)
             raise failures.no_fake_kernel(func) from error
         except RuntimeError as error:
@@ -257,7 +257,7 @@ class RecordingMode(TorchDispatchMode):
         in_ram = self.resting.used and self.resting.made_of(life.in_ram for life in self._lives_of(args, kwargs))
         on_device = self._place(func, args, kwargs)
         crossing = self._crossing(func, args, on_device)
-        # Until a program names a device, its tensors may be meant for it: they count as the device's.
+        # Until a program names a device, its tensors count as the device's.
         counts = (on_device or crossing is not None or not recorder.uses_device) and not in_ram
         rule = self._rule_for(func) if counts else None
         if fresh or resized or rule is not None or not is_view(func):
@@ -299,7 +299,7 @@ class RecordingMode(TorchDispatchMode):
 
     @contextmanager
     def factories(self, on_device: bool) -> Iterator[None]:
-        """While open, results of operations without tensor inputs lie on the device, or on the host."""
+        """While open, operations without tensor inputs create their results on the device, or on the host."""
         before, self.on_device = self.on_device, on_device
         try:
             yield
@@ -317,7 +317,7 @@ class RecordingMode(TorchDispatchMode):
 
     @contextmanager
     def placed(self, on_device: bool | None) -> Iterator[None]:
-        """While open, every result lies there, whatever the inputs (None: the default)."""
+        """While open, every result is on that device, whatever the inputs (None: the default)."""
         before, self._placed = self._placed, on_device if on_device is not None else self._placed
         try:
             yield
@@ -355,7 +355,7 @@ class RecordingMode(TorchDispatchMode):
         return self.resting.crossing(to_ram=to_ram)
 
     def making_in_ram(self) -> AbstractContextManager[None]:
-        """While open, tensors made without tensor inputs lie in RAM."""
+        """While open, operations without tensor inputs create their results in RAM."""
         return self.resting.making()
 
     def rest_in_ram(self, tensor: torch.Tensor) -> None:
@@ -374,7 +374,7 @@ class RecordingMode(TorchDispatchMode):
                 life.module = module
 
     def adopt(self, tensor: torch.Tensor, category: Category) -> None:
-        """Record a storage from outside of the trace: it is there from its first use."""
+        """Record a storage from outside of the trace as allocated at its first use."""
         self._watch(
             tensor,
             self.recorder.alloc(
@@ -457,9 +457,9 @@ class RecordingMode(TorchDispatchMode):
             recorder.free(life, phase)
 
     def _output(self, tensor: torch.Tensor, bytes: int, phase: Phase, module: int, on_device: bool) -> Life | None:
-        if bytes == 0:  # no allocator of PyTorch's gave its memory
+        if bytes == 0:  # its memory is not from PyTorch's allocator
             storage_bytes = tensor.untyped_storage().nbytes()
-            # A tensor without elements takes nothing; tensors made from it lie on its device.
+            # A tensor without elements has no bytes; tensors created from it are on its device.
             self._watch(tensor, self.recorder.unrecorded(storage_bytes, on_device=on_device and not storage_bytes))
             return None
         life = self.recorder.alloc(bytes, phase=phase, module=module, dtype=_dtype(tensor), on_device=on_device)
@@ -476,7 +476,8 @@ class RecordingMode(TorchDispatchMode):
         self._live[key] = _Entry(life=life, storage=weakref.ref(storage, died), fake_bytes=storage.nbytes())
 
     def _place(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """The device of an operation's results: that of its inputs; without inputs, that of the caller's context."""
+        """Return the device of an operation's results: that of its inputs, or of the caller's context without
+        inputs."""
         if self._placed is not None:
             return self._placed
         if lives := self._lives_of(args, kwargs):
@@ -484,7 +485,7 @@ class RecordingMode(TorchDispatchMode):
         return self.on_device or (torch._C._current_graph_task_id() != -1 and self.recorder.uses_device)
 
     def _crossing(self, func: torch._ops.OpOverload, args: tuple[Any, ...], on_device: bool) -> str | None:
-        """Return the direction of a copy between host and device, where a program tells them apart."""
+        """Return the direction of a copy between host and device, if the program distinguishes them."""
         if not self.recorder.uses_device or func not in _COPIES:
             return None
         target, source = (None, args[0]) if func is _to_copy else args[:2]
@@ -532,7 +533,7 @@ def wraps(kind: type) -> bool:
 
 @cache
 def _decomposes(func: torch._ops.OpOverload) -> bool:
-    """Without autograd (inference mode) composite operations arrive whole; PyTorch runs their parts."""
+    """Divide a composite operation, which PyTorch does not divide without autograd (inference mode)."""
     if func in FAKES:
         return False
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -13,7 +13,7 @@ import torch
 
 from brim.errors import ModelError, OperationError, UnsupportedError
 
-# What sees the program's calls of PyTorch, and its backward passes.
+# brim's files that intercept the program's calls of PyTorch and its backward passes.
 _HANDLERS = ("__torch_function__", "__torch_dispatch__", "_run_backward", "attention")
 _NO_DATA = "its data is not allocated yet"  # PyTorch's C++ code, when it reads a fake tensor
 # PyTorch's C++ code, when it has no memory to read, no object of that kind, or no CUDA.
@@ -55,7 +55,7 @@ def no_numpy() -> UnsupportedError:
 
 
 def not_traced(what: str, instead: str) -> UnsupportedError:
-    """For what a program asks of PyTorch that a trace cannot stand for."""
+    """Return the error for a call of PyTorch that cannot be traced."""
     return UnsupportedError(f"{what} cannot be traced.", f"Asked at {_place()}.", instead)
 
 
@@ -78,7 +78,8 @@ def no_cuda_kernel(func: torch._ops.OpOverload) -> UnsupportedError:
 def of_operation(error: Exception) -> OperationError | None:
     """Return the error of an operation with its line; None where other code of the program raised it.
 
-    A program may expect an operation's error, so it sees PyTorch's own; this is for what it does not catch.
+    A program may expect an operation's error, so it gets PyTorch's own; this error is for those that it does not
+    catch.
     """
     frames = traceback.extract_tb(error.__traceback__)
     outside = [number for number, frame in enumerate(frames) if not frame.filename.startswith((*_OWN, "<frozen"))]
@@ -120,12 +121,12 @@ def _is_outside_of_torch(frame: FrameType) -> bool:
 
 
 def line() -> str:
-    """The file and number of the user's own line that is running; of a library's where there is none."""
+    """Return file and number of the user's running line, or of a library's if there is none."""
     return Path(place()).name
 
 
 def place() -> str:
-    """The user's own line as ``line`` has it, with the whole path of its file."""
+    """Return the same line as ``line``, with the full path of its file."""
     library = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -140,7 +141,7 @@ def place() -> str:
 
 
 def asking_module() -> str:
-    """The name of the module whose code is running, outside of brim and of PyTorch but for its optimizers."""
+    """Return the name of the running module outside of brim and PyTorch (PyTorch's optimizers count)."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

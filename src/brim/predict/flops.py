@@ -30,7 +30,7 @@ _ALLOCATIONS = frozenset({
     "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "new_empty_strided", "resize", "set",
 })
 # fmt: on
-# Of a table they read the rows that they write, not all of it.
+# They read only those rows of a table that they write.
 # fmt: off
 _GATHERS = frozenset({
     "embedding", "gather", "index", "index_select", "masked_select", "select_backward", "slice_backward",
@@ -38,8 +38,8 @@ _GATHERS = frozenset({
 # fmt: on
 
 
-# Attention kernels that take (batch, rows, heads, width), where PyTorch's counts of a whole batch read heads first;
-# with the position of the argument that says where sequences of other lengths begin.
+# Attention kernels for (batch, rows, heads, width), while PyTorch's own counts expect the heads first;
+# with the position of the argument for the offsets of sequences of different lengths.
 _ROWS_BEFORE_HEADS = {
     aten._efficient_attention_forward: 4, aten._efficient_attention_backward: 6, aten._flash_attention_forward: 3,
     aten._flash_attention_backward: 6,
@@ -57,7 +57,7 @@ class Work(NamedTuple):
 
 
 def op_name(func: torch._ops.OpOverload, args: Sequence[Any]) -> str:
-    """As PyTorch calls it; of a functional collective with the group that it is sent over, its last argument."""
+    """Return PyTorch's name; for a functional collective with its group, which is the last argument."""
     if func.namespace == "_c10d_functional" and args and isinstance(args[-1], str):
         return f"{func}{OVER}{args[-1]}"
     return str(func)
@@ -74,7 +74,7 @@ def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
 
     Products by PyTorch's own registry (``torch/utils/flop_counter.py``: two per multiply-add), with the products that
     it lacks; anything else that computes is one per element of its largest tensor; views, copies, gathers and fills
-    are 0. Unlike the registry, fused attention does not count what a causal mask hides: its kernels skip that.
+    are 0. Unlike the registry, fused attention does not count scores that a causal mask hides: its kernels skip them.
     """
     attention = _attention().get(func.overloadpacket)
     if attention is not None:
@@ -131,7 +131,7 @@ def is_view(func: torch._ops.OpOverload) -> bool:
 
 @functools.cache
 def _changed_arguments(func: torch._ops.OpOverload) -> tuple[int, ...]:
-    """Positions of the arguments that it writes to: ``self`` of ``add_``, the lists of ``_fused_adamw_``."""
+    """Return the positions of the written arguments: ``self`` of ``add_``, the lists of ``_fused_adamw_``."""
     aliases = [argument.alias_info for argument in func._schema.arguments]
     return tuple(i for i, alias in enumerate(aliases) if alias is not None and alias.is_write)
 
@@ -191,8 +191,8 @@ def _is_causal(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping
 
 
 def _score_count(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:
-    """Twice the scores of q (batch, heads, queries, width) and k (batch, ..., keys, width) that are computed: all, or
-    each query's of the keys up to its own."""
+    """Twice the number of computed scores of q (batch, heads, queries, width) and k (batch, ..., keys, width): all,
+    or each query's of the keys up to its own."""
     queries, keys = q.shape[-2], k.shape[-2]
     whole = min(queries, keys)
     scores = whole * (whole + 1) // 2 + max(queries - keys, 0) * keys if causal else queries * keys
@@ -229,7 +229,7 @@ def _count(value: Any) -> int:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Bytes that lie in memory: a dimension that was expanded counts once."""
+    """Return the bytes in memory: an expanded dimension counts once."""
     if tensor.layout is not torch.strided:
         return tensor.numel() * tensor.element_size()
     sizes = zip(tensor.shape, tensor.stride(), strict=True)

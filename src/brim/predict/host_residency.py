@@ -1,7 +1,7 @@
-"""Tensors of a traced program that rest in RAM without a device name that says so: shards that FSDP2 offloads.
+"""Tensors of a traced program that are in RAM although their device name does not say so: shards of FSDP2.
 
-A rank is traced on fake tensors of one kind. The program says what rests in RAM and when a tensor crosses; from there
-on an operation all of whose inputs rest there is the CPU's, and so is what it makes.
+A rank is traced on fake tensors of one device. The program marks the tensors in RAM, and the copies from and to RAM.
+An operation all of whose inputs are in RAM runs on the CPU, and its results are in RAM.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from brim.core.trace import TO_DEVICE, TO_RAM
 
 
 class Resting:
-    """Tensors of one trace that rest in RAM. ``used``: one has rested there so far."""
+    """The tensors of one trace that are in RAM. ``used``: True after the first one."""
 
     def __init__(self) -> None:
         self.used = False
         self._crossing: str | None = None
-        self._makes = False  # whether what is made of nothing rests in RAM
+        self._makes = False  # True if operations without inputs create tensors in RAM
 
     @contextmanager
     def crossing(self, *, to_ram: bool) -> Iterator[None]:
@@ -32,7 +32,7 @@ class Resting:
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """While open, tensors made without tensor inputs rest in RAM."""
+        """While open, operations without tensor inputs create tensors in RAM."""
         before, self._makes = self._makes, True
         self.used = True
         try:
@@ -41,7 +41,7 @@ class Resting:
             self._makes = before
 
     def made_of(self, inputs: Iterable[bool]) -> bool:
-        """Return True if an operation's result rests in RAM. ``inputs``: True for each tensor that does."""
+        """Return True if an operation's result is in RAM. ``inputs``: True for each input in RAM."""
         if self._crossing is not None:
             return self._crossing == TO_RAM
         rests = list(inputs)

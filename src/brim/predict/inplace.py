@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 _aten = torch.ops.aten
 
-# How often a tensor that only the caller in C++ holds is counted while a dispatch mode looks at it; so its storage.
+# Reference counts, in a dispatch mode, of a tensor and of its storage that only the C++ caller owns.
 _TENSOR_USES, _STORAGE_USES = 4, 2
-_CHAINED = 2  # more, of a chain whose parts gave the same tensor back: C++ holds it for each of them
-_MORE_USES = {_aten.index_put.default: 1}  # the formula itself holds the tensor too
+_CHAINED = 2  # further references from a chain of operations that return the same tensor
+_MORE_USES = {_aten.index_put.default: 1}  # the formula also has a reference
 
 # Backward formulas that write into a tensor they have just made (torch/csrc/autograd/FunctionsManual.cpp,
 # aten/src/ATen/native/TensorAdvancedIndexing.cpp), with the form that a plain run uses.
@@ -39,13 +39,13 @@ _ON_FRESH_TENSOR = {
 
 
 def as_plain(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch._ops.OpOverload:
-    """The operation that a run with plain tensors makes in the place of ``func``."""
+    """Return the operation that a run with plain tensors executes instead of ``func``."""
     if func is _aten.add.Tensor:
         if len(args) == 2 and _called_by_engine() and _may_be_overwritten(func, args[0]) and not _formula_adds():
             # InputBuffer's accumulate, torch/csrc/autograd/input_buffer.cpp
             return _aten.add_.Tensor if _fits(args[0], args[1]) else func
     elif func in _OF_LOSSES:
-        of_logits = _in_node(_OF_LOGITS) and not _is_differentiated(_TARGET)  # which multiplies into a new tensor
+        of_logits = _in_node(_OF_LOGITS) and not _is_differentiated(_TARGET)  # multiplies into a new tensor
         known = of_logits or (func is _aten.mul.Tensor and _in_node("BinaryCrossEntropyBackward"))
         if known and _called_by_engine() and _may_be_overwritten(func, args[0], _CHAINED * of_logits):
             return _OF_LOSSES[func] if _fits(args[0], args[1]) else func
@@ -56,9 +56,9 @@ def as_plain(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch._ops.O
     return func
 
 
-# Nodes whose formulas make a copy whatever the tensor: they fill, scatter and add into it.
+# Nodes whose formulas always copy: they fill, scatter and add into the copy.
 _INTO_COPIES = ("ScatterReduce", "IndexReduce", "Xlogy", "SpecialXlog1Py")
-# What formulas of losses do with what they have just made.
+# In-place operations of loss formulas on tensors that they have just created.
 _OF_LOSSES = {_aten.mul.Tensor: _aten.mul_.Tensor, _aten.sub.Tensor: _aten.sub_.Tensor}
 _OF_LOGITS, _TARGET = "BinaryCrossEntropyWithLogits", 1  # the node, and its input that seldom has a gradient
 _LOGICAL = (_aten.logical_and.default, _aten.logical_or.default)
@@ -82,7 +82,7 @@ def accumulated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]
 _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
 
 
-# Nodes whose own formula adds two tensors; every other sum made in C++ is of gradients that meet at one input.
+# Nodes whose own formula adds two tensors; every other sum in C++ adds gradients of the same input.
 _ADDING = ("Atan2", "VarMean", "StdMean", "Linalg", "LuUnpack", "SpecialI1E", "Svd", "Cumprod", "Prod")
 
 
@@ -115,9 +115,9 @@ _ELEMENTWISE = frozenset({
 
 
 def written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The result of an operation in place, where it is plain that it is one; None: its fake kernel has to say.
+    """Return the result of an operation if it is clearly in-place; None: its fake kernel decides.
 
-    Plain: floating-point tensors of the same dtype, shape and device, the first one dense.
+    Clearly: floating-point tensors of the same dtype, shape and device, the first one dense.
     """
     if func not in _ELEMENTWISE:
         return None

@@ -22,14 +22,14 @@ from brim.predict import failures
 class ModuleTracker:
     """The stack of running modules, by their numbers in order of appearance; -1 stands for code outside of any.
 
-    Nothing is kept alive: what a program lets go of, a layer that it replaces or a template that it copies, is gone.
+    It has weak references only, so layers that a program replaces or drops are freed.
     """
 
     def __init__(self) -> None:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._classes: list[str] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self.on_cache: Callable[[Any], None] = lambda cache: None  # told of every KV cache that a module returns
+        self.on_cache: Callable[[Any], None] = lambda cache: None  # called with every KV cache that a module returns
         self._stepping: list[torch.optim.Optimizer] = []
         self._index: dict[int, int] = {}
         self._stack: list[int] = []
@@ -39,7 +39,7 @@ class ModuleTracker:
         """The innermost module; in the backward pass the one whose forward made the graph's node."""
         if self._stack:
             if torch._C._current_graph_task_id() == -1:
-                # The operation that made the latest node is the first to ask; those after it may make none.
+                # Only the first operation after a new node finds it here; later operations may create no nodes.
                 self._by_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._stack[-1])
             return self._stack[-1]
         if torch._C._current_graph_task_id() == -1:
@@ -90,7 +90,7 @@ class ModuleTracker:
                 yield optimizer
 
     def roots(self) -> list[nn.Module]:
-        """Modules that lie in no other one. Containers register nothing: they are seen through."""
+        """Return the modules that no other module contains. Containers are not recorded: their modules count."""
         alive = [module for _, module in self.modules()]
         below = {id(child) for module in alive for child in module.modules() if child is not module}
         return [module for module in alive if id(module) not in below]

@@ -1,5 +1,5 @@
-"""Replacements while a trace runs: where PyTorch or transformers read a value, or check whether a tensor is fake,
-although the real step does not."""
+"""Replacements during a trace: for code in PyTorch or transformers that reads a value, or treats a fake tensor
+differently from a real one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a slot of
 
 
 class ValueMode(TorchFunctionMode):
-    """Intercepts questions about values that are no operations: ``item()``, ``tolist()``, ``numpy()``."""
+    """Intercepts reads of values that are not operations: ``item()``, ``tolist()``, ``numpy()``."""
 
     def __init__(self, recording: RecordingMode) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class ValueMode(TorchFunctionMode):
         with _disable_current_modes():
             if func is torch.Tensor.tolist:
                 return real.tolist()
-            array = real.detach().numpy().copy()  # values written there do not come back
+            array = real.detach().numpy().copy()  # writes to this array do not change the tensor
             return array if func is torch.Tensor.numpy else array.astype(args[0] if args else array.dtype)
 
 
@@ -152,7 +152,7 @@ def silenced(name: str) -> Iterator[None]:
 
 
 def _resizing(mode: ValueMode) -> Callable[..., Any]:
-    """Replace ``UntypedStorage.resize_``, which is no operation that a mode sees."""
+    """Replace ``UntypedStorage.resize_``, which modes do not intercept."""
     resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -186,7 +186,7 @@ class _RecordedLinear:
 def _linear_recorded(mode: ValueMode) -> Iterator[None]:
     """Record ``torch.nn.functional.linear`` where functions of the same module call it, with the mode off.
 
-    A replacement by somebody else stays, and is recorded where it calls PyTorch's.
+    A replacement by another library stays, and is recorded when it calls PyTorch's function.
     """
     if torch.nn.functional.linear is not _LINEAR:
         yield
@@ -225,7 +225,7 @@ def _transformers_sees_plain_tensors() -> Iterator[None]:
         try:
             import transformers.utils.import_utils as module
             from transformers import PreTrainedModel
-        except Exception:  # a broken one raises anything: a program that needs it will raise it itself
+        except Exception:  # a broken import may raise anything; a program that needs it raises it itself
             module = None
     if not hasattr(module, "is_fake_tensor"):
         yield

@@ -1,7 +1,7 @@
-"""A GPU that is not there: while a trace for CUDA runs, ``.cuda()``, ``device="cuda"`` and ``torch.cuda`` work.
+"""A simulated GPU: while a trace for CUDA runs, ``.cuda()``, ``device="cuda"`` and ``torch.cuda`` work.
 
 Fake tensors stay on the CPU underneath (fake CUDA tensors fail in autograd without a GPU). Every storage remembers
-whether the program put it on the GPU; what lies on the host is not part of a CUDA trace.
+whether the program put it on the GPU; storages on the host are not part of a CUDA trace.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def pretended_capability() -> tuple[int, int] | None:
 
 
 class PretendCuda(ValueMode):
-    """Sends calls that name a CUDA device to the fake CPU, and tells the recorder where the result lies."""
+    """Sends calls that name a CUDA device to the fake CPU, and records the device of the result."""
 
     def __init__(self, recording: RecordingMode, capability: tuple[int, int]) -> None:
         super().__init__(recording)
         self.capability = capability
-        self.default_on_device = False  # where tensors are made that name no device
+        self.default_on_device = False  # True if tensors without a device argument are created on the GPU
         self._replaced: dict[Any, Callable[..., Any]] = {
             torch.Tensor.cuda: self._cuda,
             torch.Tensor.cpu: lambda tensor, **kwargs: self._move(tensor, False),
@@ -84,10 +84,10 @@ class PretendCuda(ValueMode):
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         if not isinstance(tensor, FakeTensor):
-            if wraps(type(tensor)):  # it lies where its parts lie
+            if wraps(type(tensor)):  # it is on the device of its parts
                 parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
                 return any(self.on_device(part) for part in parts if isinstance(part, torch.Tensor))
-            return tensor.device.type == "cuda"  # one that stands for something computed later knows where
+            return tensor.device.type == "cuda"  # a lazily computed tensor has its true device
         life = self.recording.life_of(tensor)
         return life is not None and life.on_device
 
@@ -102,7 +102,7 @@ class PretendCuda(ValueMode):
             return replaced(*args, **kwargs)
         device = kwargs.get("device")
         if device is None:
-            recording = self.recording  # without a context manager: every call of the program comes by here
+            recording = self.recording  # no context manager, for speed: every call of the program is intercepted here
             before = recording.on_device
             recording.on_device = self.default_on_device or self._any_on_device(args)
             try:
@@ -116,7 +116,7 @@ class PretendCuda(ValueMode):
             return super().__torch_function__(func, types, args, kwargs)
 
     def _sparse(self, make: Callable[..., Any], *args: Any, device: Any = None, **kwargs: Any) -> Any:
-        """Its parts are moved to the device that is named, values first."""
+        """Move the parts of a wrapper tensor to the named device, values first."""
         if device is None:
             return super().__torch_function__(make, (), sparse.sized(make, args, kwargs), kwargs)
         cuda = is_cuda(device)
@@ -147,7 +147,7 @@ class PretendCuda(ValueMode):
     def _move(self, tensor: torch.Tensor, cuda: bool) -> torch.Tensor:
         if wraps(type(tensor)) and type(tensor).__name__ != "DTensor" and self.on_device(tensor) != cuda:
             return torch.Tensor.to(tensor, _CUDA if cuda else torch.device("cpu"))
-        made_outside = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # of the trace, as a data set may be
+        made_outside = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # not in the trace: a data set
         if not (made_outside or isinstance(tensor, FakeTensor)) or self.on_device(tensor) == cuda:
             return tensor
         return self._moved(tensor, cuda, tensor.dtype)
@@ -198,7 +198,7 @@ class PretendCuda(ValueMode):
         options = dict(zip(names, args, strict=False)) | kwargs
         if isinstance(query, NestedTensor):
             return _jagged_attention(query, key, value, **options)
-        if not torch.is_autocast_enabled("cuda"):  # which makes them one
+        if not torch.is_autocast_enabled("cuda"):  # autocast converts them to one dtype
             dtypes.check_attention(query, key, value, options.get("attn_mask"))
         with self.recording.factories(self._any_on_device((query,))):
             return cuda_attention.attention(query, key, value, capability=self.capability, **options)
@@ -240,7 +240,7 @@ class PretendCuda(ValueMode):
 def _copied(
     recording: RecordingMode, source: torch.Tensor, cuda: bool, dtype: torch.dtype, options: dict[str, Any]
 ) -> torch.Tensor:
-    """On the other device."""
+    """A tensor on the other device."""
     with recording.placed(cuda):
         return torch.Tensor.to(source, dtype, copy=True, **options)
 
@@ -284,7 +284,7 @@ def _is_dtype(value: object) -> bool:
 
 
 def _copies(func: Any) -> bool:
-    """Functions that take a tensor and a device: the result lies on that device, not on the tensor's."""
+    """Functions of a tensor and a device: the result is on that device, not on the tensor's."""
     return getattr(func, "__name__", "").endswith(("_like", "as_tensor")) or getattr(func, "__name__", "").startswith(
         "new_"
     )
@@ -327,14 +327,14 @@ def pretending(mode: PretendCuda) -> Iterator[None]:
 
 
 def _batch_norm(tensor: Any, weight: Any, bias: Any, mean: Any, variance: Any, *others: Any) -> Any:
-    """``torch.native_batch_norm`` where cuDNN is not asked."""
+    """``torch.native_batch_norm`` without cuDNN."""
     statistics = () if mean is None else (mean, variance)
     return torch._native_batch_norm_legit(tensor, weight, bias, *statistics, *others)
 
 
 @contextlib.contextmanager
 def _groups_end() -> Iterator[None]:
-    """Within, process groups may be made; they end with it."""
+    """While open, process groups can be created; they are destroyed at the end."""
     here = torch.distributed.is_initialized()
     try:
         yield
@@ -360,7 +360,7 @@ def _group_of_one(*args: Any, **kwargs: Any) -> Any:
 
 
 def _store_of_one(*_: Any, **__: Any) -> Any:
-    """In this process alone: PyTorch's own would listen to every machine."""
+    """A store for this process only: PyTorch's own would listen on the network."""
     from torch._C._distributed_c10d import HashStore  # not in every build of PyTorch
 
     return HashStore()
@@ -386,7 +386,7 @@ _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 
 
 def _made_on_the_cpu(*args: Any, **kwargs: Any) -> Any:
-    """A tensor that is made of others lies where fake ones do: autograd would ask CUDA for its streams."""
+    """Report the CPU as the device of wrapper tensors, as of fake ones: autograd would ask CUDA for its streams."""
     placed = [torch.device("cpu") if isinstance(arg, torch.device) and is_cuda(arg) else arg for arg in args]
     if is_cuda(kwargs.get("device")):
         kwargs["device"] = torch.device("cpu")
@@ -448,7 +448,7 @@ def _autocast_state() -> Iterator[None]:
         for name in names:
             stack.enter_context(mock.patch.object(torch, name, _as_cpu(getattr(torch, name))))
         before = torch.get_autocast_dtype("cpu")
-        torch.set_autocast_dtype("cpu", torch.float16)  # what autocast("cuda") takes unless told
+        torch.set_autocast_dtype("cpu", torch.float16)  # the default of autocast("cuda")
         try:
             yield
         finally:
@@ -457,7 +457,7 @@ def _autocast_state() -> Iterator[None]:
 
 def _as_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        if not args:  # the older form without a device speaks of CUDA
+        if not args:  # the older form without a device means CUDA
             args = ("cpu",)
         elif isinstance(args[0], bool):
             args = ("cpu", *args)

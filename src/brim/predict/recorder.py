@@ -15,7 +15,7 @@ from brim.predict.flops import Work
 
 @dataclass(slots=True)
 class Life:
-    """A storage while its life is being written; ``module`` indexes the tracker's modules (-1: outside of any)."""
+    """A storage while its life is recorded; ``module`` indexes the tracker's modules (-1: outside of any)."""
 
     id: int
     bytes: int
@@ -29,11 +29,11 @@ class Life:
     died: int | None = None
     died_phase: Phase | None = None
     category: Category | None = None
-    library: str = ""  # whose workspace this is
+    library: str = ""  # the library of a workspace
     stream: int = 0
     in_ram: bool = False
     reduction: Reduction | None = None
-    line: str = ""  # of the program, that asked for it
+    line: str = ""  # the line of the program that allocated it
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Run:
 
 
 class Recorder:
-    """Writes operations and storage lives against one clock. It never looks at a tensor."""
+    """Records operations and storage lives on one clock. It does not access tensors."""
 
     def __init__(self) -> None:
         self.lives: list[Life] = []
@@ -75,7 +75,7 @@ class Recorder:
         self.step_starts: list[int] = []
         self.not_modelled: set[str] = set()
         self.notes: dict[str, str] = {}
-        self.uses_device = False  # whether the program put anything on the device
+        self.uses_device = False  # True once the program has put a tensor on the device
         self.step = -1
         self.phase = Phase.BUILD
         self.stream: Callable[[], int] = lambda: 0  # the number of the stream that is current
@@ -136,7 +136,7 @@ class Recorder:
         return life
 
     def unrecorded(self, bytes: int, *, on_device: bool = False) -> Life:
-        """A life that is tracked and is not part of the trace."""
+        """Return a life that is tracked but not part of the trace."""
         return Life(
             id=-1, bytes=bytes, module=-1, phase=self.phase, step=self.step, dtype="", born=self._tick,
             on_device=on_device, from_factory=False,

@@ -1,9 +1,9 @@
-"""A cache of fake kernels' results by their arguments: layer after layer and trace after trace calls the same.
+"""A cache of fake kernels' results by their arguments, which repeat in every layer and every trace.
 
 ``FakeTensorMode`` has a cache too, whose key has everything that any of its users may depend on; making that key
-takes most of a trace. This one is for operations that write into nothing and whose result is new, or a view of the
-first argument. Its key has everything that such a result depends on, and a result is cached only after rebuilding it
-from the cache gave the same.
+takes most of a trace's time. This cache is for operations without in-place writes whose result is new, or a view of
+the first argument. Its key has everything that such a result depends on, and a result is cached only after
+rebuilding it from the cache gave the same.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Answer:
 _KNOWN: dict[tuple[Any, ...], Answer | None] = {}  # None: the kernel is called every time
 _UNHEARD = Answer(outputs=())
 _KINDS: dict[torch._ops.OpOverload, bool] = {}
-_STATES: dict[torch.device, dict[str, Any]] = {}  # attributes of a fake tensor there, except for its mode
+_STATES: dict[torch.device, dict[str, Any]] = {}  # attributes of a fake tensor on that device, without its mode
 
 
 def result_of(

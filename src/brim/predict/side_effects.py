@@ -127,7 +127,7 @@ class SideEffects:
             return drive + rest
         return os.path.join(self._root, drive.strip(":\\/"), rest.lstrip("\\/"))  # noqa: PTH118
 
-    # -- what stands in
+    # -- replacements
 
     def open(self, real: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if isinstance(file, int):
@@ -150,7 +150,7 @@ class SideEffects:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path))
         beside = self.to_write(path)
         if there and not anew:
-            shutil.copyfile(_full(path), beside)  # the earlier content is read, or appended to
+            shutil.copyfile(_full(path), beside)  # the program reads the earlier content, or appends to it
         return beside
 
     def read(self, real: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +217,7 @@ _watched: dict[int, SideEffects] = {}  # by thread
 
 
 def current() -> SideEffects | None:
-    """Return the replacement of the file system in this thread; None where everything is real."""
+    """Return the replacement of the file system in this thread; None: the real file system."""
     return _watched.get(threading.get_ident()) if _watched else None
 
 
@@ -237,7 +237,7 @@ def held_back() -> Iterator[None]:
                 del _watched[key]
             else:
                 _watched[key] = before
-            with suppress(OSError):  # the target of the program's writes may be gone with them
+            with suppress(OSError):  # the folder of the program's writes may be deleted already
                 _REAL["chdir"](folder)
             effects.end()
 

@@ -204,7 +204,7 @@ class SparseOperations:
     # -- joining equal indices ----------------------------------------------------------------------------------
 
     def _coalesce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """SparseCUDATensor.cu: positions are sorted, and each new one begins a value."""
+        """SparseCUDATensor.cu: positions are sorted, and a new value begins at each new position."""
         parts = parts_of(tensor)
         indices, values = parts.members
         if parts.coalesced:
@@ -502,7 +502,8 @@ def _filled_sparse(tensor: torch.Tensor) -> torch.Tensor:
         members[0] = torch.stack(rows)
     elif tensor.layout is not torch.sparse_coo and any(known(member) is None for member in parts.members[:2]):
         raise failures.not_traced(
-            "An operation on a compressed sparse tensor whose indices are not known", "Make it of indices that are."
+            "An operation on a compressed sparse tensor with unknown indices",
+            "Create the tensor from indices that the trace knows (literals, files, CPU tensors).",
         )
     return _assembled(tensor, members)
 

@@ -95,7 +95,7 @@ def torch_cuda(recording: RecordingMode, capability: tuple[int, int]) -> dict[st
 
 
 def streams() -> dict[str, Any]:
-    """Streams, events and the current device: one device, and no effect."""
+    """Streams, events and the current device of a single device, without effect."""
     return {
         "Stream": Stream,
         "Event": Event,
@@ -203,7 +203,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _typed(legacy: Any) -> type:
-    """``torch.cuda.FloatTensor`` and its like: types whose calls make tensors."""
+    """``torch.cuda.FloatTensor`` and similar types, whose calls create tensors."""
 
     def make(kind: type, *args: Any) -> torch.Tensor:
         tensor: torch.Tensor = legacy(*args)
@@ -216,7 +216,9 @@ class NoGraph:
     """Compares addresses of tensors, which a trace does not have."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoGraph:
-        raise failures.not_traced("A graphed callable", "Trace the function that is captured, called as it is.")
+        raise failures.not_traced(
+            "A graphed callable", "Trace the original function, without make_graphed_callables."
+        )
 
 
 _Generator = torch.Generator
@@ -230,7 +232,7 @@ class _Generators(type(_Generator)):  # type: ignore[misc]
 
 
 class Generator(_Generator, metaclass=_Generators):
-    """A GPU's generator, which draws as one of the CPU does."""
+    """A GPU's generator, which draws numbers like a CPU's."""
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         generator: Generator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
@@ -245,7 +247,7 @@ class Generator(_Generator, metaclass=_Generators):
 
 
 class Device:
-    """``with torch.cuda.device(0)``: there is only this one."""
+    """``with torch.cuda.device(0)``: there is only this device."""
 
     def __init__(self, device: Any = 0) -> None:
         self.idx = 0

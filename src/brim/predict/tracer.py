@@ -1,4 +1,4 @@
-"""Watch a step without running it: fake tensors go through the user's own code, and every storage's life is written.
+"""Trace a step without computing it: fake tensors go through the user's code, and every storage's life is recorded.
 
 ``build`` and the ``step`` that it returns run for real, in Python; only tensors have no data. So the order of
 allocations and frees is the one of a real run: it is decided by Python's and autograd's own references.
@@ -43,29 +43,28 @@ def trace(
     assume: float = 1.0,
     strict: bool = False,
 ) -> Trace:
-    """Trace a step of any program, as it would run on a GPU, on tensors without data.
+    """Trace the steps of any program on tensors without data, as the program would run on a GPU.
 
-    ``build`` and the step run for real, in Python; their tensors hold nothing, so that a step of any size is traced
+    ``build`` and the step are executed in Python, but their tensors have no data, so a step of any size can be traced
     on any machine. Values that follow from the program are known: literals, files, whole numbers, random draws,
-    tensors that it makes on the CPU. Those that depend on weights are not: where the program asks for one, a number
-    is made up, and ``Trace.notes`` names the line that questions.
+    tensors created on the CPU. Values that depend on weights are unknown: if the program reads one, the trace makes
+    up a number and names the line in ``Trace.notes``.
 
     Args:
-        build: A function without arguments that makes model, optimizer and inputs, and returns the step: again a
-            function without arguments. What these return does not matter otherwise.
-        steps: How many steps to trace, at least 1. The first one creates the optimizer's state, so the peak is often
-            in the second.
-        most_steps: While memory in use still grows from one step to the next, up to so many steps are traced. None:
-            ``steps`` and no more.
-        target: ``"cuda"`` or ``"cpu"``. For CUDA only what the program puts on the GPU is recorded; a program that
-            never names CUDA is taken to run there as a whole.
+        build: A function without arguments that creates model, optimizer and inputs, and returns the step, another
+            function without arguments. The result of the step is not used.
+        steps: The number of steps to trace, at least 1. The first step creates the optimizer's state, so the peak is
+            often in the second.
+        most_steps: The largest number of steps to trace while memory grows with every step. None: ``steps``.
+        target: ``"cuda"`` or ``"cpu"``. For CUDA only tensors on the GPU are recorded; a program that never mentions
+            CUDA is traced as if all of it ran on the GPU.
         model: The trace's name. By default the model's class.
         capability: The GPU's compute capability, which decides between attention kernels: ``(8, 0)`` is an A100.
-        routing: ``"balanced"``: a mixture of experts sees its tokens spread evenly. ``"crowded"``: all go to the same
-            experts.
-        assume: The share of a mask that is taken to be true, above 0 and at most 1 (the worst case), where the mask
-            depends on weights. Other whole numbers are taken to be 1.
-        strict: Refuse to make numbers up.
+        routing: The routing of a mixture of experts: ``"balanced"`` spreads tokens evenly, ``"crowded"`` sends all to
+            the same experts.
+        assume: The assumed share of true values in a mask that depends on weights, above 0 and at most 1 (the worst
+            case). Other whole numbers are assumed to be 1.
+        strict: Raise UnsupportedError instead of making numbers up.
 
     Returns:
         The operations of the steps and the life of every storage, in order.
@@ -73,8 +72,8 @@ def trace(
     Raises:
         UsageError: A value that is not allowed.
         OperationError: An operation of the program failed; the message has its line.
-        UnsupportedError: An operation that has no fake kernel, or a result whose size nothing bounds; with ``strict``
-            also a step that needs a value that is not known. The message has the name or the line.
+        UnsupportedError: An operation has no fake kernel, or the size of its result is not bounded; with ``strict``
+            also if the step needs an unknown value. The message has the name or the line.
     """
     _check(steps, target, routing, assume)
     mode = _recording(target, capability, Values(routing, strict=strict, assume=assume))
@@ -88,7 +87,7 @@ def trace(
 
 
 class _Growth:
-    """Tells from step to step whether memory in use still grows."""
+    """Compares memory in use from step to step, to find growth."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._in_use_bytes = recorder, list[int]()  # at the end of each step
@@ -104,7 +103,7 @@ class _Growth:
 
 class _Streams:
     """The current stream's number, in the order in which programs use them. A trace of a GPU that is not there runs
-    device-agnostic programs (FSDP2) on ``torch.cpu``'s streams, which order nothing and are told apart all the
+    device-agnostic programs (FSDP2) on ``torch.cpu``'s streams, which have no effect but are distinguished all the
     same."""
 
     def __init__(self) -> None:
@@ -141,7 +140,7 @@ def _check(steps: int, target: str, routing: str, assume: float) -> None:
 
 @contextmanager
 def _generators_restored() -> Iterator[None]:
-    """A trace draws as the program does; what comes after it draws as if it had not been."""
+    """Restore random generators after a trace, which draws numbers like the program."""
     before, python, array = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     try:
         yield
@@ -247,7 +246,7 @@ def _name(modules: ModuleTracker, build: Callable[[], Any]) -> str:
 
 
 def _mark_cache(mode: RecordingMode, cache: Any) -> None:
-    """Keys and values that a Hugging Face cache holds, layer by layer."""
+    """Yield the keys and values of a Hugging Face cache, layer by layer."""
     for part in ("self_attention_cache", "cross_attention_cache"):  # of an encoder-decoder
         if (inner := getattr(cache, part, None)) is not None:
             _mark_cache(mode, inner)
@@ -257,7 +256,7 @@ def _mark_cache(mode: RecordingMode, cache: Any) -> None:
 
 
 def _owners(mode: RecordingMode) -> dict[int, int]:
-    """The first module that holds each parameter, by the parameter's identity."""
+    """Return the first module with each parameter, by the parameter's identity."""
     found: dict[int, int] = {}
     for index, module in mode.modules.modules():
         for parameter in module._parameters.values():
@@ -267,7 +266,7 @@ def _owners(mode: RecordingMode) -> dict[int, int]:
 
 
 def _categorize(mode: RecordingMode) -> None:
-    """Set the category of the storages that are alive now, by their holder."""
+    """Set the category of the living storages, by their owner."""
     owners = _owners(mode)
     for index, module in mode.modules.modules():
         for parameter in module._parameters.values():
@@ -285,7 +284,7 @@ def _categorize(mode: RecordingMode) -> None:
 
 
 def _mark_gradients(mode: RecordingMode) -> None:
-    """Gradients are let go between steps, so they are marked as soon as a backward pass has made them."""
+    """Mark gradients as soon as a backward pass has created them: programs free them between steps."""
     owners = _owners(mode)
     for _, module in mode.modules.modules():
         for parameter in module._parameters.values():

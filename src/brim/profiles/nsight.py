@@ -170,7 +170,10 @@ class _Export:
             self.tables[str(name)] = {str(column[1]) for column in columns if column[6] == 0}
         if not {"StringIds", "META_DATA_EXPORT"} & self.tables.keys():
             found_names = ", ".join(sorted(self.tables)[:5])
-            raise FormatError(self.request, f"It has other tables: {found_names[:200] or 'none'}.")
+            raise FormatError(
+                self.request,
+                f"It has no tables of an Nsight Systems export; its tables: {found_names[:200] or 'none'}.",
+            )
 
     def rows(self, table: str, columns: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a table, none without it. ``columns``: names and defaults of missing values."""

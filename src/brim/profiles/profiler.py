@@ -93,7 +93,7 @@ class _Reader:
         else:
             self.document()
         if self.stream.peek():
-            raise self.stream.refuse("Something follows its end.")
+            raise self.stream.refuse("There is more text after its end.")
         if not self.has_events:
             raise self.stream.refuse('It has no "traceEvents".')
         activity = self.activity

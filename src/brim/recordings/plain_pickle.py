@@ -159,9 +159,9 @@ class _Reader:
         while self.follow():
             self.fill_window(AHEAD_BYTES)
             if self.objects > self.limit or len(self.memo) > self.memo_limit:
-                self.refuse("it unfolds into far more than its size")
+                self.refuse("its content is far larger than the file")
             if len(self.stack) > MAX_STACK:
-                self.refuse("it leaves too many values without a container")
+                self.refuse("too many of its values are in no container")
         return self.finish()
 
     def follow(self) -> bool:
@@ -314,7 +314,7 @@ class _Reader:
             start = self.at + 1 + width
         raw = self.data[start : start + length]
         if len(raw) != length:
-            self.refuse(f"at byte {self.position()} it claims a text of {length} bytes that it does not have")
+            self.refuse(f"at byte {self.position()} it announces a text of {length} bytes, more than there are")
         text = self.shared.texts.get(raw)
         if text is None:
             self.shared.texts[raw] = text = str(raw, "utf-8", "surrogatepass")
@@ -344,7 +344,7 @@ class _Reader:
     def put(self, width: int) -> None:
         index = self.count(self.at + 1, width)
         if index > len(self.memo):
-            self.refuse(f"at byte {self.position()} it remembers a value at {index}, far beyond the last")
+            self.refuse(f"at byte {self.position()} it stores a value at {index}, far beyond the last")
         self.memo[index : index + 1] = [self.stack[-1]]
         self.at += 1 + width
 

@@ -369,30 +369,30 @@ def rehearse(
     random_weights: bool = False,
     folder: str | Path | None = None,
 ) -> Rehearsal | list[Rehearsal]:
-    """Run a program on a simulated GPU, by PyTorch's own CUDA build, in its own process.
+    """Run a program on a simulated GPU with PyTorch's CUDA build, in a separate process.
 
-    Memory is as on the GPU: allocator, autograd and the choice of kernels are PyTorch's. Kernels compute nothing:
-    integers and small tensors are right, other values are made up. Files that the program writes are written.
+    Memory is the same as on the GPU: allocator, autograd and the choice of kernels are PyTorch's. Kernels do not
+    compute: integers and small tensors are right, other values are made up. The program's output files are written.
 
     Args:
-        step: The file of a program; or a function without arguments that creates its model and data on ``"cuda"``
-            and runs the steps of interest. It must be picklable, by pickle or by cloudpickle if that is installed.
+        step: The file of a program, or a function without arguments that creates its model and data on ``"cuda"`` and
+            runs the steps of interest. pickle, or cloudpickle if it is installed, must be able to pickle it.
         arguments: The program's own command line.
-        gpu: A name of the catalog: ``"RTX 4090"``. NVIDIA's cards only.
-        gpus: How many of them, at least 1.
-        ranks: Run only these ranks (0 to ``gpus`` - 1) of a job of ``gpus`` ranks, a process each.
+        gpu: A name of the catalog: ``"RTX 4090"``; an NVIDIA GPU.
+        gpus: The number of GPUs, at least 1.
+        ranks: Run only these ranks (0 to ``gpus`` - 1) of a job of ``gpus`` ranks, each in its own process.
             Empty: a single process that sees ``gpus`` cards.
-        steps: Of a program: end it after so many optimizer steps; None: when memory stops growing, at most 50. Of a
-            function: how often it is called; None: three times.
+        steps: The optimizer steps after which a program ends; None: when memory stops growing, at most 50. For a
+            function: the number of calls; None: three.
         random_weights: Build missing models from their configurations, untrained.
-        folder: Folder for recordings. None: they are deleted.
+        folder: The folder for recordings. None: they are deleted.
 
     Returns:
         The result; with ``ranks``, a list with a result for each.
 
     Raises:
-        UsageError: There is no CUDA build of PyTorch (neither the running one, nor one fetched by ``brim
-            rehearse``), or a value is not allowed.
+        UsageError: There is no CUDA build of PyTorch (neither the running one, nor one that ``brim
+            rehearse`` downloaded), or a value is not allowed.
         UnsupportedError: The device cannot simulate that card.
     """
     from brim.device.environment import find

@@ -68,7 +68,7 @@ def _compile(into: Path, torch: Path) -> None:
     raise UnsupportedError(
         problem,
         f"{compiler[0]} ended with {done.returncode}: {errors[0][:400]}",
-        "It needs a C++20 compiler and PyTorch 2.10 or newer. Name another compiler in CXX.",
+        "This needs a C++20 compiler (set CXX to one) and PyTorch 2.10 or newer.",
     )
 
 

@@ -32,7 +32,7 @@ IN_PHASE: Mapping[Phase, str] = {
     Phase.ATTENTION: "in attention",
     Phase.LOSS: "in the loss",
     Phase.BACKWARD: "in the backward pass",
-    Phase.STATES: "where the optimizer makes its states",
+    Phase.STATES: "when the optimizer creates its states",
     Phase.OPTIMIZER: "in the optimizer's step",
     Phase.EVALUATION: "in the evaluation",
     Phase.GENERATION: "in the generation",

@@ -44,16 +44,16 @@ RECOMPUTE = Advice(
     "Recompute activations instead of keeping them.", "model.gradient_checkpointing_enable()", change="checkpointing"
 )
 PRECISION = Advice("Compute in bfloat16.", 'torch.autocast("cuda", dtype=torch.bfloat16)', change="bfloat16 autocast")
-BUDGET = Advice("Let brim place what does not fit in RAM or on disk.", "brim run --vram 90% train.py")
-GENERATE = Advice("Let brim place what does not fit in RAM or on disk.", "brim generate MODEL --vram 6GiB")
+BUDGET = Advice("Let brim move tensors that do not fit to RAM or disk.", "brim run --vram 90% train.py")
+GENERATE = Advice("Let brim move tensors that do not fit to RAM or disk.", "brim generate MODEL --vram 6GiB")
 
 FUSED = Advice(
-    "Update in one kernel: foreach keeps temporaries as large as the parameters.",
+    "Use a fused optimizer: foreach allocates temporaries as large as the parameters.",
     "torch.optim.AdamW(..., fused=True)",
     change="fused optimizer",
 )
 ONE_BY_ONE = Advice(
-    "Or update one tensor at a time: the temporaries are those of one tensor.",
+    "Or update one tensor at a time: temporaries are then as large as one tensor.",
     "torch.optim.AdamW(..., foreach=False)",
     change="foreach=False",
 )
@@ -67,7 +67,7 @@ _NO_ACTIVATIONS = Advice(
     "A smaller batch would not help: activations are gone when the optimizer's step begins.", helps=False
 )
 CHUNKED_LOSS = Advice(
-    "Compute the loss in chunks, or fused with the last layer: all logits are then never there at once.",
+    "Compute the loss in chunks, or fused with the last layer: the logits are then never all in memory.",
     "from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss",
     change="loss in chunks",
 )
@@ -89,7 +89,7 @@ WEIGHTS_IN_16_BITS = Advice(
     change="weights in 16 bits",
 )
 DETACH = Advice(
-    "Keep numbers instead of tensors: a tensor that is kept over steps keeps its graph, and activations in it.",
+    "Keep numbers instead of tensors: a tensor kept over steps keeps its autograd graph and activations.",
     "losses.append(loss.item())  # or loss.detach(); no retain_graph=True",
 )
 
@@ -97,18 +97,18 @@ BY_PHASE: dict[Phase, tuple[Advice, ...]] = {
     Phase.LOADING: (
         WEIGHTS_IN_16_BITS,
         Advice(
-            "Load them into RAM first: a copy on the GPU beside the model is one too many.",
+            "Load checkpoints into RAM first: on the GPU they are a second copy of the model.",
             'torch.load(..., map_location="cpu")',
             change="checkpoints to the CPU",
         ),
-        Advice("Share them between GPUs and RAM.", 'from_pretrained(..., device_map="auto")'),
+        Advice("Divide the weights between GPUs and RAM.", 'from_pretrained(..., device_map="auto")'),
         GENERATE,
     ),
     Phase.FORWARD: (SMALLER, RECOMPUTE, PRECISION, BUDGET),
     Phase.BACKWARD: (SMALLER, RECOMPUTE, PRECISION, BUDGET),
     Phase.ATTENTION: (
         Advice(
-            "Use fused attention: scores of all pairs of tokens are then never there at once.",
+            "Use fused attention: scores of all pairs of tokens are then never all in memory.",
             'from_pretrained(..., attn_implementation="sdpa")',
             change="fused attention",
         ),
@@ -122,12 +122,14 @@ BY_PHASE: dict[Phase, tuple[Advice, ...]] = {
     Phase.EVALUATION: (
         Advice("Evaluate fewer samples at once.", "per_device_eval_batch_size=1", change="half the batch"),
         Advice(
-            "Move predictions to RAM as they come, or keep what the metric needs instead of logits.",
+            "Move predictions to RAM after each batch, or keep only what the metric needs, not logits.",
             "eval_accumulation_steps=1, preprocess_logits_for_metrics=...",
             change="outputs to the CPU",
         ),
         Advice(
-            "Keep nothing for a backward pass.", "with torch.inference_mode():", change="no gradients in evaluation"
+            "Turn gradients off, so that nothing is kept for a backward pass.",
+            "with torch.inference_mode():",
+            change="no gradients in evaluation",
         ),
     ),
     Phase.GENERATION: (

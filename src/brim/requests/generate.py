@@ -43,8 +43,8 @@ class Request:
     plan: str | Path | None = option(None, "Run exactly the plan in this file, which brim plan wrote.")
     host_compute: bool = option(
         True,
-        "Let the processor compute blocks where that is faster; its last bits are others than the GPU's.  "
-        "[default: it may]",
+        "Let the CPU compute blocks if that is faster; its results differ from the GPU's in the last bits.  "
+        "[default: on]",
     )
     max_new_tokens: int = option(128, min=1)
     system: str | None = option(

@@ -27,8 +27,8 @@ class Request:
     )
     ram: str | int | None = option(
         None,
-        "Budget of host memory: 8GiB, or 80% of it; with --gpus, of a node.  [default: 90 % of what is free; "
-        "beside a --gpu its share of the machine that it is sold in, else 64GiB]",
+        "Budget of host memory: 8GiB, or 80% of it; with --gpus, of a node.  [default: 90 % of the free memory; "
+        "with --gpu, of the RAM of the machine in which that GPU is sold, else of 64GiB]",
     )
     ram_gb_per_s: float | None = option(
         None,
@@ -51,8 +51,8 @@ class Request:
     lossless: bool = option(False, "Never round weights to 8 bits or fewer.")
     host_compute: bool = option(
         True,
-        "Let the processor compute blocks of a generation where that is faster; its last bits differ from the "
-        "GPU's.  [default: it may]",
+        "Let the CPU compute blocks of a generation if that is faster; its results differ from the "
+        "GPU's in the last bits.  [default: on]",
     )
     top: int = option(5, min=1, help="Maximum number of plans.")
 

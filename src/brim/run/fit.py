@@ -96,44 +96,46 @@ def fit(
     activations: str | int | None = None,
     plan: str | Path | None = None,
 ) -> WeightStreaming | Fitted:
-    """Fit a module that exists already into a memory budget, in place.
+    """Fit an existing module into a memory budget, in place.
 
     Without ``optimizer``, for inference: blocks that do not fit are streamed while the model runs. With it, for
-    training: gradients and the optimizer's states count towards the budget too, and the loop stays as it is:
+    training: the budget also covers gradients and the optimizer's states, and your loop is not changed:
     ``loss.backward(); optimizer.step(); optimizer.zero_grad()``. The budget covers the module's tensors and
-    activations. On a machine without CUDA the model computes in RAM, and tensors that do not fit there rest in a
-    scratch file (in the folder ``BRIM_SCRATCH``, else in the temporary one).
+    activations. On a machine without CUDA the model computes in RAM, and tensors that do not fit there are in a
+    scratch file (in the folder ``BRIM_SCRATCH``, else in the temporary folder).
 
     Args:
-        model: Any module with ordinary parameters of which no part is fitted already. A model on a GPU stays on that
-            GPU.
-        optimizer: The optimizer that trains it, of ``torch.optim`` or derived from it. None: inference.
+        model: Any module with ordinary parameters. No part of it may be fitted already. A model on a GPU stays on
+            that GPU.
+        optimizer: The optimizer that trains it, a ``torch.optim.Optimizer``. None: inference.
         vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"90%"`` of its capacity. None: nine tenths of the free memory
-            and of what the model holds there already.
-        ram: Budget of host memory, written alike. If the model computes in RAM, the smaller of the two budgets
+            and of the memory that the model uses there already.
+        ram: Budget of host memory, in the same forms. If the model computes in RAM, the smaller of the two budgets
             holds.
         device: ``"auto"`` (CUDA, else the CPU), ``"cuda"``, ``"xpu"``, ``"npu"``, ``"cuda:1"`` (a GPU by number),
-            ``"cpu"``, or ``"emulated"``: a part of RAM plays VRAM, to try plans without a GPU.
+            ``"cpu"``, or ``"emulated"`` (a part of RAM replaces VRAM, to try plans without a GPU).
         example: Inputs of the model: a tensor, a tuple or list of positional inputs, or a dictionary of named ones.
             Activations are predicted from it; nothing is run.
-        activations: Bytes of a step's activations, instead of an example. With neither, an eighth of the budget is
-            set aside.
-        plan: For training: a file from ``brim plan --task train --output``. It is followed exactly, and the loop
-            gives the model as many rows at once as the plan says.
+        activations: Bytes of a step's activations, instead of an example. Without both, an eighth of the budget is
+            reserved for them.
+        plan: For training: a file from ``brim plan --task train --output``. brim follows it exactly; your loop must
+            use the plan's micro-batch.
 
     Returns:
         The handle, also at ``model.brim``: ``plan``, ``timeline()``, ``remove()``.
 
     Raises:
         BudgetError: Nothing fits; ``smallest_bytes`` is a sufficient budget.
-        UsageError: An argument of another type, a value that is not allowed, or a model that is fitted already.
+        UsageError: An argument has the wrong type or value, or the model is fitted already.
         UnsupportedError: Parameters with more state than their bytes: quantized by another library, sharded, sparse,
             or on the meta device.
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"Cannot fit a {type(model).__name__}.", "brim.fit takes an nn.Module.")
+        raise UsageError(f"Cannot fit a {type(model).__name__}.", "The model must be an nn.Module.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"Cannot use a {type(optimizer).__name__} as the optimizer.", "brim.fit takes PyTorch's.")
+        raise UsageError(
+            f"Cannot use a {type(optimizer).__name__} as the optimizer.", "It must be a torch.optim.Optimizer."
+        )
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper calls the module inside
     refuse_second(model)
     refuse_special_tensors(model)
@@ -148,7 +150,9 @@ def fit(
             return fit_training(model, optimizer, hardware, budget, kind, inputs, activations, plan)
         if plan is not None:
             raise UsageError(
-                f"Cannot use the plan {plan} without an optimizer.", "Plans are for training.", "Give the optimizer."
+                f"Cannot use the plan {plan} without an optimizer.",
+                "brim.fit follows plans in training only.",
+                "Give the optimizer.",
             )
         need = forward_need(model, budget, hardware, inputs, activations)
         placed = search_forward(model, hardware, budget, need, inputs, kind)
@@ -298,7 +302,7 @@ class Search:
         if choice.in_backward or choice.chunk_tokens or choice.streams or choice.precision != "fp32":
             raise UsageError(
                 f"Cannot follow the plan for {file.plan.model} in brim.fit.",
-                "It needs brim's own loop: streamed weights, updates in backward, logits in pieces or autocast.",
+                "It needs brim's own loop: streamed weights, updates in backward, chunked loss or autocast.",
                 "Run it by brim train --plan, or plan for file.py:build.",
             )
         settings = {**file.plan.settings, MICRO_BATCH: 1}  # as here: the loop decides

@@ -1,1 +1,1 @@
-"""Ways to take less memory. One folder or file is one technique, each with its ``apply``."""
+"""Techniques that save memory. Each folder or file has one technique, with its function ``apply``."""

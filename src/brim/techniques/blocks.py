@@ -1,4 +1,4 @@
-"""Blocks of a model, found from the shape of the module tree, never from a list of model names."""
+"""Find the blocks of a model by the shape of its module tree, without a list of model names."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def find_blocks(
     sizes = {triggers: sum(tensor_bytes(parameters[name]) for name in names) for triggers, names in groups.items()}
     small = total * _LOOSE_FRACTION
     if sum(size for triggers, size in sizes.items() if triggers and size < small) > total / 4:
-        small = 0  # a model of many small units, which then must move
+        small = 0  # a model of many small units, which must then be moved nevertheless
     moved = {triggers for triggers, size in sizes.items() if triggers and size >= small}
     loose = tuple(name for triggers, names in groups.items() if triggers not in moved for name in names)
     return Partition(
@@ -106,7 +106,7 @@ def find_blocks(
 def adapters(model: nn.Module) -> frozenset[str]:
     """The trained parameters of blocks that are mostly frozen, as with LoRA.
 
-    They are to ``stay``: then streamed blocks are never written back.
+    They ``stay`` in the compute tier, so that streamed blocks are never written back.
     """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     sizes = {name: tensor_bytes(parameter) for name, parameter in model.named_parameters()}
@@ -120,7 +120,7 @@ def adapters(model: nn.Module) -> frozenset[str]:
 
 def _block(model: nn.Module, triggers: tuple[str, ...], groups: dict[tuple[str, ...], list[str]], size: int) -> Block:
     lookups = tuple(path for path in triggers if _only_looks_up(model.get_submodule(path)))
-    # Parameters that a unit shares with others are a block beside its own, with another name.
+    # Parameters that a unit shares with others are a separate block, with another name.
     is_ambiguous = len(triggers) > 1 and (triggers[0],) in groups
     name = "+".join(triggers) if is_ambiguous else triggers[0]
     return Block(name=name, triggers=triggers, lookups=lookups, tensors=tuple(groups[triggers]), bytes=size)
@@ -176,7 +176,7 @@ def _is_fused(module: nn.Module) -> bool:
         nn.TransformerEncoder,
         nn.TransformerDecoder,
     )
-    # A bare nn.Module only holds others together, and code that holds it calls them.
+    # A bare nn.Module is only a container: its owner calls its children.
     bare = type(module) is nn.Module
     return type(module).__module__.startswith("torch.nn.") and not bare and not isinstance(module, opened)
 

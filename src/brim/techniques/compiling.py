@@ -1,4 +1,4 @@
-"""Compilation of each block by itself, as torchtitan does it (torchtitan/parallelisms/parallelize_llama.py).
+"""Compile each block separately, as torchtitan does (torchtitan/parallelisms/parallelize_llama.py).
 
 Ansel et al., "PyTorch 2", ASPLOS 2024. A compiled block saves the tensors that PyTorch's partitioner chooses, and
 intermediate values within a kernel take no memory.
@@ -20,9 +20,9 @@ from brim.techniques.checkpointing.technique import blocks
 
 
 def apply(model: nn.Module, names: Iterable[str] | None = None, *, backend: str = "inductor") -> Compiling:
-    """Compile the modules of these paths, each by itself; by default every block.
+    """Compile the modules of these paths separately; by default every block.
 
-    In a trace, techniques applied before, such as checkpointing, are compiled with a block, its hooks are not. A
+    In a trace, earlier techniques such as checkpointing are compiled with a block, but its hooks are not. A
     module that is not a single graph runs uncompiled there, and the trace notes it.
 
     Raises UsageError for an unknown path, a block inside another one, or a block that is compiled already.
@@ -88,7 +88,7 @@ def _refuse(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
             if part in inside or module in set(part.modules()):
                 where = "It is" if part is module else f"{path} is"
                 raise UsageError(
-                    f"Cannot compile {name}.", f"{where} compiled already.", "Remove the first handle before."
+                    f"Cannot compile {name}.", f"{where} compiled already.", "Call .remove() on its handle first."
                 )
         for other, part in chosen.items():
             if part is not module and part in inside:

@@ -60,8 +60,8 @@ def as_arguments(example: Any) -> dict[str, Any] | tuple[Any, ...]:
     if isinstance(example, (tuple, list)):
         return tuple(example)
     raise UsageError(
-        f"An example of a model's inputs was given as {type(example).__name__}.",
-        "It is a tensor, a tuple or list of positional inputs, or a dictionary of named ones.",
+        f"Cannot use a {type(example).__name__} as the example of a model's inputs.",
+        "It must be a tensor, a tuple or list of positional inputs, or a dictionary of named ones.",
         "Give the arguments of the model's call.",
     )
 

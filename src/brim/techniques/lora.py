@@ -24,9 +24,9 @@ def add_lora(
 
     Args:
         module: The model; its parameters no longer train afterwards.
-        name: What an error calls it.
+        name: The model's name in errors.
         model_type: As in the model's configuration.
-        targets: Other layers: ends of their names, or ``"all-linear"``.
+        targets: Other layers: last parts of their names, or ``"all-linear"``.
         layers: PEFT's kind of layer for kinds that it does not know.
         settings: Other settings of PEFT's ``LoraConfig``.
 
@@ -43,7 +43,7 @@ def add_lora(
         config._register_custom_module(dict(layers))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that is going away
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
             return get_peft_model(module, config)
     except ValueError as error:
         raise UnsupportedError(

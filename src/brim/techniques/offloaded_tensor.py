@@ -1,6 +1,6 @@
-"""A tensor whose values are elsewhere: it has a shape, a dtype and a device, but no memory.
+"""A tensor whose values are offloaded: it has a shape, a dtype and a device, but no memory.
 
-Offloaded gradients and optimizer states are such tensors: code that tests for a gradient sees one, and code that
+Offloaded gradients and optimizer states are such tensors: code that tests for a gradient finds one, and code that
 would compute without values gets an error. With a ``Backing`` operations get the values, one tensor at a time.
 """
 

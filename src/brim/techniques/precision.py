@@ -68,7 +68,7 @@ def apply(
         raise UsageError(
             f"Cannot use precision={precision} for {type(model).__name__}.",
             f"It is in {vars(model)[_MARK]} already.",
-            "Remove the first handle before.",
+            "Call .remove() on its handle first.",
         )
     first = next(model.parameters(), torch.empty(0))
     where = torch.device("cuda") if first.is_cuda else first.device
@@ -76,11 +76,11 @@ def apply(
 
 
 class PrecisionHandle:
-    """The steps of a training loop under a precision. Its methods do what plain training does where that is right.
+    """The steps of a training loop under a precision. Without a special need its methods do what plain training does.
 
     ``keeps_casts``: autocast caches its cast of each weight until the end of the forward pass, for weights that are
-    used twice. Where blocks are streamed or recomputed, the cache would hold a 16-bit copy of all weights. Without
-    it, the gradients of a layer that is called twice are added in 32 bits instead of 16: not the same bits.
+    used twice. With streamed or recomputed blocks, the cache would have a 16-bit copy of all weights. Without
+    it, the gradients of a layer that is called twice are added in 32 bits instead of 16, so their bits differ.
     """
 
     keeps_casts = True
@@ -389,7 +389,7 @@ class WideSteps:
         if closure is not None:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step was called with a closure.",
-                "Its parameters are cast to float32 a few at a time: the loss cannot be computed again meanwhile.",
+                "A closure computes the loss in the middle of a step, when only some weights are cast to float32.",
                 "Use precision bf16-mixed.",
             )
         groups, result = optimizer.param_groups, None
@@ -461,7 +461,7 @@ class WideSteps:
 
     def _generator(self, tensor: torch.Tensor) -> torch.Generator | None:
         if isinstance(tensor, FakeTensor):
-            return None  # nothing random is drawn
+            return None  # no random numbers are drawn
         device = tensor.device
         if device not in self._generators:
             generator = torch.Generator(device).manual_seed(self._seed)
@@ -488,8 +488,8 @@ class WideSteps:
         others = [name for name in state if name not in masters and not name.startswith("rounding.")]
         if masters.keys() != own_masters.keys() or others:
             raise UsageError(
-                "Cannot load the state of a precision.",
-                f"It has {len(masters)} float32 masters where this model has {len(own_masters)}.",
+                "Cannot load the saved state of the precision.",
+                f"It has float32 copies of {len(masters)} weights; this model needs {len(own_masters)}.",
                 "Load the state that the same model and precision wrote.",
             )
         for name, value in masters.items():

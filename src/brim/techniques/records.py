@@ -93,12 +93,13 @@ class Records:
             buffer, self._buffer = self._buffer, None
             buffer.free()
 
-    # -- coming and going
+    # -- loading and releasing
 
     def enter(self, record: int, *, empty: bool = False) -> torch.Tensor:
-        """The record's bytes (uint8, in RAM), to be used until ``leave``. ``empty``: it is new, and not read.
+        """Return the record's bytes (uint8, in RAM), to be used until ``leave``. ``empty``: a new record, which is
+        not read.
 
-        Raises the TransferError of its read, or of the write of a record that it displaces, which is not lost.
+        Raises the TransferError of its read, or of the write of a displaced record, which is not lost.
         """
         if record in self._stores:
             return self._stores[record].tensor
@@ -130,7 +131,7 @@ class Records:
     def secure(self, record: int) -> None:
         """Wait until the record in the buffer is on disk too, so that it may be changed and forgotten.
 
-        A failed write is tried again. Raises its TransferError; then the record is as it was.
+        A failed write is tried again. Raises its TransferError; then the record is unchanged.
         """
         place = self._find(record)
         if place is not None:

@@ -20,7 +20,8 @@ class Packer(Protocol):
     """Replaces some of the tensors that autograd saves."""
 
     def pack(self, tensor: torch.Tensor) -> Unpack | None:
-        """A function that gives the values of ``tensor``, once or more often, or None to leave it to others."""
+        """Return a function that gives the values of ``tensor``, repeatedly if needed, or None to leave it to
+        others."""
 
 
 class Saving:
@@ -38,7 +39,7 @@ class Saving:
         self._hooks.__enter__()
 
     def end(self) -> None:
-        """Safe to call when ``begin`` was not."""
+        """Remove the hooks; also safe without ``begin``."""
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__()
@@ -60,7 +61,7 @@ def _top_hooks() -> Hooks | None:
 
 
 def active_packers() -> Iterator[Packer]:
-    """The keepers whose hooks would see a tensor that is saved now, innermost first, as far as they can be seen."""
+    """The packers whose hooks would get a tensor that is saved now, innermost first, as far as they are known."""
     hooks = _top_hooks()
     while hooks is not None and isinstance(hooks[0], _PackHook):
         yield hooks[0].packer

@@ -46,12 +46,12 @@ def test_a_superchips_link_is_its_own():
             {"gpus": 8},
             0.9 * 2048,
             491.5,
-            "2 TiB of RAM and RAM that moves 492 GB/s, as beside 8 of the 8 GPUs",
+            "2 TiB of RAM and a RAM rate of 492 GB/s, as for 8 of the 8 GPUs",
         ),
-        ({"gpus": 16}, 0.9 * 2048, 491.5, "as beside 8 of the 8 GPUs"),
-        ({"gpus": 4}, 0.9 * 1024, 491.5 / 2, "as beside 4 of the 8 GPUs"),
-        ({"gpus": 8, "ram": 1024 * GIB}, 0.9 * 1024, 491.5, "RAM that moves 492 GB/s, as beside"),
-        ({"gpus": 8, "ram_gb_per_s": 300.0}, 0.9 * 2048, 300.0, "(else give --ram)"),
+        ({"gpus": 16}, 0.9 * 2048, 491.5, "as for 8 of the 8 GPUs"),
+        ({"gpus": 4}, 0.9 * 1024, 491.5 / 2, "as for 4 of the 8 GPUs"),
+        ({"gpus": 8, "ram": 1024 * GIB}, 0.9 * 1024, 491.5, "a RAM rate of 492 GB/s, as for"),
+        ({"gpus": 8, "ram_gb_per_s": 300.0}, 0.9 * 2048, 300.0, "(change with --ram)"),
     ],
 )
 def test_a_plan_for_several_gpus_takes_the_node_they_are_sold_in_and_says_so(options, ram_gib, gb_per_s, told):
@@ -69,7 +69,7 @@ def test_a_single_gpu_has_its_share_and_what_is_given_counts():
     assert machine.hardware.tier("ram").bytes_per_s == pytest.approx(491.5e9 / 8)
     given = machine_of(Request(model="gpt2", gpu="H100", ram="1TiB", ram_gb_per_s=200.0))
     assert given.hardware.tier("ram").bytes_per_s == 200e9
-    assert not any("of RAM" in text or "RAM that moves" in text for text in given.assumed)
+    assert not any("of RAM" in text or "RAM rate" in text for text in given.assumed)
 
 
 def test_a_card_without_a_known_link_is_refused():

@@ -99,5 +99,5 @@ def test_a_log_has_its_lines_and_tokens_while_it_runs(llama: Path, tmp_path: Pat
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "1e300"])
 def test_what_is_no_number_of_seconds_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EVERY, value)
-    with pytest.raises(UsageError, match="no number of seconds"):
+    with pytest.raises(UsageError, match="not a number of seconds"):
         Console().status("planning")

@@ -134,12 +134,12 @@ def rehearsal(
         ),
         (
             rehearsal(12 * GIB, flushes=3),
-            f"{FITS}, though the safe upper bound is 377 MiB above the memory and the allocator had to give its "
-            "cache back 3 times: the program ran to its end.",
+            f"{FITS}, though the safe upper bound is 377 MiB above the memory and the allocator had to return "
+            "its cache 3 times: the program ran to its end.",
         ),
         (
             rehearsal(8 * GIB, flushes=1),
-            f"{FITS}, though the allocator had to give its cache back once: the program ran to its end.",
+            f"{FITS}, though the allocator had to return its cache once: the program ran to its end.",
         ),
         (
             rehearsal(8 * GIB, "enough", full_step=134),

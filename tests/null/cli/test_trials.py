@@ -55,9 +55,9 @@ def test_what_fits_is_first_with_its_bytes_and_nothing_is_tried_after_it() -> No
     assert [one["text"].partition(".")[0] for one in found] == [
         "Smaller", "Recompute", "In RAM", "With segments that grow it is served", "Emptying the cache"
     ]  # fmt: skip
-    assert found[0]["text"] == "Smaller. It fits so (rehearsed): 3 GiB taken by the process."
+    assert found[0]["text"] == "Smaller. With this it fits (rehearsed): 3 GiB taken by the process."
     assert found[0]["paste"] == "--batch 4"
-    assert "does not suffice (rehearsed): memory runs out in step 3" in found[3]["text"]
+    assert "is not enough (rehearsed): memory runs out in step 3" in found[3]["text"]
     assert [one.alloc_conf for one in device.asked] == ["expandable_segments:True", ""]
     assert found[1]["rehearsed"] is None and "fits" not in found[1]["text"]
 
@@ -74,7 +74,9 @@ def test_what_fails_for_another_reason_or_changes_nothing_is_said_neither_to_fit
 def test_where_nothing_suffices_alone_all_are_tried_together() -> None:
     both = with_changes(REQUEST, [BATCH.change, CHECKPOINTING.change])
     found = revised(Device([both]), BATCH, CHECKPOINTING, ELSEWHERE)
-    assert found[0]["text"].startswith("Do these together: half the batch, checkpointing. It fits so (rehearsed)")
+    assert found[0]["text"].startswith(
+        "Do these together: half the batch, checkpointing. With this it fits (rehearsed)"
+    )
     assert found[0]["rehearsed"]["fits"] and found[1]["text"] == ELSEWHERE.text
     assert not any(one["rehearsed"]["fits"] for one in found[2:])
 

@@ -146,7 +146,7 @@ def test_the_parts_of_a_step_begin_where_their_tensors_are_made(folder):
 def test_an_unknown_card_is_its_memory_alone(folder):
     found = brim.estimate(folder("llama"), seq=16, vram="12GiB")
     assert (found.fits, found.step_s, found.gpu) == (True, None, "a GPU of 12 GiB")
-    assert "only the memory is known" in " ".join(found.notes)
+    assert "only the memory of this GPU is known" in " ".join(found.notes)
     assert brim.estimate(folder("llama"), seq=16, vram="401MiB").fits is False
     with pytest.raises(UsageError, match="total is unknown"):
         brim.estimate(folder("llama"), seq=16, vram="80%")

@@ -128,7 +128,7 @@ def test_a_composite_model_is_estimated_in_the_precision_of_its_text(folder):
         "bf16", "by text_config.dtype of its configuration (bfloat16)",
     )  # fmt: skip
     assert found.peak_bytes == brim.estimate(folder("vlm", dtype="bfloat16"), batch=1, seq=8).peak_bytes
-    assert "inputs: text alone; what images and sounds add is not in it" in found.notes
+    assert "inputs: text only: the memory for images and sounds is not included" in found.notes
 
 
 def test_a_module_of_the_users_own_keeps_its_type(tmp_path):

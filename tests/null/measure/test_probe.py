@@ -182,7 +182,7 @@ def test_refresh_measures_again(measured, monkeypatch):
 def test_without_a_cache_it_measures_once_per_process_and_says_so_once(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="could not be kept in") as told:
+    with pytest.warns(UserWarning, match="could not save its cache in") as told:
         hardware = probe(device="cpu")
         Remembered("figures", ()).keep({"one": [1.0]})
     assert len(told) == 1

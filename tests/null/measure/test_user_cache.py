@@ -33,7 +33,7 @@ def test_without_a_cache_it_is_made_in_a_folder_of_the_process(
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(user_cache, "_own_folders", {})
-    with pytest.warns(UserWarning, match="next run makes them again") as told:
+    with pytest.warns(UserWarning, match="next run measures and computes again") as told:
         folder = build_once(cache_folder() / "kind" / "name", _fill)
         build_once(cache_folder() / "kind" / "other", _fill)
     assert len(told) == 1 and folder.is_relative_to(tmp_path)

@@ -403,7 +403,7 @@ def test_a_truncated_gguf_file_is_refused_and_leaves_nothing(tmp_path: Path, own
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("moved", "says"), [(0, "overlaps"), (10, "does not begin where it should after")])
+@pytest.mark.parametrize(("moved", "says"), [(0, "overlaps"), (10, "does not begin directly after")])
 def test_a_gguf_file_whose_tensors_share_bytes_or_leave_some_out_is_refused(
     moved: int, says: str, tmp_path: Path, own_cache: Path
 ) -> None:

@@ -204,7 +204,7 @@ def decided(**changes: str) -> Callable[[Any], Any]:
         ({"choice": "fp3"}, "choice of precision is 'fp3'; known are bf16, fp16"),
         ({"technique": "weight_streaming", "block": "lm_head", "choice": "nowhere"}, "weight_streaming is 'nowhere'"),
         ({"technique": "experts", "block": "model.layers.0.mlp", "choice": "stream:ram"}, "experts is 'stream:ram'"),
-        ({"block": "model.layers.99"}, "precision for 'model.layers.99'; that is set for the whole model"),
+        ({"block": "model.layers.99"}, "precision for 'model.layers.99'; that has one choice for the model"),
     ],
 )
 def test_a_decision_that_nothing_would_follow_is_refused(written: Path, changes: dict[str, str], told: str) -> None:

@@ -55,6 +55,6 @@ def test_a_batch_whose_scores_alone_are_more_than_memory_is_refused_before_any_s
 ) -> None:
     monkeypatch.setattr(planning_request, "probe", lambda **options: known_machine)
     monkeypatch.setattr(planning, "plan_generation", lambda *_, **__: pytest.fail("it was searched"))
-    with pytest.raises(BudgetError, match="scores of each sequence's last token alone take 956 GiB") as found:
+    with pytest.raises(BudgetError, match="logits of each sequence's last token alone take 956 GiB") as found:
         planning.plan(Request(model="llama-3.2-1b", task="generate", batch=10**6, seq=16, ram="4GiB"))
     assert found.value.smallest_bytes["ram"] == 2 * 4 * 128256 * 10**6

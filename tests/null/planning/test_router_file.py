@@ -77,7 +77,7 @@ def test_what_is_no_file_of_statistics_is_refused(mixture: Path, tmp_path: Path)
     path.write_text(json.dumps(document))
     with pytest.raises(FormatError, match="does not have"):
         routers_of(Request(model=mixture), str(path))
-    with pytest.raises(UsageError, match="only its configuration"):
+    with pytest.raises(UsageError, match="needs the model's weights"):
         routers_of(Request(model="mixtral-8x7b"), str(tmp_path / "other.json"))
 
 

@@ -43,7 +43,7 @@ class _Command(Command):
         if at is not None:
             ours, own = self._split_words(words[at + 1 :])
             if own:
-                click.echo(f"Given to the program: {shlex.join(own)}", err=True)
+                click.echo(f"Arguments of the program: {shlex.join(own)}", err=True)
             args = [*words[: at + 1], *ours, "--", *own, *args[len(words) + 1 :]]
         try:
             return super().parse_args(ctx, args)
@@ -218,7 +218,7 @@ def _write_html(
     if estimate.fits is False:
         endless = dataclasses.replace(study.place, total_bytes=None)
         rest = simulate(study.trace, endless, study.alloc_conf)
-        title = f"{estimate.model} (predicted, if memory had no end)"
+        title = f"{estimate.model} (predicted with unlimited memory)"
         views.append(View(timeline=rest, title=title, phases=phases(study.trace, rest)))
     _write_page(path, views, estimate, study.place.total_bytes, growth, others)
 
@@ -319,16 +319,16 @@ def _print_others(console: Console, estimate: Estimate, others: Sequence[Alterna
         rows = ((other.options, format_bytes(other.process_bytes)) for other in others)
         console.print_table(("it fits with", "process"), rows)
     elif not estimate.is_program:
-        console.print("No small change of these settings fits. What offloads and streams is looked for by")
+        console.print("No small change of these settings fits. To search plans that offload and stream, run")
         console.print(plan, soft_wrap=True)
 
 
 def _peaks(estimate: Estimate) -> list[tuple[str, int, str]]:
-    """The peak as it is counted at several places, in bytes."""
+    """Return the rows of the table of peaks: name, bytes and explanation."""
     peak = estimate.peak_bytes
     return [
         ("allocated", peak.allocated, "tensors, as torch.cuda.max_memory_allocated counts them"),
-        ("reserved", peak.reserved, "what the allocator holds for them"),
+        ("reserved", peak.reserved, "memory that the allocator has taken for them"),
         ("process", peak.process, _PROCESS.format(format_bytes(estimate.context_bytes))),
         *((f"  + {margin.name}", margin.bytes, margin.why) for margin in estimate.margins),
         ("safe upper bound", estimate.upper_bound_bytes, ""),
@@ -373,6 +373,6 @@ def _last_lines(console: Console, estimate: Estimate, growth: Growth) -> None:
     if estimate.flops is not None:
         console.print(f"{estimate.flops:,} FLOP a step{time}")
     if estimate.not_modelled:
-        console.print(f"not modelled inside: {', '.join(estimate.not_modelled)}")
+        console.print(f"allocations not modelled: {', '.join(estimate.not_modelled)}")
     for note in (*estimate.notes, estimate.program):
         console.print(note, soft_wrap=True)

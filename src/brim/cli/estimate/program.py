@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _MOST_ADVICE = 3
 _ENDLESS_BYTES = 1 << 42  # enough to measure a program that does not fit
 _REHEARSED = (
-    "rehearsed: run as it is by PyTorch's CUDA build on a GPU that is not there, until memory grew no more; what "
-    "comes later is not in it"
+    "rehearsed: the unchanged program ran with PyTorch's CUDA build on a simulated GPU until memory stopped growing; "
+    "later steps are not included"
 )
 _CATEGORIES = "categories and modules are inferred from the stacks of allocations"
 
@@ -80,7 +80,7 @@ def _what_helps(timeline: Timeline | None) -> list[str]:
         return []
     where = "" if failed.phase is None else f" {IN_PHASE[failed.phase]}"
     helpful = [one for one in advice_for(failed) if one.helps][:_MOST_ADVICE]
-    return [f"it runs out{where}; what helps there: {one.text} {one.paste}".rstrip() for one in helpful]
+    return [f"it runs out{where}; this helps: {one.text} {one.paste}".rstrip() for one in helpful]
 
 
 def _run(request: Request, environment: Environment) -> tuple[Rehearsal, Timeline | None]:

@@ -35,7 +35,7 @@ def report(options: EstimateOptions, split: Split) -> int | None:
             )
     load("brim.estimation.ranks.estimate", MODELS)
     _say_what_is_ruled_out(model, settings, split, gpu, vram)
-    with Console(stderr=True).status("Working out one rank of each kind"):
+    with Console(stderr=True).status("Predicting one rank of each kind"):
         from brim.estimation.ranks.estimate import estimate_ranks
 
         estimate = estimate_ranks(
@@ -53,7 +53,7 @@ def report(options: EstimateOptions, split: Split) -> int | None:
 def _say_what_is_ruled_out(
     model: str, settings: dict[str, Any], split: Split, gpu: str | None, vram: int | str | None
 ) -> None:
-    """Report at once a split that one division rules out; the full estimate follows all the same."""
+    """Report early if a simple division shows that no split fits; the full estimate follows."""
     from brim import catalog
     from brim.estimation.models import find_model
     from brim.estimation.ranks.sizes import shape_of
@@ -72,8 +72,8 @@ def _say_what_is_ruled_out(
     least = least_states(pieces.parameters(), split.gpus)
     if least > room:
         click.echo(
-            f"It fits in no split: weights, gradients and states take {format_bytes(least)} on each of {split.gpus} "
-            f"GPUs, and one has {format_bytes(room)} for them. What this split takes follows.",
+            f"No split fits: weights, gradients and states take {format_bytes(least)} on each of {split.gpus} "
+            f"GPUs, and one has {format_bytes(room)} for them. The prediction of this split follows.",
             err=True,
         )
 
@@ -85,7 +85,7 @@ def _further(options: EstimateOptions, estimate: ParallelEstimate) -> str:
     split, seq = estimate.split, estimate.workload.seq
     changed = {"task": "train", "vram": None, "gpus": split.gpus, "global_batch": split.global_batch}
     request = build(MeshRequest, vars(options) | changed | ({"seq": seq} if seq else {}))
-    return f" Splits that do are looked for by {request.command()}"
+    return f" To search splits that fit: {request.command()}"
 
 
 def _print(estimate: ParallelEstimate, further: str) -> None:
@@ -122,7 +122,7 @@ def _last_lines(console: Console, estimate: ParallelEstimate) -> None:
         )  # fmt: skip
     console.print(f"{estimate.flops:,} FLOP a step on all GPUs")
     if estimate.not_modelled:
-        console.print(f"not modelled inside: {', '.join(estimate.not_modelled)}")
+        console.print(f"allocations not modelled: {', '.join(estimate.not_modelled)}")
     for note in estimate.notes:
         console.print(note, soft_wrap=True)
 

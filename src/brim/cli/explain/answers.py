@@ -39,7 +39,7 @@ class Explained:
 
 
 def of_log(source: Source, settings: tuple[str, ...]) -> Explained:
-    """Explain the out-of-memory message that says most in a log, and name the others."""
+    """Explain the most informative out-of-memory message of a log, and name the others."""
     from brim.report.oom.reader import primary, read_oom
 
     try:
@@ -162,7 +162,7 @@ def of_timeline(source: Source, settings: tuple[str, ...]) -> Explained:
 
 def _waits(idle: Mapping[str, Any]) -> Rows:
     rows = tuple((wait["label"], wait["cause"], wait["seconds"], wait["count"]) for wait in idle["waits"][:50])
-    return "What compute waited for", ("what", "cause", "time_s", "times"), rows
+    return "Causes of waiting", ("what", "cause", "time_s", "times"), rows
 
 
 def of_profile(source: Source, settings: tuple[str, ...]) -> Explained:

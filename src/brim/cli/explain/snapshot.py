@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BEST = "best"
 ALLOCATOR = "allocator:"  # prefix of a change of allocator settings
-_UNKNOWN = "what came after it is not recorded"
+_UNKNOWN = "later events are not recorded"
 MUCH_UNUSED = 0.05  # of memory reserved at the peak
 
 
@@ -162,7 +162,7 @@ def _headline(run: RecordedRun, oom: Moment | None, failed: Failure | None, runs
         )
     replayed = (
         f" With {serving.settings or 'default settings'} it is served, {format_bytes(serving.peak_reserved_bytes)} "
-        f"reserved up to there; {_UNKNOWN}."
+        f"reserved until then; {_UNKNOWN}."
         if serving
         else " No setting that was tried serves it."
     )
@@ -185,14 +185,14 @@ def _advice(
     if failed is None:
         peak = next(moment for moment in run.moments if moment.what == "peak")
         if not runs and peak.free_bytes > MUCH_UNUSED * peak.reserved_bytes:
-            text = "Replay the run under other settings: part of what is reserved lies unused."
+            text = "Replay the run under other settings: a part of the reserved memory is unused."
             settings.append(Advice(text, "brim explain SNAPSHOT --what-if best"))
         return [asdict(advice) for advice in settings]
     advice = advice_for(failed)
     useless = [item for item in advice if not item.helps]
     if not any(candidate.serves_failure for candidate in runs):
         tried = ", ".join(candidate.settings or "default settings" for candidate in runs)
-        text = f"Allocator settings would not help: replayed, and the failed request is served by none: {tried}."
+        text = f"Allocator settings would not help: in a replay, the failed request fails with each of {tried}."
         useless.append(Advice(text, helps=False))
     return [asdict(item) for item in (*settings, *(item for item in advice if item.helps), *useless)]
 
@@ -210,7 +210,7 @@ def _of_settings(run: RecordedRun, runs: list[WhatIf], recorded: str) -> list[Ad
             continue
         peak = format_bytes(candidate.peak_reserved_bytes)
         effect = (
-            f"the failed request is served, {peak} reserved up to there (replayed); {_UNKNOWN}."
+            f"the failed request is served, {peak} reserved until then (replayed); {_UNKNOWN}."
             if serves
             else f"{peak} instead of {format_bytes(measured)} at the peak (replayed)."
         )

@@ -29,7 +29,9 @@ def of_message(chosen: OomMessage, others: Sequence[OomMessage]) -> _Lines:
     lines = [headline, chosen.why]
     for name, count in chosen.numbers_bytes.items():
         lines.append(f"  {name.replace('_', ' '):18} {format_bytes(count):>10}  {count:,} bytes")
-    lines += [f"  {name.replace('_', ' '):18}  not known to the program that printed it" for name in chosen.unknown]
+    lines += [
+        f"  {name.replace('_', ' '):18}  unknown to the program that printed the message" for name in chosen.unknown
+    ]
     lines += [f"  also in the message: {size}" for size in chosen.not_read]
     lines += _advice([asdict(advice) for advice in chosen.advice])
     for message in others[:MOST_LINES]:
@@ -82,7 +84,7 @@ def _device(device: Mapping[str, Any]) -> _Lines:
 
 def untried(device: Mapping[str, Any]) -> str:
     """Return a sentence about derived settings that were not replayed."""
-    return f"not replayed for want of time, ask for them with --what-if: {', '.join(device['untried'])}"
+    return f"not replayed, to save time (use --what-if): {', '.join(device['untried'])}"
 
 
 def _shown(moments: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -104,7 +106,8 @@ def _moment(moment: Mapping[str, Any]) -> _Lines:
         f"{WHEN[moment['what']]} (event {moment['event']:,}, {format_seconds(moment['time_s'])}): allocated "
         f"{format_bytes(moment['allocated_bytes'])}, reserved {format_bytes(moment['reserved_bytes'])}, free "
         f"{format_bytes(moment['free_bytes'])}: {format_bytes(moment['pinned_bytes'])} pinned in "
-        f"{moment['segments_with_pins']:,} segments, {format_bytes(moment['cached_bytes'])} in whole free ones",
+        f"{moment['segments_with_pins']:,} segments by blocks in use, {format_bytes(moment['cached_bytes'])} in "
+        "entirely free segments",
         f"  largest free block {format_bytes(moment['largest_free_bytes'])}; free blocks: "
         f"{', '.join(sizes) or 'none'}",
     ]
@@ -135,7 +138,7 @@ def of_leak(leak: Mapping[str, Any]) -> _Lines:
     seen = f"seen from {leak['unit']} {leak['since_step']:,} to {leak['steps']:,}"
     keeping = dict.fromkeys(line for row in leak["lines"] for line in keeping_lines(row["places"]))
     return [
-        f"what each {leak['unit']} leaves in use ({seen}), by who asked for it:",
+        f"what each {leak['unit']} leaves in use ({seen}), by the line that requested it:",
         *(f"  {format_bytes(size):>10}  {line or _NO_STACK}" for size, line in rows),
         *([f"kept by {'; '.join(list(keeping)[:MOST_LINES])}"] if keeping else []),
         _LET_GO,
@@ -182,7 +185,7 @@ def of_peak(peak: Mapping[str, Any], title: str = "by category") -> _Lines:
     ]
     named = [group for group in peak["by_label"] if group["name"]][:MOST_LINES]
     if named:
-        lines.append("by who asked for it:")
+        lines.append("by the line that requested it:")
         lines += [
             f"  {format_bytes(group['bytes']):>10}  {short(group['name'])} ({_blocks(group['count'])})"
             for group in named
@@ -212,7 +215,7 @@ def of_idle(idle: Mapping[str, Any]) -> _Lines:
         busy_s = format_seconds(idle["busy_s"])
         lines = [f"computing {busy_s} of {wall_s}, idle {idle_s} ({share}), waiting for:"]
     else:
-        rest = "what was done in the rest was not recorded"
+        rest = "the rest was not recorded"
         lines = [f"waiting {idle_s} of {wall_s} ({share}); {rest}. Waited for:"]
     for wait in idle["waits"][:MOST_LINES]:
         lines.append(
@@ -248,7 +251,7 @@ def of_profile(body: Mapping[str, Any]) -> _Lines:
 
 def _profiled(device: Mapping[str, Any]) -> _Lines:
     lines = [
-        f"copies {format_seconds(device['copy_s'])}, {format_seconds(device['overlap_s'])} of it beside compute; "
+        f"copies {format_seconds(device['copy_s'])}, {format_seconds(device['overlap_s'])} of it during compute; "
         f"memory operations are {device['memory_operations_share']:.1%} of what the device did; unified memory "
         f"{device['unified_share_time']:.1%} of their time, {device['unified_share_bytes']:.1%} of their bytes"
     ]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from brim.planning.strategy.effects import Effect
 
 
-# What several GPUs' plans take into account; of a comparison one GPU's is one, which may have RAM and disk.
+# Options that apply to plans for several GPUs; a comparison includes one GPU, whose plan may use RAM and disk.
 _SEVERAL = {
     "model",
     "task",
@@ -131,7 +131,7 @@ def _show(answer: Answer, output: Path | None, html: Path | None, as_json: bool)
 
 
 def _with_files(answer: Answer, output: Path | None) -> Answer:
-    """Commands with the names that their plans' files have; where none are written, with the command before them that
+    """Return commands with the names of their plan files; if none are written, with a preceding command that
     writes them."""
     from brim.planning.request import PLAN_FILE
 
@@ -188,7 +188,7 @@ def _print_plans(console: Console, answer: Answer) -> None:
         )
         for number, proposal in enumerate(answer.proposals, 1)
     )
-    columns = ("", *(tier.upper() for tier in tiers), step, "tokens/s", "limited by", "gap")
+    columns = ("", *(tier.upper() for tier in tiers), step, "tokens/s", "limited by", "gap to best")
     console.print_table(columns, plans, left=("limited by",))
     for number, proposal in enumerate(answer.proposals, 1):
         console.print(f"{number}: {_in_words(proposal)}")
@@ -199,18 +199,21 @@ def _print_plans(console: Console, answer: Answer) -> None:
         if best.timed
         else f"{step} of plan 1 is predicted: between {low_s} and {high_s}, by the errors of earlier predictions"
     )
-    for title, effects in (("plan 1 uses", best.techniques), ("more room, not needed here, by", best.frees)):
+    for title, effects in (("plan 1 uses", best.techniques), ("would also save memory", best.frees)):
         if effects:
             rows = ((effect.technique, effect.what, _saved(effect), _costs(effect.costs_s)) for effect in effects)
-            console.print_table((title, "which", "saves", "costs"), rows, left=("which", "saves"))
+            console.print_table((title, "use", "saves", "costs"), rows, left=("use", "saves"))
     for number, proposal in enumerate(answer.proposals, 1):
         console.print(f"{number}: {proposal.command}")
     if answer.request.task == "train" and not is_factory(answer.request.model):
-        console.print(f"{DATA} stands for your data, {TRAINED} for the folder that the trained model goes to.")
+        console.print(f"Replace {DATA} by your data, and {TRAINED} by the output folder.")
 
 
 def _in_words(proposal: Proposal) -> str:
-    return "; ".join(f"{effect.technique}: {effect.what}" for effect in proposal.techniques) or "everything resident"
+    return (
+        "; ".join(f"{effect.technique}: {effect.what}" for effect in proposal.techniques)
+        or "everything stays in memory"
+    )
 
 
 def _costs(seconds: float) -> str:
@@ -230,7 +233,7 @@ def _saved(effect: Effect) -> str:
 def _print_nearest(console: Console, answer: Answer) -> None:
     console.print(answer.refusal)
     if not answer.nearest:
-        console.print("No small change that would do was found.")
+        console.print("No small change that fits was found.")
         return
     for change in answer.nearest:  # a line each: a table would break commands over several
         console.print(f"It fits with {change.change}: {change.command}")

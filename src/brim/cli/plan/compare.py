@@ -30,7 +30,7 @@ _HOUR_S = 3600
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The result for a number of GPUs. ``step_s`` None: nothing fits, and ``summary`` says why. ``offload``: RAM or
+    """The result for a number of GPUs. ``step_s`` None: nothing fits; ``summary`` has the reason. ``offload``: RAM or
     disk has a part of it. ``peak_bytes``: of each GPU, and of a node's RAM and disk."""
 
     gpus: int
@@ -138,7 +138,7 @@ def _print(model: str, batch: int, options: dict[str, Any], rows: Sequence[Row],
     console.print_table(columns, lines, first="right")
     for row in rows:
         console.print(f"{row.gpus}: {row.summary}")
-    console.print("GPU-hours and cost are those of a billion tokens")
+    console.print("GPU-hours and cost are for a billion tokens")
 
 
 def _plot(path: Path, model: str, rows: Sequence[Row]) -> None:

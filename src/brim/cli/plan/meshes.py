@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 def show(request: MeshRequest, output: Path | None, as_json: bool) -> int | None:
-    """Search, prove and print, and write the best to ``output``; if nothing fits, print what would. The exit code."""
+    """Search, prove, print and write the best to ``output``, or print changes that fit. Return the exit code."""
     _check(request)
     started = time.perf_counter()
     load("brim.estimation.ranks.estimate", MODELS)
-    with Console(stderr=True).status("Looking at meshes"):
+    with Console(stderr=True).status("Comparing meshes"):
         answer = _searched(request)
     if isinstance(answer, BudgetError):
         return _show_nearest(request, answer, as_json=as_json)
@@ -70,7 +70,7 @@ def _show_nearest(request: MeshRequest, refusal: BudgetError, *, as_json: bool) 
             console.print(f"assumed: {text}")
         if refusal.todo:
             console.print(refusal.todo)
-    with Console(stderr=True).status("Looking for what would fit"):
+    with Console(stderr=True).status("Searching for changes that fit"):
         answer = infeasible(request, refusal, smallest_fits)
     if as_json:
         print_json({
@@ -82,7 +82,7 @@ def _show_nearest(request: MeshRequest, refusal: BudgetError, *, as_json: bool) 
     for change in answer.nearest:
         console.print(f"It fits with {change.change}: {change.command}")
     if not answer.nearest:
-        console.print("No small change that would do was found.")
+        console.print("No small change that fits was found.")
     return BudgetError.exit_code
 
 
@@ -107,7 +107,7 @@ def _check(request: MeshRequest) -> None:
         )
     if not request.gpu:
         raise UsageError(
-            "Cannot use --gpus without --gpu.", "Seconds and memory depend on it.", 'Add --gpu "A100 80GB".'
+            "Cannot use --gpus without --gpu.", "The prediction depends on the GPU.", 'Add --gpu "A100 80GB".'
         )
 
 
@@ -176,12 +176,12 @@ def _print(request: MeshRequest, answer: Meshes, took_s: float) -> None:
         ))  # fmt: skip
     console.print_table(columns, lines, first="right")
     if in_ram:
-        console.print("Nothing fits with all of it on the GPUs: these keep ZeRO-3's shards in RAM.")
+        console.print("No split fits on the GPUs alone: these keep ZeRO-3's shards in RAM.")
     halves = ", zb: zero-bubble" if any(mesh.split.zero_bubble for mesh, _ in rows) else ""
     told = f"v: model chunks a rank{halves}; micro: micro-batches a step, and sequences in each"
     console.print(told)
-    console.print(f"Every rank of the first: {_command(request, rows[0][0])}")
+    console.print(f"To predict every rank of the first: {_command(request, rows[0][0])}")
     for note in rows[0][1].notes:
         console.print(note)
-    counts = f"looked at {answer.looked_at:,} meshes in {format_seconds(took_s)}, {answer.traced} of them traced"
+    counts = f"compared {answer.looked_at:,} meshes in {format_seconds(took_s)}, {answer.traced} of them traced"
     console.print(counts)

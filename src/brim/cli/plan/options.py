@@ -19,7 +19,7 @@ def file_name(output: Path, index: int) -> Path:
 
 
 class _PlanFiles(OutputFile):
-    """The file of the first plan, and those of the others beside it."""
+    """Return the file of the first plan, and those of the other plans in the same folder."""
 
     def further(self, path: Path, params: Mapping[str, Any]) -> Iterator[Path]:
         if params["regimes"] or params["gpus"] is not None or params["compare_gpus"] is not None:

@@ -19,7 +19,7 @@ TIERS = ("vram", "ram", "disk")
 
 
 def tiers_of(answer: Answer) -> list[str]:
-    """Those that some plan uses."""
+    """Return the tiers that at least one plan uses."""
     used: set[str] = set()
     for proposal in answer.proposals:
         used |= {tier for tier, count in proposal.plan.promise.peak_bytes.items() if count}
@@ -32,7 +32,7 @@ def write_page(path: Path, answer: Answer) -> None:
     if answer.proposals:
         tables.append(_plans(answer, tiers))
         best = answer.proposals[0]
-        tables += [_effects("What plan 1 uses", best.techniques), _effects("More room by", best.frees)]
+        tables += [_effects("What plan 1 uses", best.techniques), _effects("Other ways to save memory", best.frees)]
         commands = tuple((number, proposal.command) for number, proposal in enumerate(answer.proposals, 1))
         tables.append(Table(title="Commands", columns=("plan", "command"), rows=commands))
     else:
@@ -68,12 +68,12 @@ def _plans(answer: Answer, tiers: Sequence[str]) -> Table:
     )
     peaks = (f"{tier}_bytes" for tier in tiers)
     columns = ("plan", *peaks, "step_s", "tokens per second", "limited by", "gap_share")
-    note = "Peak per tier. Each was proved: a step was traced with it in force."
+    note = "Peak of each tier. Each plan was proved: a step was traced with the plan in force."
     return Table(title="Plans", columns=columns, rows=rows, note=note)
 
 
 def _picture(proposal: Proposal, answer: Answer) -> Timeline:
-    """The schedule of a plan; where that has no bytes, what the compute tier holds at the most under it."""
+    """Return the schedule of a plan; if it has no bytes, with the peak of the compute tier."""
     assert proposal.timeline is not None
     compute = (proposal.hardware or answer.machine.hardware).compute
     if any(event.kind is EventKind.ALLOC and event.tier == compute for event in proposal.timeline):
@@ -84,7 +84,7 @@ def _picture(proposal: Proposal, answer: Answer) -> Timeline:
         if decision.choice == "resident" and decision.bytes <= rest:
             timeline.add(EventKind.ALLOC, compute, decision.bytes, label=decision.block, category="parameter")
             rest -= decision.bytes
-    timeline.add(EventKind.ALLOC, compute, rest, label="all else at its peak", category="temporary")
+    timeline.add(EventKind.ALLOC, compute, rest, label="peak of everything else", category="temporary")
     for event in proposal.timeline:
         timeline.add(**{name: getattr(event, name) for name in event.__slots__})
     return timeline
@@ -97,7 +97,7 @@ def _effects(title: str, effects: Sequence[Effect]) -> Table:
         for effect in effects
     )
     columns = ("technique", "which", *(f"saves_{tier}_bytes" for tier in tiers), "costs_s")
-    return Table(title=title, columns=columns, rows=rows, note="Negative is taken, not saved.")
+    return Table(title=title, columns=columns, rows=rows, note="Negative: the technique needs more.")
 
 
 def _precisions(answer: Answer) -> Table:
@@ -113,5 +113,5 @@ def _precisions(answer: Answer) -> Table:
             cells += [form.bytes, form.move_s, form.compute_s] if form else [None] * 3
         rows.append((*cells, row.streamed, row.resident))
     columns += ["better streamed", "better resident"]
-    note = "Per token. A streamed block takes the longer of moving and computing it."
+    note = "Seconds per token. A streamed block takes the longer of its copy and its computation."
     return Table(title="Which precision?", columns=tuple(columns), rows=tuple(rows), note=note)

@@ -2,7 +2,7 @@
 
 A step of 1F1B takes the slowest stage's time for each micro-batch, and the other stages' for their first and last one
 (Narayanan et al., arXiv 2104.04473), whose sum is the same for every balance. So the slowest stage decides. Among
-equally fast balances, the one is taken whose fullest rank has the fewest bytes. Where stages wait for their launches
+equally fast balances, the one whose fullest rank has the fewest bytes is used. If stages wait for their launches
 the sum is not the same, and a search compares with even stages too.
 """
 
@@ -90,7 +90,7 @@ def _products(config: Any, sequence: int) -> tuple[int, int]:
 
 
 def _smallest(table: Sequence[Sequence[float]], works: Callable[[float], bool]) -> float | None:
-    """The smallest number of the table for which ``works`` is true; it is true for all larger numbers."""
+    """Return the smallest number of the table for which ``works`` is true (it is monotonic)."""
     limits = sorted({number for row in table for number in row})
     at = bisect.bisect_left(limits, True, key=works)
     return limits[at] if at < len(limits) else None

@@ -1,4 +1,4 @@
-"""A pipeline rank's step from one that took a few turns: any number of micro-batches, in any order.
+"""Extrapolate a pipeline rank's step from a step of a few turns to any number and order of micro-batches.
 
 A turn's operations depend on its position among those of its model chunk: gradients are allocated in the first
 backward pass, ZeRO defers work to the last, and weights that FSDP2 gathers for a forward pass serve the next one
@@ -35,7 +35,8 @@ _FOREACH = "aten._foreach_"
 
 @dataclass(frozen=True)
 class _Situation:
-    """A turn's position among those of its chunk. ``after``: whether the turn before was a forward, None: none."""
+    """A turn's position among those of its chunk. ``after``: True if the turn before was a forward; None: there is
+    none."""
 
     forward: bool
     first: bool
@@ -59,9 +60,10 @@ class _Stretch:
 
 
 def traced_order(order: Sequence[Turn]) -> list[Turn]:
-    """The turns to trace for a step that takes ``order``: all of a chunk where they are few, else one of each kind.
+    """The turns to trace for a step of the given ``order``: all turns of a chunk if they are few, else one of each
+    kind.
 
-    Chunks are independent, so they come one after the other.
+    Chunks are independent, so they are traced one after the other.
     """
     traced = []
     for chunk in sorted({turn.chunk for turn in order}):
@@ -160,7 +162,7 @@ class Composer:
         names, ticks = self._named(source)
         there = self._ticks_of(target)
         at = bisect.bisect_right(ticks, tick) - 1
-        while names[at] not in there:  # at the latest the mark, with which each stretch begins
+        while names[at] not in there:  # stops at the latest at the mark at the begin of each stretch
             tick, at = ticks[at], at - 1
         return min(there[names[at]] + tick - ticks[at], target.end - 1) - target.start
 
@@ -256,7 +258,7 @@ class _Composition:
         between = [stretch for stretch in traced[traced.index(part) + 1 :] if _kind(stretch.turn) == kind]
         number = between.index(end)
         later = [at for at in range(index + 1, len(self.turns)) if _kind(self.turns[at]) == kind]
-        if not later:  # this order has fewer: it dies when the next stretch begins
+        if not later:  # there are fewer turns in this order: it dies when the next stretch begins
             return index + 1
         if number and end is between[-1]:
             return later[-1]

@@ -59,8 +59,8 @@ class ParallelEstimate:
     """Memory and time of a split training step. ``time`` and ``fits`` are None without a GPU.
 
     ``worst_rank`` is the first of the ranks that allocate most; ``process_bytes`` is the maximum of all ranks'
-    processes, which may be another rank's where allocators fragment differently. ``precision_origin`` says where the
-    precision is from.
+    processes, possibly of another rank, because allocators fragment differently. ``precision_origin`` is the origin
+    of the precision.
     """
 
     model: str
@@ -87,7 +87,7 @@ class ParallelEstimate:
 
     @property
     def node_ram_bytes(self) -> int:
-        """RAM of the shards on the node with the most; 0 where none are offloaded."""
+        """RAM of the shards on the node with the most; 0 if none are offloaded."""
         each, split = [rank.ram.reserved if rank.ram else 0 for rank in self.ranks], self.split
         return max(sum(each[at : at + split.gpus_per_node]) for at in range(0, split.gpus, split.gpus_per_node))
 
@@ -136,7 +136,7 @@ def estimate_ranks(
     """Estimate every rank of a training step of ``model`` under ``split``.
 
     ``engine``: ``torch`` is PyTorch's own (FSDP2, DTensor, pipelining), traced as it will run; ``megatron`` is
-    Megatron-LM with Transformer Engine, written down from its code (bf16 weights, AdamW), with ``megatron`` as the
+    Megatron-LM with Transformer Engine, modelled by its code (bf16 weights, AdamW), with ``megatron`` as the
     options of its own command line. ``compiled``: each block by torch.compile, in ``torch`` only. ``ram_gb_per_s``:
     of a node's RAM, else that of the machine that the GPU is sold in. Ranks that are alike are computed once. Raises
     UsageError for sizes that do not divide, naming the nearest that do, and UnsupportedError for settings that the
@@ -284,7 +284,7 @@ def _time(
     told = [f"step seconds: {source}"]
     if any(_launches_last(facts, hardware) for facts in stages):
         told.append(
-            "bound by launches: kernels are over before the host has launched the next; larger micro-batches or CUDA "
+            "bound by launches: kernels end before the host has launched the next ones; larger micro-batches or CUDA "
             "graphs make the step faster"
         )
     if split.offload_shards:
@@ -318,7 +318,7 @@ class RamPeak:
 
 @dataclass(kw_only=True)
 class _Ram:
-    """Bytes in RAM at a moment, by name; ``free`` blocks of page-locked memory, by size."""
+    """Bytes in RAM at a moment, by name; ``free``: cached blocks of page-locked memory, by size."""
 
     page_locked: bool
     bytes_by_name: dict[str, int] = field(default_factory=dict)
@@ -349,7 +349,7 @@ class _Ram:
 
 
 def ram_peak(storages: Iterable[Storage], *, page_locked: bool) -> RamPeak:
-    """The peak of storages in RAM. ``page_locked``: there is a GPU beside it.
+    """The peak of storages in RAM. ``page_locked``: True if the ranks have GPUs.
 
     FSDP2 keeps shards and their gradients page-locked there, each in an allocation of its own. PyTorch's allocator of
     page-locked memory rounds to powers of two, and caches freed blocks for the next request of the same rounded size

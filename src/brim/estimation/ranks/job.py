@@ -90,7 +90,7 @@ class MegatronOptions:
 class ParallelJob:
     """A model to train, its workload and its split. ``capability`` is the GPU's. ``megatron``: options of that engine
     only. ``target``: ``cuda``, or ``cpu`` for ranks without a GPU. ``compiled``: each block by torch.compile.
-    ``layers``: the indices of the layers that are there; None: all."""
+    ``layers``: the indices of the layers in this part; None: all."""
 
     source: Source
     workload: Workload

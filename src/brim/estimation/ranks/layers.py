@@ -1,8 +1,8 @@
-"""The layers of a traced stage, where a model's layers are of several kinds.
+"""The layers of a traced stage of a model with several kinds of layers.
 
 The first layers of a mixture of experts may be dense, and every sixth layer may have full attention. A stage then
 gets its real layers, cut out of the whole model; for a shallower trace that is repeated, pairs of layers are left out
-of a stretch in which each layer is like the last but one.
+of a stretch in which each layer equals the one two layers before.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from brim.estimation.models import Source, transformers_config
 from brim.estimation.ranks.job import ParallelJob
 from brim.techniques.parallel import pipeline
 
-# FSDP2 frees a layer's weights while the next but one is gathered, two layers on: two layers together repeat, as
-# ``extend_depth`` asks for copies that reach one copy on.
+# FSDP2 frees a layer's weights while the layer two positions later is gathered, so pairs of layers repeat:
+# ``extend_depth`` needs copies that reach at most into the next copy.
 UNIT = 2
 
 
@@ -135,7 +135,7 @@ def _in_json(value: Any) -> str:
 
 
 def _with_layers(source: Source, layers: int) -> Source:
-    """The source with ``layers`` layers, which are alike."""
+    """The source with ``layers`` equal layers."""
     config = transformers_config(source)
     field = str(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
     lists = dict(pipeline.layer_settings(config, int(config.num_hidden_layers)))
@@ -144,7 +144,7 @@ def _with_layers(source: Source, layers: int) -> Source:
 
 
 def _stretch(kinds: Sequence[int]) -> tuple[int, int]:
-    """The longest stretch in which each layer is like the last but one."""
+    """The longest stretch in which each layer equals the one two layers before."""
     longest, begin = (0, 0), 0
     for end in range(1, len(kinds) + 1):
         if end - begin > UNIT and kinds[end - 1] != kinds[end - 1 - UNIT]:

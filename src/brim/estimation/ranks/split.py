@@ -76,7 +76,7 @@ class Split:
         if self.sequence_parallel and self.tp == 1:
             raise UsageError(
                 "--sp was given with --tp 1.",
-                "It splits over the ranks that split tensors.",
+                "Sequence parallelism splits over the tensor-parallel ranks.",
                 "Give --tp, or leave it out.",
             )
         if self.interleave > 1:
@@ -318,13 +318,13 @@ def _check_interleave(split: Split) -> None:
 def _check_offload(split: Split) -> None:
     if not split.zero:
         raise UsageError(
-            "--offload-shards was given without --zero.", "It keeps in RAM what ZeRO splits.",
+            "--offload-shards was given without --zero.", "Only shards of ZeRO can be kept in RAM.",
             "Add --zero 3, 2 or 1.",
         )  # fmt: skip
     refuse_beside(
         "--offload-shards",
-        ("--ep", split.ep > 1, "Experts that are spread over ranks are split by no ZeRO, and stay."),
-        ("--zero-bubble", split.zero_bubble, "Its gradients are reduced by hand, on the GPU."),
+        ("--ep", split.ep > 1, "ZeRO does not split experts that are spread over ranks, so they stay on the GPU."),
+        ("--zero-bubble", split.zero_bubble, "Expert parallelism reduces gradients on the GPU."),
     )
 
 
@@ -337,9 +337,7 @@ def refuse_beside(option: str, *others: tuple[str, bool, str]) -> None:
 
 def _check_zero_bubble(split: Split) -> None:
     if split.pp == 1:
-        raise UsageError(
-            "--zero-bubble was given with --pp 1.", "It fills the waiting times of a pipeline.", "Give --pp."
-        )
+        raise UsageError("--zero-bubble was given with --pp 1.", "It is a schedule for pipelines.", "Give --pp.")
     if split.zero > 1:
         raise UsageError(
             f"--zero-bubble was given with --zero {split.zero}.",

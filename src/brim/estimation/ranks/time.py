@@ -177,7 +177,7 @@ def played_s(stages: Sequence[StageTime], split: Split) -> float:
                 if turn.half != "weight":
                     done_s[turn.forward, turn.micro_batch, part] = ready_s[stage]
                 at[stage] += 1
-        assert sum(at) > before, f"pipeline ranks wait for one another after {at} turns"
+        assert sum(at) > before, f"the pipeline's ranks wait for each other in a cycle after {at} turns"
     return max(ready_s)
 
 

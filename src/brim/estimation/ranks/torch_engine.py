@@ -55,8 +55,8 @@ _COLLECTIVES = {
 }
 _CROSSINGS = {TO_DEVICE: "to_device", TO_RAM: "to_ram"}
 _BUFFERS = (
-    "pipelining: every stage has room for what it receives of all micro-batches at once, as "
-    "torch.distributed.pipelining makes it (stage.py, _RecvInfo)"
+    "pipelining: every stage has receive buffers for all micro-batches at once, as in torch.distributed.pipelining "
+    "(stage.py, _RecvInfo)"
 )
 _IN_RAM = "shards in RAM: page-locked, each in a power of two of bytes (PyTorch's CachingHostAllocator.h)"
 _TOLD = "engine: PyTorch's FSDP2, DTensor and pipelining, traced on one rank of a fake process group"
@@ -113,8 +113,12 @@ def _check(job: ParallelJob) -> None:
 def _check_compiled(split: Split) -> None:
     refuse_beside(
         "--compile",
-        ("--ep", split.ep > 1, "Which experts tokens go to is decided by values, where a graph ends."),
-        ("--zero-bubble", split.zero_bubble, "A compiled block's backward pass is one, and has no halves."),
+        ("--ep", split.ep > 1, "The choice of experts depends on values, at which a compiled graph ends."),
+        (
+            "--zero-bubble",
+            split.zero_bubble,
+            "The backward pass of a compiled block cannot be divided into two halves.",
+        ),
     )
 
 
@@ -361,7 +365,7 @@ class TracedChunk:
     def __init__(self, model: pipeline.Stage, handle: sharding.Sharded, job: ParallelJob, dtype: torch.dtype) -> None:
         part = model.part
         self.model, self.handle, self._part = model, handle, part
-        many = job.split.micro_batches  # pipelining makes room for all of them (stage.py, _RecvInfo)
+        many = job.split.micro_batches  # pipelining allocates receive buffers for all of them (stage.py, _RecvInfo)
         self._tokens = torch.zeros(job.split.micro_batch, job.sequence, dtype=torch.long)
         self._received = None if part.embeds else torch.zeros(many, *_hidden(job), dtype=dtype)
         self._returned = None if part.has_head else torch.zeros(many, *_hidden(job), dtype=dtype)

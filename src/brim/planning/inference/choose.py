@@ -236,7 +236,7 @@ class GenerationSearch:
         if asked is not None and asked < prompt and not self._divisible:
             raise UnsupportedError(
                 f"Cannot process the prompt with {case.name} in chunks of {asked} tokens.",
-                "Its cache holds more than attention, and cannot be continued in the middle of a prompt.",
+                "Its cache holds more than keys and values, so a prompt cannot be divided.",
                 "Leave out --prefill-chunk.",
             )
         if asked is not None or not self._divisible:
@@ -361,7 +361,7 @@ class GenerationSearch:
             count = len(fixed.choices(STREAMING)) + len(fixed.choices(EXPERTS))
             raise UsageError(
                 f"Cannot use the plan for {fixed.model}.",
-                f"It has {count} blocks, and this model cannot be cut into those.",
+                f"This model cannot be divided into the plan's {count} blocks.",
                 "Make a new one: brim plan MODEL ... --output FILE.",
             )
         known = {RING_SLOTS: 0, BATCH: batch, PROMPT_TOKENS: prompt, TOTAL_TOKENS: total, **settings}
@@ -372,7 +372,7 @@ class GenerationSearch:
         if passing and not known[RING_SLOTS]:
             raise UsageError(
                 f"Cannot use the plan for {fixed.model}.",
-                f"It streams {len(passing)} blocks and has no slots to stream them through.",
+                f"It streams {len(passing)} blocks, but has no ring slots for them.",
                 "Make a new one: brim plan MODEL ... --output FILE.",
             )
         if not fixed.choices(EXPERTS):

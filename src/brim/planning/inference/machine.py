@@ -88,16 +88,16 @@ def computing(device: str) -> accelerator.Accelerator | None:
     if not here.has_streams:
         raise UnsupportedError(
             f"Cannot use device {device!r}.",
-            f"brim moves weights, caches and activations in streams of their own, and PyTorch's module for {name} "
-            f"has one queue for all work; brim knows memory and rates of it (brim.probe(device={kind!r})).",
+            f"brim copies data while the device computes, and PyTorch's backend for {name} has a single queue for "
+            f"both. brim can only measure its memory and rates (brim.probe(device={kind!r})).",
             "Use device cpu.",
         )
     probed = torch.empty(0, device=here.device)
     if not torch._has_compatible_shallow_copy_type(torch.empty(0), probed):
         raise UnsupportedError(
             f"Cannot use device {device!r}.",
-            f"brim points a model's parameters at memory of the device while they are used, and PyTorch's backend "
-            f"for {name} does not allow that of parameters that were made on the CPU.",
+            f"brim places the data of parameters on the device while they are used, and PyTorch's backend for {name} "
+            f"does not allow that for parameters that were created on the CPU.",
             "Use device cpu.",
         )
     return here
@@ -148,7 +148,7 @@ def refuse_batch(batch: int, seq: int, ram_bytes: int, *, labels: bool = True) -
     if bytes > ram_bytes:
         raise BudgetError(
             f"--batch {batch} --seq {seq} were given, with {format_bytes(ram_bytes)} of RAM.",
-            f"The tokens of one step{' and their labels' * labels}, or one layer's states of a sequence, alone take "
+            f"A step's tokens{' and labels' * labels}, or one sequence's hidden states in a layer, take at least "
             f"{format_bytes(bytes)}.",
             "Give a smaller --batch or --seq.",
             smallest_bytes={RAM: bytes},

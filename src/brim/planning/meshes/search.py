@@ -389,6 +389,6 @@ def _too_small(shape: Shape, gpus: int, gpu: catalog.Gpu, least: int, parameters
     return BudgetError(
         f"Cannot split {shape.name} over {gpus} {gpu.name}.",
         f"It needs at least {least:,} B on each of them, and one has {gpu.capacity_bytes:,} B.",
-        f"About {enough} GPUs hold its states.",
+        f"About {enough} GPUs are enough for its states.",
         smallest_bytes={"vram": least},
     )

@@ -74,7 +74,7 @@ def _check_states(shape: Shape, gpus: int, gpu: catalog.Gpu, parameters: int) ->
         raise BudgetError(
             f"Cannot split {shape.name} over {gpus} {gpu.name}.",
             f"Its states need at least {least:,} B on each of them, and one has {room:,} B for them.",
-            f"About {-(-least_states(parameters, 1) // room)} GPUs hold its states.",
+            f"About {-(-least_states(parameters, 1) // room)} GPUs are enough for its states.",
             smallest_bytes={"vram": least + gpu.context().bytes},
         )  # fmt: skip
 

@@ -138,8 +138,8 @@ def _check_same(
             at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
             at = min(len(ours), len(theirs)) if at is None else at
             raise _another(
-                f"Parameter {at} of group {index} is {(theirs[at:] or ['missing'])[0]} there, "
-                f"{(ours[at:] or ['missing'])[0]} here."
+                f"Parameter {at} of group {index} is {(theirs[at:] or ['missing'])[0]} in the checkpoint, "
+                f"{(ours[at:] or ['missing'])[0]} in this training."
             )
 
 

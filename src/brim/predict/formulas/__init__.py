@@ -1,4 +1,4 @@
-"""Closed forms: what a person would work out on paper, instantly and with the arithmetic shown."""
+"""Closed forms: formulas that can be computed on paper, with the arithmetic shown."""
 
 from __future__ import annotations
 

@@ -94,4 +94,6 @@ def _check(recompute: str, tensor_parallel: int, sequence_parallel: bool) -> Non
     if recompute not in RECOMPUTE:
         raise UsageError(f"Unknown recompute {recompute!r}.", f"Known: {', '.join(RECOMPUTE)}.")
     if sequence_parallel and tensor_parallel == 1:
-        raise UsageError("sequence_parallel was given with tensor_parallel = 1.", "It splits over the same GPUs.")
+        raise UsageError(
+            "sequence_parallel was given with tensor_parallel = 1.", "It splits over the tensor-parallel GPUs."
+        )

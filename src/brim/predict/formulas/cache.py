@@ -28,7 +28,7 @@ def kv_cache(
     if windowed_layers and (window is None or not 0 < windowed_layers <= layers or window < 1):
         raise UsageError(
             f"Cannot give {windowed_layers} of {layers} layers a window of {window}.",
-            "The numbers contradict each other.",
+            "The window must be at least 1, and windowed_layers at most layers.",
         )
     kept = min(tokens, window) if window is not None else tokens
     full = layers - windowed_layers
@@ -56,7 +56,7 @@ def latent_kv_cache(
 ) -> Result:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, Table 1): one latent and one rotary key per token.
 
-    What an implementation that absorbs the up-projections keeps; transformers expands the latent and keeps all heads.
+    An implementation that absorbs the up-projections keeps this; transformers expands the latent and keeps all heads.
     """
     at_least_one(layers=layers, kv_lora_rank=kv_lora_rank, rope_head_dim=rope_head_dim, tokens=tokens, batch=batch)
     count = layers * (kv_lora_rank + rope_head_dim) * tokens * batch * item_bytes(dtype)
@@ -72,7 +72,7 @@ def kv_cache_of_config(
 ) -> Result:
     """The decoder's self-attention cache of a Hugging Face ``config``; latent where it has ``kv_lora_rank``.
 
-    Raises ModelError where the configuration does not say how many layers and heads there are.
+    Raises ModelError if the configuration lacks the number of layers or heads.
     """
     layers = _read(config, "num_hidden_layers", "n_layer", "num_layers", "decoder_layers")
     if config.get("kv_lora_rank"):

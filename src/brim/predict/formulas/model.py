@@ -52,7 +52,7 @@ def explain_training(
     """Bytes of a training step, by category. Activations only where ``config`` is a transformer's.
 
     Gradients and optimizer state have the weights' ``dtype``, as in plain PyTorch. Activations are those of a GPT
-    layer in 16 bits (``activations_per_layer``): a first figure for other layers, where only a trace is right.
+    layer in 16 bits (``activations_per_layer``); for other layers this is a rough figure, and a trace is exact.
     """
     shapes = [tuple(parameter.shape) for parameter in model.parameters()]
     count = sum(map(math.prod, shapes))

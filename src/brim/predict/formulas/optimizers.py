@@ -51,7 +51,7 @@ OPTIMIZERS: dict[str, _Kind] = {
     ),
 }
 
-# Those that brim makes; of the others it is known what they keep.
+# Optimizers that brim creates. For the others only the sizes of states are known.
 MADE = ("adamw", "adam", "sgd", "sgd-momentum", "adafactor", "rmsprop", "adagrad", "lion", "adamw8bit")
 
 _OPTIONS = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered")}
@@ -76,7 +76,7 @@ def optimizer_state(
     options = {"amsgrad": amsgrad, "momentum": momentum, "centered": centered}
     wrong = [name for name in options if options[name] and name not in _OPTIONS.get(optimizer, ())]
     if wrong:
-        raise UsageError(f"Cannot use {' and '.join(wrong)} with {optimizer}.", "It has no such state.")
+        raise UsageError(f"Cannot use {' and '.join(wrong)} with {optimizer}.", "This optimizer has no such state.")
     if optimizer == "adamw8bit":
         return _torchao(shapes, dtype, kind)
     if optimizer == "adamw8bit-bitsandbytes":
@@ -99,7 +99,8 @@ def _kind(optimizer: str) -> _Kind:
 
 
 def _factored(shapes: Sequence[Sequence[int]], dtype: str, kind: _Kind) -> Result:
-    """Shazeer and Stern, arXiv 1804.04235: rows and columns of the last two dimensions; vectors are kept whole."""
+    """Shazeer and Stern, arXiv 1804.04235: rows and columns of the last two dimensions; the moments of vectors are
+    not factored."""
     rows = columns = whole = 0
     for shape in shapes:
         if len(shape) < 2:
@@ -115,7 +116,8 @@ def _factored(shapes: Sequence[Sequence[int]], dtype: str, kind: _Kind) -> Resul
 
 
 def _torchao(shapes: Sequence[Sequence[int]], dtype: str, kind: _Kind) -> Result:
-    """Two moments of a byte, a float32 scale per 256, a table each; what 256 does not divide keeps its dtype."""
+    """Two moments of 8 bits, a float32 scale per 256, a table each; sizes that 256 does not divide keep their
+    dtype."""
     sizes = [math.prod(shape) for shape in shapes]
     quantized = [size for size in sizes if size >= SMALLEST_QUANTIZED and size % BLOCK == 0]
     whole = sum(sizes) - sum(quantized)
@@ -127,7 +129,7 @@ def _torchao(shapes: Sequence[Sequence[int]], dtype: str, kind: _Kind) -> Result
 
 
 def _bitsandbytes(shapes: Sequence[Sequence[int]], kind: _Kind) -> Result:
-    """Dettmers et al., arXiv 2110.02861: two moments of a byte, a float32 scale per 256; small ones float32."""
+    """Dettmers et al., arXiv 2110.02861: two moments of 8 bits, a float32 scale per 256; small ones float32."""
     sizes = [math.prod(shape) for shape in shapes]
     large = [size for size in sizes if size >= SMALLEST_QUANTIZED]
     small = sum(sizes) - sum(large)

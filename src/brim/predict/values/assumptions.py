@@ -8,7 +8,7 @@ with the line that read it, or refused if ``strict``.
 * ``argmax``, ``topk`` and the like choose classes evenly, in turn: token t of a router goes to experts k*t,
   k*t + 1, ...; or, with crowded routing, every token goes to the first k.
 * Other whole numbers are 1, so that nothing is empty; elements that are counted are distinct and not zero.
-* Whether any element is negative is a check, and none is.
+* A check for negative elements finds none.
 * In an optimizer's code nothing has converged, so its step takes as long as it can: a number exceeds a tolerance
   that it is compared with, and of two numbers the left one, which is the newer, is the smaller.
 * Values are finite, and the program's checks hold: only a healthy run can be planned.
@@ -64,7 +64,7 @@ class Item:
 
 @dataclass(slots=True)
 class Questions:
-    """Questions of a program about unknown values, by the lines that asked (each once, in order)."""
+    """A program's reads of unknown values, by their lines (each once, in order)."""
 
     routing: bool = False
     finite: bool = False  # whether values are finite
@@ -87,7 +87,7 @@ class Values:
     # -- questions of the program ----------------------------------------------------------------------------------
 
     def read(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
-        """Return the answer to a question about values (``item``, ``equal``); None where there is none."""
+        """Return the result of a read of values (``item``, ``equal``); None if it is unknown."""
         if func in _COMPARISONS:
             return self._compared(func, args, kwargs)
         if func is not _aten._local_scalar_dense.default:
@@ -143,7 +143,7 @@ class Values:
         return number
 
     def number(self) -> float:
-        """A number as large as a loss, and smaller the more often the line has read one."""
+        """Return a number of the size of a loss, smaller with each read of the same line."""
         line = failures.line()
         self._reads[line] += 1
         return float(max(_SHRINKS ** (self._reads[line] - 1), 1e-30))
@@ -156,12 +156,12 @@ class Values:
         return source is None or bool(source.state.origin & MADE_UP)
 
     def answer(self, result: torch.Tensor, answer: bool) -> None:
-        """Let ``result`` be the outcome of a comparison of made-up numbers."""
+        """Record ``result`` as the outcome of a comparison of made-up numbers."""
         with _disable_current_modes():
             give(result, torch.full(tuple(result.shape), answer), MADE_UP)
 
     def as_compared(self, first: float, second: float, made_up: tuple[bool, bool]) -> tuple[float, float]:
-        """The numbers with which the program's comparison is made, where some are made up."""
+        """Return the operands of a comparison if some are made up."""
         if not any(made_up) or not self.optimizer_asks():
             return first, second
         if all(made_up):
@@ -186,7 +186,7 @@ class Values:
     def taken_as(
         self, answer: bool, tensor: torch.Tensor, result: torch.Tensor, *, check: bool = False
     ) -> torch.Tensor:
-        """Let all of ``result`` be ``answer``, unless the values of ``tensor`` are known."""
+        """Set all elements of ``result`` to ``answer``, unless the values of ``tensor`` are known."""
         source = known(tensor)
         if source is None or source.state.origin & (ASSUMED | MADE_UP):
             self.questions.checks |= check
@@ -198,7 +198,7 @@ class Values:
     # -- operations ------------------------------------------------------------------------------------------------
 
     def shape_of(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The outputs of an operation whose shape depends on values; None for others, and where it is unknown."""
+        """Return the outputs of an operation whose shape depends on values; None for others, and if it is unknown."""
         if func.namespace != "aten" and (chosen := self._all_of(func, args)) is not None:
             return chosen
         if not shape_depends_on_values(func):
@@ -376,7 +376,7 @@ class Values:
 
 
 def _dimension(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """The dimension along which a choice is made; None: all of them."""
+    """Return the dimension of a choice such as ``argmax``; None: all dimensions."""
     if func.overloadpacket is _aten.multinomial:
         return -1
     for position, argument in enumerate(func._schema.arguments):

@@ -1,4 +1,4 @@
-"""Known values of a trace: those that the program makes by itself, computed for real beside the fake tensors.
+"""Known values of a trace: values that the program itself creates, computed for real in addition to the fake tensors.
 
 Values that do not depend on weights are known up to a size: literals, files, ranges, draws from random generators,
 and results computed from them. Small tensors are computed at once, larger ones when they are read, so that a batch of
@@ -24,7 +24,7 @@ _MOST_ELEMENTS = {False: 1 << 26, True: 1 << 24}  # by whether the dtype is floa
 _MOST_WEIGHTS = 1  # elements of a tensor that requires gradients and is known nevertheless: a temperature
 # For a tensor that is computed because it is written in place: optimizers' states are not.
 _MOST_CHANGED = {False: 1 << 20, True: 1 << 16}
-_DEEPEST = 100  # operations that wait for one another
+_DEEPEST = 100  # longest chain of operations that wait
 _KNOWN_DTYPES = frozenset({
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
@@ -59,7 +59,7 @@ class State:
 
     valid: bool = True
     origin: int = 0  # ROUTED, ASSUMED, MADE_UP
-    outside: bool = False  # made outside of the trace: not written to
+    outside: bool = False  # created outside of the trace, and never changed
     readers: list[weakref.ref[_Call]] = field(default_factory=list)  # waiting calls that read this storage
 
 
@@ -136,7 +136,7 @@ def known(tensor: object) -> Known | None:
 
 
 def peek(tensor: object) -> Known | None:
-    """As ``known``, but computes nothing."""
+    """Return known values like ``known``, without computing delayed ones."""
     value: Known | None = getattr(tensor, "_brim_known", None)
     if value is None:
         return _from_outside(tensor)
@@ -200,7 +200,7 @@ class KnownValues:
         if _written_positions(func):
             return func is _CHECKED or self._write(func, args, kwargs, result)
         tensors = flat_leaves(args, kwargs)
-        if func.namespace == "c10d":  # these write without declaring it
+        if func.namespace == "c10d":  # their schemas do not declare writes
             for tensor in tensors:
                 forget(tensor)
             return False
@@ -220,7 +220,7 @@ class KnownValues:
             return False
         if not tensors and (
             func.namespace != "aten" or _views_first(func)
-        ):  # a view of a number: C++ made a tensor of it
+        ):  # a view of a number that C++ converted to a tensor
             return False
         seed = self._seed(func, kwargs, results)
         call = _Call(_really(func), _known_parts(args), _known_parts(kwargs), depth + 1, seed)
@@ -424,7 +424,7 @@ def shape_depends_on_values(func: torch._ops.OpOverload) -> bool:
 @cache
 def _really(func: torch._ops.OpOverload) -> Callable[..., Any]:
     """Return the function that computes the values of ``func``."""
-    if func.overloadpacket in _EMPTY:  # a program that reads uninitialized memory finds zeros
+    if func.overloadpacket in _EMPTY:  # uninitialized memory reads as zeros
         return lambda *args, **kwargs: func(*args, **kwargs).zero_()
     if func is _aten.histc.default:  # CUDA supports it for integers too
         return lambda source, *args: func(source.double(), *args).to(source.dtype)

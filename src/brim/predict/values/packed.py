@@ -17,7 +17,7 @@ _aten = torch.ops.aten
 
 
 def sizes_of(batch_sizes: torch.Tensor) -> list[int]:
-    """How many sequences have each step."""
+    """Return the number of sequences at each step."""
     source = known(batch_sizes)
     if source is None:
         raise failures.data_dependent(_aten._pack_padded_sequence.default)
@@ -25,7 +25,7 @@ def sizes_of(batch_sizes: torch.Tensor) -> list[int]:
 
 
 def pack(source: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, list[int]]:
-    """The rows of all sequences, step by step, and how many there are of each."""
+    """Return the rows of all sequences, step by step, and the number of rows of each step."""
     counts = sizes_of(lengths)
     sizes = [sum(count > step for count in counts) for step in range(max(counts))]
     data: torch.Tensor = _Pack.apply(source.transpose(0, 1) if batch_first else source, sizes)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Numbers that a program reads from tensors whose values a trace does not have.
 
-They are made up, and may be computed with, stored and printed. A decision by one (a comparison, a shape, a loop's
-length) is recorded with its line, or refused in a strict trace.
+They are made up. Programs may compute with them, store and print them. A decision by one (a comparison, a shape, a
+loop's length) is recorded with its line, or refused in a strict trace.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UnknownNumber(float):
         return self
 
     def __reduce__(self) -> Any:
-        return float, (float.__float__(self),)  # in a file any number will do
+        return float, (float.__float__(self),)  # the value in a file does not matter
 
     def _mark(self, number: Any) -> Any:
         return UnknownNumber(number, self._values) if type(number) is float else number
@@ -52,7 +52,7 @@ class UnknownNumber(float):
         )
 
     def __round__(self, digits: int | None = None) -> Any:  # type: ignore[override]
-        """Round to ``digits``, for printing; rounded to an integer it may be an index."""
+        """Round to ``digits``, for printing; without digits the result may be used as an index."""
         if digits is None:
             self._values.decide()
         return self._mark(float.__round__(self, digits))
@@ -91,7 +91,7 @@ def _ordering(name: str, mirrored: str) -> Callable[..., Any]:
 
     def decide(self: UnknownNumber, other: Any) -> Any:
         if isinstance(other, torch.Tensor) and self._values.is_made_up(other) and self._values.optimizer_asks():
-            # PyTorch is called with the operands swapped, and would not know which is the newer.
+            # PyTorch gets the operands swapped, and could not tell which is newer.
             result = getattr(other, mirrored)(float.__float__(self))
             self._values.answer(result, plain(*self._values.as_compared(1.0, 1.0, (True, True))))
             return result

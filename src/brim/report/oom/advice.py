@@ -12,24 +12,24 @@ from brim.report.phase import BY_PHASE, GENERATE, PRECISION, RECOMPUTE, SMALLER,
 from brim.units import MIB, format_bytes
 
 EXPANDABLE = Advice(
-    "Let segments grow instead of being many: free pieces then join.",
+    "Use expandable segments: free pieces then join into larger ones.",
     "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
 )
 REPLAY = Advice(
-    "Record a snapshot and replay it: it shows which settings serve the request that failed.",
+    "Record a snapshot and replay it: it shows with which settings the failed request succeeds.",
     "brim explain snapshot.pickle --what-if best",
 )
 FEWER_WORKERS = Advice(
-    "Use fewer DataLoader workers: each may hold its own copy of the data.",
+    "Use fewer DataLoader workers: each may have its own copy of the data.",
     "DataLoader(..., num_workers=2, persistent_workers=True)",
 )
-SHARED_MEMORY = Advice("In a container, give shared memory.", "docker run --shm-size=16g ...")
-WHO = Advice("See who holds the device, and end or move them.", "nvidia-smi")
+SHARED_MEMORY = Advice("In a container, enlarge /dev/shm.", "docker run --shm-size=16g ...")
+WHO = Advice("Find the processes that use the device, and end or move them.", "nvidia-smi")
 
 _BY_CAUSE: dict[Cause, tuple[Advice, ...]] = {
     Cause.EXHAUSTED: (SMALLER, RECOMPUTE, PRECISION, GENERATE),
     Cause.TOO_LARGE: (
-        Advice("Look at the line that asks for it: a shape is usually wrong, or attention is not fused."),
+        Advice("Check the line that requests it: usually a shape is wrong, or attention is not fused."),
         SMALLER,
         GENERATE,
     ),
@@ -48,7 +48,7 @@ _BY_CAUSE: dict[Cause, tuple[Advice, ...]] = {
             "Reserve fewer addresses per expandable segment, or more if one request did not fit.",
             "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,expandable_segments_reserve:0.5",
         ),
-        Advice("Use fewer CUDA streams: each has segments of its own."),
+        Advice("Use fewer CUDA streams: each has its own segments."),
         Advice("Lift the limit of virtual memory.", "ulimit -v unlimited"),
     ),
     Cause.SPILL: (
@@ -57,29 +57,31 @@ _BY_CAUSE: dict[Cause, tuple[Advice, ...]] = {
     ),
     Cause.MISLEADING_FREE: (
         WHO,
-        Advice("On Windows and WSL, close what draws on the GPU and enlarge the page file."),
+        Advice("On Windows and WSL, close other programs that use the GPU, and enlarge the page file."),
         Advice(
-            "Let segments be made of small pages: they need no large piece of the driver's memory.", EXPANDABLE.paste
+            "Use expandable segments: they consist of small pages and need no large free piece of memory.",
+            EXPANDABLE.paste,
         ),
         SMALLER,
     ),
     Cause.HOST_MEMORY: (
-        Advice("See what RAM is left, and whether the system killed a process.", "free -h; dmesg | tail"),
+        Advice("Check how much RAM is free, and whether the system killed a process.", "free -h; dmesg | tail"),
         FEWER_WORKERS,
         SHARED_MEMORY,
     ),
     Cause.ALLOCATOR: (Advice("Read what the MemPool's allocator logged before this."),),
-    Cause.UNKNOWN: (Advice("See who holds RAM and GPU while it runs.", "free -h; nvidia-smi"), SMALLER),
+    Cause.UNKNOWN: (
+        Advice("Watch which processes use RAM and the GPU during the run.", "free -h; nvidia-smi"),
+        SMALLER,
+    ),
 }
 # NVIDIA's driver does not heed the limit of locked memory (ulimit -l); WSL2's gives about half of the RAM it has.
-_LOCKED = Advice(
-    "Free RAM: what is pinned cannot be swapped out. Under WSL2 give it more (memory= in .wslconfig).", "free -h"
-)
+_LOCKED = Advice("Free RAM: pinned memory cannot be swapped out. Under WSL2, raise memory= in .wslconfig.", "free -h")
 _WHO_WAS_KILLED = Advice(
-    "See whom the kernel killed, and what it held.", 'dmesg -T | grep -i -E "oom|killed"; free -h'
+    "Check which process the kernel killed, and how much it used.", 'dmesg -T | grep -i -E "oom|killed"; free -h'
 )
 _LESS_RAM = Advice(
-    "Load weights once and straight to the GPU, or map them from disk (safetensors), instead of a copy a process."
+    "Load weights directly to the GPU, or map them from disk (safetensors): one copy, not one per process."
 )
 _BY_FAMILY: dict[str, tuple[Advice, ...]] = {
     "llama.cpp-pinned": (_LOCKED, Advice("Do without pinned memory.", "export GGML_CUDA_NO_PINNED=1")),
@@ -90,7 +92,7 @@ _BY_FAMILY: dict[str, tuple[Advice, ...]] = {
     ),
     "triton": (
         Advice("Make the tiles smaller, or use fewer stages.", "triton.Config({...}, num_stages=2)"),
-        Advice("A smaller batch would not help: the need is per block.", helps=False),
+        Advice("A smaller batch would not help: each block of the kernel needs this memory.", helps=False),
     ),
     "torch-cublas": (
         Advice("Leave room for the library's workspace.", "torch.cuda.set_per_process_memory_fraction(0.9)"),
@@ -107,15 +109,15 @@ _BY_FAMILY: dict[str, tuple[Advice, ...]] = {
         ),
     ),
     "slurm": (
-        Advice("Ask for more RAM.", "#SBATCH --mem=64G   # or --mem-per-cpu, --mem=0 for the whole node"),
-        Advice("See what the job used.", "sacct -j JOBID --format=JobID,State,ReqMem,MaxRSS"),
+        Advice("Request more RAM for the job.", "#SBATCH --mem=64G   # or --mem-per-cpu, --mem=0 for the whole node"),
+        Advice("Check how much the job used.", "sacct -j JOBID --format=JobID,State,ReqMem,MaxRSS"),
         FEWER_WORKERS,
         _LESS_RAM,
     ),
-    "batch-scheduler": (Advice("Ask the scheduler for more RAM."), FEWER_WORKERS, _LESS_RAM),
+    "batch-scheduler": (Advice("Request more RAM from the scheduler."), FEWER_WORKERS, _LESS_RAM),
     "kubernetes": (
         Advice("Raise the container's limit.", "resources: {limits: {memory: 64Gi}}"),
-        Advice("See its state and what it used.", "kubectl describe pod POD; kubectl top pod POD"),
+        Advice("Check its state and its memory use.", "kubectl describe pod POD; kubectl top pod POD"),
         FEWER_WORKERS,
         _LESS_RAM,
     ),
@@ -126,21 +128,21 @@ _BY_FAMILY: dict[str, tuple[Advice, ...]] = {
         Advice("In a container, raise its limit.", "docker run --memory=64g ..."),
     ),
     "oomd": (
-        Advice("See what the daemon ended, and why.", "journalctl -u systemd-oomd -u earlyoom"),
+        Advice("Check which process the daemon killed, and why.", "journalctl -u systemd-oomd -u earlyoom"),
         FEWER_WORKERS,
         _LESS_RAM,
     ),
     "cuda-runtime": (WHO, Advice("Work on less at a time (a smaller batch), or on another device.")),
     "hami": (
         Advice("Raise the container's share of the GPU.", "resources: {limits: {nvidia.com/gpumem: 20000}}"),
-        Advice("Start the container anew: what ended before may still be counted."),
+        Advice("Restart the container: ended processes may still be counted."),
         SMALLER,
     ),
     "killed": (_WHO_WAS_KILLED, FEWER_WORKERS, _LESS_RAM),
     "ray": (
-        Advice("Run fewer tasks at once: ask for more CPUs, or memory, a task.", "@ray.remote(num_cpus=4)"),
-        Advice("See which workers hold the RAM.", "ray memory; ps aux --sort=-rss | head"),
-        Advice("Let it use more of the RAM before it ends a worker.", "RAY_memory_usage_threshold=0.98 ray start"),
+        Advice("Run fewer tasks at once: request more CPUs or memory per task.", "@ray.remote(num_cpus=4)"),
+        Advice("Check which workers use the RAM.", "ray memory; ps aux --sort=-rss | head"),
+        Advice("Let Ray use more of the RAM before it ends a worker.", "RAY_memory_usage_threshold=0.98 ray start"),
     ),
     "ray-object-store": (
         Advice("Give the store more of the RAM.", "ray start --object-store-memory=16000000000"),
@@ -150,13 +152,13 @@ _BY_FAMILY: dict[str, tuple[Advice, ...]] = {
     "windows-paging-file": (
         Advice("Make the page file larger: System, Advanced, Performance, Virtual memory."),
         Advice("Use fewer DataLoader workers: each loads all libraries of CUDA.", "DataLoader(..., num_workers=0)"),
-        Advice("Close what holds RAM."),
+        Advice("Close other programs that use RAM."),
     ),
     "shared-memory": (SHARED_MEMORY, FEWER_WORKERS),
     "transformers": (
-        Advice("Take a smaller model, or free the GPU.", "nvidia-smi"),
+        Advice("Use a smaller model, or free memory of the GPU.", "nvidia-smi"),
         Advice(
-            "Or let some of the weights lie in RAM, in 32 bits.",
+            "Or keep some of the weights in RAM, in 32 bits.",
             "BitsAndBytesConfig(..., llm_int8_enable_fp32_cpu_offload=True)",
         ),
         GENERATE,
@@ -169,11 +171,11 @@ _ON_TPU = {
             "Or let kernels have more of the core's memory.",
             "export LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=65536",
         ),
-        Advice("A smaller batch would not help: the need is per block.", helps=False),
+        Advice("A smaller batch would not help: each block of the kernel needs this memory.", helps=False),
     ),
     Cause.FRAGMENTATION: (
         Advice(
-            "Compile and load programs before arrays are made, or start the process anew: arrays then lie together."
+            "Compile and load programs before creating arrays, or restart the process: arrays are then side by side."
         ),
         Advice("Drop programs that are no longer needed.", "jax.clear_caches()"),
         SMALLER,
@@ -278,13 +280,13 @@ def _ranked(
 def _expandable_for(family: str) -> list[Advice]:
     """Return the advice against fragmentation for the family's version of PyTorch."""
     if family in _BEFORE_SPLIT:
-        return [Advice("Update PyTorch: from 2.1 on segments can grow (expandable_segments:True).")]
+        return [Advice("Update PyTorch: from 2.1 on it has expandable segments (expandable_segments:True).")]
     if family in _BEFORE_EXPANDABLE:
         split = Advice(
             "Keep large blocks whole (PyTorch 1.10 and later).",
             "export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128",
         )
-        newer = "From PyTorch 2.1 on, let segments grow instead: free pieces then join."
+        newer = "From PyTorch 2.1 on, use expandable segments instead: free pieces then join."
         return [Advice(newer, EXPANDABLE.paste), split]
     return [_named(family, EXPANDABLE)]
 
@@ -314,9 +316,9 @@ def _no_help(
         sentences.append("torch.cuda.empty_cache() would not help: PyTorch has emptied its cache before failing.")
     if cause is Cause.FRAGMENTATION and of_torch:
         sentences.append(
-            "torch.cuda.empty_cache() would not help: it gives back whole free segments only, and those are gone."
+            "torch.cuda.empty_cache() would not help: it frees only unused segments, and PyTorch already did."
         )
     collects = "garbage_collection_threshold" in said or (cause is Cause.FRAGMENTATION and of_torch)
     if collects and numbers.get("allowed", UNSET_BYTES) >= UNSET_BYTES:
-        sentences.append("garbage_collection_threshold does nothing without a memory fraction below 1.")
+        sentences.append("garbage_collection_threshold has no effect without a memory fraction below 1.")
     return [Advice(sentence, helps=False) for sentence in sentences]

@@ -40,30 +40,29 @@ _SENTENCES: dict[Cause, dict[str, str]] = {
         "reserve.",
     },
     Cause.ALLOCATOR: {
-        "torch-cuda-mempool": "The allocator of a MemPool gave nothing; free memory was not asked for.",
+        "torch-cuda-mempool": "The allocator of a MemPool failed; PyTorch did not try other free memory.",
     },
     Cause.TOO_LARGE: {
-        "torch-cuda-impossible": "More than an exabyte was asked for: a shape is wrong.",
+        "torch-cuda-impossible": "More than an exabyte was requested: a shape is wrong.",
         "triton": "A kernel needs more shared memory per block than the GPU has: its tiles are too large, not the "
         "model.",
     },
     Cause.HOST_MEMORY: {
-        "torch-cpu": "RAM is exhausted; the GPU has no part in it.",
+        "torch-cpu": "RAM ran out, not the GPU's memory.",
         "llama.cpp-pinned": "Pinned host memory could not be allocated: RAM or the limit of locked memory.",
-        "numpy": "RAM is exhausted; the GPU has no part in it.",
-        "host": "RAM is exhausted; the GPU has no part in it.",
+        "numpy": "RAM ran out, not the GPU's memory.",
+        "host": "RAM ran out, not the GPU's memory.",
         "oomd": "RAM or swap was short, and a daemon (systemd-oomd, earlyoom) ended the process before the kernel "
         "had to.",
-        "slurm": "The job used more RAM than Slurm had given it: its processes were killed.",
-        "batch-scheduler": "The job used more RAM than its scheduler had given it, and was killed.",
+        "slurm": "The job used more RAM than Slurm allows it: its processes were killed.",
+        "batch-scheduler": "The job used more RAM than its scheduler allows it, and was killed.",
         "kubernetes": "The container used more RAM than its limit, or the node ran out: it was killed. Pages of "
         "/dev/shm count, too.",
-        "killed": "A process was ended by SIGKILL and could say nothing itself. On Linux that is usually the "
-        "out-of-memory killer of the kernel or of the container: RAM, not the GPU. The kernel's log tells.",
-        "ray-object-store": "Ray's object store, which lies in shared memory (/dev/shm), is full: it is a part of "
-        "the RAM.",
-        "windows-paging-file": "Windows could not promise the memory: RAM and page file together are too small. "
-        "Nothing was written to the GPU.",
+        "killed": "A process was killed by SIGKILL, without a message of its own. On Linux that is usually the "
+        "out-of-memory killer of the kernel or of the container: RAM ran out, not the GPU. See the kernel's log.",
+        "ray-object-store": "Ray's object store is full. It is in shared memory (/dev/shm), a part of the RAM.",
+        "windows-paging-file": "Windows could not commit the memory: RAM and page file together are too small. "
+        "The GPU is not full.",
         "shared-memory": "Shared memory (/dev/shm), which is RAM, is full: containers get 64 MiB.",
     },
     Cause.EXHAUSTED: {
@@ -73,16 +72,15 @@ _SENTENCES: dict[Cause, dict[str, str]] = {
         "whose cached memory it cannot use.",
         "torch-cuda-runtime": "The driver had no memory for something outside PyTorch's allocator (a context, a "
         "library, pinned memory), or another process holds it: the message gives no numbers.",
-        "sglang": "The share of the device that was given has no room left for the KV cache of the requests.",
-        "tgi": "The GPU is full during the warm-up, which computes as many tokens as may come at once.",
-        "exllama": "The weights and the KV cache are more than all GPUs have left after what is kept free for "
-        "activations.",
-        "transformers": "The weights do not fit on the GPU beside what else is there, and quantized ones were not "
-        "to lie in RAM.",
-        "rmm": "The GPU, or the pool that RMM was given of it, is full. RAM has no part in it.",
+        "sglang": "The configured share of the device leaves no room for the KV cache of the requests.",
+        "tgi": "The GPU is full during the warm-up, which computes the largest allowed number of tokens at once.",
+        "exllama": "The weights and the KV cache need more than the GPUs have beside the memory for activations.",
+        "transformers": "The weights do not fit into the free memory of the GPU, and quantized weights may not be "
+        "kept in RAM by default.",
+        "rmm": "The GPU, or RMM's pool on it, is full. RAM is not.",
         "cupy": "The GPU, or the limit of CuPy's pool, is full.",
         "xgboost": "The GPU is full: XGBoost allocates outside of PyTorch's allocator.",
-        "torch-cudaMallocAsync": "The GPU is full: the driver's own pool (cudaMallocAsync) gave nothing. The "
+        "torch-cudaMallocAsync": "The GPU is full: the driver's own pool (cudaMallocAsync) has no more memory. The "
         "message has no numbers.",
         "cuda-runtime": "The driver had no memory left for the program, or another process holds it: the message "
         "gives no numbers.",
@@ -90,8 +88,8 @@ _SENTENCES: dict[Cause, dict[str, str]] = {
         "torch-nccl": "The GPU is full: NCCL's buffers lie outside PyTorch's allocator.",
     },
     Cause.OTHER_PROCESS: {
-        "sglang-unbalanced": "The GPUs do not have the same memory free at the start: another process holds some of "
-        "it.",
+        "sglang-unbalanced": "The GPUs have different amounts of free memory at the start: another process uses "
+        "some of it.",
     },
 }
 _BY_FAMILY = {family: (cause, text) for cause, texts in _SENTENCES.items() for family, text in texts.items()}
@@ -103,8 +101,8 @@ def find_cause(family: str, numbers: Mapping[str, int], text: str = "", device: 
         return Cause.HOST_MEMORY, "Pinned host memory could not be allocated: RAM or the limit of locked memory."
     if numbers.get("tried", 0) >= UNSET_BYTES:
         return Cause.TOO_LARGE, (
-            f"{format_bytes(numbers['tried'])} were asked for, which no machine has: a shape is wrong, or its size "
-            "overflowed."
+            f"{format_bytes(numbers['tried'])} were requested, more than any machine has: a shape is wrong, or its "
+            "size overflowed."
         )
     if family == "llama.cpp" and device == "cpu":
         return Cause.HOST_MEMORY, _of_ram(numbers)
@@ -114,7 +112,10 @@ def find_cause(family: str, numbers: Mapping[str, int], text: str = "", device: 
     if family == "linux-oom-killer":
         return _of_linux(numbers, text)
     if "in memory space vmem" in text or "in memory space smem" in text:
-        return Cause.TOO_LARGE, "A kernel needs more of a core's own memory than there is: its blocks are too large."
+        return (
+            Cause.TOO_LARGE,
+            "A kernel needs more of a core's own memory than the core has: its blocks are too large.",
+        )
     if family in _BY_NUMBERS:
         return _BY_NUMBERS[family](numbers)
     if family in _BY_FAMILY and not (family == "torch-cudaMallocAsync" and "total" in numbers):
@@ -136,7 +137,7 @@ def is_shared_memory(text: str) -> bool:
 def _of_linux(numbers: Mapping[str, int], text: str) -> tuple[Cause, str]:
     if "limit" in numbers:
         return Cause.HOST_MEMORY, (
-            f"The container or job had used its {format_bytes(numbers['limit'])} of RAM, and Linux killed "
+            f"The container or job had used all of its {format_bytes(numbers['limit'])} of RAM, and Linux killed "
             f"the process."
         )
     if re.search(r"CONSTRAINT_MEMCG|Memory cgroup out of memory", text):
@@ -145,8 +146,8 @@ def _of_linux(numbers: Mapping[str, int], text: str) -> tuple[Cause, str]:
             "The container or job had used all of the RAM that it may have: Linux killed the process.",
         )
     if re.search(r"CONSTRAINT_NONE|global_oom", text):
-        return Cause.HOST_MEMORY, "The machine ran out of RAM, and Linux killed the process: no container's limit."
-    return Cause.HOST_MEMORY, "Linux ran out of RAM, or the container of its share, and killed the process."
+        return Cause.HOST_MEMORY, "The whole machine ran out of RAM, and Linux killed the process."
+    return Cause.HOST_MEMORY, "The machine or its container ran out of RAM, and Linux killed the process."
 
 
 def _of_ray(numbers: Mapping[str, int]) -> tuple[Cause, str]:
@@ -185,10 +186,10 @@ def _of_tpu(numbers: Mapping[str, int]) -> tuple[Cause, str]:
     if free >= tried > 0:
         piece = f", {format_bytes(numbers['reservable'])} of it in one piece" if "reservable" in numbers else ""
         return Cause.FRAGMENTATION, (
-            f"{format_bytes(free)} are free{piece}; {format_bytes(tried)} were asked for in one piece: "
-            f"arrays lie between."
+            f"{format_bytes(free)} are free{piece}; {format_bytes(tried)} were requested in one piece: "
+            f"arrays are between the free pieces."
         )
-    return Cause.EXHAUSTED, f"{format_bytes(tried)} were asked for, and {format_bytes(free)} are free on the device."
+    return Cause.EXHAUSTED, f"{format_bytes(tried)} were requested, and {format_bytes(free)} are free on the device."
 
 
 def _of_mlx(numbers: Mapping[str, int]) -> tuple[Cause, str]:
@@ -197,15 +198,15 @@ def _of_mlx(numbers: Mapping[str, int]) -> tuple[Cause, str]:
         return Cause.TOO_LARGE, (
             f"One array of {format_bytes(tried)} is larger than Metal's largest buffer ({format_bytes(largest)})."
         )
-    return Cause.EXHAUSTED, "The GPU has no more of the RAM that it shares with the CPU."
+    return Cause.EXHAUSTED, "The GPU can take no more of the RAM that it shares with the CPU."
 
 
 def _of_hami(numbers: Mapping[str, int]) -> tuple[Cause, str]:
     limit = format_bytes(numbers.get("limit", 0))
     if "needed" not in numbers:
         return Cause.MEMORY_FRACTION, (
-            f"HAMi lets the container use {limit} of the GPU, and its count of what is in use has fallen below zero: "
-            "the count is wrong, not the program."
+            f"HAMi lets the container use {limit} of the GPU, and its count of used memory is below zero: the count "
+            "is wrong, not the program."
         )
     return Cause.MEMORY_FRACTION, (
         f"HAMi lets the container use {limit} of the GPU; with this request it would have "
@@ -215,7 +216,7 @@ def _of_hami(numbers: Mapping[str, int]) -> tuple[Cause, str]:
 
 def _of_other(numbers: Mapping[str, int]) -> tuple[Cause, str]:
     sizes = "its sizes are those below" if numbers else "it has no sizes"
-    return Cause.UNKNOWN, f"A message of no known kind says that memory ran out; {sizes}."
+    return Cause.UNKNOWN, f"An unknown message says that memory ran out; {sizes}."
 
 
 _BY_NUMBERS: dict[str, Callable[[Mapping[str, int]], tuple[Cause, str]]] = {
@@ -231,8 +232,8 @@ _BY_NUMBERS: dict[str, Callable[[Mapping[str, int]], tuple[Cause, str]]] = {
 
 def _of_ram(numbers: Mapping[str, int]) -> str:
     tried = numbers.get("tried") or numbers.get("tried_rounded")
-    asked = f" {format_bytes(tried)} were asked for." if tried else ""
-    return f"RAM is exhausted: the buffer lies in host memory, not on the GPU.{asked}"
+    asked = f" {format_bytes(tried)} were requested." if tried else ""
+    return f"RAM ran out: the buffer is in host memory, not on the GPU.{asked}"
 
 
 def _in_pool(numbers: Mapping[str, int], tried: int) -> tuple[Cause, str] | None:
@@ -241,8 +242,8 @@ def _in_pool(numbers: Mapping[str, int], tried: int) -> tuple[Cause, str] | None
     if allocated is None or not 0 < tried <= limit - allocated:
         return None
     return Cause.FRAGMENTATION, (
-        f"{format_bytes(limit - allocated)} of the pool are free while {format_bytes(tried)} were asked for: free "
-        "pieces, none large enough."
+        f"{format_bytes(limit - allocated)} of the pool are free, but in pieces, all smaller than the requested "
+        f"{format_bytes(tried)}."
     )
 
 
@@ -258,14 +259,14 @@ def _full(numbers: Mapping[str, int], tried: int, total: int, free: int | None) 
         )
     if numbers.get("allocated") == 0 and (held := sum(_listed(numbers)) or process):
         return (
-            f"PyTorch holds nothing: {format_bytes(held)} are held outside of its allocator, by the process's "
-            "libraries or by another process."
+            f"PyTorch has allocated nothing: {format_bytes(held)} are used outside of its allocator, by the "
+            "process's libraries or by another process."
         )
     if "other_allocations" in numbers and "allowed" in numbers:
         return (
-            f"{format_bytes(numbers.get('allocated', 0))} of PyTorch and "
-            f"{format_bytes(numbers['other_allocations'])} of "
-            f"others are in use of the {format_bytes(numbers['allowed'])} that PyTorch may have."
+            f"PyTorch may use {format_bytes(numbers['allowed'])}, and it uses "
+            f"{format_bytes(numbers.get('allocated', 0))} and other programs "
+            f"{format_bytes(numbers['other_allocations'])}."
         )
     unmapped = f" {_unmapped(numbers, total)}" if numbers.get("allocated", 0) > total > 0 else ""
     if free is not None and numbers.get("allocated"):
@@ -273,7 +274,7 @@ def _full(numbers: Mapping[str, int], tried: int, total: int, free: int | None) 
         left = (
             f"only {format_bytes(free)} are free"
             if free < tried or not tried
-            else f"of the {format_bytes(free)} that are free the driver keeps the rest for itself"
+            else f"{format_bytes(free)} are free, of which the driver keeps a part for itself"
         )
         return (
             f"The run needs more memory than is left: {format_bytes(in_use)} are in use, {left}, and "
@@ -285,8 +286,8 @@ def _full(numbers: Mapping[str, int], tried: int, total: int, free: int | None) 
 def _unmapped(numbers: Mapping[str, int], total: int) -> str:
     return (
         f"PyTorch counts {format_bytes(numbers['allocated'])} as allocated on a device of {format_bytes(total)}: "
-        "some of it is not there any more, as after the sleep mode of vLLM and SGLang, which unmaps memory that "
-        "PyTorch goes on counting."
+        "some of it was unmapped, as by the sleep mode of vLLM and SGLang, but "
+        "PyTorch still counts it."
     )
 
 
@@ -295,12 +296,12 @@ def _at_start(wanted: int, total: int, free: int) -> tuple[Cause, str]:
     if total - free >= SHARE_OF_OTHERS * total:
         return (
             Cause.OTHER_PROCESS,
-            f"Before the start others held {format_bytes(total - free)} of the device; {format_bytes(wanted)} were "
-            "wanted.",
+            f"Other processes used {format_bytes(total - free)} of the device before the start; "
+            f"{format_bytes(wanted)} were requested.",
         )
     return (
         Cause.MEMORY_FRACTION,
-        f"The share that was asked for, {format_bytes(wanted)}, is more than is free ({format_bytes(free)}).",
+        f"The requested share, {format_bytes(wanted)}, is more than is free ({format_bytes(free)}).",
     )
 
 
@@ -341,19 +342,19 @@ def _by_holders(numbers: Mapping[str, int], tried: int, total: int, free: int) -
     is_free = own < total // 2 or free - tried > remainder  # else: full except for a little
     if tried and free >= tried and is_free and not filled_by_others:
         return Cause.MISLEADING_FREE, (
-            f"{format_bytes(free)} are said to be free and {format_bytes(tried)} were asked for. The driver refused: "
-            "its free memory lies in pieces, or includes what others may claim (Windows, WSL, GPUs that share the "
-            "RAM), or the process has a limit of its own (a share of the GPU, a container's RAM)."
+            f"The message says that {format_bytes(free)} are free, but {format_bytes(tried)} were refused: the free "
+            "memory is in pieces, or includes memory that others may claim (Windows, WSL, GPUs that share the RAM), "
+            "or the process has its own limit (a share of the GPU, a container's RAM)."
         )
     private, unallocated = numbers.get("private_pools", 0), unallocated_bytes(numbers)
     possible: list[tuple[int, Cause, str]] = []
     if others >= max(tried, int(SHARE_OF_OTHERS * total)):
         known = "process" in numbers or _listed(numbers)
         who = "Other processes" if known else "Others (processes, or what lies in RAM that the GPU shares)"
-        text = f"{who} hold {format_bytes(others)} of the device; the request would fit."
+        text = f"{who} hold {format_bytes(others)} of the device; without them the request would fit."
         possible.append((others, Cause.OTHER_PROCESS, text))
     if _is_much(private, own) and private + free >= tried:
-        text = f"{format_bytes(private)} lie free in private pools (CUDA graphs), where nothing else may use them."
+        text = f"{format_bytes(private)} are free in private pools (CUDA graphs), which nothing else may use."
         possible.append((private, Cause.PRIVATE_POOLS, text))
     if _is_fragmented(unallocated, own, tried, free):
         possible.append((unallocated, Cause.FRAGMENTATION, _fragmented(unallocated, tried, free)))
@@ -377,10 +378,10 @@ def _is_fragmented(unallocated: int, reserved: int, tried: int, free: int) -> bo
 
 def _fragmented(unallocated: int, tried: int, free: int) -> str:
     short = tried - unallocated - free
-    enough = "" if short <= 0 else f" (in one piece with what is free it would still be {format_bytes(short)} short)"
+    enough = "" if short <= 0 else f" (together with the free memory still {format_bytes(short)} too few)"
     return (
-        f"{format_bytes(unallocated)} are reserved but unallocated while {format_bytes(tried)} were asked for: free "
-        f"pieces, none large enough{enough}."
+        f"{format_bytes(unallocated)} are reserved but unallocated, in pieces smaller than the requested "
+        f"{format_bytes(tried)}{enough}."
     )
 
 

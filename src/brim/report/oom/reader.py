@@ -102,8 +102,8 @@ def read_oom(source: str | BinaryIO) -> tuple[OomMessage, ...]:
         sizes = "".join(f"\n  {size}" for size in list(reader.sizes)[:MOST_SIZES])
         raise FormatError(
             "Cannot read an out-of-memory message.",
-            f"It is none of the {len({form.family for form in FORMATS})} known kinds."
-            + (f" Sizes in lines that speak of memory:{sizes}" if sizes else ""),
+            f"It has none of the {len({form.family for form in FORMATS})} known forms."
+            + (f" Sizes in lines about memory:{sizes}" if sizes else ""),
             "Give the whole message, starting with the name of the exception.",
         )
     return tuple(reader.messages.values())

@@ -54,7 +54,7 @@ class Checkpoint:
         expected = {name for name, _, _ in wanted}
         extra = next((name for name in stored if name not in expected), None)
         if extra is not None:
-            raise self._differs(stem, f"It holds {extra}, for which there is no place.")
+            raise self._differs(stem, f"It has {extra}, which this training does not have.")
 
     def tensors(self, stem: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor in newly allocated RAM, one at a time, checked against its checksum. Raises ModelError."""

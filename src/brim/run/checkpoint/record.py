@@ -198,7 +198,7 @@ def set_aside_foreign(path: Path) -> Path:
     while os.path.lexists(aside := path.with_name(f"{path.name}.kept-{number}")):
         number += 1
     path.rename(aside)
-    warnings.warn(f"{path} was not written by this training: it is {aside.name} now.", stacklevel=3)
+    warnings.warn(f"{path} was not written by this training, so it was renamed to {aside.name}.", stacklevel=3)
     return aside
 
 

@@ -82,7 +82,7 @@ class Checkpointer:
         protected: Collection[Path] = (),
     ) -> None:
         if keep < 1:
-            raise UsageError(f"Cannot keep {keep} checkpoints.", "At least one must be kept.")
+            raise UsageError(f"Cannot keep {keep} checkpoints.", "The number must be 1 or more.")
         if staging is None and staging_bytes < PAGE_BYTES:
             raise UsageError(
                 f"{staging_bytes} bytes are too few to write checkpoints.", f"Give {PAGE_BYTES} or more."

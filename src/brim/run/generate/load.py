@@ -39,29 +39,29 @@ def load(
     host_compute: bool = True,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load a model for inference, in a memory budget that also holds while it is loaded.
+    """Load a model for inference within a memory budget. The budget also holds during loading.
 
     The module behaves as if all its weights were in memory; weights that do not fit are streamed from RAM or from the
-    checkpoint on disk. Results are equal, bit for bit, to those of a model that is entirely in memory, as far as the
-    same device computes them: see ``host_compute``. Call it under ``torch.no_grad()``. The KV cache is transformers'
-    own: it counts as activations, up to the tokens of ``inputs``, and may grow further. Layers that the processor
-    computes keep their part of the cache in RAM.
+    checkpoint on disk. Results are equal, bit for bit, to those of a model that is entirely in memory, if the
+    same device computes them (see ``host_compute``). Call it under ``torch.no_grad()``. The KV cache is transformers'
+    own. The budget includes it up to the tokens of ``inputs``, but it may grow further. Layers that the CPU computes
+    have their part of the cache in RAM.
 
     Args:
         model: A Hugging Face folder (safetensors), a ``.gguf`` file, or a hub id.
-        vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"90%"`` of its capacity. None: nine tenths of what is free.
-        ram: Budget of host memory, written alike: for the growth of the process from this call on, for any
-            purpose.
+        vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"90%"`` of its capacity. None: nine tenths of the free
+            memory.
+        ram: Budget of host memory, in the same forms: for all growth of the process after this call.
         device: ``"auto"`` (CUDA, else the CPU), ``"cuda"``, ``"xpu"``, ``"npu"``, ``"cuda:1"`` (a GPU by number),
-            ``"cpu"``, or ``"emulated"``: a part of RAM plays VRAM.
+            ``"cpu"``, or ``"emulated"`` (a part of RAM replaces VRAM).
         inputs: The largest step to reserve memory for. None: one sequence of 1,024 tokens, or fewer if the budget is
             small.
         dtype: Type of the weights. None: as in the configuration.
         quantization: ``"int8"``, ``"int4"``, ``"fp8"`` or a ``Quantization``: linear layers in fewer bits, which
-            take less memory and time to move, and give other results. They are quantized once, into the user's cache
-            folder. None: as stored.
-        host_compute: True lets the processor compute blocks that are in RAM, if that is faster than moving them to
-            the GPU. Its kernels round differently; with False results are equal to the GPU's bit for bit.
+            take less memory and time to move, but change results. The quantized weights are stored in the user's
+            cache folder. None: as in the checkpoint.
+        host_compute: True lets the CPU compute blocks that are in RAM, if that is faster than moving them to the GPU.
+            Its kernels round differently; with False results are equal to the GPU's bit for bit.
         trust_remote_code: True lets Python code in the model's folder run.
 
     Returns:
@@ -71,12 +71,12 @@ def load(
         ModelError: Files are missing or damaged.
         BudgetError: Nothing fits; ``smallest_bytes`` is a sufficient budget.
         UsageError: A value that is not allowed.
-        UnsupportedError: brim cannot run the model, or on the device.
+        UnsupportedError: brim cannot run the model, or cannot use the device.
     """
     if inputs is not None and not isinstance(inputs, Inputs):
         raise UsageError(
             f"brim.load cannot use inputs of type {type(inputs).__name__}.",
-            "They describe the size of a step: brim.estimation.step_memory.Inputs(batch=..., prompt=..., total=...).",
+            "They must be brim.estimation.step_memory.Inputs(batch=..., prompt=..., total=...), the sizes of a step.",
         )
     # Tensors created in inference mode could never be changed outside of it.
     with on(device) as kind, torch.inference_mode(False):

@@ -217,9 +217,13 @@ def _refuse_unmasked(module: Any, name: str) -> None:
     config = module.generation_config
     reading = [key for key in _WHOLE_PROMPT if getattr(config, key, None) not in (None, 0, 1, 1.0)]
     if "attention_mask" not in takes:
-        raise _not_batchable(name, f"{type(module).__name__} takes no attention mask, so padding would count.")
+        raise _not_batchable(
+            name, f"{type(module).__name__} takes no attention mask, so the model would read padding as text."
+        )
     if reading:
-        raise _not_batchable(name, f"Its generation config has {', '.join(reading)}, for which padding counts.")
+        raise _not_batchable(
+            name, f"Its generation config sets {', '.join(reading)}, which would count padding as text."
+        )
 
 
 def _not_batchable(name: str, problem: str) -> UnsupportedError:
@@ -251,11 +255,11 @@ class _ComparedScores(LogitsProcessor):
             expected, actual = self._alone.pop(0), scores[self._row].float().cpu()
             finite = expected.isfinite()
             if not bool(actual[finite].isfinite().all()):
-                raise _not_batchable(self._name, "Padding gives scores that are not finite.")
+                raise _not_batchable(self._name, "Padding makes its logits infinite or NaN.")
             spread = float(expected[finite].std(correction=0)) if bool(finite.any()) else 0.0
             off = float((expected - actual)[finite].abs().max()) / max(spread, 1e-30) if spread else 0.0
             if off > self._tolerance:
                 raise _not_batchable(
-                    self._name, f"Batching changes its results: scores differ by {off:.2g} of their spread."
+                    self._name, f"Batching changes its results: logits differ by {off:.2g} standard deviations."
                 )
         return scores

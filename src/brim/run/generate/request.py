@@ -142,7 +142,7 @@ def generate(
     """
     if not isinstance(request.prompt, str):
         raise UsageError(
-            "Cannot generate from several prompts here.", "It takes a single prompt.", "Use generate_many."
+            "Cannot generate from several prompts.", "generate() takes a single prompt.", "Use generate_many()."
         )
     with _opened(request, [request.prompt], on_stage, on_loaded) as run:
         printer = Printer(run.tokenizer, on_text, request.stop)

@@ -21,25 +21,25 @@ def plan(
     host_compute: bool = True, top: int = 5,
     precisions: bool = False, router_statistics: str | None = None,
 ) -> Answer:  # fmt: skip
-    """Find the fastest ways to run or train a model in what a machine has.
+    """Find the fastest plans to train or run a model that fit a machine.
 
     Where a model does not fit in this machine's memory, the best three plans are run for a few steps. Otherwise no
     weights are read.
 
-    Each way is proved: a step is traced with the way's techniques in force, and its peaks are what is promised.
+    Each plan is proved: a step is traced with the plan in force, and the peaks of this trace are the promise.
 
     Args:
         model: A name of the catalog, a Hugging Face folder, or a ``.gguf`` file; for training also
             ``"file.py:build"``, a function that returns a model and its inputs as a pair.
         task: ``"generate"`` or ``"train"``.
         gpu: A name of the catalog (``"RTX 3060"``). None: this machine.
-        vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"80%"`` of it. None: what is free; on this machine less a
-            tenth.
-        ram: Host memory, written alike. None: what is free less a tenth; beside a ``gpu`` its share of the
-            machine that it is sold in, where the catalog has that, else 64 GiB.
-        ram_gb_per_s: GB/s that host memory moves beside a ``gpu``. None: as with ``ram``.
-        disk: Room on disk for what memory cannot hold, written alike. None: for training, what is free less a tenth;
-            1 TiB beside a ``gpu``.
+        vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"80%"`` of it. None: its memory without the CUDA context;
+            on this machine nine tenths of the free memory.
+        ram: Budget of host memory, in the same forms. None: nine tenths of the free memory; with a ``gpu``, of the
+            RAM of the machine in which that GPU is sold, or of 64 GiB if the catalog does not have it.
+        ram_gb_per_s: With a ``gpu``: the rate of its host's memory in GB/s. None: from the same machine as ``ram``.
+        disk: Budget of disk space, in the same forms. None: for training, nine tenths of the free space; with a
+            ``gpu``, 1 TiB.
         batch: Sequences of a step.
         seq: Tokens of a training sequence, or of the prompt.
         new_tokens: Tokens to generate.
@@ -49,24 +49,24 @@ def plan(
         optimizer: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"sgd-momentum"``, ``"adafactor"``, ``"rmsprop"``,
             ``"adagrad"``, ``"lion"`` or ``"adamw8bit"``.
         method: ``"full"`` or ``"lora"``.
-        prefer: What comes first: ``"speed"``, ``"memory"`` (the least in the compute tier), or ``"quality"`` (the
-            fastest that rounds no weights).
-        lossless: Take no precision that rounds weights to 8 bits or fewer.
-        host_compute: For generating: whether the processor beside a GPU may compute blocks that rest in RAM. It
-            rounds otherwise than the GPU; False keeps every bit.
-        top: How many ways at most.
-        precisions: For generating: also tell what each kind of block takes in 8 bits and in 16.
-        router_statistics: For generating with a mixture of experts: plan by what its routers do in a short run, which
-            is kept in this file; ``"auto"``: in the user's cache folder.
+        prefer: The order of the plans: ``"speed"``, ``"memory"`` (least bytes in the compute tier), or ``"quality"``
+            (the fastest that rounds no weights).
+        lossless: Use no precision that rounds weights to 8 bits or fewer.
+        host_compute: For generating: True lets the CPU compute blocks that are in RAM. Its kernels round differently;
+            with False results are equal to the GPU's bit for bit.
+        top: The largest number of plans.
+        precisions: For generating: also compare each kind of block in 8 bits and in 16 bits.
+        router_statistics: For generating with a mixture of experts: a file with the choices of its routers, by which
+            to plan. brim records it in a short run if it does not exist; ``"auto"``: in the user's cache folder.
 
     Returns:
-        ``proposals``, the first one the best; where nothing fits there are none, and ``nearest`` has changes under
-        which it would.
+        The answer: ``proposals``, the best first. If nothing fits it has none, and ``nearest`` has changes under
+        which something fits.
 
     Raises:
         UsageError: A value that is not allowed, or an unknown name.
         ModelError: The model's files are missing or damaged.
-        BudgetError: No way could ever fit: the inputs alone are more than all of the memory.
+        BudgetError: No plan can fit: the inputs alone exceed the memory.
         UnsupportedError: The model is one that brim cannot run.
     """
     return answer(build(Request, locals()), precisions=precisions, router_statistics=router_statistics)

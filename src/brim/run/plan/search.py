@@ -115,7 +115,7 @@ def _refuse_scores(request: Request, machine: Machine, subjects: Subjects) -> No
     if bytes > most:
         raise BudgetError(
             f"--batch {request.batch} was given for {subject.name}, with {format_bytes(most)} of memory.",
-            f"The scores of each sequence's last token alone take {format_bytes(bytes)}.",
+            f"The logits of each sequence's last token alone take {format_bytes(bytes)}.",
             "Give a smaller --batch.",
             smallest_bytes={subject.machine.hardware.compute: bytes},
         )
@@ -195,8 +195,8 @@ def routers_of(request: Request, where: str) -> Routers:
     if file.batch != request.batch:
         raise UsageError(
             f"Cannot use the router statistics in {path} for --batch {request.batch}.",
-            f"They were recorded with {file.batch} sequences at once, which choose other experts together.",
-            "Name another file; it is made if it does not exist.",
+            f"They were recorded with a batch of {file.batch}; another batch uses other experts in a step.",
+            "Name another file; brim records it if it does not exist.",
         )
     return {name: statistics_of(path, layer) for name, layer in file.layers.items()}
 
@@ -212,7 +212,7 @@ def _folder(request: Request) -> Path:
     if not path.exists():
         raise UsageError(
             f"Cannot record router statistics of {request.model}.",
-            "That takes a short run, and only its configuration is known.",
+            "brim records them in a short run, which needs the model's weights.",
             "Give a folder with weights, or a file of statistics.",
         )
     return prepare(path)

@@ -63,7 +63,7 @@ class RanksRequest:
         options = [option for option, value in alone.items() if value is not None]
         if options:
             raise UnsupportedError(
-                f"Cannot use {options[0]} with --gpus.", "A rank keeps its whole part in memory and streams nothing.",
+                f"Cannot use {options[0]} with --gpus.", "A rank keeps its part in memory and streams nothing.",
                 "Leave it out, or generate on one device.",
             )  # fmt: skip
         if generation.precision is not None and generation.precision not in DTYPES:

@@ -98,7 +98,7 @@ def check(training_model: TrainingModel, recipe: Recipe) -> None:
     if split.tp > 1 and has_transposed(training_model.module):
         raise UnsupportedError(
             f"Cannot use --tp {split.tp} with {type(training_model.module).__name__}.",
-            "Its queries, keys and values are one product, whose parts cannot be restored from a checkpoint.",
+            "Queries, keys and values are one matrix, and a rank's part of it cannot be read from a checkpoint.",
             "Split it by --zero or --pp.",
         )
 

@@ -97,7 +97,7 @@ def _check_runs(path: str | Path, plan: SplitPlan) -> None:
         return
     raise UnsupportedError(
         f"Cannot follow {path}.",
-        f"Its bytes and seconds are those of the engine {plan.engine}, and brim train runs {RUNS}.",
+        f"It was made for the engine {plan.engine}, and brim train uses {RUNS}.",
         f"Make one for that: brim plan {plan.model} --task train --gpus {plan.split.gpus} --gpu "
         f"{shlex.quote(plan.gpu)} --engine {RUNS} --output FILE.",
     )  # fmt: skip

@@ -37,7 +37,7 @@ class SplitRequest(RankOptions):
         for field, option in _ALONE.items():
             if getattr(training, field) is not None:
                 raise UnsupportedError(
-                    f"Cannot use {option} on several ranks.", "Splits are planned without it.",
+                    f"Cannot use {option} on several ranks.", "It works on one rank only, so far.",
                     "Leave it out: ZeRO, tensor and pipeline parallelism and --checkpointing save memory here.",
                 )  # fmt: skip
         if self.zero_bubble:

@@ -222,7 +222,9 @@ class _Counting(TorchDispatchMode):
             kwargs = {**kwargs, "device": _META}
         read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if not all(tensor.is_meta for tensor in read):
-            raise RuntimeError("An operation takes one of the program's own tensors, which must not be written to.")
+            raise RuntimeError(
+                "An operation uses one of the program's own tensors, which this trial must not change."
+            )
         result = func(*args, **kwargs)
         is_view = func.is_view and func is not _as_strided and isinstance(result, torch.Tensor)
         if is_view and result.numel() == read[0].numel():

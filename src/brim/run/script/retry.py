@@ -78,8 +78,8 @@ class _Repeating:
             return self.inner(*args, **kwargs)
         if self._planned_elements and (count := _elements((args, kwargs))) > self._planned_elements:
             write_note(
-                f"{type(model).__name__} is called with {count:,} numbers and was planned for "
-                f"{self._planned_elements:,}: activations may go beyond the budget"
+                f"{type(model).__name__} was called with {count:,} numbers and planned for "
+                f"{self._planned_elements:,}: activations may exceed the budget"
             )
             self._planned_elements = 0  # reported once
         versions = [buffer._version for buffer in model.buffers()]

@@ -66,7 +66,7 @@ def explain_overflow(step: int, output: Path) -> Iterator[None]:
     except RuntimeError as error:
         if "without overflow" not in str(error):
             raise
-        raise _spoilt(step, "Its update has a factor too large for the type of the weights.", output) from error
+        raise _spoilt(step, "A factor of its update is too large for the dtype of the weights.", output) from error
 
 
 def _spoilt(step: int, problem: str, output: Path) -> ModelError:

@@ -262,7 +262,7 @@ class _Run:
             self._metrics = self._new_metrics()
             self.evaluations = [evaluation for evaluation in self.evaluations if evaluation.step <= self._next]
         plan = _in_words(self.session)
-        self._note(f"step {step + 1}: memory ran out ({failure:.300}). Going on with {plan}, from {where}.")
+        self._note(f"step {step + 1}: memory ran out ({failure:.300}). Continuing with {plan}, from {where}.")
         self.session_plan = self.session.plan
 
     def _note(self, text: str) -> None:

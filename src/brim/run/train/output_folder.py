@@ -201,7 +201,9 @@ class OutputFolder:
         if os.fstat(fd).st_size and not _holder(fd):
             os.close(fd)
             raise UsageError(
-                problem, f"{LOCK_FILE} in it is no lock of a training.", "Move it away, or give another --output."
+                problem,
+                f"{LOCK_FILE} in it is not a lock that brim wrote.",
+                "Move it away, or give another --output.",
             )
         return fd
 
@@ -216,7 +218,7 @@ class OutputFolder:
             if os.path.lexists(path) and not self._record.has_file(path):
                 raise UsageError(
                     f"Cannot write the trained model to {self.path}.",
-                    f"{path.name} in it is not as this training wrote it: it would be lost.",
+                    f"{path.name} in it was not written by this training, and would be overwritten.",
                     "Move it away, or give another --output.",
                 )
 

@@ -165,9 +165,7 @@ def _or_without(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        warnings.warn(
-            f"{name} gets no further reports; the training continues: {error.strerror or error}.", stacklevel=4
-        )
+        warnings.warn(f"Reports to {name} end here; the training continues: {error.strerror or error}.", stacklevel=4)
 
 
 def finished(done: int, steps: int, output: Path) -> str:

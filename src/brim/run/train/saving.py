@@ -224,7 +224,7 @@ def _rounding_notes(before: Plan, now: Plan) -> list[str]:
     ]
     if not changed:
         return []
-    return [f"The plan has {' and '.join(changed)}: sums are rounded otherwise than in the steps before."]
+    return [f"The plan has {' and '.join(changed)}: sums are rounded in another order than before."]
 
 
 def _identity(folder: Path) -> str:

@@ -1,1 +1,1 @@
-"""Activation offload: what autograd saves leaves the compute tier until backward needs it."""
+"""Activation offload: tensors that autograd saves leave the compute tier until backward needs them."""

@@ -29,7 +29,7 @@ Order = list["weakref.ref[Activation]"]  # in the order of saving
 
 
 class Stage(Enum):
-    RESIDENT = "resident"  # among the newest: it stays for now
+    RESIDENT = "resident"  # one of the newest: not offloaded yet
     LEAVING = "leaving"  # being copied, and still in memory
     OFFLOADED = "offloaded"
     STUCK = "stuck"  # its copy failed
@@ -56,7 +56,7 @@ class Activation:
         return self.source is not None or self.pending_fetch is not None or self.loaded is not None
 
     def __del__(self) -> None:
-        # It may run anywhere, in any thread, so it must not wait nor take a lock.
+        # It may run at any time in any thread, so it must not wait or take a lock.
         if self.offloaded is not None:
             on_thread = isinstance(self.offloaded.moved, (Done, Ticket))  # a Ticket keeps its source alive
             source = None if on_thread else self.source
@@ -126,12 +126,12 @@ class Activations:
         self._bytes = {Stage.RESIDENT: 0, Stage.LEAVING: 0}
         self._order: Order = []  # since the last backward
         self._in_backward = False
-        self._fetched: weakref.WeakSet[Activation] = weakref.WeakSet()  # and not used yet
+        self._fetched: weakref.WeakSet[Activation] = weakref.WeakSet()  # fetched, but not used yet
 
     # -- forward
 
     def keep(self, tensor: torch.Tensor) -> Saved:
-        """Take ``tensor`` from autograd, and wait while too much is leaving.
+        """Take ``tensor`` from autograd, and wait while too many bytes are being offloaded.
 
         Raises BudgetError and TransferError when an older activation cannot be offloaded.
         """
@@ -254,7 +254,7 @@ class Activations:
             try:
                 self._arrive(activation)
             except BrimError:
-                # It may have failed while nobody needed it: try again.
+                # A prefetch may have failed: try again.
                 self._fetch(activation)
                 self._arrive(activation)
         assert activation.loaded is not None, "it arrived"
@@ -295,7 +295,7 @@ class Activations:
         """Free the memory of deleted activations. It waits for their copies: a late thread would keep memory that the
         budget does not have."""
         while self._leftovers:
-            leftover = self._leftovers[0]  # it stays in the queue meanwhile: Ctrl-C may come
+            leftover = self._leftovers[0]  # it stays in the queue until it is freed, in case of Ctrl-C
             leftover.release()
             self._leftovers.popleft()
             if leftover.stage in self._bytes:
@@ -336,7 +336,7 @@ class Fetch:
         self._at, self._bytes = at, bytes
 
     def arrive(self) -> torch.Tensor:
-        """Wait for the bytes (uint8), in memory of their own. Raises the BrimError of the copy."""
+        """Wait for the bytes (uint8), in newly allocated memory. Raises the BrimError of the copy."""
         self._moved.wait()
         if isinstance(self._offloaded, ActivationOnDisk):
             self._offloaded.fill_edges(self._buffer.tensor, self._at)
@@ -462,5 +462,5 @@ class ActivationOnDisk:
 
 
 def pages_bytes(bytes: int) -> int:
-    """The full pages within ``bytes`` at any offset: one less than fit, so that a prediction knows the number."""
+    """The number of full pages in ``bytes`` at every offset: one less than the maximum, so that it is predictable."""
     return max(0, bytes // PAGE_BYTES - 1) * PAGE_BYTES

@@ -1,4 +1,4 @@
-"""In-place activations: ReLU and similar modules write over their inputs where nothing needs these any more.
+"""In-place activations: ReLU and similar modules overwrite inputs that are not needed any more.
 
 Autograd refuses this only for tensors that it has saved itself; a residual connection that reads the old value later
 would silently be wrong. So the model is run once on fake tensors with every storage watched: an activation may write
@@ -29,7 +29,7 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)  # their in-place kernels ma
 
 
 def apply(model: nn.Module, example: Any, names: Sequence[str] | None = None) -> InplaceActivations:
-    """Set ``inplace`` on every module of ``model`` that has it, where results stay bit for bit the same.
+    """Set ``inplace`` on the modules of ``model`` that support it, if results stay bit for bit the same.
 
     ``example`` are inputs of the model in training: a dictionary, a tuple or a tensor. All later calls must take the
     same branches. With ``names``, those of an earlier handle of the same model with the same techniques in force,
@@ -39,7 +39,7 @@ def apply(model: nn.Module, example: Any, names: Sequence[str] | None = None) ->
         raise UsageError(
             f"Cannot make the activations of {type(model).__name__} in-place.",
             "They are in-place already.",
-            "Remove the first handle before.",
+            "Call .remove() on its handle first.",
         )
     return InplaceActivations(model, list(_inplace_bytes(model, example)) if names is None else names)
 
@@ -103,7 +103,7 @@ def _inplace_bytes(model: nn.Module, example: Any) -> dict[str, int]:
 
 
 def _largest_working(names: list[str], works: Callable[[Sequence[str]], bool]) -> list[str]:
-    """All of ``names`` but those that fail, by bisection."""
+    """Return ``names`` without the modules that fail, found by bisection."""
     working: list[str] = []
     pending = [names]
     while pending:
@@ -202,7 +202,7 @@ def _run(model: nn.Module, example: Any, watch: _Watch | None = None) -> None:
         raise UnsupportedError(
             f"Cannot test {type(model).__name__} with in-place activations.",
             f"It cannot run on fake tensors: {error}",
-            "Leave this technique out.",
+            "Leave in-place activations out.",
         ) from error
 
 

@@ -25,7 +25,7 @@ from brim.techniques.saved_tensor_hooks import Saving, Unpack, active_packers, i
 
 NAME = "activation_offload"
 
-# A tensor with a smaller share of its storage is most likely a view of memory that stays anyway, such as a data set.
+# A tensor with a smaller share of its storage is most likely a view of long-lived memory, such as a data set.
 _LARGEST_SHARE = 16
 _LEAST_BYTES = 2 * PAGE_BYTES
 
@@ -102,7 +102,7 @@ def _check(model: nn.Module, blocks: Sequence[str], paths: dict[str, nn.Module])
     for path, module in paths.items():
         if any(isinstance(layer, _Wrapper) for layer in _wrapped_forwards(module)):
             raise UsageError(
-                problem, f"{path or 'It'!r} is offloaded already.", "Call remove() of that handle first."
+                problem, f"{path or 'It'!r} is offloaded already.", "Call .remove() on its handle first."
             )
 
 
@@ -178,7 +178,7 @@ class _Selection:
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
-    """The bytes from the first to the last element in memory."""
+    """Return the bytes from the first to the last element in memory."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -188,7 +188,7 @@ def _span_bytes(tensor: torch.Tensor) -> int:
 class _CallPacker:
     def __init__(self, selection: _Selection, module: nn.Module) -> None:
         self.selection = selection
-        tensors = [*module.parameters(), *module.buffers()]  # at this call: they may be elsewhere in the next
+        tensors = [*module.parameters(), *module.buffers()]  # of this call: their memory may change between calls
         self._storages = frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def pack(self, tensor: torch.Tensor) -> Unpack | None:

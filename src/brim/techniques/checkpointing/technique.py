@@ -105,7 +105,7 @@ class Checkpointing:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "use_cache is ignored: blocks that are checkpointed do not fill the cache. Pass use_cache=False.",
+                "use_cache is ignored, because checkpointed blocks cannot write to a KV cache. Pass use_cache=False.",
                 stacklevel=2,
             )
 
@@ -131,7 +131,7 @@ class _Checkpointed(StandIn):
 
     def _checkpointed(self, *args: Any, **kwargs: Any) -> Any:
         names, count = tuple(kwargs), len(args)
-        # By position: torch.utils.checkpoint saves these through saved-tensor hooks, others by reference.
+        # Positional: torch.utils.checkpoint saves positional arguments by saved-tensor hooks, others by reference.
         arguments = [copy_of_cache(value) if is_cache(value) else value for value in (*args, *kwargs.values())]
         caches = [value for value in arguments if is_cache(value)]
         unwritten = Unwritten(caches)
@@ -159,7 +159,7 @@ def selective_contexts(*, alternate: bool = False) -> tuple[AbstractContextManag
     with ``alternate`` those of every other matrix product only."""
     saved = [getattr(torch.ops.aten, name).default for name in SAVED]
     product = torch.ops.aten.mm.default
-    # Counted apart, as some versions of PyTorch call the policy again while they recompute and others do not.
+    # Separate counts, because only some versions of PyTorch call the policy again during recomputation.
     products = {again: itertools.count() for again in (False, True)}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -257,7 +257,7 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 def _refuse(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     if any(isinstance(placed, _Checkpointed) for placed in in_force(module)):
         raise UsageError(
-            f"Cannot checkpoint {name}.", "It is checkpointed already.", "Remove the first handle before."
+            f"Cannot checkpoint {name}.", "It is checkpointed already.", "Call .remove() on its handle first."
         )
     inside = {id(part): path for path, part in modules.items() if part is not module}
     for part in module.modules():

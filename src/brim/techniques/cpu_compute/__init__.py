@@ -1,1 +1,1 @@
-"""Blocks whose weights rest in RAM and which the CPU computes there."""
+"""CPU compute: the CPU computes blocks whose weights rest in RAM."""

@@ -24,7 +24,7 @@ _CHANGEABLE = (list, dict, OrderedDict, defaultdict)
 class ActivationTransfer:
     """Copies activations between the tiers through a buffer of page-locked RAM.
 
-    The copies have memory of their own, with the same strides, so that they may be kept. The buffer grows where a
+    The copies are newly allocated, with the same strides, so that callers may keep them. The buffer grows where a
     call needs more; then BudgetError is raised if the pool has no room.
 
     Copies are ordered with compute. In the queue that prefetches blocks they would wait for entire blocks.

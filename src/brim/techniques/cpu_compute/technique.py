@@ -1,4 +1,4 @@
-"""CPU compute: the CPU computes blocks whose weights rest in RAM, while the link brings others.
+"""CPU compute: the CPU computes blocks whose weights rest in RAM, while the link copies other blocks.
 
 A decode step at batch 1 reads every weight once and computes little with it. The weights beyond the compute tier are
 read by both at once: the link copies some of them, the CPU reads the rest in RAM. Then a step takes
@@ -6,7 +6,7 @@ overflow / (link + RAM) seconds, both in bytes per second (cf. PowerInfer, arXiv
 the CPU, beside which the link is idle).
 
 A call's inputs are copied to RAM, its outputs back. The states that a block keeps between calls (keys and values in a
-cache) are made in RAM and stay there.
+cache) are created in RAM and stay there.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class HostCompute(Companion):
         self._blocks: dict[str, list[StreamedBlock]] = {}  # by the path of the module that needs them
         if streamed_blocks.training:
             raise UnsupportedError(
-                "Cannot train by a plan whose blocks the CPU computes.",
-                "Such blocks are for inference: their activations are in RAM, and backward does not use those.",
+                "Cannot train with a plan in which the CPU computes some blocks.",
+                "That is for inference: the activations of these blocks are in RAM, where backward cannot use them.",
                 "Plan without compute:ram, or fit the model for inference.",
             )
         if streamed_blocks.memory.host is None:
             raise UsageError(
-                "Cannot apply a plan whose blocks the CPU computes from RAM.",
-                "Here RAM is the compute tier, so the CPU computes all of them.",
+                "Cannot apply a plan in which the CPU computes some blocks beside a GPU.",
+                "This machine has no GPU: the CPU computes all blocks.",
                 "Make the plan for this machine.",
             )
         self.transfer = ActivationTransfer(streamed_blocks.memory)
@@ -62,11 +62,11 @@ class HostCompute(Companion):
         if block.name not in self._computable:
             raise UnsupportedError(
                 f"Cannot compute {block.name} on the CPU.",
-                "Its modules need parameters of other blocks, which are elsewhere.",
+                "Its modules use parameters of other blocks, which may be in another tier.",
                 "Plan it as resident or streamed.",
             )
         for trigger in block.triggers:
-            if trigger not in block.lookups:  # rows are picked at rest in any case
+            if trigger not in block.lookups:  # look-ups read rows at rest in any case
                 self._blocks.setdefault(trigger, []).append(streamed)
         self._streamed_blocks.gathering[streamed.index] = self.bound
 
@@ -128,7 +128,7 @@ class _Call:
 
 
 def rest_in(device: torch.device, arguments: Any, layers: Collection[int]) -> None:
-    """Bring the states of ``layers`` in every cache among ``arguments`` to ``device``, for good.
+    """Move the states of ``layers`` in every cache among ``arguments`` to ``device``, permanently.
 
     transformers' caches (``transformers.cache_utils.Cache``) have an object per layer, which takes the device of its
     first input: only a cache that was filled or laid out elsewhere has to be moved. Raises UnsupportedError for a

@@ -1,1 +1,1 @@
-"""Expert streaming: the experts of a mixture come one by one into a cache per layer."""
+"""Expert streaming: a cache per layer loads the experts of a mixture one by one."""

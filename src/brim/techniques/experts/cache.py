@@ -11,9 +11,9 @@ from brim.memory.pool import Buffer
 from brim.memory.slots import Slot, Slots
 from brim.memory.tiers import Memory
 
-# After so many calls of the layer a use counts half. Over router traces with and without favourites, constant or
-# changing (bench/experts.py), the hit rate is 0.569; by the latest use alone (LRU) 0.545, by the number of uses (LFU)
-# 0.559.
+# The number of calls of the layer after which a use counts half. Over router traces with and without favourites,
+# constant or changing (bench/experts.py), the hit rate is 0.569; by the latest use alone (LRU) 0.545, by the number
+# of uses (LFU) 0.559.
 HALF_LIFE_VISITS = 32.0
 
 
@@ -122,7 +122,7 @@ class ExpertCache:
                 self._slots.load(slot, expert)
 
     def _any_slot(self, expert: int) -> Slot:
-        """A slot for an expert that was not expected, even that of one needed later in this call."""
+        """Return a slot for an unpredicted expert, even the slot of an expert that this call needs later."""
         slot = self._least_used(keep=self._upcoming) or self._least_used(keep=())
         if slot is None:
             raise UnsupportedError(

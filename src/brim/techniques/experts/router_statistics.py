@@ -1,4 +1,4 @@
-"""Statistics of a model's routers from a short run: how many experts a step needs, and how many of them again."""
+"""Statistics of a model's routers from a short run: the experts that a step needs, and how often they repeat."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def watch_routers(model: nn.Module, run: Callable[[], object]) -> dict[str, Rout
         raise UnsupportedError(
             f"Cannot watch the routers of {type(model).__name__}.",
             "It has no layers of fused experts like those of transformers.",
-            "Plan it like any other model: layers that are not called are not loaded.",
+            "Plan it without router statistics.",
         )
     seen: dict[str, list[Mapping[int, float]]] = {layer.path: [] for layer in layers}
     with contextlib.ExitStack() as stack:

@@ -1,8 +1,8 @@
-"""Mixture of experts: each expert is a block of its own, and a layer has a cache of a few of them in the compute
+"""Mixture of experts: each expert is a block, and each layer has a cache of a few of them in the compute
 tier.
 
 A token needs 2 to 8 of a layer's 8 to 512 experts, so to move all of a layer is mostly waste. Here the experts of a
-layer rest one by one in RAM or on disk; those that a call's tokens are routed to come into slots, and stay there by
+layer rest separately in RAM or on disk. The experts of a call's tokens are loaded into slots, and stay there by
 use (``cache.Usage``). The rest of the layer is resident or streamed like any block.
 
 transformers' experts are fused (``transformers/integrations/moe.py``): parameters of shape [experts, ...] and a
@@ -157,7 +157,7 @@ class CachedExperts(Companion):
         if self._streamed_blocks.training:
             raise UnsupportedError(
                 "Cannot train by a plan with cached experts.",
-                "Slots are reused before it is known which experts a backward pass needs.",
+                "The backward pass may need experts whose slots are reused by then.",
                 "Plan without the technique 'experts', or fit the model for inference.",
             )
         choices = self._placement.plan.choices(NAME)
@@ -244,7 +244,7 @@ class ListedExperts:
         self._called: dict[int, float] = {}  # in this step
 
     def begin_step(self) -> None:
-        # Not before: experts called late in a step are needed late in the next step.
+        # Only at the end of the step: experts called late in a step are needed late in the next step.
         if self._called:
             self.cache.usage.visit(self._called)
             self._called = {}
@@ -311,7 +311,7 @@ class ExpertsStore:
 
 def _one_by_one(label: str) -> UnsupportedError:
     return UnsupportedError(
-        f"Cannot move {label} to the compute tier as a whole.",
+        f"Cannot move all of {label} to the compute tier at once.",
         "Its experts are moved one by one.",
         "Change them with load_state_dict, or call .brim.remove() first.",
     )

@@ -2,8 +2,8 @@
 
 transformers' own cache grows by ``torch.cat``: with every token each layer is copied, and is in memory twice for a
 moment. Here a layer has its storage from the start and a token is written to its place. Where the compute tier is too
-small, the ``resting`` oldest tokens of every layer rest in RAM. They come to a slot of a ring while the layer before
-computes; the newer tokens stay in the compute tier and are copied to the slot.
+small, the ``resting`` oldest tokens of every layer rest in RAM. They are loaded into a slot of a ring while the
+layer before computes; the newer tokens stay in the compute tier and are copied to the slot.
 
 Attention reads the same values in the same order either way, so the results are those of transformers' cache.
 """
@@ -39,7 +39,7 @@ _SHARING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLaye
 RESIDENT, OLDER_IN_RAM = "resident", "older:ram"
 RESTING_TOKENS = "kv_resting_tokens"  # in a plan's settings
 SLOTS = 2  # one in use, one being filled
-_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the tokens, to be tried as those that rest in RAM
+_SHARES = (0.25, 0.5, 0.75, 1.0)  # shares of the tokens to try in RAM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,7 @@ class Placement:
     resting: int = 0
 
     def held_bytes(self, compute: str) -> dict[str, int]:
-        """The bytes of the cache in each tier, for all of its life."""
+        """The bytes of the cache in each tier, from its creation to its end."""
         each = self.shape.token_bytes * self.batch
         if not self.resting:
             return {compute: each * self.tokens}

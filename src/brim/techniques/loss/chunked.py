@@ -49,7 +49,7 @@ def apply(model: nn.Module, chunk_tokens: int = 1024, *, head: str | None = None
         raise UsageError(
             f"Cannot chunk the loss of {type(model).__name__}.",
             f"The loss of {name} is chunked already.",
-            "Remove the first handle before.",
+            "Call .remove() on its handle first.",
         )
     return ChunkedLoss(name, module, chunk_tokens)
 
@@ -174,7 +174,7 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _flat_target(view: View, target: Any) -> torch.Tensor | None:
     """The class indices of the flattened rows, or class probabilities; None for unsupported targets."""
     leading = tuple(view.rows.shape[:-1])
-    class_dim = 1  # as cross_entropy wants its input: (rows, classes) or (batch, classes, positions...)
+    class_dim = 1  # cross_entropy's input: (rows, classes) or (batch, classes, positions...)
     if not isinstance(target, torch.Tensor) or view.class_dim != class_dim:
         return None
     if target.is_floating_point():

@@ -83,7 +83,7 @@ class View:
 
 
 class LazyLogits(torch.Tensor):
-    """A tensor without memory of its own; see ``View``."""
+    """A tensor without memory; see ``View``."""
 
     view_: View
 

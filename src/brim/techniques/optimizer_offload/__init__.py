@@ -1,1 +1,1 @@
-"""Optimizer offload: states, and gradients if asked for, rest in RAM or on disk."""
+"""Optimizer offload: states, and optionally gradients, rest in RAM or on disk."""

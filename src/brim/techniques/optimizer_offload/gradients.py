@@ -1,4 +1,4 @@
-"""Gradients that are offloaded when a backward pass has made all of a block, and come back for its update.
+"""Gradients that are offloaded when all of a block are complete, and loaded for its update.
 
 Before autograd adds to an offloaded gradient, ``p.grad`` is set to None, so that it makes the new gradient alone,
 which is then added to the one in the record, as autograd would have added it.
@@ -135,7 +135,7 @@ class Gradients:
         finally:
             self.records.leave(index, changed=False)
             if changed and self.records.tier == DISK:
-                self.records.forget(index)  # the record on disk and its pending changes are as they were
+                self.records.forget(index)  # the record on disk and its pending changes are unchanged
         if dropping:
             self.drop(index)
 

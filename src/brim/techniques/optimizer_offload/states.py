@@ -1,4 +1,4 @@
-"""The offloaded states of an optimizer, which come to it unit by unit.
+"""The offloaded states of an optimizer, which are loaded unit by unit.
 
 A unit is updated at once: all of a block, some of its parameters, or a part of a large one.
 
@@ -328,7 +328,7 @@ def _places(
 
 
 def _own(value: Any) -> Any:
-    """A copy of a number that a part's step may change."""
+    """Copy a number that a part's step may change."""
     if type(value) is OffloadedTensor:
         return value
     return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
@@ -338,7 +338,7 @@ class _NewStates(TorchDispatchMode):
     """Creates the states that an optimizer's first step makes by ``zeros_like`` of a parameter in their record.
 
     Otherwise a step would have them in memory twice for a moment, which may be the peak for the largest block. States
-    that are made in another way are copied.
+    that are created in another way are copied.
     """
 
     def __init__(self, parameters: Mapping[int, torch.Tensor], places: dict[int, list[torch.Tensor]]) -> None:

@@ -1,6 +1,6 @@
 """Optimizer offload: the states of an optimizer that updates each parameter on its own rest in RAM or on disk.
 
-They come to the optimizer block by block. The update is the code of the user's own optimizer: for each block its
+They are loaded block by block. The update is the code of the user's own optimizer: for each block its
 parameter groups are narrowed to the block's parameters, the block's states are put into ``optimizer.state``, ``step``
 runs, and the states are offloaded again. So results are those of the plain optimizer, bit for bit, and learning rate
 schedulers, hooks and options work as usual. Beside a GPU, the step of a block with offloaded states runs on the CPU.
@@ -50,7 +50,7 @@ KEEP = "keep"
 CHOICES = (KEEP, RAM, DISK)
 _AHEAD = 4  # blocks whose states are fetched while one is updated, as far as they fit
 _WORTH_READING_AHEAD_BYTES = MIB
-_PART = 12  # three blocks are a quarter of all then
+_PART = 12  # three blocks are then a quarter of all
 
 
 def apply(
@@ -66,7 +66,7 @@ def apply(
     buffer_bytes: int | None = None,
     brief: bool = False,
 ) -> OptimizerOffload:
-    """Let the states of ``optimizer`` and its gradients rest in ``ram`` or on ``disk``.
+    """Offload the states of ``optimizer`` and its gradients to ``ram`` or ``disk``.
 
     ``keep``: names of blocks whose states stay. ``block_bytes`` bounds the parameters of a block; ``buffer_bytes``
     is the RAM that states on disk pass through (None: enough for three ordinary blocks, or for the largest one). With
@@ -224,7 +224,7 @@ class OptimizerOffload:
             return closure()
 
     def _step_rest(self) -> None:
-        """Step the parameters of no block: they were added later, or frozen when the blocks were made."""
+        """Step parameters that belong to no block: added later, or frozen when the blocks were created."""
         in_blocks = {id(p) for block in self.blocks.values() for p in block.parameters}
         rest = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in in_blocks]
         if any(p.grad is not None for p in rest):
@@ -376,7 +376,7 @@ class OptimizerOffload:
         self._recomputation.allow()
         self._state.remove()
         mine = vars(self.optimizer)
-        if mine.get("step") is self._step:  # else somebody wrapped it since, and it only passes calls on from now on
+        if mine.get("step") is self._step:  # else another wrapper was added later, and this one only passes calls on
             del mine["step"]
             if self._plain_step is not None:
                 mine["step"] = self._plain_step

@@ -1,7 +1,7 @@
-"""A trial of an optimizer: the state tensors of each parameter, and whether it may be run block by block.
+"""Try an optimizer: find the state tensors of each parameter, and if it can be run block by block.
 
-No class of optimizer is known here: a copy of the user's own, with two parameters of two elements a side, steps them
-together and one after the other. If the results differ (a counter of its own, one random stream, a norm over all
+This works for any class: a copy of the user's optimizer steps two small parameters
+together and one after the other. If the results differ (a shared counter, one random stream, a norm over all
 parameters), so would those of steps block by block.
 """
 
@@ -139,9 +139,9 @@ class Trial:
         try:
             together, alone = (self._run(options, shape, dtype, split) for split in (False, True))
         except Exception as error:
-            raise self._refusal(f"A step of its own, without a closure, raised {error!r}.") from error
+            raise self._refusal(f"A trial step without a closure raised {error!r}.") from error
         if not all(_same(left, right) for left, right in zip(together, alone, strict=True)):
-            raise self._refusal("Stepping its parameters one by one is not the same as stepping them together.")
+            raise self._refusal("Updating its parameters one by one gives other results than updating them together.")
         sample: dict[str, Any] = alone[1][0]
         return sample
 

@@ -1,10 +1,10 @@
 """Attention of a rank's tokens, two chunks of every sequence, over the tokens of all ranks, without a mask.
 
-Of ``n`` ranks, rank ``r`` has chunks ``r`` and ``2n - 1 - r`` of ``2n``, so that all have as much to do (Llama 3,
+Rank ``r`` of ``n`` has chunks ``r`` and ``2n - 1 - r`` of ``2n``, so that all have equal work (Llama 3,
 arXiv 2407.21783, section 3.3.2). A chunk's queries look at their own chunk by a causal kernel and at all earlier ones
 by kernels without a mask; the pieces are joined by the log-sum-exp of their scores. For the backward pass a rank
-keeps its own keys and values only, and gathers the others' again: a piece's backward pass takes the output and the
-log-sum-exp over all pieces, from which the share of each score follows (Dao et al., arXiv 2205.14135, section 3.1;
+keeps only its own keys and values, and gathers the others' again: a piece's backward pass takes the output and the
+log-sum-exp over all pieces, which determine the share of each score (Dao et al., arXiv 2205.14135, section 3.1;
 Liu et al., "Ring Attention", arXiv 2310.01889).
 """
 
@@ -114,7 +114,7 @@ class Efficient:
 
 
 def kernel_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernel | None:
-    """The kernel for these tensors on their device, or on the GPU of a trace; None where there is none."""
+    """The kernel for these tensors on their device, or on the GPU of a trace; None if there is none."""
     if query.shape[-1] != value.shape[-1] or query.dtype not in _FLOATS:
         return None
     capability = pretended_capability()

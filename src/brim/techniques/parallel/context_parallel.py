@@ -2,8 +2,9 @@
 
 As in the training of Llama 3 (arXiv 2407.21783, section 3.3.2): keys and values are gathered over the ranks, and
 chunks are distributed so that all ranks have equal work (``context_attention``). All other operations of a layer work
-on each token alone. PyTorch's ring attention (torch/distributed/tensor/experimental/_context_parallel/_attention.py,
-``custom_ops``) replaces CUDA's kernels only; this runs where PyTorch runs.
+on each token separately. PyTorch's ring attention
+(torch/distributed/tensor/experimental/_context_parallel/_attention.py, ``custom_ops``) replaces CUDA's kernels only;
+this works on every device.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ def apply(model: Any, mesh: DeviceMesh, place: int | None = None) -> Context:
 def _check(model: Any, ranks: int) -> None:
     windowed, rotary = narrow(model.config), length_dependent(model.config)
     why = f"Its attention does not attend to all earlier tokens ({windowed})." if windowed else ""
-    why = why or f"Its rotary positions depend on the length of the sequence ({rotary}), and a rank has a part of it."
+    why = (
+        why
+        or f"Its rotary positions depend on the length of the sequence ({rotary}), and a rank has only a part of it."
+    )
     if windowed or rotary:
         raise UnsupportedError(f"Cannot use --cp {ranks} for {type(model).__name__}.", why, "Leave out --cp.")
 

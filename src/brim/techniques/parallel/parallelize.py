@@ -54,14 +54,14 @@ def parallelize(
         split: The split.
         dtype: The dtype of computation; None: that of the weights.
         checkpointed: ``"selective"``, ``"alternate"`` or ``"full"``, of every block; ``"none"`` or None: of none.
-        compiled: Whether each block is compiled by itself.
+        compiled: True if each block is compiled separately.
         context: The ranks that share sequences with this one.
-        context_place: The place among them to act for, if it is not this rank's own.
+        context_place: The position among them to act for, if it is not this rank's own.
         fill: See ``sharding.apply``.
 
     Raises:
-        UsageError: Sizes that do not divide.
-        UnsupportedError: Blocks of unknown names.
+        UsageError: A size is not divisible.
+        UnsupportedError: The names of blocks are unknown.
     """
     if checkpointed not in (None, "none"):
         checkpointing.apply(stage, dict.fromkeys(checkpointing.blocks(stage), checkpointed))

@@ -1,4 +1,4 @@
-"""Pipelining: a model cut into stages of consecutive layers, each on ranks of its own.
+"""Pipelining: a model cut into stages of consecutive layers, each on its own ranks.
 
 Huang et al., arXiv 1811.06965; Narayanan et al., arXiv 2104.04473. A stage is the model without the other layers: the
 first has the embedding, the last the head and the loss. ``torch.distributed.pipelining`` runs them; a prediction runs
@@ -74,7 +74,7 @@ def cut(model: Any, part: Part, places: Sequence[int] | None = None) -> Stage:
 
 @dataclass
 class Progress:
-    """The progress of a decoder's forward pass: before, at or behind its layers."""
+    """The progress of a decoder's forward pass: before, in or behind its layers."""
 
     place: Literal["before", "at", "behind"] = "before"
 
@@ -314,7 +314,7 @@ class _Removed(nn.Module):
         if self._progress.place != self._place:
             raise UnsupportedError(
                 "Cannot cut a model into stages.",
-                f"A part of its decoder seems to be {self._place} its layers, but runs at another time.",
+                f"A module that brim took for one {self._place} its layers runs at another time.",
                 "Use --zero or --tp.",
             )
         tensors = (

@@ -1,7 +1,7 @@
 """Sharding: data parallelism with ZeRO by FSDP2, tensor and sequence parallelism by DTensor.
 
-Rajbhandari et al., arXiv 1910.02054; Zhao et al., arXiv 2304.11277. brim sends nothing itself: ``fully_shard`` and
-``parallelize_module`` do, on whatever process group there is. On fake tensors and PyTorch's fake process group
+Rajbhandari et al., arXiv 1910.02054; Zhao et al., arXiv 2304.11277. PyTorch does all communication: ``fully_shard``
+and ``parallelize_module``, on any process group. On fake tensors and PyTorch's fake process group
 (``alone``) this is the prediction.
 
 * ZeRO-0: ``replicate``: every rank has everything, gradients are all-reduced.
@@ -124,7 +124,10 @@ class Sharded:
     ) -> None:  # fmt: skip
         self._tensors, self._simulates, self.offloads = tensors, simulates, decision.offload
         self._spread = spread
-        self._model, self._decision = model, decision  # None for a single data-parallel rank, which reduces nothing
+        self._model, self._decision = (
+            model,
+            decision,
+        )  # None for a single data-parallel rank, which needs no reduction
 
     def set_last_backward(self, *, last: bool) -> None:
         """Prepare for a backward pass, the last one of a step or not: some stages of ZeRO reduce in the last only."""

@@ -5,7 +5,7 @@ optimizer's step (Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857). FSDP2 co
 gathered and a reduced gradient back (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, ``all_gather_inputs``;
 _fsdp_collectives.py, ``foreach_reduce``).
 
-Where the device is the CPU too, as over gloo and in a trace, FSDP2 copies nothing. ``simulating`` makes these copies
+If the device is the CPU too, as with gloo and in a trace, FSDP2 copies nothing. ``simulating`` makes these copies
 and reports each to the count of memory (``Tiers``): so a rank without a GPU takes the same memory in each tier as one
 with a GPU, through the same code of PyTorch.
 """
@@ -34,7 +34,7 @@ class Tiers(Protocol):
         """Count new tensors as copies in RAM, or on the device, within."""
 
     def making_in_ram(self) -> AbstractContextManager[None]:
-        """Count new tensors that are not made of others in RAM within."""
+        """Count new tensors without tensor inputs as in RAM within."""
 
     def rest_in_ram(self, tensor: torch.Tensor) -> None:
         """Count the tensor in RAM."""

@@ -121,7 +121,7 @@ def _gather_tokens(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _localize_tokens(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Give a part that is not split all tokens as plain tensors: it computes the same on every rank."""
+    """Give an unsplit part all tokens as plain tensors, so that it computes the same on every rank."""
     return tree_map(_localized, (args, kwargs))
 
 
@@ -154,7 +154,9 @@ def _outer_plan(
     for name, module in model.named_modules():
         if name.startswith(inside):
             continue
-        if isinstance(module, nn.Embedding) and not _takes_tokens(module):  # of positions, which it computes itself
+        if isinstance(module, nn.Embedding) and not _takes_tokens(
+            module
+        ):  # an embedding of positions, which the model computes itself
             if sequence_parallel:
                 module.register_forward_hook(_divider(mesh))
         elif isinstance(module, nn.Embedding):

@@ -1,7 +1,7 @@
 """The modules of a decoder layer that tensor parallelism splits, by names and shapes.
 
 Products that read the residual stream are split by outputs, those that write to it by inputs. Weights in between get
-a rank's part of the activations: a norm of single heads is the same for all of them, anything else must be known.
+a rank's part of the activations: a norm of single heads is the same for all of them, other modules must be known.
 Unknown layers are refused, as a wrong split silently computes something else.
 """
 
@@ -68,16 +68,18 @@ def why_not_split(block: nn.Module) -> str | None:
         unknown = [path for path in inside if path not in (*reads, *writes, *parts.head_norms)]
         fused += [path for path in unknown if writes and is_product(block.get_submodule(path))]
         if not (reads and writes):
-            others.append(f"{', '.join((*reads, *writes))} is split, and what goes with it is not known by its name.")
+            others.append(
+                f"{', '.join((*reads, *writes))} is split, and brim does not know the layer that belongs to it."
+            )
         elif other := _of_other_sizes(block, reads, writes):
-            others.append(f"{', '.join(other)} gives something else than what {', '.join(writes)} takes.")
+            others.append(f"the output size of {', '.join(other)} is not the input size of {', '.join(writes)}.")
         elif parent and unknown:
             weights = [f"{path}.{name}" for path in unknown for name in block.get_submodule(path)._parameters]
             others.append(
-                f"{', '.join(weights)} lies between split linear layers, and which parts it takes is unknown."
+                f"{', '.join(weights)} lies between split linear layers, and brim does not know how to split it."
             )
     if fused:
-        return f"{', '.join(fused)}: each is several products in one, and a rank would need its part of every one."
+        return f"{', '.join(fused)} combines several matrices in one, and a rank would need its part of each."
     return others[0] if others else None
 
 

@@ -40,7 +40,7 @@ _FLOAT8_MULTIPLE = 16  # of both sides of a float8 product (aten/src/ATen/native
 _BLOCK = 32
 _BLOCKS = {"AVX2": 32, "AVX512": 64}  # outputs that PyTorch's int4 kernel takes at once, by the CPU's capability
 _INT8_STEP = 16  # inputs that its int8 kernel takes at once, without a remainder
-_FUSED_ROWS = 16  # for more rows int8 is widened once, and not for every four rows: as fast here, faster beyond
+_FUSED_ROWS = 16  # from this number of rows on int8 is widened once, not for every four rows
 _ALIGNMENT_BYTES = 64
 _FITS = 4
 _PIECE_BYTES = 8 * MIB  # float32 bytes of a weight that are quantized at once
@@ -55,7 +55,7 @@ class Quantization:
     Attributes:
         scheme: ``"int8"``, ``"int4"`` or ``"fp8"``.
         group: For ``"int4"``: the number of inputs that share a scale: 32, 64, 128 or 256.
-        head: Whether the output embeddings are quantized too.
+        head: True if the output embeddings are quantized too.
     """
 
     scheme: str
@@ -172,7 +172,7 @@ def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         center = codes.mean(-1, keepdim=True)
         codes -= center
         slope = (codes * (groups - mean)).sum(-1, keepdim=True) / codes.square().sum(-1, keepdim=True)
-        better = slope > 0  # false where all codes are the same, which gives NaN
+        better = slope > 0  # False if all codes are equal, which gives NaN
         step = torch.where(better, slope, step)
         zero = torch.where(better, mean - slope * center, zero)
     return step, zero

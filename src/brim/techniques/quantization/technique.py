@@ -2,7 +2,7 @@
 
 They take a quarter to an eighth of float32's bytes to store and to move, for some arithmetic and some quality: it is
 never lossless. Inputs are not quantized (weight-only). Embeddings and the output layer ("head") are left out by
-default: a table that is only looked up from saves no traffic, and errors of the head directly change the next token.
+default: quantizing a table for look-ups saves no traffic, and errors of the head directly change the next token.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def apply(model: nn.Module, quantization: str | Quantization) -> QuantizationHan
     if _MARK in vars(model):
         raise UsageError(
             f"Cannot quantize {type(model).__name__}.",
-            f"It is already ({vars(model)[_MARK]}).",
+            f"It is quantized already ({vars(model)[_MARK]}).",
             "Call .remove() on that handle first.",
         )
     return QuantizationHandle(model, Quantization.of(quantization))

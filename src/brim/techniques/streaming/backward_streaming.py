@@ -1,7 +1,7 @@
-"""Backward through streamed weights: autograd keeps references to a block, which is brought back for them.
+"""Backward through streamed weights: autograd saves references to a block, which is loaded again for them.
 
-Autograd runs the nodes of a backward pass from the last made to the first (``torch/csrc/autograd/engine.h``,
-``CompareNodeTaskTime``). So a call's nodes are all done once a node is run that was made before the call: then the
+Autograd runs the nodes of a backward pass from the last created to the first (``torch/csrc/autograd/engine.h``,
+``CompareNodeTaskTime``). So a call's nodes are all done once a node that was created before the call runs: then the
 blocks of the call are released.
 """
 
@@ -87,7 +87,7 @@ class BackwardStreaming:
         ring, node = self.streamed_blocks.ring, torch._C._current_autograd_node()
         assert ring is not None
         if node is None or torch.is_grad_enabled():
-            # Read outside of backward, or with backward recorded: no node tells the end of its use.
+            # Read outside of backward, or with backward recorded: no node marks the end of its use.
             self.streamed_blocks.enter(streamed)
             try:
                 return make(ring.buffer(streamed.index).tensor).clone()
@@ -112,7 +112,7 @@ class BackwardStreaming:
     def _task(self, number: int) -> _Task:
         if any(task.number == number for task in self._tasks):
             while self._tasks[-1].number != number:
-                self._release(self._tasks.pop())  # it ran inside of this one, and is done
+                self._release(self._tasks.pop())  # a nested backward pass, which is done
         else:
             self._tasks.append(_Task(number))
             engine = torch.autograd.Variable._execution_engine

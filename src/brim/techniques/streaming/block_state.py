@@ -1,4 +1,4 @@
-"""A block whose weights come and go: its parameters, its backing store and the changes that users make to it."""
+"""A streamed block: its parameters, its backing store and the changes that users make to it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StreamedBlock:
         return [p._version for p in self.parameters] != self.versions
 
     def rest(self) -> None:
-        """Point the parameters to where the block rests."""
+        """Point the parameters to the memory in which the block rests."""
         if not self.fake:
             for index, (parameter, view) in enumerate(zip(self.parameters, self.store.rest(), strict=True)):
                 # On another device a view of RAM would make the module look as if it were on the CPU.
@@ -65,7 +65,7 @@ class StreamedBlock:
             self.versions = [p._version for p in self.parameters]
 
     def forget(self) -> None:
-        """Drop all tensors on the device, even if somebody keeps the handle."""
+        """Drop all tensors on the device, even if the handle lives on."""
         self.views.clear()
         self._hollows.clear()
 
@@ -91,7 +91,7 @@ class StreamedBlock:
         return None
 
     def untouched(self) -> list[bool]:
-        """For each parameter at rest, whether ``rest`` put it there and nobody wrote to it since."""
+        """Return for each parameter at rest True if it is unchanged since ``rest``."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.fake:
                 return [p._version == version for p, version in zip(self.parameters, self.versions, strict=True)]
@@ -125,8 +125,9 @@ class StreamedBlock:
         for parameter, placed in zip(self.parameters, self.store.layout.tensors, strict=True):
             if (parameter.dtype, tuple(parameter.shape)) != (placed.dtype, placed.shape):
                 raise UnsupportedError(
-                    f"{placed.name} was replaced by {list(parameter.shape)}, {parameter.dtype}.",
-                    f"It is streamed as {list(placed.shape)}, {placed.dtype}.",
+                    f"The data of {placed.name} was replaced by a tensor of shape {list(parameter.shape)}, "
+                    f"{parameter.dtype}.",
+                    f"The weight is streamed with shape {list(placed.shape)}, {placed.dtype}.",
                     "Call .brim.remove() first, change it, and fit the module again.",
                 )
         self.store.write_back([self._present(index, same) for index, same in enumerate(untouched)])
@@ -163,7 +164,7 @@ class _ParameterAtRest:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         streamed = self._streamed
-        streamed.store.settle()  # what was saved may be on its way there
+        streamed.store.settle()  # a save may be pending
         table, row_ids = streamed.store.rest()[self._index], ids.to("cpu")
         if table is None:
             table = streamed.store.value(self._index)

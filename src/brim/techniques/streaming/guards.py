@@ -1,4 +1,4 @@
-"""Changes of a fitted module's surface: calls that it refuses or serves differently while it is fitted."""
+"""Replace the methods of a fitted module that must be refused or work differently while it is fitted."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class _OwnState:
             parameter = streamed.parameters[index]
             if prefix + name not in state or module._parameters.get(name) is not parameter:
                 continue
-            if streamed.uses:  # in a slot, which another block will soon take
+            if streamed.uses:  # in a slot, which another block will soon overwrite
                 state[prefix + name] = parameter.detach().clone()
             elif streamed.is_hollow(index):
                 state[prefix + name] = streamed.store.value(index)

@@ -1,4 +1,4 @@
-"""The forward hooks that bring a block's weights before its module runs and release them afterwards."""
+"""The forward hooks that load a block's weights before its module runs and release them afterwards."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class BlockHooks:
         self._turns.check_process()
         backward = self._backward
         if backward is None and torch.is_grad_enabled():
-            # By backward the slot would hold another block.
+            # By the time of backward another block is in the slot.
             refuse_gradients(
                 [*args, *kwargs.values(), *module.parameters()],
                 f"Cannot compute gradients through {self._blocks[0].block.name}, whose weights are streamed.",
@@ -68,7 +68,7 @@ class BlockHooks:
         if self._begin_step is not None:
             self._begin_step()
         hooks = self._module._forward_hooks
-        if next(reversed(hooks)) != self._last.id:  # not walked through right now: those before the call are
+        if next(reversed(hooks)) != self._last.id:  # PyTorch iterates over a copy of the hooks from before the call
             hooks.move_to_end(self._last.id)  # type: ignore[attr-defined]  # an OrderedDict
         call = _Call(torch._C._autograd._get_sequence_nr())
         self._calls.append(call)
@@ -132,7 +132,7 @@ class Turns:
             raise UnsupportedError(
                 f"{self._name}, fitted by brim in process {self._process}, was used in process {os.getpid()}, a fork "
                 "of that one.",
-                "The threads that load its weights do not exist there.",
+                "The threads that load its weights do not exist in a fork.",
                 "Fit or load it in the process that uses it, or start processes by 'spawn'.",
             )
 

@@ -1,11 +1,11 @@
-"""A parameter whose values rest elsewhere, and which gives them to code that reads it.
+"""A parameter whose values are offloaded, and which loads them for code that reads it.
 
-While a block is not in the compute tier, somebody may still use its weights: an average of weights, an L2 term over
-``parameters()``, an ``nn.Embedding`` that picks rows, a look at one of them. Reads get the true values, one tensor
-at a time, with gradients where they are recorded; a look-up gets its rows only; what is written in place goes to
-where the block rests. What cannot be passed on (a view, whose changes would be lost) is refused.
+While a block is not in the compute tier, other code may still use its weights: an average of weights, an L2 term over
+``parameters()``, an ``nn.Embedding`` that picks rows, a print. Reads get the true values, one tensor
+at a time, with gradients if they are recorded; a look-up gets its rows only; in-place writes change
+the resting values. Operations that cannot do so (a view, whose changes would be lost) are refused.
 
-While the block is in use its parameters are ordinary ones, which nothing comes between.
+While the block is in use its parameters are ordinary parameters, without overhead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from brim.errors import UnsupportedError
 from brim.techniques.offloaded_tensor import Backing, OffloadedTensor, offloaded_tensor
 
-_TODO = "Clone it first, change it as a whole (copy_, load_state_dict), or call .brim.remove()."
+_TODO = "Clone it first, replace all its values (copy_, load_state_dict), or call .brim.remove()."
 _NOT_IN_PLACE = ("__int__", "__index__", "__invert__", "__iter__")
 _GETTERS = ("__get__", "__set__", "__delete__")
 _OF_VALUES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
@@ -137,7 +137,7 @@ def _write(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     args, kwargs = tree_map_only(OffloadedParameter, replaced, (args, kwargs))
     result = function(*args, **kwargs)
-    return stand_ins.get(id(result), result)  # what an in-place operation returns is what it was called on
+    return stand_ins.get(id(result), result)  # an in-place operation returns its argument
 
 
 def _read(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:

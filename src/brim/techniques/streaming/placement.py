@@ -25,7 +25,7 @@ from brim.techniques.streaming.streamed_blocks import StreamedBlocks
 
 NAME = "weight_streaming"
 RESIDENT, FROM_RAM, FROM_DISK = "resident", "stream:ram", "stream:disk"
-COMPUTE_RAM = "compute:ram"  # it rests in RAM, and the CPU computes it there
+COMPUTE_RAM = "compute:ram"  # the block rests in RAM, and the CPU computes it there
 STAGING_SLOTS = "staging_slots"
 
 
@@ -82,24 +82,24 @@ class Companion:
         """Serve a block of the plan if ``choice`` is one of this technique."""
 
     def place(self) -> None:
-        """Bring the blocks of this technique to where they rest, after those of the plan."""
+        """Move the blocks of this technique to their resting places, after those of the plan."""
 
     def install(self, guards: Guards) -> None:
         """Replace the forward passes of the modules that are served."""
 
     def begin_step(self) -> None:
-        """Forget the calls of an interrupted step: the model is called anew."""
+        """Forget the calls of an interrupted step: the model is called again."""
 
     def facts(self) -> dict[str, float]:
         """Facts for the timeline."""
         return {}
 
     def free(self) -> None:
-        """Give back the memory of ``prepare``."""
+        """Free the memory of ``prepare``."""
 
 
 class Placement:
-    """Brings tensors to where the plan places them. ``buffers`` are freed when the plan is removed."""
+    """Places tensors by the plan. ``buffers`` are freed when the plan is removed."""
 
     def __init__(self, model: nn.Module, plan: Plan, memory: Memory, weights: Weights, guards: Guards) -> None:
         self.model, self.plan, self.memory, self._weights, self._guards = model, plan, memory, weights, guards
@@ -168,7 +168,7 @@ class Placement:
             self._adopt_resident(block.name, block.tensors)
 
     def end_residents(self) -> None:
-        """Free the RAM that residents passed through: no further one comes."""
+        """Free the RAM that residents passed through, after the last one."""
         if self._passing is not None:
             self._passing.free()
 
@@ -235,7 +235,7 @@ class Placement:
                 self._weights.verify(name, view)
 
     def _forget_mapped(self, values: Sequence[torch.Tensor]) -> None:
-        """Let a mapped checkpoint leave RAM: its ``values`` have been copied."""
+        """Release a mapped checkpoint from RAM, after its ``values`` were copied."""
         if not self.memory.fake:
             forget(values)
 

@@ -13,7 +13,7 @@ from brim.memory.slots import Loads, Slot, Slots
 from brim.memory.tiers import Memory
 from brim.memory.transfer import Settled, Waitable
 
-# How far ahead a block on disk is brought into RAM, in blocks: enough to find the next few of them.
+# Blocks on disk are loaded into RAM this many blocks ahead, enough to include the next few of them.
 _STAGE_AHEAD = 64
 
 
@@ -42,7 +42,7 @@ class Ring:
         """Fill every free slot with the blocks that come next."""
         in_use = {slot.holds for slot in self._slots if slot.users}
         expected = list(self._order.upcoming(len(self._slots)))
-        self._ahead = [slot for slot in self._ahead if slot.holds in expected]  # the others will not come after all
+        self._ahead = [slot for slot in self._ahead if slot.holds in expected]  # the prediction has changed
         for block in expected:
             if block in in_use or any(slot.holds == block for slot in self._ahead):
                 continue
@@ -106,7 +106,7 @@ class Ring:
         self._ahead = [slot for slot in self._ahead if slot.holds is not None]
 
     def recover(self) -> None:
-        """Start anew after an interrupt, which may have left the ring's own state incomplete."""
+        """Reset after an interrupt, which may have left the ring's state incomplete."""
         if self._slots.interrupted():
             self.forget()
             self._order.restart()
@@ -117,9 +117,9 @@ class Ring:
             return slot
         for position, slot in enumerate(self._ahead):
             if slot.holds == block:
-                self._ahead = self._ahead[position + 1 :]  # those before it did not come
+                self._ahead = self._ahead[position + 1 :]  # blocks before it were predicted wrongly
                 return slot
-        for slot in self._slots:  # used a moment ago, and not overwritten since
+        for slot in self._slots:  # just used, and not overwritten since
             if slot.holds == block and slot not in self._ahead:
                 return slot
         self.misses += 1

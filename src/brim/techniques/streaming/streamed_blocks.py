@@ -1,4 +1,4 @@
-"""The streamed blocks of a model: how they come to slots, and how changes of their values are stored."""
+"""The streamed blocks of a model: they are loaded into slots, and changes of their values are stored."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Carrier(Protocol):
 class StreamedBlocks:
     """The streamed blocks of a model, by index.
 
-    By the index of a block, ``carriers`` has what brings it to a slot when its modules are called. Blocks that come
-    to no slot: ``gathering`` has the context that binds the parameters of one to its values, ``drop_copies`` what
-    forgets copies of its parts when its values were changed at rest. With ``training`` only ``ring`` brings blocks.
-    Once ``removed`` is set, the parameters get values of their own again.
+    By the index of a block, ``carriers`` has the object that loads it into a slot when its modules are called. For
+    blocks without a slot ``gathering`` has the context that binds the parameters to the values, and ``drop_copies``
+    the function that drops copies of parts when values were changed at rest. With ``training`` only ``ring`` loads
+    blocks. Once ``removed`` is set, the parameters get values of their own again.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class StreamedBlocks:
     def clear(self) -> None:
         self._blocks.clear()
 
-    # -- coming and going
+    # -- loading and releasing
 
     def enter(self, streamed: StreamedBlock) -> None:
         """Bind the block to its slot until ``leave``. Nested calls count once."""
@@ -117,7 +117,7 @@ class StreamedBlocks:
             if changed:
                 saved = False
                 self._save(streamed)
-                if settle:  # code that reads or writes the parameters next does so where they rest
+                if settle:  # code after this reads or writes the parameters at rest
                     streamed.store.settle()
                 saved = True
         finally:  # with a full scratch disk the change is lost, not the slot
@@ -169,7 +169,7 @@ class StreamedBlocks:
 
     @contextlib.contextmanager
     def updating(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Hold the blocks of ``parameters`` where they are computed. See ``WeightStreaming.updating``."""
+        """Keep the blocks of ``parameters`` in the compute tier. See ``WeightStreaming.updating``."""
         ids = {id(parameter) for parameter in parameters}
         with contextlib.ExitStack() as stack:
             for streamed in [s for s in self if not ids.isdisjoint(id(p) for p in s.parameters)]:
@@ -246,7 +246,7 @@ class StreamedBlocks:
 
     @contextlib.contextmanager
     def _in_temporary_buffer(self, streamed: StreamedBlock) -> Iterator[None]:
-        """Hold a table that is only looked up from, and so comes to no slot, in a buffer of its own."""
+        """Load a table that is only used for look-ups, and has no slot, into a separate buffer."""
         self.adopt_changes(streamed)
         memory, store, name = self.memory, streamed.store, streamed.block.name
         buffer = memory.compute.allocate(store.layout.bytes, f"{name}, being changed")

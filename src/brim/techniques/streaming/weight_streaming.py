@@ -59,7 +59,7 @@ def apply(
 ) -> WeightStreaming:
     """Put ``plan`` into force on ``model``. Raises UsageError when it is fitted already.
 
-    ``companions`` serve the blocks that do not come through the ring. With ``training`` gradients flow through
+    ``companions`` serve the blocks that do not pass through the ring. With ``training`` gradients flow through
     streamed blocks, else they are refused. On any failure the model is left, or restored, as it was.
     """
     refuse_second(model)
@@ -92,7 +92,7 @@ class WeightStreaming:
         self._guards = Guards(model, memory)
         self._placement = Placement(model, plan, memory, weights, self._guards)
         self._parameters = self._placement.parameters
-        # Where the module's own tensors stay where they are, it gets them back.
+        # If the module's own tensors stay in memory, it gets them back at the end.
         self._hollow = memory.fake or bool(weights.sources)
         self._originals = {
             name: p.data
@@ -159,7 +159,7 @@ class WeightStreaming:
             self._end(lambda s: read.pop(s.index, None) or self._values(s))
 
     def _undo(self) -> None:
-        """Leave the module as ``apply`` found it."""
+        """Restore the module as it was before ``apply``."""
         if not self._hollow:
             self.remove()
             return
@@ -208,7 +208,7 @@ class WeightStreaming:
         self.blocks = [(name, [self._parameters[tensor] for tensor in tensors]) for name, tensors in groups]
         leaving = [block for block in partition.blocks if choices[block.name] != RESIDENT]
         crowding = [b for b in leaving if any(self.memory.is_on_gpu(self._parameters[name]) for name in b.tensors)]
-        for block in crowding:  # first, or the compute tier would hold them beside the residents
+        for block in crowding:  # first, or they would be in the compute tier together with the residents
             self._stream(block, choices[block.name])
         if crowding:
             self.memory.empty_cache()
@@ -246,7 +246,7 @@ class WeightStreaming:
         return tier not in budget or promised.get(tier, 0) + casts_bytes <= budget[tier]
 
     def _moves(self, block: Block) -> bool:
-        """Return whether the block ever comes to the compute tier, for a call or to be updated."""
+        """Return whether the block is ever loaded into the compute tier, for a call or an update."""
         trained = self._backward is not None and any(self._parameters[name].requires_grad for name in block.tensors)
         return bool(loading_triggers(block)) or trained
 
@@ -260,7 +260,7 @@ class WeightStreaming:
         assert choice != COMPUTE_RAM or streamed.index in self._streamed_blocks.gathering
 
     def _passes(self, streamed: StreamedBlock) -> bool:
-        """Return whether the block comes to a slot when its modules are called."""
+        """Return whether the block is loaded into a slot when its modules are called."""
         blocks = self._streamed_blocks
         stays = streamed.index in blocks.gathering or streamed.index in blocks.drop_copies
         return bool(loading_triggers(streamed.block)) and not stays
@@ -278,7 +278,7 @@ class WeightStreaming:
         blocks.carriers |= dict.fromkeys(stores, blocks.ring)
         blocks.ring.prefetch()
 
-    # -- coming and going
+    # -- loading and releasing
 
     def _install(self) -> None:
         by_trigger: dict[str, list[StreamedBlock]] = {}
@@ -307,7 +307,7 @@ class WeightStreaming:
             self._guards.replace(self.model, "_call_impl", self.turns.taking(self.model._call_impl))
 
     def _watch_lookup(self, table: nn.Module, streamed: StreamedBlock) -> None:
-        """Let rows of ``table`` be picked where it rests."""
+        """Let look-ups read rows of ``table`` at rest."""
         if self.memory.fake:
             return
         if self.memory.device.type != "cpu":
@@ -321,7 +321,7 @@ class WeightStreaming:
         if self._backward is not None and torch._C._current_graph_task_id() != -1:
             return  # backward repeats the call (checkpointing): blocks in use stay in use
         self._recover()
-        if self._backward is not None:  # at once: an optimizer changes every block
+        if self._backward is not None:  # immediately, because an optimizer changes every block
             self._streamed_blocks.adopt_all_changes()
 
     def _recover(self) -> None:
@@ -338,7 +338,7 @@ class WeightStreaming:
 
     @contextlib.contextmanager
     def updating(self, what: str | Iterable[nn.Parameter]) -> Iterator[None]:
-        """Hold a block (named as in ``blocks``), or these parameters, in the compute tier to be changed.
+        """Keep a block (named as in ``blocks``), or these parameters, in the compute tier to be changed.
 
         Changes of trained parameters are saved in the background; ``settle`` waits for them. As many blocks as the
         ring has slots can be in use at once. Raises UsageError for an unknown block or a parameter of another model,
@@ -369,7 +369,9 @@ class WeightStreaming:
         parameters = list(what)
         strange = {id(p) for p in parameters} - {id(p) for p in self._parameters.values()}
         if strange:
-            raise UsageError(f"Cannot update {len(parameters)} parameters.", f"{len(strange)} are not the model's.")
+            raise UsageError(
+                f"Cannot update {len(parameters)} parameters.", f"{len(strange)} of them are not in the model."
+            )
         return parameters
 
     def is_updated_by(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:

@@ -60,7 +60,7 @@ def test_adapters_and_an_unknown_card_by_options(model, capsys):
     assert main(["estimate", model, "--seq", "32", *adapters, "--vram", "12GiB"]) == 0
     text = capsys.readouterr().out
     assert "on a GPU of 12 GiB" in text and "lora, rank 4, in q_proj, v_proj" in text
-    assert "only the memory is known" in text and "by roofline" not in text
+    assert "only the memory of this GPU is known" in text and "by roofline" not in text
     assert main(["estimate", model, "--seq", "32", "--lora-rank", "4"]) == 2
     assert "--method lora" in capsys.readouterr().err
 
@@ -201,7 +201,7 @@ def test_a_diffusion_model_without_inputs_is_no_mistake_of_its_configuration(tmp
 @pytest.mark.parametrize("gpus", [(), ("--gpus", "2")])
 def test_the_answer_names_the_precision_and_where_it_is_from(tmp_path, model, capsys, gpus):
     asked = ["estimate", model, "--seq", "64", *gpus]
-    own = "bf16-mixed, by default: what brim train takes on GPUs" if gpus else "fp32, by default: its configuration"
+    own = "bf16-mixed, brim train's default on GPUs" if gpus else "fp32, by default: its configuration"
     assert main(asked) == 0
     assert f"precision: {own}" in capsys.readouterr().out
     assert main([*asked, "--precision", "bf16"]) == 0

@@ -50,7 +50,7 @@ def test_words_after_a_program_are_its_own(
     monkeypatch.setattr(command, "_report_program", reported.append)
     assert main(["estimate", "train.py", *words]) == 0
     assert list(reported[0].arguments) == own
-    assert ("Given to the program: " in capsys.readouterr().err) == (words[0] != "--")
+    assert ("Arguments of the program: " in capsys.readouterr().err) == (words[0] != "--")
 
 
 def test_options_before_a_program_are_estimate_s(program: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,7 +141,10 @@ def test_without_a_gpu_memory_has_no_end_and_time_is_not_told(model, capsys):
         (["--gpus", "1", "--zero", "3", "--offload-shards"], "--offload-shards with one GPU"),
         (["--gpus", "2", "--zero", "1", "--offload-shards", "--engine", "megatron"], "--engine torch"),
         (["--gpus", "2", "--zero", "1", "--offload-shards", "--ep", "2"], "spread over ranks"),
-        (["--gpus", "2", "--zero", "1", "--offload-shards", "--pp", "2", "--zero-bubble"], "reduced by hand"),
+        (
+            ["--gpus", "2", "--zero", "1", "--offload-shards", "--pp", "2", "--zero-bubble"],
+            "reduces gradients on the GPU",
+        ),
         (["--engine", "megatron"], "--gpus"),
         (["--gpus", "8", "--batch", "4"], "--micro-batch"),
         (["--gpus", "8", "--tp", "3"], "--gpus 6 or 9"),
@@ -172,7 +175,7 @@ def test_products_that_several_are_one_of_are_not_split_by_tensors(capsys):
     asked = ["estimate", "phi-3-mini", "--gpus", "2", "--seq", "64"]
     assert main([*asked, "--tp", "2"]) == 2
     error = " ".join(capsys.readouterr().err.split())
-    fused = "self_attn.qkv_proj, mlp.gate_up_proj: each is several products"
+    fused = "self_attn.qkv_proj, mlp.gate_up_proj combines several matrices"
     for told in ("Cannot use --tp 2", fused, "by --zero or --pp"):
         assert told in error
     assert main([*asked, "--pp", "2"]) == 0
@@ -192,7 +195,7 @@ def test_blocks_are_compiled_when_that_is_asked_for(model, capsys):
     ("command", "told"),
     [(["estimate", "MODEL", "--compile"], "Give --gpus 1"),
      (["estimate", "MODEL", "--compile", *SPLIT], "Use --engine torch"),
-     (["estimate", "MODEL", "--compile", "--gpus", "2", "--pp", "2", "--zero-bubble"], "has no halves"),
+     (["estimate", "MODEL", "--compile", "--gpus", "2", "--pp", "2", "--zero-bubble"], "into two halves"),
      (["train", "MODEL", "--data", "text.txt", "--output", "out", "--compile"], "No such option")],
 )  # fmt: skip
 def test_where_nothing_is_compiled_that_is_said(model, command, told, capsys):
@@ -213,4 +216,4 @@ def test_a_split_that_does_not_fit_is_code_3_with_the_command_that_looks_for_oth
     assert main(asked) == 3
     told = " ".join(capsys.readouterr().out.split())
     command = f"brim plan {model} --task train --gpu 'RTX 4090' --seq 64 --gpus 2 --global-batch 2"
-    assert f"It does not fit. Splits that do are looked for by {command}" in told
+    assert f"It does not fit. To search splits that fit: {command}" in told

@@ -179,8 +179,8 @@ def test_a_snapshot_in_json_holds_the_fragmentation_and_the_proof(files, capsys)
     best = device["what_if"][0]
     assert best["serves_failure"]
     assert f"With {best['settings']} it is served" in device["headline"]
-    assert device["headline"].endswith("what came after it is not recorded.")
-    assert "what came after it is not recorded" in device["advice"][0]["text"]
+    assert device["headline"].endswith("later events are not recorded.")
+    assert "later events are not recorded" in device["advice"][0]["text"]
     assert device["advice"][0]["helps"]
     assert device["advice"][0]["paste"].endswith(best["settings"])
     run = next(run for run in device["what_if"] if run["settings"] == "expandable_segments:True")
@@ -203,7 +203,7 @@ def test_a_search_that_was_cut_short_names_what_it_left_out(files, tmp_path, cap
     for text in device["untried"]:
         assert text in shown
         assert text in page
-    assert ("not replayed for want of time" in shown) is not in_time
+    assert ("not replayed, to save time" in shown) is not in_time
 
 
 def test_a_failed_timeline_says_so(tmp_path, capsys):
@@ -225,7 +225,7 @@ def test_where_only_waiting_was_recorded_the_rest_is_not_called_computing(tmp_pa
     path.write_text(json.dumps(made.to_json()))
     assert main(["explain", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "waiting 1 s of 4 s (25%); what was done in the rest was not recorded" in text
+    assert "waiting 1 s of 4 s (25%); the rest was not recorded" in text
     assert "computing" not in text
 
 

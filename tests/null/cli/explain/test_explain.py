@@ -108,6 +108,6 @@ def test_a_log_without_a_message_and_what_if_on_a_log_are_errors(tmp_path, capsy
     path = tmp_path / "run.log"
     path.write_text("all is well")
     assert main(["explain", str(path)]) == 2
-    assert "known kinds" in capsys.readouterr().err
+    assert "known forms" in capsys.readouterr().err
     assert main(["explain", str(path), "--what-if", "expandable_segments:True"]) == 2
     assert "has no run" in capsys.readouterr().err

@@ -150,7 +150,7 @@ def test_without_a_cache_there_is_one_warning_and_the_same_answer(
     if ended.code == 99:
         pytest.skip("no mount is allowed here")
     assert (ended.code, ended.out) == (0, wanted.out), ended.err
-    assert ended.err.count("could not be kept") == ended.err.count("Warning: ") == 1, ended.err
+    assert ended.err.count("could not save its cache") == ended.err.count("Warning: ") == 1, ended.err
 
 
 # -- a real model

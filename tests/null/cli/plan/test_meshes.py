@@ -147,22 +147,22 @@ def refused(**others):
 
 def test_ram_that_is_too_small_for_shards_is_told():
     told = refused(engine="megatron", ram=8 << 30)
-    assert "Nor with its shards in RAM" in told.found and "--ram" in told.todo
+    assert "With shards in RAM it does not fit either" in told.found and "--ram" in told.todo
 
 
 @pytest.mark.thorough
 def test_bytes_that_are_missing_are_told_where_nothing_fits_in_ram_either():
     error = refused(engine="megatron", seq=32768, global_batch=2).found
     assert "B on each of them, and one has" in error
-    told = "Nor with its shards in RAM: None of 1 traced meshes fits, of 9 looked at; they take "
+    told = "With shards in RAM it does not fit either: None of 1 traced meshes fits, of 9 compared; they take "
     assert told in error and "B on a GPU and" in error and "B of a node's RAM at least" in error
 
 
 @pytest.mark.slow
 def test_ram_that_is_too_small_is_told_beside_what_was_traced():
     error = refused(ram=8 << 30).found
-    assert "traced meshes fits, of 83 looked at; they take" in error
-    assert "Nor with its shards in RAM: The states of the ranks of one node need" in error
+    assert "traced meshes fits, of 83 compared; they take" in error
+    assert "With shards in RAM it does not fit either: The states of the ranks of one node need" in error
 
 
 @pytest.mark.thorough
@@ -265,7 +265,7 @@ def test_what_a_division_rules_out_is_said_before_changes_are_searched(capsys, m
     assert told.startswith(
         "Nothing fits. Cannot split llama-3-70b over 8 NVIDIA H100 80GB HBM3. Its states need at least"
     )
-    assert "assumed: a node has RAM that moves 492 GB/s" in told
+    assert "assumed: a node has a RAM rate of 492 GB/s" in told
 
 
 def test_an_estimate_of_ranks_says_first_what_fits_in_no_split(capsys, monkeypatch):
@@ -277,7 +277,7 @@ def test_an_estimate_of_ranks_says_first_what_fits_in_no_split(capsys, monkeypat
 
     monkeypatch.setattr(ranks, "estimate_ranks", estimate_ranks)
     asked = ["estimate", "llama-3-70b", "--zero", "3", "--seq", "2048"]
-    told = "It fits in no split: weights, gradients and states take 131 GiB on each of 8 GPUs"
+    told = "No split fits: weights, gradients and states take 131 GiB on each of 8 GPUs"
     for gpus, is_told in (("8", True), ("64", False)):
         assert main([*asked, "--gpus", gpus, "--gpu", "H100"]) == 3
         assert (told in seen.pop()) == is_told

@@ -86,7 +86,7 @@ def test_the_text_begins_with_the_verdict_and_what_was_asked_a_line_each(
     [
         (GENERATE, "fp32, by dtype of its configuration (float32)"),
         ((*GENERATE, "--precision", "bf16"), "bf16, as asked for"),
-        (TRAIN, "bf16-mixed, by default: what brim train takes on GPUs"),
+        (TRAIN, "bf16-mixed, brim train's default on GPUs"),
         ((*TRAIN, "--prefer", "quality"), "fp32, by --prefer quality"),
     ],
 )
@@ -247,7 +247,7 @@ def test_what_does_not_fit_is_told_in_words(llama: str, tmp_path: Path, few_chan
         (["gpt2", "--prefer", "beauty"], "beauty"),
         (["gpt2", "--task", "train", "--precisions"], "--precisions"),
         (["gpt2", "--regimes", "--precisions"], "--precisions"),
-        (["gpt2", "--gpu", "RTX 3060", "--router-statistics", "auto"], "only its configuration"),
+        (["gpt2", "--gpu", "RTX 3060", "--router-statistics", "auto"], "needs the model's weights"),
         (["gpt2", "--output", "no-such-folder/plan.json"], "not a folder"),
         (["gpt2", "--html", "no-such-folder/plan.html"], "not a folder"),
     ],

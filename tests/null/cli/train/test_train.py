@@ -48,7 +48,7 @@ def test_json_is_one_object_with_exactly_what_is_documented(
     assert Plan.from_json(document["plan"]).task == "train"
     assert set(document["promised_bytes"]) == set(document["measured_bytes"]) == {"ram", "disk"}
     assert document["step_s"] > 0
-    assert document["precision_origin"] == "by default: what brim train takes on processors"
+    assert document["precision_origin"] == "brim train's default on CPUs"
     assert document["output"] == str(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == document["losses"]

@@ -73,7 +73,7 @@ def test_recomputation_is_taken_where_nothing_else_fits(llama):
 
 
 def test_too_few_gpus_name_how_many_hold_the_states(llama):
-    with pytest.raises(BudgetError, match="About 15 GPUs hold its states"):
+    with pytest.raises(BudgetError, match="About 15 GPUs are enough for its states"):
         meshes(llama, gpus=8, gpus_per_node=8, gpu=H100, sequence=4096)
 
 

@@ -102,7 +102,7 @@ def test_more_allocated_than_the_device_has_is_a_spill_only_where_the_driver_hol
     log, cause = ABOVE_TOTAL[name]
     (message,) = read_oom(log)
     assert message.cause is cause
-    assert ("goes on counting" in message.why) == (cause is Cause.EXHAUSTED)
+    assert ("still counts" in message.why) == (cause is Cause.EXHAUSTED)
 
 
 FREE = {  # tried, free, allocated, of
@@ -182,7 +182,7 @@ def test_sizes_that_have_no_name_are_shown_with_their_words():
 
 
 def test_a_log_without_a_message_is_refused_with_the_sizes_of_its_lines():
-    with pytest.raises(FormatError, match=r"(?s)known kinds.*GPU memory 21\.5 GiB of 24\.0 GiB"):
+    with pytest.raises(FormatError, match=r"(?s)known forms.*GPU memory 21\.5 GiB of 24\.0 GiB"):
         read_oom("step 1\nGPU memory 21.5 GiB of 24.0 GiB\nstep 2\n")
     with pytest.raises(FormatError, match=r"loss 0\.5 memory 3 GiB"):
         read_oom("loss 0.5 memory 3 GiB")
@@ -354,7 +354,8 @@ def test_a_line_of_another_program_is_understood(line):
 
 
 @pytest.mark.parametrize(
-    ("constraint", "words"), [("CONSTRAINT_MEMCG", "container or job"), ("CONSTRAINT_NONE", "The machine ran out")]
+    ("constraint", "words"),
+    [("CONSTRAINT_MEMCG", "container or job"), ("CONSTRAINT_NONE", "The whole machine ran out")],
 )
 def test_whose_ram_ran_out_is_told_by_the_kernels_constraint(constraint, words):
     (message,) = read_oom(f"oom-kill:constraint={constraint},nodemask=(null),cpuset=/,task=python,pid=12,uid=0")
@@ -364,6 +365,6 @@ def test_whose_ram_ran_out_is_told_by_the_kernels_constraint(constraint, words):
 def test_what_is_not_known_and_what_has_no_name_is_printed():
     (message,) = read_oom(cuda("0 bytes", "17179869184.00 GiB") + " The allocator's pool had 3.50 GiB before.")
     printed = "\n".join(of_message(message, []))
-    assert "process             not known to the program that printed it" in printed
+    assert "process             unknown to the program that printed the message" in printed
     assert "also in the message:" in printed
     assert "pool had 3.50 GiB before" in printed

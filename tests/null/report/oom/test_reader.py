@@ -137,5 +137,5 @@ def test_nothing_is_advised_that_is_already_on():
 
 @pytest.mark.parametrize("text", ["", "all is well", "loss 0.5 memory 3 GiB"])
 def test_a_text_without_a_message_is_refused(text):
-    with pytest.raises(FormatError, match="known kinds"):
+    with pytest.raises(FormatError, match="known forms"):
         read_oom(text)

@@ -61,7 +61,7 @@ def test_rows_that_are_looked_up_in_ram_need_no_ring(saved: Path) -> None:
     assert follow(case, table).plan.choices(STREAMING)["model.embed_tokens"] == FROM_RAM
     streamed = {name: FROM_RAM for name in chosen.choices(STREAMING) if "mlp" in name or "layers.1" in name}
     assert streamed
-    with pytest.raises(UsageError, match="no slots to stream them through"):
+    with pytest.raises(UsageError, match="no ring slots for them"):
         follow(case, changed(chosen, streamed))
 
 

@@ -74,7 +74,7 @@ def test_one_prompt_gives_the_tokens_of_transformers(name: str, saved: Any) -> N
 
 @pytest.mark.parametrize("prompts", [PROMPTS, ["one", "two", "six"]], ids=["padded", "one length"])
 def test_a_family_that_cannot_be_batched_exactly_says_so(prompts: list[str], saved: Any) -> None:
-    with pytest.raises(UnsupportedError, match="of their spread"):
+    with pytest.raises(UnsupportedError, match="standard deviations"):
         many(saved("rwkv"), prompts, batch=2)
     assert len(many(saved("rwkv"), prompts[:2], batch=1)[0]) == 2
 
@@ -88,7 +88,7 @@ def test_padding_that_changes_what_is_computed_is_found(saved: Any, monkeypatch:
         return prepare(self, *args, **kwargs)
 
     monkeypatch.setattr(LlamaForCausalLM, "prepare_inputs_for_generation", without_mask)
-    with pytest.raises(UnsupportedError, match="of their spread"):
+    with pytest.raises(UnsupportedError, match="standard deviations"):
         many(saved("llama"), PROMPTS, batch=2)
 
 

@@ -292,8 +292,8 @@ def test_a_call_with_more_than_was_planned_for_is_told_of_once(both: Run) -> Non
     """, ram=9 * MIB)  # fmt: skip
     (model,) = same(plain, ended)
     assert model["choice"] == "fitted"
-    (told,) = [line for line in ended.err.splitlines() if "was planned for" in line]
-    assert told.startswith("brim: Sequential is called with 1,920 numbers and was planned for 1,536")
+    (told,) = [line for line in ended.err.splitlines() if "and planned for" in line]
+    assert told.startswith("brim: Sequential was called with 1,920 numbers and planned for 1,536")
 
 
 @pytest.mark.thorough

@@ -138,7 +138,7 @@ def test_no_other_file_becomes_the_lock(tmp_path: Path, kind: str) -> None:
         "notes": lambda: lock.write_text("mine"),
     }
     make[kind]()
-    with pytest.raises(UsageError, match=rf"{LOCK_FILE} in it (cannot be the training's lock|is no lock)"):
+    with pytest.raises(UsageError, match=rf"{LOCK_FILE} in it (cannot be the training's lock|is not a lock)"):
         OutputFolder(output)
     assert os.path.lexists(lock) and mine.read_text() == "mine"
 

@@ -239,7 +239,7 @@ def test_it_is_refused_what_it_cannot_do() -> None:
     handle.remove()
     with pytest.raises(UnsupportedError, match="Cannot train"):
         put_in_force(net, partition, plan, machine("emulated"), Weights(), "emulated", training=True)
-    with pytest.raises(UsageError, match="RAM is the compute tier"):
+    with pytest.raises(UsageError, match="This machine has no GPU"):
         put_in_force(net, partition, plan, machine("cpu"), Weights(), "cpu")
     assert "brim" not in vars(net)
     assert not any(p.isnan().any() for p in net.parameters())

@@ -282,7 +282,10 @@ def test_what_does_not_belong_to_the_model_is_not_updated(fit: Callable[..., Wei
     handle = fit(Net())
     with pytest.raises(UsageError, match="'nothing'"), handle.updating("nothing"):
         pass
-    with pytest.raises(UsageError, match="1 are not the model's"), handle.updating([nn.Parameter(torch.ones(1))]):
+    with (
+        pytest.raises(UsageError, match="1 of them are not in the model"),
+        handle.updating([nn.Parameter(torch.ones(1))]),
+    ):
         pass
 
 

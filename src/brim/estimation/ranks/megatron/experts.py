@@ -3,9 +3,9 @@
 Read from Megatron-LM (megatron/core/transformer/multi_latent_attention.py;
 moe/{moe_layer,token_dispatcher,experts}.py): grouped products, all-to-all dispatch, equally many tokens for every
 expert (``--moe-pad-expert-input-to-capacity`` with a factor of 1, or a balanced router), probabilities applied with
-the activation. Tensors that Python's variables hold until a layer's forward returns are held here too. Transformer
-Engine multiplies a group's matrices one by one (cpp_extensions/gemm.py, ``general_grouped_gemm``), so each is an
-operation of its own here.
+the activation. Tensors in Python variables live until a layer's forward returns, here too. Transformer
+Engine multiplies a group's matrices one by one (cpp_extensions/gemm.py, ``general_grouped_gemm``), so each is a
+separate operation here.
 """
 
 from __future__ import annotations

@@ -86,9 +86,9 @@ class Place:
 
     @property
     def attention(self) -> str:
-        """The attention kernel that Transformer Engine takes: ``flash``, ``fused`` or ``unfused``.
+        """The attention kernel that Transformer Engine uses: ``flash``, ``fused`` or ``unfused``.
 
-        Both being there, cuDNN's goes first from Hopper on, unless it must be deterministic on Blackwell
+        If both are available, cuDNN's is preferred from Hopper on, unless it must be deterministic on Blackwell
         (transformer_engine/pytorch/attention/dot_product_attention/utils.py; GB200 by Megatron-LM's golden values).
         """
         if self.options.transformer_impl == "local":
@@ -105,8 +105,8 @@ class Place:
     def copies_attention(self) -> bool:
         """Return whether attention's output is saved twice: in the kernel's layout and in that of the next product.
 
-        Context parallelism exchanges heads in between. FlashAttention wants the batch first, Megatron-LM has it
-        second; of one sequence both are the same memory.
+        Context parallelism exchanges heads in between. FlashAttention needs the batch first, Megatron-LM has it
+        second; for one sequence both layouts are equal.
         """
         return self.split.cp > 1 or (self.attention == "flash" and self.split.micro_batch > 1)
 
@@ -460,7 +460,7 @@ class Layer:
 
     def _core(self, passes: int) -> None:
         """Causal attention: half of ``passes`` x tokens x sequence x width; backward is 2.5 times the forward.
-        Unfused products take all of it."""
+        Unfused products compute all of it."""
         place = self.place
         flops = passes * place.tokens * place.sequence * (place.shape.query // place.split.tp)
         flops //= 1 if place.attention == "unfused" else 2

@@ -1,13 +1,13 @@
 """A rank's training step under Megatron-LM and Transformer Engine, as a trace.
 
-The engine is not here, so its step is written down from its code instead of being watched: Megatron-LM's DDP with the
-float32 gradient buffer, its distributed optimizer (``--use-distributed-optimizer``), Transformer Engine's fused
+The engine is not installed here, so its step is modelled by its code instead of being traced: Megatron-LM's DDP with
+the float32 gradient buffer, its distributed optimizer (``--use-distributed-optimizer``), Transformer Engine's fused
 layers, Megatron-LM's cross entropy, sequence parallelism, context parallelism by all-to-all, 1F1B and interleaved
-pipelines. Beside what textbooks count there are: the loader's attention mask; where gradient accumulation is fused, a
-dummy weight gradient of every shape of matrix, kept for good (``get_dummy_wgrad`` in pytorch/module/base.py); one
-gathered input for the output layer (the buffer ``mpu`` of megatron/core/utils.py), the workspaces of Transformer
-Engine and of PyTorch's two threads, and on pipeline ranks the gradient that was sent last. Vocabularies are padded to
-a multiple of ``128 t``.
+pipelines. It also has memory that textbooks leave out: the loader's attention mask; with fused gradient
+accumulation, a dummy weight gradient of every shape of matrix, never freed (``get_dummy_wgrad`` in
+pytorch/module/base.py); one gathered input for the output layer (the buffer ``mpu`` of megatron/core/utils.py), the
+workspaces of Transformer Engine and of PyTorch's two threads, and on pipeline ranks the last sent gradient.
+Vocabularies are padded to a multiple of ``128 t``.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class _Rank:
             for _ in range(1 + _GROUPED_STREAMS if routed else 1):
                 workspace = 32 * MIB if ninth else 4 * MIB
                 self.script.alloc(workspace, Category.WORKSPACE, name="Transformer Engine's cuBLAS")
-        if head:  # PyTorch's only own product, in the forward's thread and the backward's
+        if head:  # PyTorch's only own product, in the forward thread and the backward thread
             pool = self.place.options.cublas_workspace_bytes(_POOL_BYTES["sm90" if capability == (9, 0) else "other"])
             for _ in range(2):
                 self.script.alloc(pool, Category.WORKSPACE, name="PyTorch's cuBLAS")
@@ -228,7 +228,7 @@ class _Rank:
         return embedded
 
     def _head(self, hidden: int) -> int:
-        """The last norm, the output layer, and the loss, whose gradient takes the logits' place."""
+        """The last norm, the output layer, and the loss, whose gradient overwrites the logits."""
         script, place = self.script, self.place
         script.module = "decoder.final_layernorm"
         norm = script.keep(place.between)
