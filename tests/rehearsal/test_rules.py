@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 H100 = (9, 0)
 _aten = torch.ops.aten
 # Rules of what the device has no answer to: libraries, copies to and from the host, indices that values decide on.
-_NOT_ANSWERED = frozenset(
-    {
-        _aten.convolution.default, _aten.convolution_backward.default, *cuda_kernels._BY_RULE,
-        *cuda_kernels.cuda_recurrent.rules(), *cuda_kernels.cuda_indexing.rules(132),
-    }
-)  # fmt: skip
+_NOT_ANSWERED = frozenset(cuda_kernels.NOT_ASKED)
 FAMILIES = (
     "llama-3.2-1b", "gpt2", "bart-base", "bert-base", "bloom-560m", "clip-vit-b-32", "convnext-tiny",
     "deepseek-v2-lite",
@@ -71,7 +66,7 @@ class Comparison:
         return compare
 
     def _compare(self, kernel: Kernel, rule: Rule, call: str, answer: Script | None) -> None:
-        offline = replace(kernel, script=[], libraries=[], reductions={}, _emitted=set())
+        offline = replace(kernel, script=[], libraries=[], kept=set(), reductions={}, _emitted=set())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build_answers, "answers_for", lambda capability: None)
             rule(offline)

@@ -44,7 +44,7 @@ def _radix_sort(kernel: Kernel, count: int, row: int, key_bytes: int) -> None:
         for _ in range(2):
             kernel.temp(count * _INDEX_BYTES)
         by_value = kernel.temp(count * key_bytes)
-        kernel.free(kernel.temp(cuda_cub.sort_bytes(count, key_bytes, _INDEX_BYTES, bits)))
+        kernel.passing(cuda_cub.sort_bytes(count, key_bytes, _INDEX_BYTES, bits))
         kernel.free(by_value)
         kernel.temp(cuda_cub.sort_bytes(count, _INDEX_BYTES, 0, cuda_cub.bits_of(rows)))
     else:  # row by row in one launch
