@@ -66,7 +66,7 @@ class Comparison:
         return compare
 
     def _compare(self, kernel: Kernel, rule: Rule, call: str, answer: Script | None) -> None:
-        offline = replace(kernel, script=[], libraries=[], kept=set(), reductions={}, _emitted=set())
+        offline = replace(kernel, script=[], libraries=[], workspaces=set(), reductions={}, _emitted=set())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build_answers, "answers_for", lambda capability: None)
             rule(offline)

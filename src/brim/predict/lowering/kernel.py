@@ -34,7 +34,8 @@ class Kernel:
     crossing: str | None = None  # of a copy between host and device: TO_DEVICE or TO_RAM
     stream: int = 0  # the number of the stream that it runs on
     capability: tuple[int, int] = (0, 0)  # of the GPU
-    kept: set[Hashable] = field(default_factory=set)  # libraries' workspaces of the whole trace, by what they are for
+    # Of the whole trace: what libraries have a workspace for.
+    workspaces: set[Hashable] = field(default_factory=set)
     script: list[tuple[str, int, int]] = field(default_factory=list)  # (what, handle or output, bytes)
     libraries: list[str] = field(default_factory=list)  # whose workspaces it keeps, by the handles of these
     unknown: str = ""  # what the kernel takes besides, of unknown size
@@ -66,8 +67,8 @@ class Kernel:
 
     def keep(self, bytes: int, library: str, *place: Hashable) -> None:
         """Take a library's workspace, which is never given back, where it has none for this place yet."""
-        if (key := (library, self.on_device, *place)) not in self.kept:
-            self.kept.add(key)
+        if (key := (library, self.on_device, *place)) not in self.workspaces:
+            self.workspaces.add(key)
             self.script.append(("keep", len(self.libraries), bytes))
             self.libraries.append(library)
 

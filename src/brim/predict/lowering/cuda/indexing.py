@@ -1,7 +1,11 @@
-"""Temporaries of indexing on CUDA.
+"""Temporaries of indexing and sorting on CUDA.
 
-Follows cuda/Indexing.cu, cuda/Nonzero.cu, cuda/EmbeddingBackwardKernel.cu and TensorAdvancedIndexing.cpp under
-aten/src/ATen/native. To add up many values at one place their positions are sorted; a mask is made positions first.
+Follows cuda/Indexing.cu, cuda/Nonzero.cu, cuda/EmbeddingBackwardKernel.cu, cuda/Sort.cpp, cuda/SortStable.cu and
+TensorAdvancedIndexing.cpp under aten/src/ATen/native. To add up many values at one place their positions are sorted;
+a mask is made positions first.
+
+CUB's radix sorts read from one buffer and write to another and may not overwrite the first, so each takes a second
+copy of keys and values as temporary storage (cub/device/dispatch/dispatch_radix_sort.cuh).
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from itertools import takewhile
 from math import prod
 
 import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 
 from brim.predict.lowering.cuda import cub as cuda_cub
 from brim.predict.lowering.cuda.build_answers import ask
@@ -23,6 +28,9 @@ _UNSORTED_ROWS = 3072  # of an embedding, whose gradients are added up without s
 _ROWS_PER_PART = 10
 _OFTEN = 4  # parts of a row on average, and
 _FEW_ROWS = 4  # for each multiprocessor, as PyTorch's CUDA build asks its allocator
+_SMALL_ROW = 4096  # Sort.cu, should_use_small_sort: rows up to this are sorted in place
+_LONG_ROW = 1_000_000
+_FEW_SORTED_ROWS = 128
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -151,6 +159,54 @@ def _embedding_backward(kernel: Kernel) -> None:
     kernel.free(*reversed(temporaries), total, firsts, parts, number, begins, places, sorted_indices, dense)
 
 
+def _sort(kernel: Kernel) -> None:
+    source = kernel.arg("self")
+    kernel.emit()
+    if source.dim() == 0 or source.numel() == 0:
+        return
+    row = source.size(kernel.arg("dim"))
+    if row <= _SMALL_ROW:
+        kernel.temp(row * _INDEX_BYTES)  # the positions, before they are laid out in every row
+        return
+    if source.stride(kernel.arg("dim")) != 1 or not is_dense(source):
+        kernel.temp(nbytes(source))  # rows are laid out one after the other, and so are both results
+        kernel.temp(nbytes(source))
+        kernel.temp(source.numel() * _INDEX_BYTES)
+    _radix_sort(kernel, source.numel(), row, source.element_size())
+
+
+def _radix_sort(kernel: Kernel, count: int, row: int, key_bytes: int) -> None:
+    rows, bits = count // row, 8 * key_bytes
+    if rows == 1 or row >= _LONG_ROW:  # one row after the other
+        kernel.temp(row * _INDEX_BYTES)
+        kernel.temp(cuda_cub.sort_bytes(row, key_bytes, _INDEX_BYTES, bits))
+    elif rows < _FEW_SORTED_ROWS:  # all as one by value, then by row
+        for _ in range(2):
+            kernel.temp(count * _INDEX_BYTES)
+        by_value = kernel.temp(count * key_bytes)
+        kernel.passing(cuda_cub.sort_bytes(count, key_bytes, _INDEX_BYTES, bits))
+        kernel.free(by_value)
+        kernel.temp(cuda_cub.sort_bytes(count, _INDEX_BYTES, 0, cuda_cub.bits_of(rows)))
+    else:  # row by row in one launch
+        kernel.temp(count * _INDEX_BYTES)
+        kernel.temp(cuda_cub.segmented_sort_bytes(count, key_bytes, _INDEX_BYTES))
+
+
+def _scan(kernel: Kernel) -> None:
+    """ReduceOps.cpp converts to the result's dtype; cuda/ScanUtils.cuh: rows are dense, and one row is CUB's."""
+    kernel.emit()
+    source, dtype = kernel.arg("self"), kernel.result.dtype
+    if not source.dim() or not source.numel():
+        return
+    if source.dtype is not dtype:
+        source = torch.empty_like(source, dtype=dtype)
+        kernel.temp(nbytes(source))
+    kernel.contiguous(source)
+    if source.numel() == source.size(kernel.arg("dim")):
+        in_words = not dtype.is_complex and dtype not in (torch.bfloat16, torch.float16)
+        kernel.temp(cuda_cub.scan_bytes(source.numel(), dtype.itemsize, in_words=in_words))
+
+
 # Values decide how many places a mask has: nobody can be asked for the whole kernel.
 RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.index.Tensor: _index,
@@ -161,7 +217,11 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._index_put_impl_.default: _index_put,
     _aten.nonzero.default: _nonzero,
 }
-EMBEDDINGS: dict[torch._ops.OpOverload, Rule] = {
+ASKED: dict[torch._ops.OpOverload, Rule] = {
+    _aten.sort.default: _sort,
+    _aten.sort.stable: _sort,
+    _aten.cumsum.default: _scan,
+    _aten.cumprod.default: _scan,
     _aten.embedding.default: contiguous_before("indices"),
     _aten.embedding_dense_backward.default: _embedding_backward,
 }

@@ -1,7 +1,7 @@
 """Rules of PyTorch's CUDA kernels: the temporaries that they and the libraries below them take.
 
-Each rule names the file under aten/src/ATen that it follows. Products, convolutions, reductions, norms, indexing,
-sorting, recurrent layers and memory-efficient attention have files of their own.
+Each rule names the file under aten/src/ATen that it follows. Products, convolutions, reductions, norms, indexing
+and sorting, recurrent layers and memory-efficient attention have files of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from brim.predict.lowering.cuda import norms as cuda_norms
 from brim.predict.lowering.cuda import products as cuda_products
 from brim.predict.lowering.cuda import recurrent as cuda_recurrent
 from brim.predict.lowering.cuda import reductions as cuda_reductions
-from brim.predict.lowering.cuda import sorting as cuda_sorting
 from brim.predict.lowering.cuda.build_answers import any_kernel, asked_first, takes_results_only
 from brim.predict.lowering.kernel import (
     Kernel,
@@ -304,10 +303,9 @@ _ASKED: dict[torch._ops.OpOverload, Rule] = {
     _aten.nll_loss_backward.default: contiguous_after("self"),
     _aten.mse_loss.default: _squared_error,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    **cuda_sorting.RULES,
     **cuda_norms.RULES,
     **cuda_efficient_attention.RULES,
-    **cuda_indexing.EMBEDDINGS,
+    **cuda_indexing.ASKED,
 }
 
 
@@ -321,7 +319,7 @@ def _rule(func: torch._ops.OpOverload) -> Rule | None:
 
 def rules(capability: tuple[int, int]) -> Callable[[torch._ops.OpOverload], Rule | None]:
     """The rules for one trace; libraries' workspaces are remembered from operation to operation."""
-    kept: set[Hashable] = set()
+    workspaces: set[Hashable] = set()
 
     def rule_for(func: torch._ops.OpOverload) -> Rule | None:
         rule = _rule(func)
@@ -329,7 +327,7 @@ def rules(capability: tuple[int, int]) -> Callable[[torch._ops.OpOverload], Rule
             return None
 
         def run(kernel: Kernel) -> None:
-            kernel.capability, kernel.kept = capability, kept
+            kernel.capability, kernel.workspaces = capability, workspaces
             rule(kernel)
 
         return run
