@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 H100 = (9, 0)
 _aten = torch.ops.aten
 # Rules of what the device has no answer to: libraries, copies to and from the host, indices that values decide on.
-_NOT_ANSWERED = frozenset(
-    {
-        _aten.convolution.default, _aten.convolution_backward.default, *cuda_kernels._BY_RULE,
-        *cuda_kernels.cuda_recurrent.rules(), *cuda_kernels.cuda_indexing.rules(132),
-    }
-)  # fmt: skip
+_NOT_ANSWERED = frozenset(cuda_kernels.NOT_ASKED)
 FAMILIES = (
     "llama-3.2-1b", "gpt2", "bart-base", "bert-base", "bloom-560m", "clip-vit-b-32", "convnext-tiny",
     "deepseek-v2-lite",
@@ -71,7 +66,7 @@ class Comparison:
         return compare
 
     def _compare(self, kernel: Kernel, rule: Rule, call: str, answer: Script | None) -> None:
-        offline = replace(kernel, script=[], libraries=[], reductions={}, _emitted=set())
+        offline = replace(kernel, script=[], libraries=[], workspaces=set(), reductions={}, _emitted=set())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build_answers, "answers_for", lambda capability: None)
             rule(offline)
@@ -138,6 +133,41 @@ def test_rules_say_what_pytorch_answers(comparison: Comparison, workers: Any, la
             continue
     assert comparison.different == {}
     assert comparison.equal > 300
+
+
+def _places(most: int, count: int) -> torch.Tensor:
+    return torch.randint(0, most, (count,), device="cuda")
+
+
+ADDED_UP: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "rows": ((300, 40), lambda x: x[_places(300, 5000)]),
+    "columns": ((40, 300), lambda x: x[:, _places(300, 5000)]),
+    "the last of three": ((4, 30, 30), lambda x: x[:, :, _places(30, 5000)]),
+    "two side by side": ((40, 30, 30), lambda x: x[:, _places(30, 50), _places(30, 50)]),
+    "two apart": ((30, 30, 30), lambda x: x[_places(30, 50), :, _places(30, 50)]),
+    "two that are broadcast": ((4, 30, 8), lambda x: x[_places(4, 5000)[:, None], _places(30, 3)]),
+    "of what is transposed": ((40, 30), lambda x: x.T[_places(30, 5000)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADDED_UP)
+def test_gradients_of_indices_take_as_much_without_the_build(
+    on_device: OnDevice, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, index = ADDED_UP[name]
+
+    def build() -> Callable[[], None]:
+        source = torch.randn(shape, device="cuda", requires_grad=True)
+        return lambda: index(source).sum().backward()
+
+    def peak_bytes() -> int:
+        made = brim.trace(build, steps=1, target="cuda", capability=H100)
+        assert made.not_modelled == ()
+        return brim.simulate(made, "H100").peak_bytes.allocated
+
+    answered = peak_bytes()
+    monkeypatch.setattr(build_answers, "answers_for", lambda capability: None)
+    assert peak_bytes() == answered
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from brim.estimation.simulation import Place, Replay, place_of, reserved_at_step
 from brim.estimation.steps import Job
 from brim.estimation.workload import DEFAULT_NEW_TOKENS, Workload
 from brim.predict import cost
-from brim.predict.lowering.cuda.build_answers import TEMPORARIES
+from brim.predict.lowering.kernel import TEMPORARIES
 from brim.predict.tracer import trace
 from brim.units import format_bytes
 

@@ -40,7 +40,7 @@ from brim.planning.strategy.ladder import Orders, too_small
 from brim.planning.strategy.prediction import Prediction, TrainingStep, works_in_place
 from brim.planning.strategy.search import TrainingSearch
 from brim.planning.strategy.step import Fitted, apply_choice, bytes_at_once
-from brim.predict.lowering.cuda.kernels import cublas_workspace_bytes
+from brim.predict.lowering.cuda.products import cublas_workspace_bytes
 from brim.techniques.base import HANDLE_ATTRIBUTE, refuse_second, refuse_special_tensors
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.dry_run import as_arguments

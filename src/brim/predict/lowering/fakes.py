@@ -163,7 +163,6 @@ def _arrived(tensor: torch.Tensor) -> torch.Tensor:
 FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten._cudnn_rnn_backward.default: cuda_recurrent.backward,
     _aten._thnn_fused_lstm_cell.default: cuda_recurrent.fake_lstm_cell,
-    _aten._thnn_fused_lstm_cell_backward_impl.default: cuda_recurrent.fake_lstm_cell_backward,
     _aten._thnn_fused_gru_cell.default: cuda_recurrent.fake_gru_cell,
     _aten._thnn_fused_gru_cell_backward.default: cuda_recurrent.fake_gru_cell_backward,
     _aten._efficient_attention_backward.default: cuda_efficient_attention.fake_backward,

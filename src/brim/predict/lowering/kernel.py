@@ -6,7 +6,7 @@ outputs, and which are freed before the end; what is still held when the rule re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from brim.core.trace import Reduction
 # In order: ("alloc", number, bytes), ("free", number, 0), ("out", number of the result's tensor, bytes), and
 # ("keep", 0, bytes) for a library's workspace.
 Script = tuple[tuple[str, int, int], ...]
+TEMPORARIES = "its temporaries"  # not known here; PyTorch's CUDA build answers them
 
 
 @dataclass(slots=True)
@@ -32,6 +33,9 @@ class Kernel:
     on_device: bool = True  # False: of tensors on the host, which are the device's in a program that names none
     crossing: str | None = None  # of a copy between host and device: TO_DEVICE or TO_RAM
     stream: int = 0  # the number of the stream that it runs on
+    capability: tuple[int, int] = (0, 0)  # of the GPU
+    # Of the whole trace: what libraries have a workspace for.
+    workspaces: set[Hashable] = field(default_factory=set)
     script: list[tuple[str, int, int]] = field(default_factory=list)  # (what, handle or output, bytes)
     libraries: list[str] = field(default_factory=list)  # whose workspaces it keeps, by the handles of these
     unknown: str = ""  # what the kernel takes besides, of unknown size
@@ -46,6 +50,10 @@ class Kernel:
             self.script.append(("alloc", self._handles, int(bytes)))
         return self._handles
 
+    def passing(self, bytes: int) -> None:
+        """Take a temporary, and free it before anything else is taken."""
+        self.free(self.temp(bytes))
+
     def contiguous(self, tensor: torch.Tensor | None) -> int:
         """Take what ``contiguous()`` copies of the tensor: nothing where it is dense, or not given."""
         return self.temp(0 if tensor is None or tensor.is_contiguous() else nbytes(tensor))
@@ -57,13 +65,19 @@ class Kernel:
         self.script.append(("alloc", self._handles, bytes))
         return self._handles
 
-    def keep(self, bytes: int, library: str) -> None:
-        """Take a library's workspace, which is never given back."""
-        self.script.append(("keep", len(self.libraries), bytes))
-        self.libraries.append(library)
+    def keep(self, bytes: int, library: str, *place: Hashable) -> None:
+        """Take a library's workspace, which is never given back, where it has none for this place yet."""
+        if (key := (library, self.on_device, *place)) not in self.workspaces:
+            self.workspaces.add(key)
+            self.script.append(("keep", len(self.libraries), bytes))
+            self.libraries.append(library)
 
-    def free(self, handle: int) -> None:
-        self.script.append(("free", handle, 0))
+    def free(self, *handles: int) -> None:
+        self.script.extend(("free", handle, 0) for handle in handles)
+
+    def name(self, unknown: str = TEMPORARIES) -> None:
+        """Name the kernel as one that also takes memory of unknown size."""
+        self.unknown = f"{self.func.overloadpacket}: {unknown}"
 
     def emit(self, index: int | None = None, bytes: int = -1) -> None:
         """Allocate output ``index`` (all that are left: None) here; ``bytes`` where the real storage differs."""

@@ -33,69 +33,36 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """``scaled_dot_product_attention`` of (batch, heads, tokens, head size) as CUDA does it."""
+    mask = attn_mask
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (t.to(dtype) if t.dtype != torch.float64 else t for t in (query, key, value))
-        if attn_mask is not None and attn_mask.is_floating_point():
-            attn_mask = attn_mask.to(dtype)
-    backend = choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, capability)
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(dtype)
+    backend = choose(query, key, value, mask, dropout_p, is_causal, enable_gqa, capability)
     if backend == "math":
-        return _math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        return _math(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+    if mask is not None and mask.dtype == torch.bool:
         kept, masked = (query.new_full((), number) for number in (0.0, -torch.inf))
-        attn_mask = torch.where(attn_mask, kept, masked)
-    kernel = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient}[backend]
-    return kernel(query, key, value, attn_mask, dropout_p, is_causal, scale)
-
-
-def _cudnn(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    saves = _needs_grad(query, key, value)
-    out: torch.Tensor = _aten._scaled_dot_product_cudnn_attention(
-        query, key, value, mask, saves, dropout, causal, False, scale=scale
-    )[0]
-    return out
-
-
-def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    """Heads are padded to eight elements; ``mask`` is always None."""
-    size = query.size(-1)
-    scale = size**-0.5 if scale is None else scale
-    query, key, value = (_pad_last(t, 8) for t in (query, key, value))
-    out: torch.Tensor = _aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout, causal, False, scale=scale
-    )[0]
-    return out[..., :size] if out.size(-1) != size else out
-
-
-def _efficient(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    bias = None if mask is None else _aligned_bias(mask, query, key)
-    out: torch.Tensor = _aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, _needs_grad(query, key, value), dropout, causal, scale=scale
-    )[0]
+        mask = torch.where(mask, kept, masked)
+    size, saves = query.size(-1), _needs_grad(query, key, value)
+    out: torch.Tensor
+    if backend == "cudnn":
+        out = _aten._scaled_dot_product_cudnn_attention(
+            query, key, value, mask, saves, dropout_p, is_causal, False, scale=scale
+        )[0]
+    elif backend == "efficient":
+        bias = None if mask is None else _aligned_bias(mask, query, key)
+        out = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, saves, dropout_p, is_causal, scale=scale
+        )[0]
+    else:  # heads are padded to eight elements; there is no mask
+        scale = size**-0.5 if scale is None else scale
+        query, key, value = (_pad_last(t, 8) for t in (query, key, value))
+        out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[
+            0
+        ]
+        out = out[..., :size] if out.size(-1) != size else out
     return out
 
 

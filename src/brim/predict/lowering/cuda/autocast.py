@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 LOWER_PRECISION = (
     "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input",
@@ -91,6 +92,14 @@ def _each(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+            return function(*args, **kwargs)
+
+    return kernel
+
+
 class _Cache:
     """Lower-precision copies of leaf weights, kept until the outermost autocast region ends."""
 
@@ -101,11 +110,10 @@ class _Cache:
         self._copies.clear()
 
     def lower(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+        @_without_autocast
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-            with torch._C._ExcludeDispatchKeyGuard(key):
-                named = {name: _each(value, self._cast) for name, value in reversed(kwargs.items())}
-                return op(*_each(list(args), self._cast), **named)
+            named = {name: _each(value, self._cast) for name, value in reversed(kwargs.items())}
+            return op(*_each(list(args), self._cast), **named)
 
         return kernel
 
@@ -131,11 +139,10 @@ class _Cache:
 
 
 def _to_fp32(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    @_without_autocast
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-        with torch._C._ExcludeDispatchKeyGuard(key):
-            changed = _each(list(args), lambda t: t.float())
-            return op(*changed, **{name: _each(value, lambda t: t.float()) for name, value in kwargs.items()})
+        changed = _each(list(args), lambda t: t.float())
+        return op(*changed, **{name: _each(value, lambda t: t.float()) for name, value in kwargs.items()})
 
     return kernel
 
@@ -144,15 +151,14 @@ def _with_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """``fp32_set_opt_dtype``: the result is float32, and nothing is cast for that beforehand."""
     halves = _FROM_HALF.get(op)
 
+    @_without_autocast
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-        with torch._C._ExcludeDispatchKeyGuard(key):
-            chosen = kwargs.get("dtype") or next((arg for arg in args if isinstance(arg, torch.dtype)), None)
-            if chosen is not None or not _eligible(args[0]):
-                return op(*args, **kwargs)
-            if halves is not None and args[0].dtype == torch.float16:
-                return halves(args[0], args[1] if len(args) > 1 else kwargs["dim"], True)
-            return op(*args, **(kwargs | {"dtype": torch.float32}))
+        chosen = kwargs.get("dtype") or next((arg for arg in args if isinstance(arg, torch.dtype)), None)
+        if chosen is not None or not _eligible(args[0]):
+            return op(*args, **kwargs)
+        if halves is not None and args[0].dtype == torch.float16:
+            return halves(args[0], args[1] if len(args) > 1 else kwargs["dim"], True)
+        return op(*args, **(kwargs | {"dtype": torch.float32}))
 
     return kernel
 
@@ -165,18 +171,9 @@ _FROM_HALF = {
 
 
 def _widest(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    @_without_autocast
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-        with torch._C._ExcludeDispatchKeyGuard(key):
-            seen: list[torch.Tensor] = []
-
-            def see(tensor: torch.Tensor) -> torch.Tensor:
-                seen.append(tensor)
-                return tensor
-
-            _each(list(args), see)
-            wide = torch.float32 if any(t.dtype == torch.float32 for t in seen) else None
-            changed = _each(list(args), lambda t: t if wide is None else t.to(wide))
-            return op(*changed, **kwargs)
+        is_wide = any(leaf.dtype == torch.float32 for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        return op(*(_each(list(args), lambda t: t.float()) if is_wide else args), **kwargs)
 
     return kernel

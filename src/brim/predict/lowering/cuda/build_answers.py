@@ -6,7 +6,7 @@ Without such a build only results are counted, and kernels that may allocate mor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,21 +14,22 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from brim.device.kernels import answers_for, described
-from brim.predict.lowering.kernel import Kernel, Rule, Script
+from brim.predict.lowering.cuda.products import keep_workspace
+from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.side_effects import by_brim
 
-TEMPORARIES = "its temporaries"  # not known here; PyTorch's CUDA build answers them
 # Operators that allocate their results and nothing else.
 _RESULTS_ONLY = frozenset(
     """_unsafe_view arange as_strided_ bernoulli_ cat clone constant_pad_nd empty empty_like empty_strided eye fill_
     full full_like gather index_select linspace masked_fill_ mse_loss_backward new_empty new_empty_strided new_full
     new_ones new_zeros normal_ ones ones_like rand rand_like randint randn randn_like repeat scalar_tensor scatter_
-    select_backward slice_backward softplus_backward split_with_sizes_copy stack uniform_ zero_ zeros
+    select_backward slice_backward softplus_backward split_with_sizes_copy stack uniform_ where zero_ zeros
     zeros_like""".split()  # noqa: SIM905
 )
 # Operators that do so in all samples of PyTorch's own tests (plain, grown, transposed, channels last).
 _RESULTS_ONLY_IN_SAMPLES = frozenset(
-    """_flash_attention_forward _pdist_forward _prelu_kernel _prelu_kernel_backward
+    """_flash_attention_forward _pdist_forward _prelu_kernel _prelu_kernel_backward _thnn_fused_gru_cell
+    _thnn_fused_lstm_cell
     _scaled_dot_product_flash_attention _scaled_dot_product_fused_attention_overrideable
     adaptive_max_pool3d_backward addr alias_copy as_strided_copy as_strided_scatter bernoulli
     binary_cross_entropy_backward block_diag bucketize cauchy_ channel_shuffle col2im complex diag_embed
@@ -53,32 +54,50 @@ _CHOOSE_BY_VALUES = (torch.ops.aten.linalg_matrix_exp.default,)  # by norms, how
 _DEPENDS_ON_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
-def answered_rule(capability: tuple[int, int], keep: Callable[[Kernel], None], otherwise: Rule | None = None) -> Rule:
-    """Return the rule of any kernel. ``keep`` takes cuBLAS's workspace once, ``otherwise`` is for no build."""
+def ask(kernel: Kernel, func: torch._ops.OpOverload | None = None, args: Sequence[Any] | None = None) -> bool:
+    """Play what PyTorch answers for the kernel, or for another operator that is a part of it.
+
+    Returns False where there is no build, or no answer.
+    """
+    whole = func is None
+    call = described(kernel.func, kernel.args, kernel.kwargs) if func is None else described(func, args or (), {})
+    if call is None:
+        return False
+    with by_brim():
+        answers = answers_for(kernel.capability)
+        script = None if answers is None else answers.script(call)
+    if script is None:
+        return False
+    if not whole:  # its result is the kernel's
+        script = tuple(entry for entry in script if entry[0] != "out")
+    # As long as values say, which the device does not compute: there the result may be empty.
+    kernel.play(script, keep_workspace, by_values=any(tag in kernel.func.tags for tag in _DEPENDS_ON_VALUES))
+    if kernel.func in _CHOOSE_BY_VALUES:
+        kernel.name("temporaries that values decide on")
+    return True
+
+
+def asked_first(otherwise: Rule) -> Rule:
+    """Return a rule that plays PyTorch's answer. ``otherwise`` is for machines without a build."""
 
     def rule(kernel: Kernel) -> None:
-        script = _script(kernel, capability)
-        if script is not None:
-            # As long as values say, which the device does not compute: there the result may be empty.
-            kernel.play(script, keep, by_values=any(tag in kernel.func.tags for tag in _DEPENDS_ON_VALUES))
-            if kernel.func in _CHOOSE_BY_VALUES:
-                kernel.unknown = f"{kernel.func.overloadpacket}: temporaries that values decide on"
-        elif otherwise is not None:
+        if not ask(kernel):
             otherwise(kernel)
-        elif _may_take_more(kernel):
-            kernel.unknown = f"{kernel.func.overloadpacket}: {TEMPORARIES}"
 
     return rule
 
 
-def naming_temporaries(rule: Rule) -> Rule:
-    """Return ``rule`` for a kernel that also allocates temporaries of unknown size."""
-
-    def naming(kernel: Kernel) -> None:
-        rule(kernel)
-        kernel.unknown = f"{kernel.func.overloadpacket}: {TEMPORARIES}"
-
-    return naming
+@asked_first
+def any_kernel(kernel: Kernel) -> None:
+    """Name kernels that may take more than their results."""
+    name = kernel.func.overloadpacket.__name__
+    if _COPY_WHAT_IS_NOT_DENSE.fullmatch(name):
+        tensors = [leaf for leaf in tree_leaves(kernel.args) if isinstance(leaf, torch.Tensor)]
+        known = all(tensor.is_contiguous() for tensor in tensors)
+    else:
+        known = name in _RESULTS_ONLY_IN_SAMPLES
+    if not known:
+        kernel.name()
 
 
 @cache
@@ -87,26 +106,6 @@ def takes_results_only(func: torch._ops.OpOverload) -> bool:
     name = func.overloadpacket.__name__
     if func.namespace != "aten" or func.is_view or name in _RESULTS_ONLY or name.startswith("_foreach_"):
         return True
-    if torch.Tag.inplace_view in func.tags:
-        return True
-    return torch.Tag.pointwise in func.tags and name not in _POINTWISE_THAT_TAKES_MORE
-
-
-def _may_take_more(kernel: Kernel) -> bool:
-    name = kernel.func.overloadpacket.__name__
-    if _COPY_WHAT_IS_NOT_DENSE.fullmatch(name):
-        return not all(tensor.is_contiguous() for tensor in _tensors(kernel.args))
-    return name not in _RESULTS_ONLY_IN_SAMPLES
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _script(kernel: Kernel, capability: tuple[int, int]) -> Script | None:
-    call = described(kernel.func, kernel.args, kernel.kwargs)
-    if call is None:
-        return None
-    with by_brim():
-        answers = answers_for(capability)
-        return None if answers is None else answers.script(call)
+    return torch.Tag.inplace_view in func.tags or (
+        torch.Tag.pointwise in func.tags and name not in _POINTWISE_THAT_TAKES_MORE
+    )

@@ -17,19 +17,17 @@ has those that are known. What is known beforehand:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any, Literal
 
 import torch
 
+from brim.predict.lowering.cuda.build_answers import any_kernel
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-_CHANNELS = 8  # of half precision that Tensor Cores read at once
 _MEASURED = (9, 0)  # the capability whose workspaces were measured
 _READ_BYTES = 16  # a point's channels that Tensor Cores read at once
 _MULTIPROCESSORS = 132
@@ -38,16 +36,15 @@ _MOST_SPLITS, _MOST_SPLIT_TILES = 14, 288  # of a sum over points, of 3x3 and la
 _SLACK_BYTES, _SPLIT_SLACK_BYTES = 16, 272  # added to a workspace that is not empty
 
 Direction = Literal["forward", "input", "weight"]
-_Workspace = Callable[[Kernel, torch.Tensor, torch.Tensor, torch.Tensor, Direction], int]
 
 
-def _forward(kernel: Kernel, workspace: _Workspace) -> None:
+def _forward(kernel: Kernel) -> None:
     x, w = kernel.arg("input"), kernel.arg("weight")
     _note_engine(kernel, x, w)
     for operand in (x, w):
         kernel.temp(_copied_bytes(operand, x, w))
     kernel.emit()
-    kernel.temp(workspace(kernel, x, w, kernel.result, "forward"))
+    kernel.temp(_workspace_bytes(kernel, x, w, kernel.result, "forward"))
 
 
 def _copied_bytes(operand: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> int:
@@ -56,7 +53,7 @@ def _copied_bytes(operand: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> in
     return 0 if operand.is_contiguous(memory_format=layout) else nbytes(operand)
 
 
-def _backward(kernel: Kernel, workspace: _Workspace) -> None:
+def _backward(kernel: Kernel) -> None:
     """Convolution.cpp, cudnn/ConvShared.cpp: a gradient that is not dense is copied first."""
     y, x, w = kernel.arg("grad_output"), kernel.arg("input"), kernel.arg("weight")
     _note_engine(kernel, x, w)
@@ -76,25 +73,27 @@ def _backward(kernel: Kernel, workspace: _Workspace) -> None:
     for output, (direction, other) in zip(gradients, made, strict=True):
         copy = kernel.temp(0 if other is x and x_is_copied else _copied_bytes(other, x, w))
         kernel.emit(output)
-        kernel.free(kernel.temp(workspace(kernel, x, w, y, direction)))
+        kernel.passing(_workspace_bytes(kernel, x, w, y, direction))
         kernel.free(copy)
 
 
-def _transposed_bytes(kernel: Kernel, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, direction: Direction) -> int:
+def _transposed_bytes(kernel: Kernel, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> int:
     """Bytes of source, weight and result, channels last and padded, where Tensor Cores need them so."""
     if x.dtype not in _HALF or kernel.arg("groups") != 1 or _channels_last(x, w):
         return 0
-    points = x.size(0) * _padded(x.size(1)) * prod(x.shape[2:]) + y.size(0) * _padded(y.size(1)) * prod(y.shape[2:])
-    return (points + _padded(w.size(0)) * _padded(w.size(1)) * prod(w.shape[2:])) * x.element_size()
+    points = sum(t.size(0) * _padded(t.size(1), x) * prod(t.shape[2:]) for t in (x, y))
+    return (points + _padded(w.size(0), x) * _padded(w.size(1), x) * prod(w.shape[2:])) * x.element_size()
 
 
-def _padded(channels: int) -> int:
-    return -(-channels // _CHANNELS) * _CHANNELS
+def _padded(channels: int, operand: torch.Tensor) -> int:
+    """Return channels filled up to pieces that Tensor Cores read at once."""
+    at_once = _READ_BYTES // operand.element_size()
+    return ceil(channels / at_once) * at_once
 
 
 def _note_engine(kernel: Kernel, x: torch.Tensor, w: torch.Tensor) -> None:
     if not _native_depthwise(kernel, x, w):
-        kernel.unknown = f"{kernel.func.overloadpacket}: cuDNN's workspace"
+        kernel.name("cuDNN's workspace")
 
 
 def _native_depthwise(kernel: Kernel, x: torch.Tensor, w: torch.Tensor) -> bool:
@@ -112,61 +111,42 @@ def _channels_last(*operands: torch.Tensor) -> bool:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Direct:
     """A convolution of two dimensions at most, in one group, as cuDNN is asked for it: a transposed one is another's
-    gradient. An ``image`` of ``channels`` is read into a ``result`` of ``outputs``; sizes count both.
+    gradient. An ``image`` of ``channels`` is read into a ``result`` of ``outputs``.
 
     Of kernels that are larger than one point the operands are multiplied as matrices (implicit GEMM): the forward
     pass adds up over ``depth``, channels and taps; the weight's gradient over the result's points.
     """
 
-    channels: int
-    outputs: int
-    taps: int  # points of the kernel
-    points: int  # of the image, all samples
-    result_points: int
-    image_area: int  # points of one sample
-    result_area: int
-    strided: bool
-    patches: bool  # kernels side by side
-    element_bytes: int
-    channels_last: bool
-
-    @property
-    def depth(self) -> int:
-        return self.channels * self.taps
-
-    @property
-    def products(self) -> int:
-        return self.result_points * self.outputs * self.depth
-
-    @property
-    def half(self) -> bool:
-        return self.element_bytes == 2
-
-    @property
-    def pointwise(self) -> bool:
-        """Return whether it is a matrix product for each sample, which cuBLAS-like kernels do in either layout."""
-        return self.taps == 1 and not self.strided
-
-    @property
-    def _channels_at_once(self) -> int:
-        return _READ_BYTES // self.element_bytes
-
-    @property
-    def few(self) -> bool:
-        """Return whether it has fewer channels than are read at once, as in the first layer."""
-        return self.channels < self._channels_at_once
-
-    def _padded(self, channels: int) -> int:
-        return ceil(channels / self._channels_at_once) * self._channels_at_once
+    def __init__(
+        self, image: torch.Tensor, w: torch.Tensor, result: torch.Tensor, *, strides: list[int], channels_last: bool
+    ) -> None:
+        self.image, self.result, self.channels_last = image, result, channels_last
+        self.channels, self.outputs = image.size(1), result.size(1)
+        self.taps = prod(w.shape[2:])  # points of the kernel
+        self.points, self.result_points = image.numel() // image.size(1), result.numel() // result.size(1)
+        self.image_area, self.result_area = prod(image.shape[2:]), prod(result.shape[2:])  # points of one sample
+        self.depth = self.channels * self.taps
+        self.products = self.result_points * self.outputs * self.depth
+        self.strided = any(stride > 1 for stride in strides)
+        self.patches = self.taps > 1 and list(strides) == list(w.shape[2:])  # kernels side by side
+        self.half = image.element_size() == 2
+        # A matrix product for each sample, which cuBLAS-like kernels do in either layout.
+        self.pointwise = self.taps == 1 and not self.strided
+        # Fewer channels than are read at once, as in the first layer.
+        self.few = self.channels < _READ_BYTES // image.element_size()
 
     def _copies(self, image: bool, result: bool, weight: bool) -> int:
         """Bytes of the operands' copies."""
-        channels, outputs = self._padded(self.channels), self._padded(self.outputs)
+        channels, outputs = _padded(self.channels, self.image), _padded(self.outputs, self.image)
         elements = image * self.points * channels + result * self.result_points * outputs
-        return (elements + weight * channels * outputs * self.taps) * self.element_bytes
+        return (elements + weight * channels * outputs * self.taps) * self.image.element_size()
+
+    def _is_padded(self) -> tuple[bool, bool]:
+        """Return whether the image's and the result's channels are no whole pieces."""
+        image, result = (_padded(count, self.image) != count for count in (self.channels, self.outputs))
+        return image, result
 
     def workspace_bytes(self, direction: Direction) -> int:
         if self.channels_last:
@@ -186,7 +166,7 @@ class _Direct:
     # -- operands that lie as they are read: only channels that are no whole pieces are padded -----------------------
 
     def _padding(self, direction: Direction) -> int:
-        image, result = (self._padded(number) != number for number in (self.channels, self.outputs))
+        image, result = self._is_padded()
         if self.taps == 1 and not (self.half and self.strided and direction == "input"):
             return 0
         if direction == "forward":
@@ -222,8 +202,7 @@ class _Direct:
         """Flags of transposed operands: image, result, weight. One tap's weight has one layout, unless padded."""
         if not getattr(self, f"_transposes_{direction}")():
             return False, False, False
-        odd = self._padded(self.channels) != self.channels or self._padded(self.outputs) != self.outputs
-        weight = self.taps > 1 or (self.half and odd and direction == "input")
+        weight = self.taps > 1 or (self.half and any(self._is_padded()) and direction == "input")
         return True, not (direction == "forward" and self._result_is_written_in_place()), weight
 
     def _transposes_forward(self) -> bool:
@@ -252,7 +231,9 @@ class _Direct:
         if self.taps == 1:
             return self.channels * self.outputs >= 1 << 17
         numbers = self.points * self.channels + self.result_points * self.outputs + self.depth * self.outputs
-        return self.products > 50 * numbers * self.element_bytes or (self.depth >= 882 and self.points > 10_368)
+        return self.products > 50 * numbers * self.image.element_size() or (
+            self.depth >= 882 and self.points > 10_368
+        )
 
     def _transposes_weight(self) -> bool:
         if self.half:
@@ -264,7 +245,7 @@ class _Direct:
 
     def _sum_bytes(self) -> int:
         if self.channels_last:
-            return self._padded(self.channels) * self._padded(self.outputs) * self.taps * 4
+            return _padded(self.channels, self.image) * _padded(self.outputs, self.image) * self.taps * 4
         return self.channels * self.outputs * self.taps * 4
 
     def _splits(self) -> int:
@@ -291,23 +272,17 @@ class _Direct:
 _OTHER_WAY: dict[Direction, Direction] = {"forward": "input", "input": "forward", "weight": "weight"}
 
 
-def _measured_bytes(kernel: Kernel, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, direction: Direction) -> int:
-    """The workspace by the measured rules; where none holds, operands are transposed as on other GPUs."""
-    if x.dim() > 4:
-        return _transposed_bytes(kernel, x, w, y, direction)
+def _workspace_bytes(kernel: Kernel, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, direction: Direction) -> int:
+    """The workspace by the measured rules; where none holds, operands are transposed."""
+    if x.dim() > 4 or kernel.capability != _MEASURED:
+        return _transposed_bytes(kernel, x, w, y)
     tensor_cores = x.dtype in _HALF or (x.dtype is torch.float32 and _allows_tf32())
     if kernel.arg("groups") != 1 or not tensor_cores or not (x.numel() and y.numel()):
         return 0
     channels_last = _channels_last(x, w)
     if kernel.arg("transposed"):
         x, y, direction = y, x, _OTHER_WAY[direction]
-    taps, strides = prod(w.shape[2:]), kernel.arg("stride")
-    direct = _Direct(
-        channels=x.size(1), outputs=y.size(1), taps=taps, points=x.numel() // x.size(1),
-        result_points=y.numel() // y.size(1), image_area=prod(x.shape[2:]), result_area=prod(y.shape[2:]),
-        strided=any(stride > 1 for stride in strides), patches=taps > 1 and list(strides) == list(w.shape[2:]),
-        element_bytes=x.element_size(), channels_last=channels_last,
-    )  # fmt: skip
+    direct = _Direct(x, w, y, strides=kernel.arg("stride"), channels_last=channels_last)
     return direct.workspace_bytes(direction)
 
 
@@ -316,20 +291,17 @@ def _allows_tf32() -> bool:
     return str(cudnn.conv.fp32_precision) == "tf32"
 
 
-def rules(capability: tuple[int, int], without_cudnn: Rule) -> dict[torch._ops.OpOverload, Rule]:
-    """The rules of convolutions. ``without_cudnn``: for those that PyTorch's own kernels compute."""
-    workspace = _measured_bytes if capability == _MEASURED else _transposed_bytes
-
-    def choosing(rule: Callable[[Kernel, _Workspace], None]) -> Rule:
-        return lambda kernel: without_cudnn(kernel) if _pads_by_a_stride(kernel) else rule(kernel, workspace)
-
-    return {
-        _aten.convolution.default: choosing(_forward),
-        _aten.convolution_backward.default: choosing(_backward),
-    }
-
-
 def _pads_by_a_stride(kernel: Kernel) -> bool:
     """Return whether an output is padded by a stride or more, which cuDNN is not asked to do (Convolution.cpp)."""
     pairs = zip(kernel.arg("output_padding"), kernel.arg("stride"), strict=True)
     return bool(kernel.arg("transposed")) and any(padding >= stride for padding, stride in pairs)
+
+
+def _by_cudnn(rule: Rule) -> Rule:
+    return lambda kernel: (any_kernel if _pads_by_a_stride(kernel) else rule)(kernel)
+
+
+RULES: dict[torch._ops.OpOverload, Rule] = {
+    _aten.convolution.default: _by_cudnn(_forward),
+    _aten.convolution_backward.default: _by_cudnn(_backward),
+}

@@ -76,12 +76,6 @@ def thrust_unique_by_key_bytes(count: int) -> int:
     return _aligned(tiles * 4) + 2 * _aligned(tiles * 8) + _SLACK
 
 
-def scan_by_key_bytes(count: int, item_bytes: int) -> int:
-    """``DeviceScan::InclusiveScanByKey``: the state of every tile, 32 more, and the key before each tile."""
-    tiles = ceil(count / (2464 if item_bytes == 8 else 4032))
-    return _aligned((tiles + 32) * 16) + _aligned((tiles + 1) * item_bytes) + _SLACK
-
-
 def select_bytes(count: int) -> int:
     """``DeviceSelect``."""
     return _aligned((ceil(count / _SELECTED_PER_TILE) + 32) * 8) + _ALIGNMENT + _SLACK

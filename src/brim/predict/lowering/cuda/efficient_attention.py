@@ -47,7 +47,7 @@ def _forward(kernel: Kernel) -> None:
     kernel.emit()
     query, value = kernel.arg("query"), kernel.arg("value")
     if query.dtype in _HALF and value.size(-1) > _LARGEST_HEADS[-2]:
-        kernel.free(kernel.temp(query.size(0) * query.size(1) * query.size(2) * value.size(-1) * 4))
+        kernel.passing(query.size(0) * query.size(1) * query.size(2) * value.size(-1) * 4)
 
 
 def fake_backward(
@@ -67,46 +67,27 @@ def fake_backward(
     return (*gradients, torch.empty(*bias.shape[:-1], padded, dtype=bias.dtype)[..., : bias.size(-1)])
 
 
-def _backward_of(capability: tuple[int, int]) -> Rule:
-    def rule(kernel: Kernel) -> None:
-        gradient, query, key, value = (kernel.arg(name) for name in ("grad_out_", "query", "key", "value"))
-        if kernel.func is _aten._efficient_attention_backward.default:  # its heads come after the rows
-            gradient, query, key, value = (tensor.transpose(1, 2) for tensor in (gradient, query, key, value))
-        batch, heads, rows, _ = query.shape
-        half = query.dtype in _HALF
-        dense = None if gradient.transpose(1, 2).is_contiguous() else kernel.temp(nbytes(gradient))
-        kernel.emit()
-        sums_bytes = batch * heads * rows * 4
-        if half:  # the kernel makes them
-            sums = kernel.temp(sums_bytes)
-        else:  # the gradient times the result, summed, laid out head by head
-            product, sums = kernel.temp(nbytes(gradient)), kernel.temp(sums_bytes)
-            if heads > 1 and rows > 1:
-                by_row, sums = sums, kernel.temp(sums_bytes)
-                kernel.free(by_row)
-            kernel.free(product)
-        workspace = kernel.temp(_workspace_bytes(query, value, *_lengths(kernel, query, key), capability))
-        kernel.free(sums)
-        kernel.free(workspace)
-        if dense is not None:
-            kernel.free(dense)
-
-    return rule
+def _backward(kernel: Kernel) -> None:
+    gradient, query = kernel.arg("grad_out_"), kernel.arg("query")
+    batch, heads, rows, _ = query.shape
+    dense = kernel.contiguous(gradient.transpose(1, 2))
+    kernel.emit()
+    sums_bytes = batch * heads * rows * 4
+    if query.dtype in _HALF:  # the kernel makes them
+        sums = kernel.temp(sums_bytes)
+    else:  # the gradient times the result, summed, laid out head by head
+        product, sums = kernel.temp(nbytes(gradient)), kernel.temp(sums_bytes)
+        if heads > 1 and rows > 1:
+            by_row, sums = sums, kernel.temp(sums_bytes)
+            kernel.free(by_row)
+        kernel.free(product)
+    workspace = kernel.temp(_workspace_bytes(query, kernel.arg("key"), kernel.arg("value"), kernel.capability))
+    kernel.free(sums, workspace, dense)
 
 
-def _lengths(kernel: Kernel, query: torch.Tensor, key: torch.Tensor) -> tuple[int, int, int]:
-    """Sequences, and the rows of queries and of keys of the longest: packed ones say where each begins."""
-    if kernel.func is not _aten._efficient_attention_backward.default or kernel.arg("cu_seqlens_q") is None:
-        return query.size(0), query.size(2), key.size(2)
-    begins = kernel.arg("cu_seqlens_q")
-    return begins.size(0) - 1, int(kernel.arg("max_seqlen_q")), int(kernel.arg("max_seqlen_k"))
-
-
-def _workspace_bytes(
-    query: torch.Tensor, value: torch.Tensor, batch: int, rows: int, columns: int, capability: tuple[int, int]
-) -> int:
+def _workspace_bytes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]) -> int:
     """Parts of the query's gradient, each with a lock; those of the keys' and values' where registers are too few."""
-    heads, size, value_size = query.size(1), query.size(-1), value.size(-1)
+    (batch, heads, rows, size), columns, value_size = query.shape, key.size(2), value.size(-1)
     half = query.dtype in _HALF
     block = _Backward.of(max(size, value_size), half, capability)
     floats = ceil(rows / block.queries) * ceil(size / block.keys) * (4 + block.queries * block.keys)
@@ -122,10 +103,7 @@ def _workspace_bytes(
     return batch * heads * ceil(floats / 4) * 4 * 4
 
 
-def rules(capability: tuple[int, int]) -> dict[torch._ops.OpOverload, Rule]:
-    return {
-        _aten._scaled_dot_product_efficient_attention.default: _forward,
-        _aten._scaled_dot_product_efficient_attention_backward.default: _backward_of(capability),
-        _aten._efficient_attention_forward.default: _forward,
-        _aten._efficient_attention_backward.default: _backward_of(capability),
-    }
+RULES: dict[torch._ops.OpOverload, Rule] = {
+    _aten._scaled_dot_product_efficient_attention.default: _forward,
+    _aten._scaled_dot_product_efficient_attention_backward.default: _backward,
+}

@@ -77,37 +77,38 @@ def fake_backward(
     return first, torch.empty(weight.shape, dtype=weight.dtype) if wanted[1] and weight is not None else None
 
 
-def rules(capability: tuple[int, int]) -> dict[torch._ops.OpOverload, Rule]:
-    return {
-        _aten._fused_rms_norm.default: contiguous_before("input", "weight"),
-        _aten._fused_rms_norm_backward.default: _backward_of(capability, "input", "weight"),
-        _aten.native_layer_norm_backward.default: _backward_of(capability, "input", "weight", "bias"),
-    }
-
-
-def _backward_of(capability: tuple[int, int], *dense: str) -> Rule:
-    multiprocessors, _ = cuda_reductions.multiprocessors_of(capability)
-
+def _backward(*dense: str) -> Rule:
     def rule(kernel: Kernel) -> None:
         """``LaunchGammaBetaBackwardCUDAKernel``: many rows leave parts of the weights' gradients, which it sums."""
         for name in dense:
             kernel.contiguous(kernel.arg(name))
         columns = prod(kernel.arg("normalized_shape"))
         rows = kernel.arg("input").numel() // max(columns, 1)
-        in_parts = rows > _ROWS_OF_ONE_BLOCK and columns // _SIDE < multiprocessors // 2
-        first = int(kernel.arg("output_mask")[0]) if in_parts else len(kernel.outputs)
+        multiprocessors, _ = cuda_reductions.multiprocessors_of(kernel.capability)
+        if rows <= _ROWS_OF_ONE_BLOCK or columns // _SIDE >= multiprocessors // 2:
+            kernel.emit()
+            kernel.contiguous(kernel.arg("grad_out"))
+            return
+        first = int(kernel.arg("output_mask")[0])
         for index in range(first):
             kernel.emit(index)
         weights = kernel.outputs[first:]
         replaced = [kernel.temp(nbytes(weight)) for weight in weights]
         kernel.contiguous(kernel.arg("grad_out"))
-        blocks = min(_MOST_BLOCKS // ceil(columns / _SIDE), ceil(rows / _SIDE)) if in_parts else 0
+        blocks = min(_MOST_BLOCKS // ceil(columns / _SIDE), ceil(rows / _SIDE))
         parts = [weight.new_empty(blocks, columns) for weight in weights]
         for part in parts:
             kernel.temp(nbytes(part))
         for index, (part, handle) in enumerate(zip(parts, replaced, strict=True), first):
             kernel.emit(index)
-            cuda_reductions.take_workspaces(kernel, part, (0,), max(part.element_size(), 4), capability)
+            cuda_reductions.take_workspaces(kernel, part, (0,), max(part.element_size(), 4))
             kernel.free(handle)
 
     return rule
+
+
+RULES: dict[torch._ops.OpOverload, Rule] = {
+    _aten._fused_rms_norm.default: contiguous_before("input", "weight"),
+    _aten._fused_rms_norm_backward.default: _backward("input", "weight"),
+    _aten.native_layer_norm_backward.default: _backward("input", "weight", "bias"),
+}

@@ -22,6 +22,7 @@ KINDS = tuple(_MODES)
 _KEPT = {0: 2, 1: 2, 2: 4 + 2, 3: 3 + 1}
 _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
 _DROPOUT_STATE_BYTES = 1 << 20
+_NOT_KNOWN = "cuDNN's workspace, and what its reserve holds beside gates and states"
 
 
 def layer(kind: Any, source: torch.Tensor, *args: Any) -> Any:
@@ -74,50 +75,41 @@ def backward(
     )
 
 
-class _Layers:
-    """The rules of recurrent layers; the state of their dropout is made once and kept."""
+def _forward(kernel: Kernel) -> None:
+    """The state of dropout is made once and kept."""
+    kernel.name(_NOT_KNOWN)
+    if kernel.arg("dropout") and kernel.arg("train"):
+        kernel.keep(_DROPOUT_STATE_BYTES, "cuDNN")
+    dense = kernel.contiguous(kernel.arg("input"))
+    for index in range(3):
+        kernel.emit(index)
+    workspace = kernel.temp(_bytes(kernel, _GATES))
+    kernel.emit(3, bytes=_bytes(kernel, _KEPT) * kernel.arg("num_layers") if kernel.arg("train") else 0)
+    kernel.free(workspace, dense)
 
-    def __init__(self) -> None:
-        self._dropout_states: set[bool] = set()  # on the device
 
-    def forward(self, kernel: Kernel) -> None:
-        _note(kernel)
-        if kernel.arg("dropout") and kernel.arg("train") and kernel.on_device not in self._dropout_states:
-            self._dropout_states.add(kernel.on_device)
-            kernel.keep(_DROPOUT_STATE_BYTES, "cuDNN")
-        dense = _contiguous(kernel, "input")
-        for index in range(3):
-            kernel.emit(index)
-        workspace = kernel.temp(_bytes(kernel, _GATES))
-        kernel.emit(3, bytes=_bytes(kernel, _KEPT) * kernel.arg("num_layers") if kernel.arg("train") else 0)
-        for handle in (workspace, *dense):
-            kernel.free(handle)
-
-    @staticmethod
-    def backward(kernel: Kernel) -> None:
-        """The gradient of the input is made in any case, then that of the weights; each has a workspace."""
-        _note(kernel)
-        for name, like in (("grad_output", "output"), ("grad_hy", "hx"), ("grad_cy", "cx")):
-            if kernel.arg(name) is None and kernel.arg(like) is not None:
-                kernel.temp(nbytes(kernel.arg(like)))
-        dense = _contiguous(kernel, "input", "grad_output")
-        output_mask, output_number = kernel.arg("output_mask"), 0
-        for want, like in zip(output_mask, ("input", "hx", "cx"), strict=False):
-            if kernel.arg(like) is None:
-                continue
-            if want:
-                kernel.emit(output_number)
-                output_number += 1
-            else:
-                kernel.temp(nbytes(kernel.arg(like)))
-        workspace_bytes = _bytes(kernel, _GATES)
-        for handle in (kernel.temp(workspace_bytes), *reversed(dense)):
-            kernel.free(handle)
-        if output_mask[3]:
-            dense = _contiguous(kernel, "input")
-            kernel.emit()
-            for handle in (kernel.temp(workspace_bytes), *dense):
-                kernel.free(handle)
+def _backward(kernel: Kernel) -> None:
+    """The gradient of the input is made in any case, then that of the weights; each has a workspace."""
+    kernel.name(_NOT_KNOWN)
+    for name, like in (("grad_output", "output"), ("grad_hy", "hx"), ("grad_cy", "cx")):
+        if kernel.arg(name) is None and kernel.arg(like) is not None:
+            kernel.temp(nbytes(kernel.arg(like)))
+    dense = [kernel.contiguous(kernel.arg(name)) for name in ("input", "grad_output")]
+    output_mask, output_number = kernel.arg("output_mask"), 0
+    for want, like in zip(output_mask, ("input", "hx", "cx"), strict=False):
+        if kernel.arg(like) is None:
+            continue
+        if want:
+            kernel.emit(output_number)
+            output_number += 1
+        else:
+            kernel.temp(nbytes(kernel.arg(like)))
+    workspace_bytes = _bytes(kernel, _GATES)
+    kernel.free(kernel.temp(workspace_bytes), *reversed(dense))
+    if output_mask[3]:
+        copy = kernel.contiguous(kernel.arg("input"))
+        kernel.emit()
+        kernel.free(kernel.temp(workspace_bytes), copy)
 
 
 def _bytes(kernel: Kernel, numbers: Mapping[int, int]) -> int:
@@ -128,115 +120,36 @@ def _bytes(kernel: Kernel, numbers: Mapping[int, int]) -> int:
     return int(rows * units * numbers[kernel.arg("mode")] * source.element_size())
 
 
-def _contiguous(kernel: Kernel, *names: str) -> list[int]:
-    tensors = [kernel.arg(name) for name in names]
-    return [kernel.temp(nbytes(tensor)) for tensor in tensors if tensor is not None and not tensor.is_contiguous()]
-
-
-def _note(kernel: Kernel) -> None:
-    kernel.unknown = (
-        f"{kernel.func.overloadpacket}: cuDNN's workspace, and what its reserve holds beside gates and states"
-    )
-
-
 def lstm_cell(
-    source: torch.Tensor, state: Sequence[torch.Tensor], input_weight: torch.Tensor, hidden_weight: torch.Tensor,
-    input_bias: torch.Tensor | None = None, hidden_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    source: torch.Tensor, state: Sequence[torch.Tensor], *weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``torch.lstm_cell`` of a tensor on the device: one kernel behind two products."""
-    first, cell = state
-    outputs = _cell(_LstmCell, source, first, cell, input_weight, hidden_weight, input_bias, hidden_bias)
-    return outputs[0], outputs[1]
+    hidden, cell = state
+    first, second, _ = _cell(_aten._thnn_fused_lstm_cell, source, hidden, cell, *weights)
+    return first, second
 
 
-def gru_cell(
-    source: torch.Tensor, state: torch.Tensor, input_weight: torch.Tensor, hidden_weight: torch.Tensor,
-    input_bias: torch.Tensor | None = None, hidden_bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+def gru_cell(source: torch.Tensor, state: torch.Tensor, *weights: torch.Tensor | None) -> torch.Tensor:
     """``torch.gru_cell`` of a tensor on the device."""
-    output: torch.Tensor = _cell(_GruCell, source, state, state, input_weight, hidden_weight, input_bias, hidden_bias)
+    output: torch.Tensor = _cell(_aten._thnn_fused_gru_cell, source, state, state, *weights)[0]
     return output
 
 
 def _cell(
-    kind: Any, source: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor, *weights: torch.Tensor | None
+    fused: Any, source: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor, *weights: torch.Tensor | None
 ) -> Any:
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         source, hidden, state = (tensor.to(dtype) for tensor in (source, hidden, state))
         weights = tuple(None if weight is None else weight.to(dtype) for weight in weights)
     input_weight, hidden_weight, *biases = weights
-    assert input_weight is not None
-    assert hidden_weight is not None
-    products = source.matmul(input_weight.t()), hidden.matmul(hidden_weight.t())
-    inputs = (*products, state, *biases)
-    if torch.is_grad_enabled() and any(input is not None and input.requires_grad for input in inputs):
-        return kind.apply(*inputs)
-    return kind.run(*inputs)[0]
+    assert input_weight is not None and hidden_weight is not None
+    return fused(source.matmul(input_weight.t()), hidden.matmul(hidden_weight.t()), state, *biases)
 
 
-def _below_autograd(function: Any, *args: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return function(*args)
-
-
-class _LstmCell(torch.autograd.Function):
-    """The backward formula of ``_thnn_fused_lstm_cell`` in derivatives.yaml, which saves gates before and after."""
-
-    @staticmethod
-    def run(*inputs: Any) -> Any:
-        *states, gates = _below_autograd(_aten._thnn_fused_lstm_cell, *inputs)
-        return tuple(states), gates
-
-    @staticmethod
-    def forward(context: Any, *inputs: Any) -> Any:
-        states, gates = _LstmCell.run(*inputs)
-        context.save_for_backward(*inputs, states[1], gates)
-        context.set_materialize_grads(False)
-        return states
-
-    @staticmethod
-    def backward(context: Any, first: torch.Tensor | None, second: torch.Tensor | None) -> Any:
-        cell, bias, new_cell, gates = (context.saved_tensors[place] for place in (2, 3, 5, 6))
-        gradients = _aten._thnn_fused_lstm_cell_backward_impl(first, second, cell, new_cell, gates, bias is not None)
-        gradient, of_cell, of_bias = gradients
-        return gradient, gradient, of_cell, *((None, None) if bias is None else (of_bias, of_bias))
-
-
-class _GruCell(torch.autograd.Function):
-    """The backward formula of ``_thnn_fused_gru_cell`` in derivatives.yaml."""
-
-    @staticmethod
-    def run(*inputs: Any) -> Any:
-        return _below_autograd(_aten._thnn_fused_gru_cell, *inputs)
-
-    @staticmethod
-    def forward(context: Any, *inputs: Any) -> Any:
-        state, gates = _GruCell.run(*inputs)
-        context.save_for_backward(*inputs, gates)
-        return state
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> Any:
-        bias, gates = context.saved_tensors[3], context.saved_tensors[5]
-        return tuple(_aten._thnn_fused_gru_cell_backward(gradient, gates, bias is not None))
-
-
-def fake_lstm_cell(
-    gates: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor, *biases: torch.Tensor | None
-) -> tuple[torch.Tensor, ...]:
-    return (
-        *(torch.empty(cell.shape, dtype=cell.dtype) for _ in range(2)),
-        torch.empty(gates.shape, dtype=gates.dtype),
-    )
-
-
-def fake_lstm_cell_backward(
-    first: torch.Tensor | None, second: torch.Tensor | None, cell: torch.Tensor, new_cell: torch.Tensor,
-    gates: torch.Tensor, has_bias: bool,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    gradients = torch.empty(gates.shape, dtype=gates.dtype), torch.empty(cell.shape, dtype=cell.dtype)
-    return (*gradients, torch.empty(gates.size(1), dtype=gates.dtype) if has_bias else None)
+def fake_lstm_cell(gates: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor, *biases: Any) -> Any:
+    states = [torch.empty(cell.shape, dtype=cell.dtype) for _ in range(2)]
+    return (*states, torch.empty(gates.shape, dtype=gates.dtype))
 
 
 def fake_gru_cell(
@@ -255,23 +168,6 @@ def fake_gru_cell_backward(
     return (*of_gates, torch.empty(gradient.shape, dtype=gradient.dtype), *biases)
 
 
-def _workspace_first(kernel: Kernel) -> None:
-    """cuda/RNN.cu allocates the tensors saved for the backward pass, then the states."""
-    kernel.emit(len(kernel.outputs) - 1)
-    kernel.emit()
-
-
-def rules() -> dict[torch._ops.OpOverload, Rule]:
-    """The rules for one trace."""
-    layers = _Layers()
-    return {
-        _aten._cudnn_rnn.default: layers.forward,
-        _aten._cudnn_rnn_backward.default: layers.backward,
-        _aten._thnn_fused_lstm_cell.default: _workspace_first,
-        _aten._thnn_fused_gru_cell.default: _workspace_first,
-    }
-
-
 def flatten(layer: torch.nn.RNNBase, on_device: Callable[[torch.Tensor], bool]) -> None:
     """``RNNBase.flatten_parameters``: weights on the device are moved into one buffer."""
     weights = [
@@ -287,3 +183,9 @@ def flatten(layer: torch.nn.RNNBase, on_device: Callable[[torch.Tensor], bool]) 
         parts = buffer.split([parameter.numel() for parameter in weights])
         for weight, part in zip(weights, parts, strict=True):
             weight.data = part.view(weight.shape)
+
+
+RULES: dict[torch._ops.OpOverload, Rule] = {
+    _aten._cudnn_rnn.default: _forward,
+    _aten._cudnn_rnn_backward.default: _backward,
+}

@@ -14,16 +14,14 @@ from math import prod
 import torch
 
 from brim.core.trace import Reduction
-from brim.predict.lowering.kernel import Kernel, Rule
+from brim.predict.lowering.cuda.build_answers import ask
+from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 _aten = torch.ops.aten
 _MOST_THREADS, _WARP, _VECTOR = 512, 32, 4
-_CONVERTS = (
-    _aten.sum,
-    _aten.prod,
-    _aten.mean,
-)  # ReduceOpsUtils.h, make_reduction: other types than floats are converted first
+_CONVERTS = (_aten.sum, _aten.prod, _aten.mean)  # make_reduction: other types than floats are converted first
 _COUNTS, _TRUTHS = (_aten.count_nonzero,), (_aten.any, _aten.all)
+_MOST_INDEXED_BYTES = 1 << 31
 _LEAST_VALUES, _MOST_VALUES = 16, 256  # per thread
 # Multiprocessors of the largest common card of each capability, and threads of each.
 _MULTIPROCESSORS = {(7, 0): (80, 2048), (7, 5): (40, 1024), (8, 0): (108, 2048), (8, 6): (84, 1536),
@@ -109,11 +107,9 @@ def multiprocessors_of(capability: tuple[int, int]) -> tuple[int, int]:
     return _MULTIPROCESSORS.get(capability, (108, 2048))
 
 
-def take_workspaces(
-    kernel: Kernel, source: torch.Tensor, dims: Sequence[int], part_bytes: int, capability: tuple[int, int]
-) -> None:
+def take_workspaces(kernel: Kernel, source: torch.Tensor, dims: Sequence[int], part_bytes: int) -> None:
     """Take and free the partial results and the counters of a reduction over ``dims``."""
-    multiprocessors, threads = multiprocessors_of(capability)
+    multiprocessors, threads = multiprocessors_of(kernel.capability)
     shape, stride = tuple(source.shape), tuple(source.stride())
     parts = Reduction(
         reduced=_joined(shape, stride, [d for d in range(len(shape)) if d in dims]),
@@ -123,52 +119,50 @@ def take_workspaces(
     if parts.reduced:
         counters = replace(parts, counters=True)
         workspace = kernel.workspace(workspace_bytes(parts), parts)
-        kernel.free(kernel.workspace(workspace_bytes(counters), counters))
-        kernel.free(workspace)
+        kernel.free(kernel.workspace(workspace_bytes(counters), counters), workspace)
 
 
-def rule_of(capability: tuple[int, int]) -> Rule:
-    def reduce(kernel: Kernel) -> None:
-        source, copy = kernel.args[0], None
-        packet = kernel.func.overloadpacket
-        if packet in _COUNTS and source.dtype is not torch.bool:  # TensorAdvancedIndexing.cpp sums booleans
-            kernel.temp(source.numel())
-        kernel.emit()
-        if packet in _TRUTHS and source.numel() == 1 and source.dtype is not torch.bool:
-            kernel.temp(1)  # ReduceOps.cpp: nothing to reduce, it is converted
-        dims = _dimensions(kernel, source.dim())
-        asked_dtype = torch.int64 if packet in _COUNTS else kernel.kwargs.get("dtype")
-        dtype = asked_dtype or source.dtype
-        if packet in (_aten.sum, _aten.prod) and not source.dtype.is_floating_point:
-            dtype = asked_dtype or torch.int64
-        converts = packet in _CONVERTS and dtype != source.dtype and not source.dtype.is_floating_point
-        if converts or packet in _COUNTS:
-            copy = kernel.temp(source.numel() * dtype.itemsize)
-        if kernel.func in _READ_DENSE:
-            kernel.contiguous(source)
-        take_workspaces(kernel, source, dims, _part_bytes(kernel, dtype), capability)
-        if copy is not None:
-            kernel.free(copy)
-
-    return reduce
+def _reduce(kernel: Kernel) -> None:
+    """Follow the workspace to other sizes. TensorIterator cuts what 32 bits cannot index into parts, each with a
+    workspace of its own: PyTorch's CUDA build knows them."""
+    source, packet = kernel.args[0], kernel.func.overloadpacket
+    if nbytes(source) >= _MOST_INDEXED_BYTES:
+        if ask(kernel):
+            return
+        kernel.name()
+    if packet in _COUNTS and source.dtype is not torch.bool:  # TensorAdvancedIndexing.cpp sums booleans
+        kernel.temp(source.numel())
+    kernel.emit()
+    if packet in _TRUTHS and source.numel() == 1 and source.dtype is not torch.bool:
+        kernel.temp(1)  # ReduceOps.cpp: nothing to reduce, it is converted
+    asked_dtype = torch.int64 if packet in _COUNTS else kernel.kwargs.get("dtype")
+    dtype = asked_dtype or source.dtype
+    if packet in (_aten.sum, _aten.prod) and not source.dtype.is_floating_point:
+        dtype = asked_dtype or torch.int64
+    converts = packet in _CONVERTS and dtype != source.dtype and not source.dtype.is_floating_point
+    copy = kernel.temp(source.numel() * dtype.itemsize if converts or packet in _COUNTS else 0)
+    if kernel.func in _READ_DENSE:
+        kernel.contiguous(source)
+    take_workspaces(kernel, source, _dimensions(kernel, source.dim()), _part_bytes(kernel, dtype))
+    kernel.free(copy)
 
 
 def _dimensions(kernel: Kernel, count: int) -> tuple[int, ...]:
-    for argument in kernel.func._schema.arguments:
-        if argument.name == "dim":
-            value = kernel.arg("dim")
-            if value is None or value == []:
-                break
-            dims = [value] if isinstance(value, int) else value
-            return tuple(d % max(count, 1) for d in dims)
-    return tuple(range(count))
+    dims = kernel.arg("dim") if any(argument.name == "dim" for argument in kernel.func._schema.arguments) else None
+    if dims is None or dims == []:
+        return tuple(range(count))
+    return tuple(d % max(count, 1) for d in ([dims] if isinstance(dims, int) else dims))
 
 
 _READ_DENSE = (_aten.max.default, _aten.min.default)  # TensorCompare.cpp
-OPERATIONS = (
-    _aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim, _aten.amax.default,
-    _aten.amin.default, _aten.max.default, _aten.min.default, _aten.max.dim, _aten.min.dim, _aten.prod.default,
-    _aten.argmax.default, _aten.argmin.default, _aten.prod.dim_int, _aten.any.default, _aten.any.dim,
-    _aten.all.default, _aten.all.dim, _aten.linalg_vector_norm.default, _aten.var.correction, _aten.std.correction,
-    _aten.var_mean.correction, _aten.count_nonzero.default, _aten.count_nonzero.dim_IntList,
-)  # fmt: skip
+RULES: dict[torch._ops.OpOverload, Rule] = {
+    getattr(packet, overload): _reduce
+    for packet, overloads in {
+        _aten.sum: "default dim_IntList", _aten.mean: "default dim", _aten.prod: "default dim_int",
+        _aten.amax: "default", _aten.amin: "default", _aten.max: "default dim", _aten.min: "default dim",
+        _aten.argmax: "default", _aten.argmin: "default", _aten.any: "default dim", _aten.all: "default dim",
+        _aten.linalg_vector_norm: "default", _aten.var: "correction", _aten.std: "correction",
+        _aten.var_mean: "correction", _aten.count_nonzero: "default dim_IntList",
+    }.items()
+    for overload in overloads.split()
+}  # fmt: skip
