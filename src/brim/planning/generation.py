@@ -6,6 +6,7 @@ memory, whose pools hold the same bytes as a run's.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -174,11 +175,9 @@ def baselines(candidate: Candidate) -> dict[str, float]:
     jobs = [(cut, case.job(cut, strategy.need)) for cut in strategy.cuts]
     seconds = {}
     for name, allowed in BASELINES.items():
-        try:
+        with contextlib.suppress(BudgetError):
             _, plan = best_plan(jobs, case.hardware, case.budget_bytes, tokens=tokens, allowed=allowed)
-        except BudgetError:
-            continue
-        seconds[name] = plan.promise.step_s
+            seconds[name] = plan.promise.step_s
     return seconds
 
 

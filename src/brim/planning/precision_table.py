@@ -15,8 +15,7 @@ from rich.table import Table
 
 from brim.core.hardware import RAM
 from brim.planning.inference.choose import search_generation
-from brim.planning.precision_rows import Form, Row
-from brim.planning.request import Machine
+from brim.planning.request import Form, Machine, Row
 from brim.planning.solver.passes import BlockCost, move_s, ways_of
 from brim.planning.subject import Subject
 from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM

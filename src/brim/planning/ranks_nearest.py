@@ -12,6 +12,7 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import BrimError, BudgetError
 from brim.planning.nearest import cards_with, largest
 from brim.planning.ranks import card_of, gpus_of
+from brim.planning.request import Nearest
 from brim.requests.plan import MeshRequest
 from brim.units import format_bytes
 
@@ -26,34 +27,26 @@ Search = Callable[[MeshRequest], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """A change in words, and its command."""
-
-    change: str
-    command: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Infeasible:
     """The reason why nothing fits, the least bytes of each memory, and changes that fit."""
 
     why: str
     needs_bytes: Mapping[str, int]
-    nearest: tuple[Change, ...]
+    nearest: tuple[Nearest, ...]
 
     def to_json(self) -> dict[str, Any]:
-        changes = [{"change": change.change, "command": change.command} for change in self.nearest]
-        return {"why": self.why, "needs_bytes": dict(self.needs_bytes), "nearest": changes}
+        nearest = [vars(change) for change in self.nearest]
+        return {**vars(self), "needs_bytes": dict(self.needs_bytes), "nearest": nearest}
 
 
 def infeasible(request: MeshRequest, refusal: BudgetError, plans: Search) -> Infeasible:
     """Return the answer to a refused ``request``. ``plans`` returns True where a search for another one finds a mesh;
     a BrimError means False."""
     prover = _Prover(plans)
-    changes: list[Change] = []
+    changes: list[Nearest] = []
     for search in (_more_gpus, _larger_gpus, _shorter, _more_ram):
         for changed, description in search(request, refusal.smallest_bytes, prover.fits):
-            changes.append(Change(change=description, command=changed.command()))
+            changes.append(Nearest(change=description, command=changed.command()))
     why = " ".join(part for part in (refusal.asked, refusal.found) if part)
     return Infeasible(why=why, needs_bytes=refusal.smallest_bytes, nearest=tuple(changes))
 

@@ -17,7 +17,6 @@ from brim.measure.probe import probe
 from brim.memory import heap
 from brim.memory.scratch import scratch_folder
 from brim.planning.inference.machine import budgets
-from brim.planning.precision_rows import Row
 from brim.planning.seconds.drives import reading_from
 from brim.planning.strategy.effects import Effect
 from brim.requests.plan import LOSSY as LOSSY
@@ -104,6 +103,41 @@ class Proposal:
             "timed": self.timed,
             "plan": self.plan.to_json(),
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A kind of block in a precision, per token's pass."""
+
+    bytes: int
+    move_s: float
+    compute_s: float
+
+    @property
+    def streamed_s(self) -> float:
+        """Seconds in the steady state, where moves overlap with computation."""
+        return max(self.move_s, self.compute_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """``count`` blocks of a ``kind`` in each precision; ``streamed`` and ``resident`` name the faster one."""
+
+    kind: str
+    count: int
+    forms: Mapping[str, Form]
+
+    @property
+    def streamed(self) -> str:
+        return min(self.forms, key=lambda name: self.forms[name].streamed_s)
+
+    @property
+    def resident(self) -> str:
+        return min(self.forms, key=lambda name: self.forms[name].compute_s)
+
+    def to_json(self) -> dict[str, Any]:
+        forms = {name: vars(form) for name, form in self.forms.items()}
+        return {**vars(self), "forms": forms, "streamed": self.streamed, "resident": self.resident}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -344,16 +344,3 @@ def _orders(choice: Choice, blocks: list[str]) -> dict[str, Any] | None:
 def _repeated(choice: Choice, blocks: list[str]) -> list[str]:
     """Return the numbered blocks, for which checkpointing can be chosen."""
     return [name for name in blocks if name.rpartition(".")[2].isdigit()]
-
-
-__all__ = [
-    "DATA",
-    "TRAINED",
-    "case_of",
-    "plan_training",
-    "precision_of",
-    "program_bytes",
-    "states_of",
-    "training_limits",
-    "weights_dtype",
-]

@@ -15,10 +15,9 @@ from rich.console import Console
 
 from brim.errors import UsageError
 from brim.planning.opening import open_subject
-from brim.planning.precision_rows import Row
 from brim.planning.precision_table import rows_of, shown
 from brim.planning.regimes import BOTH, PAGING, PROCESSOR, STREAMING, Regimes, regimes
-from brim.planning.request import Machine, Request, machine_of
+from brim.planning.request import Machine, Request, Row, machine_of
 from support.planned import LLAMA
 
 pytestmark = pytest.mark.slow  # every plan is a search and several traces

@@ -145,19 +145,15 @@ def _size(split: Split, axis: str) -> str:
     return f"{split.interleave}{' zb' * split.zero_bubble}" if axis == "v" else str(split.size(axis))
 
 
-def _print_assumed(console: Console, request: MeshRequest, proof: ParallelEstimate) -> None:
+def _print(request: MeshRequest, answer: Meshes, took_s: float) -> None:
     from brim.planning.ranks import assumed
 
-    console.print(verdict.of_precision(proof.workload.precision, proof.precision_origin))
-    for text in assumed(request):
-        console.print(f"assumed: {text}")
-
-
-def _print(request: MeshRequest, answer: Meshes, took_s: float) -> None:
     rows = answer.rows
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{request.model}: train on {request.gpus} {request.gpu}, {request.seq:,} tokens")
-    _print_assumed(console, request, rows[0][1])
+    console.print(verdict.of_precision(rows[0][1].workload.precision, rows[0][1].precision_origin))
+    for text in assumed(request):
+        console.print(f"assumed: {text}")
     in_ram = any(mesh.split.offload_shards for mesh, _ in rows)
     ram = ["RAM of a node"] if in_ram else []
     axes = ["tp", "pp", "v", *(axis for axis in ("cp", "ep") if any(mesh.split.size(axis) > 1 for mesh, _ in rows))]
@@ -178,10 +174,10 @@ def _print(request: MeshRequest, answer: Meshes, took_s: float) -> None:
     if in_ram:
         console.print("No split fits on the GPUs alone: these keep ZeRO-3's shards in RAM.")
     halves = ", zb: zero-bubble" if any(mesh.split.zero_bubble for mesh, _ in rows) else ""
-    told = f"v: model chunks a rank{halves}; micro: micro-batches a step, and sequences in each"
-    console.print(told)
+    console.print(f"v: model chunks a rank{halves}; micro: micro-batches a step, and sequences in each")
     console.print(f"To predict every rank of the first: {_command(request, rows[0][0])}")
     for note in rows[0][1].notes:
         console.print(note)
-    counts = f"compared {answer.looked_at:,} meshes in {format_seconds(took_s)}, {answer.traced} of them traced"
-    console.print(counts)
+    console.print(
+        f"compared {answer.looked_at:,} meshes in {format_seconds(took_s)}, {answer.traced} of them traced"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
@@ -115,15 +116,11 @@ class KnownCuts:
         self._rest, self._known = cuts, list[Cut]()
 
     def __iter__(self) -> Iterator[Cut]:
-        index = 0
-        while True:
+        for index in itertools.count():
+            self._known += itertools.islice(self._rest, int(index == len(self._known)))
             if index == len(self._known):
-                found = next(self._rest, None)
-                if found is None:
-                    return
-                self._known.append(found)
+                return
             yield self._known[index]
-            index += 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,10 +203,10 @@ def within_reserved(
 
         refuse = refusal(case.name, budget)
         placed, taken = prove_within(budget, attempt, takes, refuse, grain_bytes=SMALL_SEGMENT_BYTES)
-        promise = placed.plan.promise
-        known = {**promise.peak_bytes, **taken} if exact else promise.peak_bytes
-        plan = replace(placed.plan, promise=replace(promise, peak_bytes=known))
-        return replace(placed, plan=raise_promise(plan, taken, budget))
+        plan = raise_promise(placed.plan, taken, budget)
+        if exact:
+            plan = replace(plan, promise=replace(plan.promise, peak_bytes={**plan.promise.peak_bytes, **taken}))
+        return replace(placed, plan=plan)
 
     def refuse(smallest: Bytes) -> BudgetError:
         return BudgetError(

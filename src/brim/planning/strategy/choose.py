@@ -7,7 +7,7 @@ are proved by the same traces and timed by the same schedules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -290,14 +290,10 @@ def _floor_bytes(search: TrainingSearch, choice: Choice) -> Mapping[str, int]:
     trained = [p for p in case.step.model.parameters() if p.requires_grad]
     floor_bytes = case.step.partition.bytes
     if not choice.in_backward and choice.gradients == KEEP:
-        floor_bytes += _bytes(trained)
+        floor_bytes += sum(map(tensor_bytes, trained))
     if choice.states == KEEP and case.state_bytes is not None:
         floor_bytes += case.state_bytes(trained)
     return {search.hardware.compute: floor_bytes}
-
-
-def _bytes(tensors: Iterable[nn.Parameter]) -> int:
-    return sum(tensor_bytes(tensor) for tensor in tensors)
 
 
 def _chunkable(model: nn.Module) -> bool:

@@ -26,9 +26,8 @@ from brim.planning.inference.machine import refuse_batch
 from brim.planning.inference.memory import Sizes, scores_bytes
 from brim.planning.nearest import Planner, in_the_least, nearest
 from brim.planning.opening import Subjects
-from brim.planning.precision_rows import Row
 from brim.planning.precision_table import rows_of
-from brim.planning.request import LOSSY, Answer, Machine, Proposal, Request, machine_of
+from brim.planning.request import LOSSY, Answer, Machine, Proposal, Request, Row, machine_of
 from brim.planning.router_file import (
     VERSION,
     RouterFile,

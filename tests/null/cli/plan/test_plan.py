@@ -292,7 +292,7 @@ def test_every_command_that_is_printed_runs_as_it_is(llama: str, asked: tuple[st
 def test_a_command_with_a_plan_that_is_not_written_writes_it_first(
     llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("brim.planning.training._flags", lambda choice, blocks: None)  # no options say all of it
+    monkeypatch.setattr("brim.planning.training._orders", lambda choice, blocks: None)  # no options say all of it
     (first, *_) = told(llama, *TRAIN)["plans"]
     plans, trains = first["command"].split(" && ")
     assert trains.endswith(" --plan plan.json") and plans.endswith(" --output plan.json")
