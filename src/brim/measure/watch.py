@@ -49,10 +49,9 @@ class watch:
     run.brim`` reads the file. It is written completely or not at all, before the exception leaves the allocator; the
     exception gets a note with the file's path.
 
-    With CUDA the file is a memory snapshot as ``torch.cuda.memory._dump_snapshot`` writes it. If PyTorch is
-    recording already, that recording is used, with its settings, and continues. Without CUDA the file holds the
-    process's resident memory over time; it is written when an out-of-memory error, such as a MemoryError, leaves the
-    block.
+    With CUDA the file is a memory snapshot as ``torch.cuda.memory._dump_snapshot`` writes it. If PyTorch is recording
+    already, that recording is used, with its settings, and continues. Without CUDA the file holds the process's
+    resident memory over time; it is written when an out-of-memory error, such as a MemoryError, leaves the block.
 
     Args:
         path: The file to write. Its folder must exist; an existing recording is replaced.

@@ -1,8 +1,7 @@
 """Render chat templates, which are programs that come with a model, in a separate process with limits.
 
-jinja's sandbox limits the objects that a template may use, but not its time or memory: ``9 ** (9 ** 9)`` is
-one instruction that cannot be interrupted. The process loads neither PyTorch nor this package; this file is its
-program.
+jinja's sandbox limits the objects that a template may use, but not its time or memory: ``9 ** (9 ** 9)`` is one
+instruction that cannot be interrupted. The process loads neither PyTorch nor this package; this file is its program.
 """
 
 from __future__ import annotations

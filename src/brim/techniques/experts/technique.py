@@ -1,5 +1,4 @@
-"""Mixture of experts: each expert is a block, and each layer has a cache of a few of them in the compute
-tier.
+"""Mixture of experts: each expert is a block, and each layer has a cache of a few of them in the compute tier.
 
 A token needs 2 to 8 of a layer's 8 to 512 experts, so to move all of a layer is mostly waste. Here the experts of a
 layer rest separately in RAM or on disk. The experts of a call's tokens are loaded into slots, and stay there by
