@@ -178,6 +178,4 @@ def _print(request: MeshRequest, answer: Meshes, took_s: float) -> None:
     console.print(f"To predict every rank of the first: {_command(request, rows[0][0])}")
     for note in rows[0][1].notes:
         console.print(note)
-    console.print(
-        f"compared {answer.looked_at:,} meshes in {format_seconds(took_s)}, {answer.traced} of them traced"
-    )
+    console.print(f"compared {answer.looked_at:,} meshes in {format_seconds(took_s)}, {answer.traced} of them traced")
