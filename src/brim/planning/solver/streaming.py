@@ -99,7 +99,9 @@ def _best(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], fitting
     for count, placement in enumerate(ordered):
         moved_bytes = _moved_bytes(job, hardware, placement)
         late = count >= _SIMULATED and not placement.simple
-        if best is not None and (late or (_round_s(_least_s(job, hardware, placement)), moved_bytes) >= best.order()):
+        if best is not None and (
+            late or (_round_s(_least_s(job, hardware, placement)), moved_bytes) >= best.order()[:2]
+        ):
             continue
         plan = plan_of(job, hardware, budget_bytes, placement.choices, placement.slots)
         new = Contender(plan=plan, moved_bytes=moved_bytes)
