@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -117,22 +118,29 @@ def _precisions(request: Request) -> Iterator[tuple[str | None, bool]]:
         yield precision, request.prefer != "memory" and (lossy or request.prefer != "quality")
 
 
-def _rivals(best: Candidate) -> Iterator[Candidate]:
-    """Yield the fastest plans of other cuts, which are timed beside ``best``: on this machine, where weights move."""
+def _rivals(best: Candidate) -> list[Candidate]:
+    """Return the fastest plans of other cuts, to be timed beside ``best``: on this machine, where weights move."""
     subject, strategy = best.subject, best.strategy
     moves = set(strategy.plan.choices(STREAMING).values()) != {RESIDENT}
     if not moves or not subject.is_here or stored_bytes(subject.weights) < LEAST_TIMED_BYTES:
-        return
-    without: set[tuple[int, bool]] = set()
-    for _ in range(_RIVALS):
-        without.add(strategy.cut.kind)
-        if all(cut.kind in without for cut in best.strategy.cuts):
-            return
-        try:
-            strategy = search_generation(replace(subject.case, without=frozenset(without)))
-        except BudgetError:
-            return
-        yield Candidate(subject=subject, strategy=strategy)
+        return []
+    rivals: list[Candidate] = []
+
+    def used_kinds() -> Iterator[frozenset[tuple[int, bool]]]:
+        kinds = {strategy.cut.kind}
+        while len(rivals) < _RIVALS and any(cut.kind not in kinds for cut in strategy.cuts):
+            yield frozenset(kinds)
+            new = {rival.strategy.cut.kind for rival in rivals}
+            if new <= kinds:
+                return
+            kinds |= new
+
+    def attempt(kinds: frozenset[tuple[int, bool]]) -> Candidate:
+        return Candidate(subject=subject, strategy=search_generation(replace(subject.case, without=kinds)))
+
+    with suppress(BudgetError):
+        search(used_kinds(), attempt, results=rivals)
+    return rivals
 
 
 def stored_bytes(weights: Weights) -> int:

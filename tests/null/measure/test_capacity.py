@@ -120,7 +120,7 @@ def test_a_budget_has_to_fit_beside_what_the_process_has(monkeypatch):
     monkeypatch.setattr(capacity, "_limits", lambda proc: iter([(600 << 20, 350 << 20)]))
     check_room(350 << 20)
     check_room(400 << 20, held_bytes=50 << 20)
-    with pytest.raises(UsageError, match=r"(?s)590 MiB of RAM.*may use 600 MiB in all.*350 MiB are left"):
+    with pytest.raises(UsageError, match=r"(?s)590 MiB of RAM.*may use 600 MiB in all.*350 MiB of that are free"):
         check_room(590 << 20)
 
 

@@ -266,7 +266,7 @@ def test_misuse() -> None:
     handle = precision.apply(model, None, "bf16-master")
     with pytest.raises(UsageError, match="fp16-mixed"):
         handle.load_state_dict({"precision": "fp16-mixed"})
-    with pytest.raises(UsageError, match="masters"):
+    with pytest.raises(UsageError, match="float32 copies of 0 weights"):
         handle.load_state_dict({"precision": "bf16-master", "tensors": {}})
 
 

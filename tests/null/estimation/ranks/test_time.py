@@ -94,7 +94,7 @@ def test_pipelines_take_what_their_papers_say(stages, micro_batches):
 
 def test_an_order_that_cannot_go_on_is_told_instead_of_played_for_ever(monkeypatch):
     monkeypatch.setattr(parallel_time, "turns", lambda split, stage: turns(split, stage)[::-1])
-    with pytest.raises(AssertionError, match="wait for one another"):
+    with pytest.raises(AssertionError, match="wait for each other in a cycle"):
         played_s([STAGE] * 2, split_of(2, 4))
 
 

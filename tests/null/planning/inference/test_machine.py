@@ -36,11 +36,11 @@ def test_a_budget_that_the_container_has_no_room_for_is_refused(monkeypatch: pyt
     assert budgets(CPU, None, 300 << 20) == {RAM: 300 << 20}
     assert budgets(CPU, None, 590 << 20, held_ram_bytes=240 << 20) == {RAM: 590 << 20}, "the model's own counts"
     for vram, ram in ((None, "590MiB"), ("590MiB", None)):
-        with pytest.raises(UsageError, match="350 MiB are left"):
+        with pytest.raises(UsageError, match="350 MiB of that are free"):
             budgets(CPU, vram, ram)
     assert budgets(CPU, None, None)[RAM] <= 315 << 20
     assert within_room({RAM: 500 << 20}, given=False) == {RAM: 315 << 20}
-    with pytest.raises(UsageError, match="350 MiB are left"):
+    with pytest.raises(UsageError, match="350 MiB of that are free"):
         within_room({RAM: 500 << 20}, given=True)
 
 
