@@ -59,12 +59,7 @@ def _folder(answer: Answer) -> Path | None:
 def _timed(answer: Answer, proposal: Proposal, folder: Path, memory: Remembered) -> Proposal:
     """Return ``proposal`` with measured seconds; unchanged where its run fails."""
     plan = proposal.plan
-    facts = (
-        plan.decisions,
-        sorted(plan.settings.items()),
-        sorted(plan.budget_bytes.items()),
-        answer.request.command(),
-    )
+    facts = (plan.decisions, sorted(plan.settings.items()), answer.request.command())
     name = fingerprint(sorted(folder.glob("*.safetensors")), *facts)
     seconds = memory.get(name, count=1)
     if seconds is None:
