@@ -90,6 +90,7 @@ def building(make: Callable[[], Memory] | None, memories: list[Memory]) -> Calla
     return build
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("late_s", [0, 0.003])
 @pytest.mark.parametrize("tier", list(TIERS))
 def test_a_trace_with_it_applied_predicts_what_the_process_allocates(

@@ -130,6 +130,7 @@ def test_the_predicted_peak_is_the_measured_one(peaks: Callable[[str], tuple[int
     assert predicted == pytest.approx(measured, rel=0.005)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SAVES)
 def test_it_takes_less_than_without(peaks: Callable[[str], tuple[int, int]], name: str) -> None:

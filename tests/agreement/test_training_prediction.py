@@ -169,6 +169,7 @@ def test_the_peaks_of_lora(name: str, known_machine: Hardware) -> None:
     assert_agree(predicted, measure(model, choice))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_a_step_on_cuda_goes_through_the_caching_allocator(known_machine: Hardware) -> None:
     """No GPU is needed to say what leaves VRAM, and in what steps VRAM is reserved."""

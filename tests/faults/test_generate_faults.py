@@ -98,6 +98,7 @@ def test_a_wrong_dtype_is_one_clear_error(sharded: Path, cli: Cli) -> None:
     refused(cli(sharded), "bfloat16", "float32")
 
 
+@pytest.mark.thorough
 def test_a_flipped_bit_in_a_converted_model_is_found(sharded: Path, cli: Cli) -> None:
     from brim.memory.checkpoint_files import read_checkpoint
     from brim.memory.checkpoint_writing import write_safetensors

@@ -137,6 +137,7 @@ def test_a_failed_read_while_loading_is_one_error_that_leaves_nothing(
         assert held(tmp_path) == before
 
 
+@pytest.mark.thorough
 def test_a_file_that_is_cut_short_during_the_run_is_an_error_and_works_again_when_mended(llama: Path) -> None:
     model, ids = load_streamed(llama), torch.arange(20)[None]
     want = model(ids).logits
@@ -255,6 +256,7 @@ def test_an_error_of_the_models_own_leaves_the_handle_working(fit: Callable[[nn.
     handle.remove()
 
 
+@pytest.mark.thorough
 def test_a_failed_load_reads_no_more_than_it_must(saved_llama: Path, disk: Disk) -> None:
     """What was to stream is not brought into memory just because the load was given up."""
     warm(saved_llama)

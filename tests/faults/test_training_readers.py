@@ -74,6 +74,7 @@ def test_peft_computes_with_a_checkpoint_what_it_does_with_the_adapter(
     assert Path(config["base_model_name_or_path"]) == tiny
 
 
+@pytest.mark.thorough
 def test_tensorboard_shows_each_step_once_also_after_resuming(
     tiny: Path, text: Path, output: Path, scratch: Path, quick_trainings: None
 ) -> None:
@@ -99,6 +100,7 @@ def test_tensorboard_shows_each_step_once_also_after_resuming(
     assert {"lr", "step_s", "tokens_per_s", "peak_bytes/ram"} <= set(events.Tags()["scalars"])
 
 
+@pytest.mark.thorough
 def test_tensorboard_shows_a_training_that_began_anew_once(
     tiny: Path, text: Path, output: Path, scratch: Path, quick_trainings: None
 ) -> None:

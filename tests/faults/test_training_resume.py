@@ -151,6 +151,7 @@ def test_a_checkpoint_that_does_not_say_how_its_training_began_is_one_error(
         train(request(tiny, text, shutil.copytree(begun["full"], tmp_path / "run"), resume=True, steps=4))
 
 
+@pytest.mark.thorough
 def test_what_may_change_on_the_way_changes(
     begun: dict[str, Path], tiny: Path, text: Path, tmp_path: Path, quick_trainings: None
 ) -> None:

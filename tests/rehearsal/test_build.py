@@ -75,6 +75,7 @@ def test_functions_that_other_packages_want_are_there(site: Path, tmp_path: Path
     assert done.stdout.split() == ["0"] and done.stderr == ""
 
 
+@pytest.mark.thorough
 def test_symbols_are_bound_to_the_versions_that_pytorch_wants(site: Path, tmp_path: Path) -> None:
     libraries = site / "torch" / "lib"
     (tmp_path / "map").write_text("libcudart.so.13 { global: cudaGetDeviceCount; };")

@@ -81,6 +81,7 @@ def test_a_wrong_command_line_is_exit_code_2_and_says_what_was_meant(arguments, 
     assert told in output.err
 
 
+@pytest.mark.thorough
 def test_a_brim_error_is_told_without_a_traceback(tmp_path):
     done = run("probe", "--directory", str(tmp_path / "missing"))
     assert (done.returncode, done.stdout) == (2, "")

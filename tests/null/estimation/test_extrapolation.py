@@ -109,6 +109,7 @@ def test_repeated_tokens_are_those_of_a_whole_trace(folder, name):
     assert repeated.ops == whole.ops
 
 
+@pytest.mark.thorough
 def test_an_encoder_decoder_is_repeated_within_its_positions(folder):
     """The prompt stays as long as it is: what is checked further on is further on in the decoder."""
     path = folder("bart")

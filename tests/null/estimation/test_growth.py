@@ -103,6 +103,7 @@ def test_batches_of_few_tokens_are_told_too(folder):
         assert (point.allocated_bytes, point.reserved_bytes) == (peaks.allocated, peaks.reserved)
 
 
+@pytest.mark.thorough
 def test_lengths_end_where_positions_do(folder):
     study = Study(find_model(folder("gpt2", n_positions=512)), Workload(batch=2, seq=512), place_of(None), None, "")
     assert [point.seq for point in study.growth().lengths] == [64, 128, 256, 512]

@@ -122,6 +122,7 @@ def test_a_quantized_model_is_estimated_in_the_precision_that_is_asked_for(folde
     assert brim.estimate(path, **asked).peak_bytes == plain.peak_bytes
 
 
+@pytest.mark.thorough
 def test_a_composite_model_is_estimated_in_the_precision_of_its_text(folder):
     found = brim.estimate(folder("vlm"), batch=1, seq=8)
     assert (found.workload.precision, found.precision_origin) == (

@@ -48,6 +48,7 @@ def test_weights_of_float8_take_a_byte_to_generate_and_two_to_train(folder):
     assert train.peak_bytes.allocated >= half.peak_bytes.allocated  # the casts are passing, nothing is saved
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_adapters_train_on_frozen_weights_of_few_bits(folder, precision):
     half, few = (

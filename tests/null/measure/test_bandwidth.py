@@ -38,6 +38,7 @@ def test_the_disk_is_read_and_not_the_page_cache(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_where_the_filesystem_refuses_direct_reads_the_cache_is_dropped_first(tmp_path):
     if filesystem(tmp_path) in ("tmpfs", "ramfs"):
         pytest.skip("temporary files are kept in RAM here")

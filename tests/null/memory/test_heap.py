@@ -107,6 +107,7 @@ _FORKED = textwrap.dedent("""
 """)
 
 
+@pytest.mark.thorough
 def test_a_child_that_is_forked_off_keeps_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", _FORKED], capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr

@@ -57,6 +57,7 @@ _COUNT = textwrap.dedent("""
 """)
 
 
+@pytest.mark.thorough
 def test_only_what_was_touched_is_counted_and_shared_storages_once(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with path.open("wb") as file:

@@ -71,6 +71,7 @@ def roomy_bytes(model: str) -> int:
     return found.proposals[0].plan.promise.peak_bytes[VRAM]
 
 
+@pytest.mark.thorough
 def test_activations_are_computed_again_or_leave_where_they_do_not_fit(with_norm: str) -> None:
     whole = roomy_bytes(with_norm)
     choice, found = best(with_norm, vram=str(whole - 4 * MIB))

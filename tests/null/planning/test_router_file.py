@@ -42,6 +42,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_a_short_run_is_made_once_and_kept(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, path = Request(model=mixture, batch=2), tmp_path / "new" / "routers.json"
     made = routers_of(asked, str(path))

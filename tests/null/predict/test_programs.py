@@ -839,6 +839,7 @@ def test_zeros_of_forward_gradients_are_viewed_without_memory():
     assert all(type(zeros) is FakeTensor for zeros in seen)
 
 
+@pytest.mark.thorough
 def test_counters_that_an_optimizer_counts_on_together_are_known():
     """Adam makes one of each parameter outside of the trace's sight, and reads all of them in one line."""
     seen = []

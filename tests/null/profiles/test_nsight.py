@@ -235,6 +235,7 @@ def test_odd_file_names_are_names(tmp_path):
     assert len(nsight.read(write(path, rows())).devices) == 1
 
 
+@pytest.mark.thorough
 def test_memory_stays_in_proportion_to_the_file(path):
     body = rows()
     body["CUPTI_ACTIVITY_KIND_KERNEL"] = [kernel(T + at * 10, T + at * 10 + 8, at) for at in range(20_000)]

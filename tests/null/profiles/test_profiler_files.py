@@ -89,6 +89,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("data", REFUSED.values(), ids=REFUSED)
 def test_what_is_no_trace_is_refused_within_bounds(data, tmp_path):
     path = tmp_path / "trace.json"
@@ -144,6 +145,7 @@ def test_numbers_that_are_no_json_and_lone_surrogates_do_no_harm(tmp_path):
     assert one.kernels[0].name.encode() == b"? kernel"
 
 
+@pytest.mark.thorough
 def test_memory_stays_in_proportion_to_the_file(tmp_path):
     path = tmp_path / "trace.json"
     synthetic_trace.write(path, 40_000)

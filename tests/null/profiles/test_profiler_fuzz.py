@@ -245,6 +245,7 @@ tables = st.dictionaries(
 )
 
 
+@pytest.mark.thorough
 @SHORT
 @given(tables)
 def test_any_values_in_the_tables(found):

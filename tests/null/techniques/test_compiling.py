@@ -83,6 +83,7 @@ def test_a_compiled_block_keeps_what_torch_compile_keeps(choice):
     assert made.not_modelled == ()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("choice", ["none", "selective"])
 def test_it_keeps_less_than_the_same_block_as_it_is_written(choice):
     assert kept_bytes(traced(choice=choice)) < kept_bytes(traced(choice=choice, compiled=False))

@@ -55,6 +55,7 @@ def test_the_text_begins_with_the_verdict_and_what_was_asked_a_line_each(model, 
     assert "RTX 4090 Laptop GPU: train, batch 1, 256 tokens, fp32" in title and len(title) > 80
 
 
+@pytest.mark.thorough
 def test_adapters_and_an_unknown_card_by_options(model, capsys):
     adapters = ["--method", "lora", "--lora-rank", "4", "--lora-targets", "q_proj, v_proj"]
     assert main(["estimate", model, "--seq", "32", *adapters, "--vram", "12GiB"]) == 0

@@ -119,6 +119,7 @@ def test_shards_in_ram_are_told_of_every_rank_and_of_the_node(model, capsys):
     assert document["step_s"] > 0
 
 
+@pytest.mark.thorough
 def test_the_table_has_what_lies_in_ram(model, capsys):
     assert main(["estimate", model, *OFFLOAD, "--gpu", "RTX 3090"]) == 0
     text = capsys.readouterr().out
@@ -203,6 +204,7 @@ def test_where_nothing_is_compiled_that_is_said(model, command, told, capsys):
     assert told in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.thorough
 def test_shares_of_a_ranks_peak_add_up_to_all_of_its_process(model, capsys):
     assert main(["estimate", model, "--gpus", "2", "--seq", "64"]) == 0
     text = capsys.readouterr().out.partition("at the peak of rank")[2]
@@ -211,6 +213,7 @@ def test_shares_of_a_ranks_peak_add_up_to_all_of_its_process(model, capsys):
     assert "kept by the allocator, unused" in text
 
 
+@pytest.mark.thorough
 def test_a_split_that_does_not_fit_is_code_3_with_the_command_that_looks_for_others(model, capsys):
     asked = ["estimate", model, "--gpus", "2", "--seq", "64", "--gpu", "RTX 4090", "--vram", "800MiB"]
     assert main(asked) == 3

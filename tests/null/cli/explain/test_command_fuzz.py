@@ -143,6 +143,7 @@ def peak_bytes_of(read: Callable[[bytes], None], data: bytes) -> tuple[bool, int
     return True, peak_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(SECONDS * 2 + 120)
 @pytest.mark.parametrize("kind", READERS)
 def test_damaged_files_give_a_result_or_one_typed_error_within_bounds(kind):

@@ -31,6 +31,7 @@ def test_json_has_the_fastest_splits_with_a_command_for_each(capsys):
     assert again["step_s"] == first["step_s"]
 
 
+@pytest.mark.thorough
 def test_the_table_tells_split_memory_and_seconds(capsys):
     assert main([*COMMAND, *MEGATRON, "--top", "1"]) == 0
     text = capsys.readouterr().out
@@ -55,6 +56,7 @@ def test_what_cannot_be_is_one_clear_error(capsys, arguments, told):
     assert "Traceback" not in error
 
 
+@pytest.mark.thorough
 def test_numbers_of_gpus_are_compared_for_the_same_batch(capsys, tmp_path):
     plot = tmp_path / "plot.svg"
     command = ["plan", "llama-3-8b", "--task", "train", "--gpu", "RTX 4090", "--seq", "512", "--compare-gpus", "16,2"]
@@ -215,6 +217,7 @@ def test_a_plan_is_for_the_engine_that_train_runs_and_names_it(capsys, tmp_path,
     assert (written["engine"], written["precision"]) == ("torch", "bf16-mixed")
 
 
+@pytest.mark.thorough
 def test_a_plan_of_megatron_lm_is_written_as_one(capsys, tmp_path):
     path = tmp_path / "plan.json"
     assert main([*COMMAND, *MEGATRON, "--top", "1", "--output", str(path)]) == 0

@@ -81,6 +81,7 @@ def test_the_text_begins_with_the_verdict_and_what_was_asked_a_line_each(
     assert title.startswith(f"{llama}: generate on ") and title.endswith(" of DISK") and len(title) > 80
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("asked", "precision"),
     [
@@ -96,6 +97,7 @@ def test_the_text_names_the_precision_and_where_it_is_from(
     assert f"precision: {precision}" in said(llama, *asked).out.splitlines()
 
 
+@pytest.mark.thorough
 def test_a_composite_configuration_is_planned_in_the_precision_of_its_text(tmp_path: Path) -> None:
     text = {
         "model_type": "qwen3_vl_text", "dtype": "bfloat16", "hidden_size": 64, "intermediate_size": 96,
@@ -120,6 +122,7 @@ def test_a_composite_configuration_is_planned_in_the_precision_of_its_text(tmp_p
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_budget_in_percent_is_that_share_of_all_there_is(llama: str, cache: Path) -> None:
     card = told(llama, *GENERATE, "--vram", "50%")
     host = told(llama, "--seq", "16", "--new-tokens", "4", "--ram", "25%")

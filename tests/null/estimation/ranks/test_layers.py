@@ -129,6 +129,7 @@ def test_pieces_are_of_the_usual_kind(model):
     assert names[0] == names[1]
 
 
+@pytest.mark.thorough
 def test_a_layer_costs_something_where_a_model_has_no_second_one(model):
     settings = {"sequence": 64, "recompute": "none", "gpu": catalog.gpu("H100"), "precision": "bf16"}
     source = find_model(model(LLAMA, num_hidden_layers=1))

@@ -51,6 +51,7 @@ def test_states_are_a_ranks_share(model):
     assert found["parameters"] == pytest.approx(4 * PARAMETERS // 4, rel=0.01)  # angles of rotation beside them
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [1, 3])
 def test_shards_in_ram_are_what_a_gpu_has_no_more(model, zero):
     split = {"gpus": 4, "zero": zero, "precision": "fp32", "micro_batch": 8, "gpu": "RTX 3090"}
@@ -104,6 +105,7 @@ def test_tensor_parallel_ranks_share_weights_and_activations(model, sequence_par
     assert shared["activations"] < (0.35 if sequence_parallel else 0.6) * alone["activations"]
 
 
+@pytest.mark.thorough
 def test_pipeline_stages_differ_and_the_worst_is_named(model):
     found = estimated(model, gpus=2, pp=2, precision="fp32", global_batch=8, gpu="A100 80GB")
     peaks = [rank.peak_bytes.allocated for rank in found.ranks]
@@ -196,6 +198,7 @@ def test_experts_go_over_all_data_parallel_ranks_of_whole_tensors(mixture, setti
         estimated(mixture, **settings)
 
 
+@pytest.mark.thorough
 def test_ranks_share_a_sequence(model):
     """Activations are a share, and attention's queries times all keys."""
     alone, shared = (estimated(model, gpus=4, zero=1, cp=cp, precision="fp32", micro_batch=4) for cp in (1, 4))

@@ -61,11 +61,13 @@ def test_weights_that_stream_are_not_there(saved: Path, cache: Path) -> None:
     assert foreseen(streamed) < foreseen(whole) - 10 * MIB
 
 
+@pytest.mark.thorough
 def test_a_program_that_calls_the_model_also_has_the_last_scores(saved: Path, cache: Path) -> None:
     case = case_of(saved, GIB, seq=2000)
     assert foreseen(case, called=True) > foreseen(case) + 2000 * 300 * 4
 
 
+@pytest.mark.thorough
 def test_it_is_traced_once(saved: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(saved, GIB)
     first = foreseen(case)

@@ -51,6 +51,7 @@ def test_a_second_generation_with_a_model_that_fits_makes_no_fake_pass_and_searc
     assert second.plan.decisions == first.plan.decisions
 
 
+@pytest.mark.thorough
 def test_another_prompts_length_takes_one_pass_and_another_model_both(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ def test_stages_that_do_not_divide_are_balanced_and_their_proof_agrees(llama):
     assert told.step_s == pytest.approx(mesh.step_s, rel=0.02)
 
 
+@pytest.mark.thorough
 def test_a_large_head_takes_layers_from_its_stage_where_that_is_faster():
     small = shape_of(find_model("llama-3-8b"))
     found = meshes(small, gpus=4, gpus_per_node=4, gpu=H100, sequence=4096, global_batch=32)

@@ -55,6 +55,7 @@ def test_every_block_has_its_seconds_and_like_blocks_the_same(cache: Path) -> No
     assert len(layers) == 1
 
 
+@pytest.mark.thorough
 def test_what_was_measured_is_remembered_until_it_is_refreshed(cache: Path) -> None:
     model = llama()
     partition, inputs = find_blocks(model), Inputs(prompt=8, total=32)

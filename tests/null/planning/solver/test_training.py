@@ -120,6 +120,7 @@ def test_activations_leave_before_weights_do_and_only_as_many_as_must() -> None:
     assert counts[KEEP] < COUNT
 
 
+@pytest.mark.thorough
 def test_with_little_memory_weights_come_and_go_evenly() -> None:
     step = profile(kept=10 * MIB, weights=200 * MIB)
     _, made = fastest(step, GPU, limits(1300 * MIB))

@@ -213,6 +213,7 @@ _EVENTS = st.lists(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None)
 @given(events=_EVENTS, timed=st.booleans())
 def test_no_event_whatever_it_says_breaks_the_page(events: list[dict], timed: bool) -> None:

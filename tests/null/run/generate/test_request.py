@@ -72,6 +72,7 @@ def test_one_prompt_gives_the_tokens_of_transformers(name: str, saved: Any) -> N
     assert [result.token_ids] == alone(saved(name), [LONG], NEW)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("prompts", [PROMPTS, ["one", "two", "six"]], ids=["padded", "one length"])
 def test_a_family_that_cannot_be_batched_exactly_says_so(prompts: list[str], saved: Any) -> None:
     with pytest.raises(UnsupportedError, match="standard deviations"):

@@ -68,6 +68,7 @@ def test_a_budget_of_nothing_is_one_clear_error(both: Run) -> None:
     assert "Traceback" not in ended.err and "--mode off" in ended.err
 
 
+@pytest.mark.thorough
 def test_a_budget_of_nothing_for_a_program_without_models_is_no_matter(both: Run) -> None:
     plain, ended = both("print(torch.randn(3).tolist())", ram=0)
     assert same(plain, ended) == []
@@ -81,6 +82,7 @@ def test_models_of_the_process_that_starts_the_program_take_no_share_of_its_budg
     assert same(plain, ended) and large.weight.is_meta
 
 
+@pytest.mark.thorough
 def test_mode_off_changes_nothing(both: Run) -> None:
     plain, ended = both("model = net(); train(model, torch.optim.AdamW(model.parameters()))", ram=0, mode="off")
     assert same(plain, ended) == []
@@ -426,6 +428,7 @@ GENERATES = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ram", "choice"), [("1GiB", "untouched"), ("2200KiB", "fitted")])
 def test_generation_keeps_its_cache_to_itself(both: Run, ram: str, choice: str) -> None:
     plain, ended = both(GENERATES, ram=ram)
@@ -434,6 +437,7 @@ def test_generation_keeps_its_cache_to_itself(both: Run, ram: str, choice: str) 
     assert "cannot" not in ended.err
 
 
+@pytest.mark.thorough
 def test_a_prediction_leaves_the_attributes_of_a_module_alone(both: Run) -> None:
     plain, ended = both(
         """
@@ -456,6 +460,7 @@ def test_a_prediction_leaves_the_attributes_of_a_module_alone(both: Run) -> None
     assert model["choice"] == "fitted"
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_copied_leaves_the_program_as_it_is(both: Run) -> None:
     plain, ended = both(
         """
@@ -573,6 +578,7 @@ def test_memory_that_the_program_had_before_its_first_call_is_no_growth(both: Ru
     assert ("and its budget is 4 MiB" in ended.err) == bool(code)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ram", ["2GiB", "100MiB"])
 def test_a_model_with_tensors_that_have_no_storage_runs_as_without_a_budget(both: Run, ram: str) -> None:
     plain, ended = both("""
