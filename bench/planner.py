@@ -150,9 +150,11 @@ def _machine_of_its_own(directory: Path) -> Iterator[None]:
 
 
 def _forget_rates() -> None:
-    """The next plan is made with rates of its own time. Ratios and the seconds of blocks are kept, and the looks at
-    the model's own drive, to which each plan adds one."""
-    for name in ("hardware", "fresh-memory"):
+    """Forget the rates of the machine and of the model's drive, so that the next plan measures its own.
+
+    Ratios and the seconds of blocks are kept.
+    """
+    for name in ("hardware", "file-rates"):
         for path in cache_folder().glob(f"{name}-*.json"):
             path.unlink()
 
