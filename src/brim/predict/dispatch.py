@@ -62,7 +62,6 @@ _IN_PARTS = {
     torch.ops.aten.soft_margin_loss_backward.default: _EXPLICIT,
     torch.ops.aten.soft_margin_loss_backward.grad_input: _EXPLICIT,
     torch.ops.aten.masked_scatter_backward.default: _EXPLICIT,
-    torch.ops.aten._safe_softmax.default: _EXPLICIT,
     torch.ops.aten._trilinear.default: torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional,
     torch.ops.aten.linalg_pinv.atol_rtol_tensor: torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional,
 }

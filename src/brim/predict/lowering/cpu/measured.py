@@ -34,7 +34,7 @@ OPERATORS = (
     _aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.huber_loss.default, _aten.soft_margin_loss.default,
     _aten.binary_cross_entropy.default, _aten.im2col.default, _aten.upsample_nearest2d.default,
     _aten.upsample_bilinear2d.default, _aten.upsample_bicubic2d.default, _aten.logsumexp.default,
-    _aten.roll.default, _aten.isinf.default,
+    _aten._safe_softmax.default, _aten.roll.default, _aten.isinf.default,
 )  # fmt: skip
 _scripts: dict[Hashable, Script | None] = {}  # None: it could not be measured
 

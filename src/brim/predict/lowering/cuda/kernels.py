@@ -202,6 +202,16 @@ def _softmax_backward(kernel: Kernel) -> None:
     kernel.temp(grad.numel() * torch.promote_types(grad.dtype, output.dtype).itemsize)
 
 
+def _safe_softmax(kernel: Kernel) -> None:
+    """transformers/attention.cpp: the elements, and then the rows, that are minus infinity."""
+    source = kernel.args[0]
+    kernel.emit()
+    kernel.free(kernel.contiguous(source))
+    kernel.temp(source.numel())
+    kernel.temp(source.numel() // max(source.size(kernel.arg("dim")), 1))
+    kernel.temp(source.element_size())  # a zero, which takes the place of those rows
+
+
 def _logsumexp(kernel: Kernel) -> None:
     """ReduceOps.cpp: maxima, then exp(self - maxima) as large as the input, summed into the result."""
     if kernel.args[0].dim() == 0:
@@ -296,6 +306,7 @@ _ASKED: dict[torch._ops.OpOverload, Rule] = {
     _aten._softmax.default: contiguous_after("self"),
     _aten._log_softmax.default: contiguous_after("self"),
     _aten._softmax_backward_data.default: _softmax_backward,
+    _aten._safe_softmax.default: _safe_softmax,
     _aten._log_softmax_backward_data.default: contiguous_after("grad_output", "output"),
     _aten.logsumexp.default: _logsumexp,
     _aten.roll.default: _roll,
