@@ -227,8 +227,8 @@ def attention(dtype=torch.float16, *, size=64, mask=False, dropout=0.0, capabili
         ({"dtype": torch.float32}, "_scaled_dot_product_efficient_attention"),
         ({"capability": (7, 5)}, "_scaled_dot_product_efficient_attention"),
         ({"capability": (9, 0)}, "_scaled_dot_product_cudnn_attention"),
-        ({"dtype": torch.float64}, "_softmax"),
-        ({"dtype": torch.float32, "size": 63}, "_softmax"),
+        ({"dtype": torch.float64}, "_safe_softmax"),
+        ({"dtype": torch.float32, "size": 63}, "_safe_softmax"),
     ],
 )
 def test_attention_runs_the_kernel_that_cuda_would_choose(options, kernel):
