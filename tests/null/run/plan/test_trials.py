@@ -123,7 +123,7 @@ def test_what_cannot_be_timed_or_need_not_be_is_not(why: str, answer: Answer, ru
     assert trials.with_trials(given) == given and not ran
 
 
-@pytest.mark.thorough
+@pytest.mark.slow  # its runs take as long as the machine lets them
 @pytest.mark.parametrize("task", ["generate", "train"])
 def test_plans_for_this_machine_are_timed_by_real_runs(task: str, tmp_path: Path, cache: Path) -> None:
     folder = save_llama(tmp_path / "m", layers=6)
