@@ -6,12 +6,10 @@ memory, whose pools hold the same bytes as a run's.
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from brim.core import Decision, Plan
 from brim.core.hardware import DISK, RAM, VRAM
@@ -23,9 +21,9 @@ from brim.planning.inference.choosing import best_plan
 from brim.planning.inference.pass_seconds import processor_of
 from brim.planning.inference.predicted_timeline import foreseen
 from brim.planning.nearest import in_the_least
-from brim.planning.opening import Subjects
+from brim.planning.opening import Subjects, timed_weights
 from brim.planning.proof import search
-from brim.planning.request import LOSSY, Machine, Proposal, Request
+from brim.planning.request import LOSSY, PLAN_FILE, Machine, Proposal, Request
 from brim.planning.solver import Job
 from brim.planning.solver.passes import CPU, pass_s
 from brim.planning.solver.placing import least_s
@@ -37,12 +35,11 @@ from brim.requests.generate import Request as GenerateRequest
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
-from brim.techniques.streaming.weight_streaming import RING_SLOTS, Weights
+from brim.techniques.streaming.weight_streaming import RING_SLOTS
 
 _HALF = ("bf16", "fp16")
 _SHOWN_PASSES = 8  # of a timeline: the prompt's and some tokens'
 _PRECISION, HOST_COMPUTE = "precision", "host_compute"
-LEAST_TIMED_BYTES = 64 << 20  # of weights: with smaller ones a run is over before its plans are timed
 _RIVALS = 2  # plans that are timed beside the fastest
 # The baselines of an answer, by the placements that each allows.
 BASELINES: Mapping[str, Collection[str]] = {
@@ -54,10 +51,14 @@ BASELINES: Mapping[str, Collection[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A proved strategy for ``subject``; its plan includes the precision."""
+    """A proved strategy for ``subject``; its plan includes the precision.
+
+    ``is_rival``: another search would not choose it, so its command needs the plan's file.
+    """
 
     subject: Subject
     strategy: GenerationStrategy
+    is_rival: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -102,7 +103,8 @@ def plan_generation(request: Request, machine: Machine, *, subjects: Subjects | 
                 candidates.extend([] if least is None else [least])
 
     search(variants(), propose, results=candidates)
-    candidates += _rivals(candidates[0])
+    if timed_weights(request, machine) is not None:
+        candidates += _rivals(candidates[0])
     candidates.sort(key=lambda each: (each.plan.promise.step_s, sum(each.plan.promise.peak_bytes.values())))
     return [_proposal(request, machine, candidate) for candidate in candidates]
 
@@ -119,10 +121,9 @@ def _precisions(request: Request) -> Iterator[tuple[str | None, bool]]:
 
 
 def _rivals(best: Candidate) -> list[Candidate]:
-    """Return the fastest plans of other cuts, to be timed beside ``best``: on this machine, where weights move."""
+    """Return the fastest plans of other cuts, to be timed beside ``best``; none where all weights are resident."""
     subject, strategy = best.subject, best.strategy
-    moves = set(strategy.plan.choices(STREAMING).values()) != {RESIDENT}
-    if not moves or not subject.is_here or stored_bytes(subject.weights) < LEAST_TIMED_BYTES:
+    if set(strategy.plan.choices(STREAMING).values()) == {RESIDENT}:
         return []
     rivals: list[Candidate] = []
 
@@ -136,18 +137,12 @@ def _rivals(best: Candidate) -> list[Candidate]:
             kinds |= new
 
     def attempt(kinds: frozenset[tuple[int, bool]]) -> Candidate:
-        return Candidate(subject=subject, strategy=search_generation(replace(subject.case, without=kinds)))
+        strategy = search_generation(replace(subject.case, without=kinds))
+        return Candidate(subject=subject, strategy=strategy, is_rival=True)
 
     with suppress(BudgetError):
         search(used_kinds(), attempt, results=rivals)
     return rivals
-
-
-def stored_bytes(weights: Weights) -> int:
-    """Return the bytes of the weights in files that exist; those of a model that is only described do not."""
-    extents = [extent for source in weights.sources.values() for extent in source.extents]
-    stored = {path for path in {extent.path for extent in extents} if Path(path).is_file()}
-    return sum(extent.bytes for extent in extents if extent.path in stored)
 
 
 def _processor_alone(subject: Subject) -> Iterator[Subject]:
@@ -183,7 +178,7 @@ def baselines(candidate: Candidate) -> dict[str, float]:
     jobs = [(cut, case.job(cut, strategy.need)) for cut in strategy.cuts]
     seconds = {}
     for name, allowed in BASELINES.items():
-        with contextlib.suppress(BudgetError):
+        with suppress(BudgetError):
             _, plan = best_plan(jobs, case.hardware, case.budget_bytes, tokens=tokens, allowed=allowed)
             seconds[name] = plan.promise.step_s
     return seconds
@@ -283,14 +278,20 @@ def _command(request: Request, machine: Machine, candidate: Candidate) -> str:
     run = GenerateRequest(
         model=request.model,
         prompt="..." if request.batch == 1 else None,
-        batch="auto" if request.batch == 1 else request.batch,
-        vram=budget[VRAM] if on_gpu else None,
-        ram=budget[RAM],
         device="auto" if hardware.compute == machine.hardware.compute else "cpu",
-        precision=None if subject.precision == subject.own_precision else subject.precision,
-        host_compute=request.host_compute or not on_gpu,
         max_new_tokens=request.new_tokens,
     )
+    if candidate.is_rival:
+        run = replace(run, plan=PLAN_FILE)
+    else:
+        run = replace(
+            run,
+            batch="auto" if request.batch == 1 else request.batch,
+            vram=budget[VRAM] if on_gpu else None,
+            ram=budget[RAM],
+            precision=None if subject.precision == subject.own_precision else subject.precision,
+            host_compute=request.host_compute or not on_gpu,
+        )
     model, *options = words(run, always=("max_new_tokens",))
     prompts = [] if request.batch == 1 else ["--prompts", "FILE"]
     return shlex.join(["brim", "generate", model, *prompts, *options])

@@ -22,6 +22,7 @@ from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.pool import PAGE_BYTES, round_up
 from brim.models.opening import DTYPES, dtype_name, open_model, open_tokenizer, prepare
 from brim.models.weights import by_parameter, materialize
+from brim.planning.factory import is_factory
 from brim.planning.file import described_source
 from brim.planning.inference.depth import Shallow
 from brim.planning.inference.warm_up import SLACK_BYTES, most_grown, spent, warm_up
@@ -40,6 +41,7 @@ _IMAGINED_SPENT = {RAM: 256 << 20, VRAM: SLACK_BYTES[VRAM]}
 # The bytes beside tensors of the planning process and of the run have differed by up to 2 MiB.
 _BETWEEN_RUNS_BYTES = 4 << 20
 _PRETENDED = "model.safetensors"
+_LEAST_TIMED_BYTES = 64 << 20  # of weights: with smaller ones a run is over before its plans are timed
 
 
 class Subjects:
@@ -70,6 +72,19 @@ class Subjects:
 def _key(request: Request) -> tuple[object, ...]:
     """Return the cache key of a subject without its precision."""
     return (str(request.model), request.batch, request.seq, request.new_tokens)
+
+
+def timed_weights(request: Request, machine: Machine) -> Path | None:
+    """Return the folder of the model's weights if the fastest plans are to be timed; else None.
+
+    They are timed on this machine, by weights that are here and not small.
+    """
+    if request.prefer != "speed" or request.gpu is not None or machine.assumed or is_factory(request.model):
+        return None
+    path = Path(request.model).expanduser()
+    folder = prepare(path) if path.suffix.lower() == ".gguf" else path
+    weights_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    return folder if weights_bytes >= _LEAST_TIMED_BYTES else None
 
 
 def open_subject(request: Request, machine: Machine, precision: str | None = None) -> Subject:
@@ -229,4 +244,4 @@ def _check_generates(module: Any, name: str, inputs: Inputs) -> None:
         )
 
 
-__all__ = ["Subjects", "open_subject", "pretended_sources"]
+__all__ = ["Subjects", "open_subject", "pretended_sources", "timed_weights"]

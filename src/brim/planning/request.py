@@ -188,7 +188,8 @@ class Answer:
     def interval_s(self, proposal: Proposal) -> tuple[float, float]:
         """Return the least and the most seconds of a step of ``proposal``: equal where its plan was timed."""
         is_here = self.request.gpu is None and not self.machine.assumed and self.machine.hardware.compute == RAM
-        low, high = (1.0, 1.0) if proposal.timed else _MEASURED_BLOCKS if is_here else _BY_RATES
+        blocks_timed = is_here and (self.request.task == "generate" or self.precision[0] == "fp32")
+        low, high = (1.0, 1.0) if proposal.timed else _MEASURED_BLOCKS if blocks_timed else _BY_RATES
         return low * proposal.step_s, high * proposal.step_s
 
     def to_json(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from brim.planning.generation import plan_generation
 from brim.planning.inference.machine import refuse_batch
 from brim.planning.inference.memory import Sizes, scores_bytes
 from brim.planning.nearest import Planner, in_the_least, nearest
-from brim.planning.opening import Subjects
+from brim.planning.opening import Subjects, timed_weights
 from brim.planning.precision_table import rows_of
 from brim.planning.request import LOSSY, Answer, Machine, Proposal, Request, Row, machine_of
 from brim.planning.router_file import (
@@ -42,7 +42,7 @@ from brim.planning.solver.passes import CPU
 from brim.planning.solver.schedule import UPDATE, lane_of
 from brim.planning.training import plan_training, precision_of
 from brim.run.generate.load import load
-from brim.run.plan.trials import with_trials
+from brim.run.plan.trials import MOST_PLANS, with_trials
 from brim.techniques.experts.router_statistics import router_statistics
 from brim.units import format_bytes
 
@@ -79,14 +79,20 @@ def plan(request: Request, *, precisions: bool = False, router_statistics: str |
     planner = plan_training if request.task == "train" else partial(plan_generation, subjects=subjects)
     if request.task == "generate" and not is_factory(request.model):
         _refuse_scores(request, machine, subjects)
+    timed_from = timed_weights(request, machine)
+    several = request if timed_from is None else replace(request, top=max(request.top, MOST_PLANS))
     try:
-        proposals = planner(request, machine)
+        proposals = planner(several, machine)
     except BudgetError as error:
         answer = _infeasible(request, machine, error, planner)
     else:
         if request.prefer == "memory" and request.task == "train":
             proposals = [*proposals, *(in_the_least(machine, lambda tight: planner(request, tight)) or [])]
-        answer = with_trials(Answer(request=request, machine=machine, proposals=ranked(request, machine, proposals)))
+        proposals = ranked(several, machine, proposals)
+        answer = Answer(request=request, machine=machine, proposals=proposals)
+        if timed_from is not None:
+            answer = with_trials(answer, timed_from)
+        answer = replace(answer, proposals=answer.proposals[: request.top])
     rows = _precision_rows(request, machine, subjects, compared=precisions)
     precision = _precision(request, machine, subjects)
     return replace(answer, precisions=rows, precision=precision, took_s=time.perf_counter() - begin_s)

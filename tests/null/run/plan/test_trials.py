@@ -15,8 +15,10 @@ import pytest
 from brim.cli import main
 from brim.core import Decision, Hardware, Plan, Promise
 from brim.core.hardware import RAM
-from brim.planning.generation import LEAST_TIMED_BYTES
-from brim.planning.request import Answer, Machine, Proposal, Request
+from brim.planning import opening
+from brim.planning.generation import plan_generation
+from brim.planning.opening import timed_weights
+from brim.planning.request import Answer, Machine, Proposal, Request, machine_of
 from brim.planning.strategy.effects import Effect
 from brim.processes import python_command
 from brim.run.plan import trials
@@ -48,7 +50,7 @@ def answer(tmp_path: Path, known_machine: Hardware, cache: Path) -> Answer:
     folder = tmp_path / "m"
     folder.mkdir()
     with (folder / "model.safetensors").open("wb") as file:
-        file.truncate(LEAST_TIMED_BYTES)
+        file.truncate(64 * MIB)
     (folder / "config.json").write_text("{}")
     proposals = [proposal("a", 1.0), proposal("b", 1.1), proposal("c", 1.2), proposal("d", 1.3), proposal("e", 9.0)]
     machine = Machine(hardware=known_machine, budget_bytes={RAM: MIB})
@@ -74,7 +76,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
 def test_the_best_three_are_run_once_and_the_fastest_is_first(answer: Answer, run: Callable[..., list[str]]) -> None:
     ran = run(a=3.0, b=1.0, c=2.0)
-    timed = trials.with_trials(answer)
+    timed = trials.with_trials(answer, Path(answer.request.model))
     assert blocks(timed) == ["b", "c", "a", "d", "e"] and ran == ["a", "b", "c"]
     assert [each.timed for each in timed.proposals] == [True, True, True, False, False]
     assert [each.step_s for each in timed.proposals] == [1.0, 2.0, 3.0, 1.3, 9.0]
@@ -82,45 +84,58 @@ def test_the_best_three_are_run_once_and_the_fastest_is_first(answer: Answer, ru
     assert timed.interval_s(timed.proposals[0]) == (1.0, 1.0)
     low_s, high_s = timed.interval_s(timed.proposals[3])
     assert low_s < 1.3 < high_s
-    again = trials.with_trials(answer)
+    again = trials.with_trials(answer, Path(answer.request.model))
     assert blocks(again) == blocks(timed) and len(ran) == 3  # the same plan, without another run
-
-
-def test_a_command_that_would_choose_by_predictions_takes_the_plans_file(
-    answer: Answer, run: Callable[..., list[str]]
-) -> None:
-    run(a=3.0, b=1.0, c=2.0)
-    commands = {each.plan.decisions[0].block: each.command for each in trials.with_trials(answer).proposals}
-    assert commands["a"] == answer.proposals[0].command
-    assert commands["b"] == "brim generate m --prompt ... --max-new-tokens 9 --plan plan.json"
 
 
 def test_where_a_run_fails_the_order_is_that_of_predictions(answer: Answer, run: Callable[..., list[str]]) -> None:
     run(a=3.0, b=None, c=2.0)
-    timed = trials.with_trials(answer)
+    timed = trials.with_trials(answer, Path(answer.request.model))
     assert blocks(timed) == ["a", "b", "c", "d", "e"]
     assert [each.timed for each in timed.proposals] == [True, False, True, False, False]
 
 
-@pytest.mark.parametrize("why", ["another machine", "assumed", "by memory", "far slower", "small", "no weights"])
-def test_what_cannot_be_timed_or_need_not_be_is_not(why: str, answer: Answer, run: Callable[..., list[str]]) -> None:
-    ran = run(a=3.0, b=1.0, c=2.0)
-    request, machine, proposals = answer.request, answer.machine, answer.proposals
-    folder = Path(request.model)
+def test_neither_what_is_far_slower_nor_a_model_in_memory_is_run(
+    answer: Answer, run: Callable[..., list[str]]
+) -> None:
+    ran, folder = run(a=3.0, b=1.0, c=2.0), Path(answer.request.model)
+    slower = replace(answer, proposals=[answer.proposals[0], answer.proposals[4]])
+    resident = replace(answer, proposals=[replace(answer.proposals[0], techniques=()), *answer.proposals[1:]])
+    for given in (slower, resident):
+        assert trials.with_trials(given, folder) == given and not ran
+
+
+@pytest.mark.parametrize("why", ["nothing", "another machine", "assumed", "by memory", "small", "no weights"])
+def test_plans_are_timed_on_this_machine_by_weights_that_are_here(why: str, answer: Answer) -> None:
+    request, machine, folder = answer.request, answer.machine, Path(answer.request.model)
     if why == "another machine":
         request = replace(request, gpu="RTX 3060")
     elif why == "assumed":
         machine = replace(machine, assumed=("a drive",))
     elif why == "by memory":
         request = replace(request, prefer="memory")
-    elif why == "far slower":
-        proposals = [proposals[0], proposals[4]]
     elif why == "small":
         (folder / "model.safetensors").write_bytes(b"")
-    else:
+    elif why == "no weights":
         shutil.rmtree(folder)
-    given = replace(answer, request=request, machine=machine, proposals=proposals)
-    assert trials.with_trials(given) == given and not ran
+    assert timed_weights(request, machine) == (folder if why == "nothing" else None)
+
+
+@pytest.mark.thorough
+def test_plans_that_are_timed_beside_the_best_have_other_blocks_and_commands_with_their_file(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_llama(tmp_path / "m")
+    monkeypatch.setattr(opening, "_LEAST_TIMED_BYTES", 1)
+    request = Request(model=folder, seq=32, new_tokens=8)
+    machine = machine_of(request)
+    (plain,) = plan_generation(request, machine)
+    assert "--plan" not in plain.command
+    tight = replace(machine, budget_bytes={RAM: plain.plan.promise.peak_bytes[RAM] - 24 * MIB})
+    best, *rivals = sorted(plan_generation(request, tight), key=lambda each: "--plan" in each.command)
+    assert rivals and "--plan" not in best.command
+    assert all("--plan plan.json" in rival.command for rival in rivals)
+    assert len({len(each.plan.choices("weight_streaming")) for each in (best, *rivals)}) == 1 + len(rivals)
 
 
 @pytest.mark.slow  # its runs take as long as the machine lets them
