@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from brim.core import Plan
 from brim.measure.user_cache import fingerprint
 from brim.memory.scratch import scratch_folder
 from brim.planning import file as plan_file
@@ -28,31 +29,34 @@ _STEPS, _NEW_TOKENS = 3, 16
 def with_trials(answer: Answer, folder: Path) -> Answer:
     """Return ``answer`` with its fastest plans timed by the weights in ``folder``, and the fastest of them first.
 
-    Timings are cached: the same plans are timed once. Where a run fails, the order is that of the predictions.
+    Plans whose run fails follow. Runs are made once for a request, and their seconds are cached: with other plans,
+    which differ with the bytes that a process holds, a plan that is made twice would not be the same plan.
     """
     near = [p for p in answer.proposals if p.step_s <= _UNCERTAIN * answer.proposals[0].step_s][:MOST_PLANS]
     if len(near) < 2 or not near[0].techniques:  # nothing is faster than all in memory
         return answer
+    files = sorted(folder.glob("*.safetensors"))
+    request = fingerprint(files, replace(answer.request, top=MOST_PLANS).command())
     memory = Remembered("timed-plans", (_METHOD, answer.machine.hardware.name, torch.__version__))
-    timed = [_timed(answer, proposal, folder, memory) for proposal in near]
-    if all(proposal.timed for proposal in timed):
-        timed.sort(key=lambda proposal: proposal.step_s)
+    if memory.get(request, count=1) is None:
+        seconds = {f"{request} {_kind(each.plan)}": _run_s(answer, each) for each in near}
+        measured = {name: [step_s] for name, step_s in seconds.items() if step_s is not None}
+        memory.keep({request: [len(measured) + 1.0], **measured})
+    timed = [_timed(each, memory.get(f"{request} {_kind(each.plan)}", count=1)) for each in near]
+    timed.sort(key=lambda each: (not each.timed, each.step_s if each.timed else 0.0))
     return replace(answer, proposals=[*timed, *answer.proposals[len(near) :]])
 
 
-def _timed(answer: Answer, proposal: Proposal, folder: Path, memory: Remembered) -> Proposal:
-    """Return ``proposal`` with measured seconds; unchanged where its run fails."""
-    plan = proposal.plan
-    facts = (plan.decisions, sorted(plan.settings.items()), replace(answer.request, top=MOST_PLANS).command())
-    name = fingerprint(sorted(folder.glob("*.safetensors")), *facts)
-    seconds = memory.get(name, count=1)
+def _kind(plan: Plan) -> str:
+    """Return a name of the techniques and settings. Proposals of an answer differ in more than numbers of blocks."""
+    choices = sorted({(decision.technique, decision.choice) for decision in plan.decisions})
+    return fingerprint((), choices, len(plan.decisions), sorted(plan.settings.items()))
+
+
+def _timed(proposal: Proposal, seconds: Sequence[float] | None) -> Proposal:
     if seconds is None:
-        measured_s = _run_s(answer, proposal)
-        if measured_s is None:
-            return proposal
-        seconds = [measured_s]
-        memory.keep({name: seconds})
-    plan = replace(plan, promise=replace(plan.promise, step_s=seconds[0]))
+        return proposal
+    plan = replace(proposal.plan, promise=replace(proposal.plan.promise, step_s=seconds[0]))
     return replace(proposal, plan=plan, step_s=seconds[0], timed=True)
 
 

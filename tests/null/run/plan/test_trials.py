@@ -33,7 +33,7 @@ def proposal(name: str, step_s: float) -> Proposal:
         hardware="here",
         task="generate",
         budget_bytes={RAM: MIB},
-        decisions=(Decision(technique="weight_streaming", block=name, choice="stream:disk"),),
+        decisions=(Decision(technique="weight_streaming", block=name, choice=f"stream:{name}"),),
         promise=Promise(peak_bytes={RAM: 1}, step_s=step_s),
     )
     command = "brim generate m --prompt ... --max-new-tokens 9 --ram 1MiB"
@@ -88,11 +88,18 @@ def test_the_best_three_are_run_once_and_the_fastest_is_first(answer: Answer, ru
     assert blocks(again) == blocks(timed) and len(ran) == 3  # the same plan, without another run
 
 
-def test_where_a_run_fails_the_order_is_that_of_predictions(answer: Answer, run: Callable[..., list[str]]) -> None:
+def test_a_plan_whose_run_fails_follows_those_that_ran(answer: Answer, run: Callable[..., list[str]]) -> None:
     run(a=3.0, b=None, c=2.0)
     timed = trials.with_trials(answer, Path(answer.request.model))
-    assert blocks(timed) == ["a", "b", "c", "d", "e"]
-    assert [each.timed for each in timed.proposals] == [True, False, True, False, False]
+    assert blocks(timed) == ["c", "a", "b", "d", "e"]
+    assert [each.timed for each in timed.proposals] == [True, True, False, False, False]
+
+
+def test_a_request_is_timed_once_whatever_plans_it_has_later(answer: Answer, run: Callable[..., list[str]]) -> None:
+    ran, folder = run(a=3.0, b=1.0, c=2.0), Path(answer.request.model)
+    trials.with_trials(answer, folder)
+    later = replace(answer, proposals=[proposal("e", 0.9), *answer.proposals])
+    assert blocks(trials.with_trials(later, folder)) == ["b", "a", "e", "c", "d", "e"] and ran == ["a", "b", "c"]
 
 
 def test_neither_what_is_far_slower_nor_a_model_in_memory_is_run(
@@ -160,7 +167,7 @@ def test_plans_for_this_machine_are_timed_by_real_runs(task: str, tmp_path: Path
     assert len(seconds) >= 2 and seconds == sorted(seconds) and found[0]["timed"]
     assert found[0]["interval_s"] == [seconds[0]] * 2
     again = plans("--ram", ram, "--output", str(tmp_path / "plan.json"))
-    assert [each["step_s"] for each in again if each["timed"]] == seconds
+    assert {each["step_s"] for each in again if each["timed"]} <= set(seconds)  # a plan may have become another
     if task == "generate":
         run = ["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "4"]
         assert main([*run, "--plan", str(tmp_path / "plan.json")]) == 0
