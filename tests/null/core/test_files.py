@@ -20,7 +20,7 @@ from brim.memory.checksums import read_manifest
 from brim.models import gguf_header
 from brim.models.architecture import read_config
 from brim.models.location import local
-from brim.predict.formulas import checkpoint as formulas
+from brim.predict import formulas
 from brim.recordings import snapshot
 from brim.run.checkpoint import manifest as checkpoint_manifest
 from brim.run.data import dataset as data_packed

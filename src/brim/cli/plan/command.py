@@ -107,7 +107,7 @@ def _answer(options: PlanOptions) -> Answer:
     """The answer, its plans written to ``output``."""
     from brim.cli.console import Console
     from brim.planning.file import write
-    from brim.run.plan.search import plan as answer_to
+    from brim.run.plan.search import answer_to
 
     request, output = build(Request, vars(options)), options.output
     with Console(stderr=True).status("Planning"):

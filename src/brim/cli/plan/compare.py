@@ -92,9 +92,9 @@ def _row(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
 def _alone(model: str, batch: int, options: dict[str, Any]) -> Row:
     """Plan for one GPU, with offload where needed."""
     from brim.requests.plan import Request
-    from brim.run.plan.search import plan
+    from brim.run.plan.search import answer_to
 
-    answer = plan(build(Request, {**options, "batch": batch, "top": 1}))
+    answer = answer_to(build(Request, {**options, "batch": batch, "top": 1}))
     tokens = batch * options["seq"]
     if not answer.proposals:
         return Row(gpus=1, summary="does not fit", tokens=tokens)
