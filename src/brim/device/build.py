@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from brim.catalog.cudnn import cudnn_version
+from brim.core.files import identity
 from brim.device import LIBRARY, SOURCES
 from brim.device.elf import ElfFile
 from brim.errors import FormatError, UnsupportedError
@@ -217,23 +218,17 @@ def extensions(packages: Iterable[Path], libraries: Iterable[Path]) -> list[Path
 
     Libraries for another major version of CUDA than PyTorch's are left out: they are not loaded with it.
     """
-    own = {_identity(path.parents[1]) for path in libraries}
+    own = {identity(path.parents[1]) for path in libraries}
     versions = {name.split(".so")[0]: name for path in libraries for name in _needed(path)}
     libraries_found = []
     for package in packages:
         for folder, folders, files in os.walk(package):
-            folders[:] = [subfolder for subfolder in folders if _identity(Path(folder, subfolder)) not in own]
+            folders[:] = [subfolder for subfolder in folders if identity(Path(folder, subfolder)) not in own]
             for path in (Path(folder) / name for name in files if name.endswith(".so")):
                 needed = _needed(path)
                 if needed and all(versions.get(name.split(".so")[0], name) == name for name in needed):
                     libraries_found.append(path)
     return sorted(libraries_found)
-
-
-def _identity(folder: Path) -> tuple[int, int]:
-    """The device and inode of a folder, equal for all its names: faster than resolving its path."""
-    status = folder.stat()
-    return status.st_dev, status.st_ino
 
 
 def _needed(path: Path) -> list[str]:

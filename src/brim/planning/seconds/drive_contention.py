@@ -131,8 +131,7 @@ def beside(direction: str, rows: int, directory: Path) -> tuple[float, float]:
         work(_ROUND_S)
         for _ in range(_ROUNDS):
             shares.append(_round(work, move))
-    compute, drive = (statistics.median(column) for column in zip(*shares, strict=True))
-    return min(1.0, max(_LEAST, compute)), min(1.0, max(_LEAST, drive))
+    return _medians(shares)
 
 
 def both_ways(directory: Path) -> tuple[float, float]:
@@ -144,8 +143,12 @@ def both_ways(directory: Path) -> tuple[float, float]:
             alone = [_moved((mover,))[0] for mover in movers]
             reads, writes = (now / then for now, then in zip(_moved(movers), alone, strict=True))
             shares.append((reads, writes))
-    reads, writes = (statistics.median(column) for column in zip(*shares, strict=True))
-    return min(1.0, max(_LEAST, reads)), min(1.0, max(_LEAST, writes))
+    return _medians(shares)
+
+
+def _medians(shares: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    first, second = (min(1.0, max(_LEAST, statistics.median(column))) for column in zip(*shares, strict=True))
+    return first, second
 
 
 def _moved(movers: Sequence[_Mover]) -> list[float]:

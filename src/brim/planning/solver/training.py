@@ -42,7 +42,6 @@ def profile_of(
     state_bytes: int,
     repeated: Sequence[str],
     gradient_bytes: int | None = None,
-    spent_bytes: Mapping[str, int] | None = None,
     head: Option | None = None,
 ) -> StepProfile:
     """Return the profile of the last step of ``trace``, over ``batch`` rows and without techniques.
@@ -65,7 +64,6 @@ def profile_of(
         state_bytes=state_bytes,
         peak_bytes=_peaks(trace, ops),
         early_gradient_bytes=_early_gradient_bytes(trace, ops, repeated),
-        spent_bytes=dict(spent_bytes or {}),
         outside_s=(seconds.get(("", Phase.FORWARD), 0.0), seconds.get(("", Phase.BACKWARD), 0.0)),
         update_s=sum(seconds.get((n, Phase.OPTIMIZER), 0.0) for n in ("", *(b.name for b in partition.blocks))),
         launch_s=launch_s * sum(op.phase in (Phase.FORWARD, Phase.BACKWARD) for op in works),
