@@ -254,7 +254,7 @@ class Infeasible:
 
 
 def infeasible(request: MeshRequest, refusal: BudgetError) -> Infeasible:
-    """Return the answer to a refused ``request``, with small changes under which it fits, each proved by planning it."""
+    """Return the answer to a refused ``request``, with small changes under which it fits, each proved by planning."""
     prover = _Prover()
     changes: list[Nearest] = []
     for search in (_more_gpus, _larger_gpus, _shorter, _more_ram):
