@@ -475,7 +475,6 @@ def _key(choice: Choice, partition: Partition | None = None) -> str:
 
 
 def _trained_bytes(model: nn.Module, partition: Partition) -> dict[str, int]:
-    """Return the trained bytes of each block."""
     parameters = dict(model.named_parameters())
     return {
         block.name: sum(tensor_bytes(parameters[n]) for n in block.tensors if parameters[n].requires_grad)
