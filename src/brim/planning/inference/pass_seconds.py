@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from brim.core import Hardware
 from brim.core.hardware import RAM, VRAM
 from brim.estimation.step_memory import PROMPT, TOKEN, Inputs, PassWork
 from brim.measure.probe import probe
-from brim.measure.token_clock import Clock
-from brim.measure.waiting import Stopwatch
-from brim.model_cache import cache_input, cache_of
 from brim.planning.inference.choosing import Cut, Need
 from brim.planning.inference.memory import Sizes
 from brim.planning.inference.remembered_passes import fingerprint_of
@@ -33,9 +28,7 @@ from brim.techniques.blocks import Partition
 # An unmeasured processor: 8 cores with two products of 8 floats per cycle at 3.5 GHz reach 0.9 Tflop/s, and large
 # products about two thirds of that. Only prompts and batches depend on it.
 _HOST_FLOPS_PER_S = 0.6e12
-_METHOD, _LOOP_METHOD = 1, 2  # raised when the stored values or their format change
-_TOKENS, _ROUNDS = 16, 3
-_SMALL = 8  # of everything but the vocabulary, in the model that is timed for its loop alone
+_METHOD = 1  # raised when the stored values or their format change
 _HOP_S = 40e-6  # two synchronous copies of a token's activations, to the host and back
 
 
@@ -155,7 +148,7 @@ class PassSeconds:
         their code is in the cache), so their seconds are scaled to the sum of the coarsest partition's.
         """
         from brim.planning.seconds.block_calls import calls_of  # few generations measure
-        from brim.planning.seconds.block_timing import block_seconds
+        from brim.planning.seconds.block_timing import block_seconds, loop_seconds
 
         example = Inputs(batch=sizes.batch, prompt=sizes.prompt, total=sizes.total)
         paths = {trigger for partition in partitions for trigger in triggers(partition)}
@@ -195,67 +188,3 @@ def processor_of(hardware: Hardware) -> Hardware:
     links = tuple(link for link in hardware.links if VRAM not in (link.source, link.target))
     rates = {"float32": _HOST_FLOPS_PER_S, "bfloat16": _HOST_FLOPS_PER_S}
     return replace(hardware, compute=RAM, tiers=tiers, links=links, flops_per_s=rates, name=f"{hardware.name}'s host")
-
-
-def loop_seconds(vocabulary: int, batch: int) -> float:
-    """Measure the seconds of transformers' ``generate`` outside of the passes, for each token of ``batch`` sequences.
-
-    The loop is the same Python for every model: it prepares inputs, looks at scores in 32 bits, asks the criteria to
-    stop, and calls a streamer. So a model that does next to nothing is timed, and its passes are subtracted.
-    """
-    here, threads = probe(device="cpu").name, torch.get_num_threads()
-    facts = (_LOOP_METHOD, here, torch.__version__, transformers.__version__, threads)
-    memory, name = Remembered("loop-seconds", facts), f"{vocabulary} {batch}"
-    seconds = memory.get(name, count=1)
-    if seconds is None:
-        seconds = [_measured(vocabulary, batch)]
-        memory.keep({name: seconds})
-    return seconds[0]
-
-
-def _measured(vocabulary: int, batch: int) -> float:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=_SMALL,
-        intermediate_size=_SMALL,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        vocab_size=vocabulary,
-        bos_token_id=0,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-        model: Any = LlamaForCausalLM(config)
-        model.eval()
-    ids = torch.zeros(batch, _SMALL, dtype=torch.long)
-    rounds = [(_generated_s(model, ids), _passed_s(model, ids)) for _ in range(_ROUNDS)]
-    return max(0.0, statistics.median(generated_s - passed_s for generated_s, passed_s in rounds))
-
-
-def _generated_s(model: Any, ids: torch.Tensor) -> float:
-    entries, watches = 0, list[Stopwatch]()
-
-    class Times(Clock):
-        def put(self, value: torch.Tensor) -> None:
-            nonlocal entries
-            entries += 1
-            if entries == 2:  # the first is the prompt, the second its token, which waits for the whole of it
-                watches.append(Stopwatch())
-
-    with torch.inference_mode():
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=_TOKENS, do_sample=False, streamer=Times()
-        )
-    return watches[0].read_s() / (entries - 2)
-
-
-def _passed_s(model: Any, ids: torch.Tensor) -> float:
-    """Time the same passes without the loop."""
-    with torch.inference_mode():
-        output = model(ids, use_cache=True)
-        token, watch = ids[:, :1], Stopwatch()
-        for _ in range(_TOKENS - 1):
-            output = model(token, **cache_input(model, cache_of(output)), use_cache=True, logits_to_keep=1)
-        return watch.read_s() / (_TOKENS - 1)
