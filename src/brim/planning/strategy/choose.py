@@ -302,6 +302,3 @@ def _chunkable(model: nn.Module) -> bool:
     except UnsupportedError:
         return False
     return True
-
-
-__all__ = ["follow", "loop_case", "search_training", "within"]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,6 @@ from brim.estimation.workload import ASKED
 from brim.measure.user_cache import cache_folder, fingerprint
 from brim.memory.scratch import scratch_folder
 from brim.models.opening import prepare, read_tokenizer
-from brim.models.quality import bundled_text
 from brim.planning import file as plan_file
 from brim.planning.factory import is_factory, resolved
 from brim.planning.file import described_source
@@ -290,6 +290,11 @@ def _folder(request: Request) -> Path:
             "Give a folder with weights, or a file of statistics.",
         )
     return prepare(path)
+
+
+def bundled_text() -> str:
+    """About 800 words of plain English prose, written for this purpose."""
+    return resources.files("brim.models").joinpath("quality.txt").read_text(encoding="utf-8")
 
 
 def _watched(request: Request) -> RouterFile:
