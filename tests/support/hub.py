@@ -10,8 +10,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+
+from brim.estimation.hub import hub_model
 
 _SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8, "F8_E8M0": 1}
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -59,6 +62,11 @@ class Hub:
         for name, shard in zip(names, shards, strict=True):
             files[name] = safetensors_head(shard)
 
+    def add_folder(self, repository: str, folder: Path) -> None:
+        """Serve the files of ``folder``."""
+        contents = {path.name: path.read_bytes() for path in folder.iterdir()}
+        self.files[repository] = {name: (content, len(content)) for name, content in contents.items()}
+
 
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
@@ -77,7 +85,10 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.split("?")[0].removeprefix("/")
         self.hub.requests.append(f"{self.command} {path}")
         found = re.fullmatch(r"([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
-        repository, revision, file = found.groups() if found else (path.removeprefix("api/models/"), "main", "")
+        listed = re.fullmatch(r"api/models/([^/]+/[^/]+)(?:/(?:revision|tree)/([^/]+)/?)?", path)
+        repository, revision, file = (
+            found.groups() if found else (listed[1], listed[2] or "main", "") if listed else ("", "", "")
+        )
         commit = hashlib.sha1(repository.encode()).hexdigest()
         if repository in self.hub.errors:
             status, code = self.hub.errors[repository]
@@ -87,6 +98,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(401, "RepoNotFound")
         if revision not in ("main", commit):
             return self._refuse(404, "RevisionNotFound")
+        if not file:
+            tree = [{"type": "file", "path": f, "size": size, "oid": f} for f, (_, size) in files.items()]
+            info = {"id": repository, "sha": commit, "siblings": [{"rfilename": f} for f in files]}
+            return self._send_json(tree if "/tree/" in path else info)
         if file not in files:
             return self._refuse(404, "EntryNotFound")
         head, size = files[file]
@@ -108,6 +123,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
             self.hub.sent_bytes += len(content)
         return None
+
+    def _send_json(self, content: object) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
 
     def _refuse(self, status: int, code: str) -> None:
         self.send_response(status)
@@ -131,13 +154,19 @@ def serve(hub: Hub) -> Iterator[str]:
         thread.join()
 
 
-def use(address: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the hub's client of this process ask ``address`` and keep its cache in ``folder``."""
+@pytest.fixture
+def hub(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub that the client of this process asks, with a cache of its own."""
     from huggingface_hub import constants, hf_api
 
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", folder)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(hf_api.api, "endpoint", address)
+    served = Hub()
+    hub_model.cache_clear()
+    with serve(served) as address:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(hf_api.api, "endpoint", address)
+        yield served
+    hub_model.cache_clear()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from brim.errors import ModelError, first_line
+from brim.errors import BrimError, ModelError, first_line
 from brim.measure.user_cache import cache_folder, load_text, store_text
 
 _LOGIN = "Accept its conditions on its page, then log in with `hf auth login` or set HF_TOKEN."
@@ -63,13 +63,14 @@ def hub_model(name: str) -> HubModel:
         if not isinstance(config, str):
             config = hf_hub_download(repository, "config.json", revision=revision)
     folder = Path(config).parent
-    if _has_weights(folder):
+    if has_weights(folder):
         return HubModel(repository=repository, folder=folder, has_weights=True)
     tensors = _headers(name, repository, folder)
     return HubModel(repository=repository, folder=folder, has_weights=False, tensors=tensors)
 
 
-def _has_weights(folder: Path) -> bool:
+def has_weights(folder: Path) -> bool:
+    """Return whether ``folder`` has all safetensors files of a model."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return (folder / "model.safetensors").exists()
@@ -114,6 +115,8 @@ def hub_errors(name: str) -> Iterator[None]:
 
     try:
         yield
+    except BrimError:
+        raise
     except Exception as error:  # the client's errors have no common base: network, name, access, disk
         reason, todo = _reason(error, errors)
         raise ModelError(f"{name} was given as the model.", reason, todo) from error

@@ -7,7 +7,7 @@ from pathlib import Path
 from brim import catalog
 from brim.core.files import special_file
 from brim.errors import ModelError, UsageError
-from brim.estimation.hub import hub_errors, split_revision
+from brim.estimation.hub import has_weights, hub_errors, split_revision
 
 # Files of weights as safetensors, of a config and of a tokenizer; none that can run code.
 _HUB_PATTERNS = (
@@ -82,10 +82,18 @@ def _repository(model: str) -> str:
 
 
 def _fetch(model: str, trust_remote_code: bool) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import model_info, snapshot_download
 
     repository, revision = split_revision(_repository(model))
+    name = model if split_revision(model)[0] == repository else f"{model} ({repository})"
     patterns = [*_HUB_PATTERNS, "*.py"] if trust_remote_code else list(_HUB_PATTERNS)
-    with hub_errors(model if model == repository else f"{model} ({repository})"):
-        folder: str = snapshot_download(repository, revision=revision, allow_patterns=patterns)
-    return Path(folder)
+    with hub_errors(name):
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+        if not has_weights(folder):  # also returned where the hub does not answer: what an estimate has fetched
+            model_info(repository, revision=revision)
+            raise ModelError(
+                f"{name} was given as the model.",
+                "It has no weights as safetensors, or they could not all be fetched.",
+                "Try again, or give a model with model.safetensors.",
+            )
+    return folder

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,9 @@ from brim.cli import main
 from brim.errors import ModelError, UsageError
 from brim.estimation.hub import hub_model, is_hub_id, split_revision
 from brim.estimation.models import find_model, weight_type
-from support.hub import Hub, serve, tensor_bytes, use
+from support.hub import Hub, hub, tensor_bytes
 
+__all__ = ["hub"]
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -37,16 +36,6 @@ def llama_tensors(dtype: str = "BF16") -> dict[str, tuple[str, tuple[int, ...]]]
         found[f"{inside}.mlp.down_proj.weight"] = dtype, (256, 512)
         found |= {f"{inside}.{name}_layernorm.weight": (dtype, (256,)) for name in ("input", "post_attention")}
     return found | {"model.norm.weight": (dtype, (256,))}
-
-
-@pytest.fixture
-def hub(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    hub = Hub()
-    hub_model.cache_clear()
-    with serve(hub) as address:
-        use(address, str(tmp_path / "hub"), monkeypatch)
-        yield hub
-    hub_model.cache_clear()
 
 
 def estimate(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
