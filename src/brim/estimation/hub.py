@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,29 +83,27 @@ def has_weights(folder: Path) -> bool:
 
 def _headers(name: str, repository: str, folder: Path) -> Mapping[str, Stored] | None:
     """Return the headers of a model's weights, remembered by the commit, which names its snapshot's folder."""
-    remembered = cache_folder() / "hub-headers" / f"{repository.replace('/', '--')}@{folder.name}.json"
-    known = load_text(remembered)
-    if known is None:
-        from huggingface_hub import get_safetensors_metadata
-        from huggingface_hub.errors import NotASafetensorsRepoError
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import NotASafetensorsRepoError
 
-        try:
-            with hub_errors(name):
-                fetched = get_safetensors_metadata(repository, revision=folder.name)
-        except ModelError as error:
-            if isinstance(error.__cause__, NotASafetensorsRepoError):
-                return None
-            raise
-        files = [fetched.files_metadata[file] for file in sorted(fetched.files_metadata)]
-        rows = {
-            n: [t.dtype, t.data_offsets[1] - t.data_offsets[0], *t.shape]
-            for file in files
-            for n, t in file.tensors.items()
-        }
-        store_text(remembered, json.dumps(rows))
-    else:
-        rows = json.loads(known[0])
-    return {n: Stored(dtype=row[0], bytes=row[1], shape=tuple(row[2:])) for n, row in rows.items()}
+    remembered = cache_folder() / "hub-headers" / f"{repository.replace('/', '--')}@{folder.name}.json"
+    with suppress(ValueError, TypeError, KeyError):  # a damaged file is fetched again
+        if (known := load_text(remembered)) is not None:
+            return {tensor: Stored(**entry) for tensor, entry in json.loads(known[0]).items()}
+    try:
+        with hub_errors(name):
+            files = get_safetensors_metadata(repository, revision=folder.name).files_metadata
+    except ModelError as error:
+        if isinstance(error.__cause__, NotASafetensorsRepoError):
+            return None
+        raise
+    tensors = {
+        tensor: Stored(dtype=info.dtype, bytes=info.data_offsets[1] - info.data_offsets[0], shape=tuple(info.shape))
+        for file in sorted(files)
+        for tensor, info in files[file].tensors.items()
+    }
+    store_text(remembered, json.dumps({tensor: vars(stored) for tensor, stored in tensors.items()}))
+    return tensors
 
 
 @contextmanager
