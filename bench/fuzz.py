@@ -91,7 +91,7 @@ def _index(folder: Path) -> tuple[Target, list[bytes]]:
 
 
 def _gguf(folder: Path) -> tuple[Target, list[bytes]]:
-    from brim.models.gguf_header import check_header
+    from brim.models.gguf import check_header
 
     path = folder / "model.gguf"
 
@@ -304,8 +304,7 @@ def _checkpoint(folder: Path) -> tuple[Target, list[bytes]]:
 
 def _gguf_conversion(folder: Path) -> tuple[Target, list[bytes]]:
     """All of it but the weights' own bytes: config, module, tokenizer."""
-    from brim.models.gguf import _convert
-    from brim.models.gguf_header import check_header
+    from brim.models.gguf import _convert, check_header
 
     path, into = folder / "model.gguf", folder / "converted"
 

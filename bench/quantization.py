@@ -37,11 +37,12 @@ import brim
 from brim.estimation.step_memory import Inputs
 from brim.model_cache import cache_input, cache_of
 from brim.models.opening import open_model, prepare
-from brim.models.quality import bundled_text, perplexity
 from brim.models.quantized import PRECISIONS, open_as
+from brim.run.plan.search import bundled_text
 from brim.techniques.quantization.technique import GROUPS, SCHEMES, Quantization, apply
 from brim.units import format_bytes, parse_bytes
 from support.off_grid import leave_the_grid
+from support.perplexity import perplexity
 
 PACKAGES = ("brim", "torch", "transformers", "torchao")
 TIMED = ("fp32", "bf16", *SCHEMES)

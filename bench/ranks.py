@@ -70,8 +70,8 @@ def measured(ranks: int, folder: Path, output: Path) -> dict[str, list[int]]:
 
 
 def predicted(ranks: int, folder: Path) -> dict[str, tuple[int, ...]]:
-    from brim.estimation.ranks.estimate import cpu_bytes
     from brim.estimation.ranks.split import Split
+    from support.rank_checks import cpu_bytes
 
     found = {}
     for name, way in splits(ranks).items():

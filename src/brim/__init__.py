@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from brim.rehearsal.rehearse import rehearse as rehearse
     from brim.run.fit import fit as fit
     from brim.run.generate.load import load as load
-    from brim.run.plan.api import plan as plan
+    from brim.run.plan.search import plan as plan
 
 # The verbs of the public interface and where each lives. Loaded on first use (PEP 562): `import brim` costs nothing.
 _EXPORTS = {
     "estimate": "brim.estimation.estimate",
     "fit": "brim.run.fit",
     "load": "brim.run.generate.load",
-    "plan": "brim.run.plan.api",
+    "plan": "brim.run.plan.search",
     "probe": "brim.measure.probe",
     "rehearse": "brim.rehearsal.rehearse",
     "simulate": "brim.estimation.simulation",

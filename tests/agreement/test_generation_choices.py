@@ -28,7 +28,7 @@ from brim.run.generate.inputs import encode
 from brim.run.generate.plan import generation_case
 from brim.run.generate.request import Request as Generating
 from brim.run.generate.request import generate
-from brim.run.plan.search import plan
+from brim.run.plan.search import answer_to
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import COMPUTE_RAM
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
@@ -164,7 +164,7 @@ def test_what_was_planned_for_this_machine_is_what_a_run_on_it_promises_and_show
 ) -> None:
     folder, prompt = models["llama of 8 layers"], "a few words"
     length = int(encode(open_tokenizer(open_model(folder)), prompt, None, None).shape[-1])
-    answer = plan(Request(model=folder, ram=2 * GIB, seq=length, new_tokens=NEW, top=1))
+    answer = answer_to(Request(model=folder, ram=2 * GIB, seq=length, new_tokens=NEW, top=1))
     (best,) = answer.proposals
     run = generate(Generating(model=folder, prompt=prompt, ram=2 * GIB, device="cpu", max_new_tokens=NEW))
     decided, _, seconds = told(run.plan)

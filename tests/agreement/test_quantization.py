@@ -28,14 +28,15 @@ from brim.core import EventKind, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.memory.tiers import Memory
 from brim.models.opening import open_model
-from brim.models.quality import bundled_text, perplexity
 from brim.models.quantized import open_quantized
 from brim.models.weights import by_parameter, materialize, verifier
 from brim.planning.inference.choosing import Need, make_plan
 from brim.planning.inference.machine import machine, predict, put_in_force
+from brim.run.plan.search import bundled_text
 from brim.techniques.quantization.technique import SCHEMES, Quantization, apply, quantize_meta
 from brim.techniques.streaming.weight_streaming import FROM_DISK, RESIDENT, Weights
 from support.off_grid import leave_the_grid
+from support.perplexity import perplexity
 
 STEPS, STEP_BYTES = 3, 1000
 IDS = torch.arange(10).view(2, 5)

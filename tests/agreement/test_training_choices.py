@@ -32,7 +32,7 @@ from brim.planning.strategy.ladder import Orders
 from brim.planning.strategy.search import TrainingSearch
 from brim.planning.training import plan_training
 from brim.run.fit import Search
-from brim.run.plan.search import plan
+from brim.run.plan.search import answer_to
 from brim.run.script.decide import Decisions
 from brim.run.script.hooks import Call
 from brim.run.script.outcome import FITTED, UNTOUCHED
@@ -131,9 +131,9 @@ def test_a_loop_of_one_s_own_is_told_the_same_by_plan_fit_and_run(
 ) -> None:
     monkeypatch.setenv("BRIM_SCRATCH", str(tmp_path))
     name = factories[width]
-    whole = plan(Request(model=name, task="train", ram=GIB, top=1)).proposals[0].plan.promise.peak_bytes[RAM]
+    whole = answer_to(Request(model=name, task="train", ram=GIB, top=1)).proposals[0].plan.promise.peak_bytes[RAM]
     ram = int(whole * share)
-    answer = plan(Request(model=name, task="train", ram=ram, top=1))
+    answer = answer_to(Request(model=name, task="train", ram=ram, top=1))
     choice, bytes, seconds = told(answer.proposals[0].plan)
     assert (choice == Choice()) == (share > 1)
     document = json.loads(json.dumps(answer.to_json()))

@@ -15,7 +15,8 @@ import pytest
 from brim import cli
 from brim.cli.explain.answers import of_snapshot
 from brim.cli.explain.source import SNAPSHOT, Source
-from brim.cli.rehearse import _lines, notes_of
+from brim.cli.rehearse import _lines
+from brim.cli.verdict import notes_of
 from brim.rehearsal.rehearse import Rehearsal, Request, rehearse_program
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from brim.techniques.parallel import context_parallel
-from brim.techniques.parallel.context_attention import Ring, attention, kernel_for
+from brim.techniques.parallel.context_parallel import Ring, attention, kernel_for
 
 
 def largest_errors(ranks: int, folder: Path, *, dtype: torch.dtype, groups: int, scale: float | None) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,12 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from brim.estimation.ranks.estimate import cpu_bytes
+from brim.estimation.models import find_model
+from brim.estimation.ranks import torch_engine
+from brim.estimation.ranks.estimate import _job, ram_peak
 from brim.estimation.ranks.split import Split
+from brim.estimation.simulation import place_of, simulate
+from brim.estimation.workload import Workload
 from brim.models.training_model import with_adapters
 from brim.run.data.dataset import Batches, open_data
 from support.splitting import BATCH, LR, SEQ, STEPS, trained
@@ -112,6 +117,26 @@ def check_losses(found: dict[str, Any], output: Path, alone: Any) -> None:
     assert found["losses"] == pytest.approx(losses, abs=1e-5)
     for name, value in weights(output).items():
         assert torch.allclose(value, last[name], atol=1e-5), name
+
+
+def cpu_bytes(
+    model: str | Path, split: Split, *, seq: int, optimizer: str = "adamw", checkpointing: str | None = None,
+    in_ram: bool = False,
+) -> tuple[int, ...]:  # fmt: skip
+    """The peak of tensors on each rank of a training step on CPUs, by PyTorch's own engine.
+
+    Offloaded shards are left out; ``in_ram``: of these alone. Raises as ``estimate_ranks``.
+    """
+    workload = Workload(
+        task="train", batch=split.micro_batch, seq=seq, precision="fp32", optimizer=optimizer,
+        checkpointing=checkpointing,
+    )  # fmt: skip
+    job = replace(_job(find_model(model), workload, split, place_of(None)), target="cpu")
+    of_stage = [
+        ram_peak(facts.ram, page_locked=False).allocated if in_ram else simulate(facts.trace).peak_bytes.allocated
+        for facts in torch_engine.stages(job)[0]
+    ]
+    return tuple(of_stage[split.coordinates(rank)["pp"]] for rank in range(split.gpus))
 
 
 def check_memory(ranks: int, llama: Path, made: list[Any], *splits: dict[str, Any]) -> None:

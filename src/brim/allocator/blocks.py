@@ -36,13 +36,7 @@ class Block:
     gc_base: int  # of a free block: the pool's clock when it was inserted
 
     def __init__(
-        self,
-        address: int,
-        size: int,
-        stream: int,
-        pool: BlockPool,
-        segment: AddressRange | None = None,
-        age: int = 0,
+        self, address: int, size: int, stream: int, pool: BlockPool, segment: AddressRange | None = None, age: int = 0
     ) -> None:
         self.address, self.size, self.stream, self.pool, self.segment = address, size, stream, pool, segment
         self.age = age  # the number of its segment in order of allocation; 0 for all if addresses alone decide

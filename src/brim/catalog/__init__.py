@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from brim.catalog.gpus import Context, Gpu, general_context, gpu, gpu_names, known_contexts
-from brim.catalog.machines import (
+from brim.catalog.gpus import (
     HOST_BYTES_PER_S,
+    Context,
+    Gpu,
     Host,
     Network,
+    general_context,
+    gpu,
+    gpu_names,
     host_of,
+    known_contexts,
     nccl_bytes,
     nccl_source,
     network,

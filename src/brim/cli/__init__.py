@@ -14,8 +14,7 @@ from typing import Any
 
 import click
 
-from brim.cli.signals import Terminated, last_signal, signals_as_exceptions
-from brim.cli.streams import OutputError, standard_streams
+from brim.cli.process import OutputError, Terminated, last_signal, signals_as_exceptions, standard_streams
 from brim.errors import BrimError, BudgetError, UnsupportedError, failed_import, is_out_of_memory
 from brim.printable import printable
 from brim.threads import patched_thread_start

@@ -10,9 +10,12 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
+
+import click
 
 from brim.units import format_bytes
 
@@ -70,3 +73,9 @@ def loading_bar(status: Status, *, enabled: bool = True) -> Callable[[int, int],
 def _freeze_at_exit() -> None:
     """Register once, before PyTorch loads: handlers registered first run last at exit."""
     atexit.register(gc.freeze)
+
+
+def confirmed(what: str) -> bool:
+    """Ask the user whether ``what`` may be downloaded. False without a terminal."""
+    click.echo(what, err=True)
+    return sys.stdin.isatty() and click.confirm("Download it?", err=True)

@@ -194,6 +194,24 @@ class Command(click.Command):
                     yield from (Path(entry).expanduser(), Path(entry.partition(":")[0]))
 
 
+class ProgramCommand(Command):
+    """Options end with the script's name, or with ``-m MODULE``, as they do for python."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        flags = {opt for p in self.params if isinstance(p, click.Option) and p.is_flag for opt in p.opts}
+        at = 0
+        while at < len(args) and args[at].startswith("-"):
+            word = args[at]
+            if word.startswith("-m"):
+                end = at + (2 if word == "-m" else 1)
+                if end > len(args):
+                    raise click.BadOptionUsage("module", "Option '-m' requires an argument.", ctx)
+                return super().parse_args(ctx, [*args[:end], "--", *args[end:]])
+            alone = "=" in word or word in flags or word in ctx.help_option_names
+            at += 1 if alone or word == "--" else 2
+        return super().parse_args(ctx, args)
+
+
 class Finite(click.FloatRange):
     """A number within the range, not NaN."""
 
@@ -409,6 +427,27 @@ def html_field() -> Any:
 def json_field() -> Any:
     """``--json``, as the field ``as_json``."""
     return option(False, flags=("--json",), help="Print one JSON document and nothing else.")
+
+
+def module_field() -> Any:
+    """``-m MODULE``."""
+    return option(None, "Run a module, as python -m does.", flags=("-m",), metavar="MODULE")
+
+
+def program_field() -> Any:
+    """The script and its arguments; with ``-m`` arguments alone."""
+    return option((), kind="program", argument=True, metavar="[SCRIPT] [ARGS]...")
+
+
+def program_of(module: str | None, words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """The program and its arguments. Raises click's UsageError where there is none."""
+    if module is not None:
+        return module, words
+    if not words:
+        raise click.UsageError("Name a script, or a module with -m.")
+    if not Path(words[0]).exists():
+        raise click.UsageError(f"There is no file {words[0]!r}.")
+    return words[0], words[1:]
 
 
 def readable(text: str) -> str:

@@ -16,8 +16,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from brim.cli import verdict
-from brim.cli.options import SNAPSHOT, OutputFile, command, html_field, json_field, print_json, readable, write_html
-from brim.cli.run import ProgramCommand, module_field, program_field, program_of
+from brim.cli.loading import confirmed
+from brim.cli.options import (
+    SNAPSHOT,
+    OutputFile,
+    ProgramCommand,
+    command,
+    html_field,
+    json_field,
+    module_field,
+    print_json,
+    program_field,
+    program_of,
+    readable,
+    write_html,
+)
 from brim.cli.trials import MOST_TRIALS, Trials
 from brim.core.files import replacing
 from brim.core.leak import LEAST_STEPS
@@ -35,17 +48,6 @@ if TYPE_CHECKING:
 
 OUT_OF_MEMORY, FAILED = 3, 1
 _MOST_READS = 8
-_UNKNOWN = (
-    "Numbers that were not computed count as finite: no step was skipped because of an overflow.",
-    "Not known without the GPU: seconds, and the memory of the driver, NCCL and kernel libraries.",
-)
-_CUDNN = "Convolutions went through cuDNN, whose workspaces are not known and not counted."
-_OTHERS = "Each process that uses CUDA has its own simulated devices; real devices would be shared."
-_FLUSHED = (
-    "The GPU was full until the allocator returned its cache, which takes time on a real GPU. A slightly larger step "
-    "may not fit."
-)
-_RANKS = "The other ranks are assumed to do the same as this one."
 
 
 class _SnapshotFile(OutputFile):
@@ -139,12 +141,6 @@ def rehearse(options: RehearseOptions) -> int:
         if options.html is not None:
             _write_html(options.html, request, rehearsals, explained)
     return max(_exit_code(rehearsal) for rehearsal in rehearsals)
-
-
-def confirmed(what: str) -> bool:
-    """Ask the user whether ``what`` may be downloaded. False without a terminal."""
-    click.echo(what, err=True)
-    return sys.stdin.isatty() and click.confirm("Download it?", err=True)
 
 
 def _run(request: Request, environment: Environment, folder: Path) -> list[Rehearsal]:
@@ -263,7 +259,7 @@ def _lines(request: Request, rehearsal: Rehearsal, explained: Explained | None) 
     lines += [f"  {line}" for line in _facts(request, rehearsal)]
     if explained is not None:
         lines += explained.lines
-    return lines + [f"note: {note}" for note in notes_of(rehearsal)]
+    return lines + [f"note: {note}" for note in verdict.notes_of(rehearsal)]
 
 
 def _facts(request: Request, rehearsal: Rehearsal) -> list[str]:
@@ -305,36 +301,13 @@ def _read(read: dict[str, Any]) -> str:
     return f"{where}: {read['source']}  ({read['what']}, {read['times']:,} times)"
 
 
-def notes_of(rehearsal: Rehearsal) -> list[str]:
-    """Assumptions, and limits of the rehearsal."""
-    notes = [_OTHERS] if rehearsal.other_processes else []
-    if rehearsal.ran_out and rehearsal.fits is not False:
-        times = "once" if rehearsal.ran_out == 1 else f"{rehearsal.ran_out} times"
-        notes.append(f"Memory ran out {times}, and the program continued.")
-    if (leak := rehearsal.leak) is not None and not leak.fills_memory:
-        grows = verdict.of_leak(leak)
-        notes.append(f"{grows[0].upper()}{grows[1:]}.")
-    if any(device.cache_flushes for device in rehearsal.devices):
-        notes.append(_FLUSHED)
-    notes += [_CUDNN] if rehearsal.uses_cudnn else []
-    notes += [_RANKS] if rehearsal.rank is not None else []
-    if rehearsal.left_bytes:
-        notes.append(
-            f"{format_bytes(rehearsal.left_bytes)} of weights that the program created on the CPU were left zero, to "
-            "save RAM in the rehearsal."
-        )
-    if rehearsal.not_computed:
-        notes.append(f"Not computed, because PyTorch has no CPU kernel: {', '.join(rehearsal.not_computed)}.")
-    return [*notes, *_UNKNOWN] if rehearsal.devices else notes
-
-
 def _document(
     request: Request, rehearsals: Sequence[Rehearsal], explained: Sequence[Explained | None]
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
     def process(rehearsal: Rehearsal, more: Explained | None) -> dict[str, Any]:
-        body = asdict(rehearsal) | {"fits": rehearsal.fits, "notes": notes_of(rehearsal)}
+        body = asdict(rehearsal) | {"fits": rehearsal.fits, "notes": verdict.notes_of(rehearsal)}
         del body["snapshot"]
         body["upper_bound_bytes"] = _upper_bound_bytes(request, rehearsal)
         return body | {"memory": None if more is None else more.body["devices"]}
@@ -356,7 +329,7 @@ def _write_html(
     views, tables, notes = [], [], []
     for rehearsal, more in zip(rehearsals, explained, strict=True):
         name = "" if rehearsal.rank is None else f"rank {rehearsal.rank}, "
-        notes += [*_facts(request, rehearsal), *notes_of(rehearsal)]
+        notes += [*_facts(request, rehearsal), *verdict.notes_of(rehearsal)]
         if more is not None:
             views += [View(timeline=timeline, title=f"{name}{title}") for title, timeline in more.views]
             tables += [Table(title=f"{name}{title}", columns=heads, rows=rows) for title, heads, rows in more.tables]

@@ -53,7 +53,6 @@ def memory_table(
 
 
 def compute_tables(compute: Mapping[str, Mapping[str, Any]]) -> Sequence[Table]:
-    """Return ``compute_of`` as tables."""
     from brim.report.html.page import Table
 
     computed = {name: idle for name, idle in compute.items() if idle["computed"]}

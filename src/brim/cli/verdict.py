@@ -14,6 +14,19 @@ if TYPE_CHECKING:
     from brim.core.leak import Leak
     from brim.estimation.estimate import Estimate
     from brim.planning.request import Answer
+    from brim.rehearsal.rehearse import Rehearsal
+
+_UNKNOWN = (
+    "Numbers that were not computed count as finite: no step was skipped because of an overflow.",
+    "Not known without the GPU: seconds, and the memory of the driver, NCCL and kernel libraries.",
+)
+_CUDNN = "Convolutions went through cuDNN, whose workspaces are not known and not counted."
+_OTHERS = "Each process that uses CUDA has its own simulated devices; real devices would be shared."
+_FLUSHED = (
+    "The GPU was full until the allocator returned its cache, which takes time on a real GPU. A slightly larger step "
+    "may not fit."
+)
+_RANKS = "The other ranks are assumed to do the same as this one."
 
 
 def of_estimate(estimate: Estimate, total_bytes: int | None, largest_batch: int | None = None) -> str:
@@ -72,3 +85,26 @@ def of_plans(answer: Answer) -> str:
     step = "step" if answer.request.task == "train" else "token"
     told = f"Fits with {format_bytes(max(spare, 0))} of {tier.upper()} to spare"
     return f"{told}, at {format_seconds(best.step_s)} per {step} ({answer.tokens_per_s(best):.3g} tokens/s)."
+
+
+def notes_of(rehearsal: Rehearsal) -> list[str]:
+    """Assumptions, and limits of the rehearsal."""
+    notes = [_OTHERS] if rehearsal.other_processes else []
+    if rehearsal.ran_out and rehearsal.fits is not False:
+        times = "once" if rehearsal.ran_out == 1 else f"{rehearsal.ran_out} times"
+        notes.append(f"Memory ran out {times}, and the program continued.")
+    if (leak := rehearsal.leak) is not None and not leak.fills_memory:
+        grows = of_leak(leak)
+        notes.append(f"{grows[0].upper()}{grows[1:]}.")
+    if any(device.cache_flushes for device in rehearsal.devices):
+        notes.append(_FLUSHED)
+    notes += [_CUDNN] if rehearsal.uses_cudnn else []
+    notes += [_RANKS] if rehearsal.rank is not None else []
+    if rehearsal.left_bytes:
+        notes.append(
+            f"{format_bytes(rehearsal.left_bytes)} of weights that the program created on the CPU were left zero, to "
+            "save RAM in the rehearsal."
+        )
+    if rehearsal.not_computed:
+        notes.append(f"Not computed, because PyTorch has no CPU kernel: {', '.join(rehearsal.not_computed)}.")
+    return [*notes, *_UNKNOWN] if rehearsal.devices else notes

@@ -117,12 +117,12 @@ class StepWatch(RecordingMode):
         work: dict[str, list[int]] = {}
         most: dict[str, tuple[int, str]] = {}
         for run in self.recorder.runs[indices.start : indices.stop]:
-            path, moved = modules.get(run.module, ""), run.read_bytes + run.written_bytes
+            path, moved = modules.get(run.module, ""), run.work.read_bytes + run.work.written_bytes
             total = work.setdefault(path, [0, 0, 0])
-            total[0] += run.flops
+            total[0] += run.work.flops
             total[1] += moved
-            total[2] += bool(run.flops or run.written_bytes)
-            most[path] = max(most.get(path, (-1, "")), (run.flops, run.dtype))
+            total[2] += bool(run.work.flops or run.work.written_bytes)
+            most[path] = max(most.get(path, (-1, "")), (run.work.flops, run.work.dtype))
         return {
             path: ModuleWork(flops=flops, bytes=moved, kernels=kernels, dtype=most[path][1])
             for path, (flops, moved, kernels) in work.items()

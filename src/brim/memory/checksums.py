@@ -80,7 +80,6 @@ class Checksum:
 
 
 def manifest_text(checksums: dict[str, int]) -> str:
-    """Return the text of a manifest."""
     content = {"version": _VERSION, "checksums": {name: f"{value:016x}" for name, value in checksums.items()}}
     return json.dumps(content, indent=0) + "\n"
 

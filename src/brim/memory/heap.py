@@ -1,4 +1,4 @@
-"""The C library's heap: return freed memory to the system at once, or keep it up to a limit.
+"""The C library's heap: return freed memory to the system at once, or keep it up to a limit; simulate its growth.
 
 A budget counts the resident set, which includes free memory of the heap. But a fresh page costs a fault and its
 zeroing: half a second per gigabyte on a virtual machine, in each training step. If the budget has room, the heap may
@@ -7,6 +7,7 @@ keep freed memory (``HeapRetention``), and its holes are returned when the resid
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import gc
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from brim import threads
+from brim.memory.pool import PAGE_BYTES, round_up
 
 # glibc, malloc/malloc.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
@@ -182,3 +184,79 @@ def _resident_bytes(statm: BinaryIO) -> int:
     """Read the resident set (proc_pid_statm(5)): cheap, and accurate to some hundred KiB."""
     statm.seek(0)
     return int(statm.read(128).split()[1]) * mmap.PAGESIZE
+
+
+_ALIGNMENT_BYTES = 64  # of PyTorch's CPU allocator (c10/core/alignment.h)
+_HEADER_BYTES = 16
+
+
+class HeapGrowth:
+    """Simulates allocations and frees of CPU tensors by name; ``peak_bytes`` is the peak of their resident size.
+
+    Follows glibc's malloc (malloc/malloc.c) as set by ``return_freed_memory``. Blocks below the threshold come from
+    one heap by best fit; free neighbours are merged; the heap grows at its top and shrinks when enough of the top is
+    free; holes stay resident. Larger blocks have their own mappings, which are returned at once.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._mapped_bytes = 0
+        self._blocks: dict[int, tuple[int, int]] = {}  # name -> (begin, length); begin -1: a mapping
+        self._free: list[tuple[int, int]] = []  # (length, begin)
+        self._begins: dict[int, int] = {}  # of free runs: begin -> length
+        self._ends: dict[int, int] = {}  # end -> begin
+        self._top = self._resident = 0  # the ends of used and of resident memory
+
+    def alloc(self, name: int, bytes: int) -> None:
+        length = round_up(bytes + _HEADER_BYTES, _ALIGNMENT_BYTES)
+        if length >= MAPPING_THRESHOLD_BYTES:
+            length = round_up(length, PAGE_BYTES)
+            self._mapped_bytes += length
+            self._blocks[name] = -1, length
+        else:
+            self._blocks[name] = self._take(length), length
+        self.peak_bytes = max(self.peak_bytes, self._resident + self._mapped_bytes)
+
+    def free(self, name: int) -> None:
+        begin, length = self._blocks.pop(name)
+        if begin < 0:
+            self._mapped_bytes -= length
+        else:
+            self._give(begin, length)
+
+    def _take(self, length: int) -> int:
+        index = bisect.bisect_left(self._free, (length, 0))
+        if index == len(self._free):
+            begin = self._top
+            self._top += length
+            self._resident = max(self._resident, self._top)
+            return begin
+        free_length, begin = self._free[index]
+        self._forget(begin, free_length)
+        if free_length > length:
+            self._note(begin + length, free_length - length)
+        return begin
+
+    def _give(self, begin: int, length: int) -> None:
+        if begin in self._ends:  # the run before it
+            before = self._ends[begin]
+            self._forget(before, begin - before)
+            begin, length = before, length + begin - before
+        if begin + length in self._begins:
+            after = self._begins[begin + length]
+            self._forget(begin + length, after)
+            length += after
+        if begin + length < self._top:
+            self._note(begin, length)
+            return
+        self._top = begin
+        if self._resident - self._top > TRIM_THRESHOLD_BYTES:
+            self._resident = self._top
+
+    def _note(self, begin: int, length: int) -> None:
+        bisect.insort(self._free, (length, begin))
+        self._begins[begin], self._ends[begin + length] = length, begin
+
+    def _forget(self, begin: int, length: int) -> None:
+        del self._free[bisect.bisect_left(self._free, (length, begin))]
+        del self._begins[begin], self._ends[begin + length]

@@ -161,7 +161,7 @@ class Pool:
         """
         return self._enter(bytes, label, lambda: (source or self.source).make(bytes), category)
 
-    def allocate_row(self, bytes: int, labels: Sequence[str], category: str = "") -> list[Buffer]:
+    def allocate_row(self, bytes: int, labels: Sequence[str]) -> list[Buffer]:
         """Allocate a buffer of ``bytes`` for each label, adjacent if that makes reads faster.
 
         Raises BudgetError, and allocates none of them, if together they exceed the limit.
@@ -172,7 +172,7 @@ class Pool:
         row, entered = iter(self.source.row(bytes, len(labels))), list[Buffer]()
         try:
             for label in labels:
-                entered.append(self._enter(bytes, label, lambda: next(row), category))
+                entered.append(self._enter(bytes, label, lambda: next(row)))
         except BaseException:
             for buffer in entered:
                 buffer.free()

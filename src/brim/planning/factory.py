@@ -98,6 +98,3 @@ def sees_rows_together(model: nn.Module) -> bool:
 def command() -> str:
     """Return the line of a training loop that applies the plan."""
     return f'brim.fit(model, optimizer, example=inputs, plan="{PLAN_FILE}")'
-
-
-__all__ = ["command", "is_factory", "made_by", "resolved", "rows_of", "sees_rows_together", "with_rows"]

@@ -295,6 +295,3 @@ def _command(request: Request, machine: Machine, candidate: Candidate) -> str:
     model, *options = words(run, always=("max_new_tokens",))
     prompts = [] if request.batch == 1 else ["--prompts", "FILE"]
     return shlex.join(["brim", "generate", model, *prompts, *options])
-
-
-__all__ = ["BASELINES", "Candidate", "baselines", "effects", "gap", "limit", "plan_generation", "propose"]

@@ -257,6 +257,3 @@ def _check_generates(module: Any, name: str, inputs: Inputs) -> None:
             f"It takes at most {limit} tokens.",
             "Give a smaller --seq or --new-tokens.",
         )
-
-
-__all__ = ["Subjects", "open_subject", "pretended_sources", "timed_weights"]

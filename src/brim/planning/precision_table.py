@@ -55,7 +55,6 @@ def _form(block: BlockCost, machine: Machine) -> Form:
 
 
 def shown(rows: Sequence[Row]) -> Table:
-    """Return the rows as a table."""
     names = list(dict.fromkeys(name for row in rows for name in row.forms))
     table = Table(title=f"{' or '.join(names)}?", title_justify="left")
     table.add_column("block")

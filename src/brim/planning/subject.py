@@ -92,6 +92,3 @@ class Subject:
             seen = None if self.shallow is None else self.shallow.watch(sizes, self.shape)
             self.seen.observations[sizes] = watch_generation(self.module, sizes, self.shape) if seen is None else seen
         return self.seen.observations[sizes]
-
-
-__all__ = ["Seen", "Subject"]

@@ -101,38 +101,29 @@ def flops_per_s(hardware: Hardware, dtype: str) -> float:
     return rates["float32"] / (_DOUBLE_SLOWDOWN if name in ("float64", "complex128") else 1)
 
 
-def op_s(op: Op, hardware: Hardware, *, tf32_matmul: bool = False, tf32_conv: bool = True) -> float:
+def op_s(op: Op, hardware: Hardware) -> float:
     """Seconds of one operation on the device: the longer of arithmetic and memory, without overheads.
 
-    ``tf32_matmul`` and ``tf32_conv`` are PyTorch's settings for float32 products (its defaults are given). Operations
-    other than products compute in float32 units whatever their dtype.
+    By PyTorch's defaults convolutions of float32 compute in TF32, matrix products do not. Operations other than
+    products compute in float32 units whatever their dtype.
     """
-    return max(_op_limits(op, hardware, tf32_matmul, tf32_conv))
+    return max(_op_limits(op, hardware))
 
 
-def step_cost(
-    trace: Trace,
-    hardware: Hardware,
-    *,
-    step: int | None = None,
-    overheads: Overheads | None = None,
-    tf32_matmul: bool = False,
-    tf32_conv: bool = True,
-) -> StepCost:
-    """Seconds of one step and where they go. Raises UsageError for a step that the trace does not have.
-
-    ``overheads``: None: ``EAGER``.
-    """
-    ops = _ops_of_step(trace, step)
+def step_cost(trace: Trace, hardware: Hardware, *, overheads: Overheads = EAGER) -> StepCost:
+    """Seconds of the last step and where they go. Raises UsageError for a trace without steps."""
+    last = max((op.step for op in trace.ops), default=-1)
+    if last < 0:
+        raise UsageError(f"The trace of {trace.model} has no steps.")
+    ops = [op for op in trace.ops if op.step == last]
     device = {"compute": 0.0, "memory": 0.0}
     phases = {phase.value: 0.0 for phase in Phase if phase is not Phase.BUILD}
     issued = done = 0.0
     runs_alone = hardware.compute == RAM  # the CPU is the device: nothing overlaps
-    overheads = overheads or EAGER
     for op in ops:
         if not op.written_bytes and not op.flops:
             continue  # a view: no kernel, and about a tenth of an operation's time on the CPU
-        compute, memory = _op_limits(op, hardware, tf32_matmul, tf32_conv)
+        compute, memory = _op_limits(op, hardware)
         seconds = max(compute, memory)
         device["compute" if compute > memory else "memory"] += seconds
         phases[op.phase.value] += seconds
@@ -149,15 +140,7 @@ def step_cost(
     )
 
 
-def _ops_of_step(trace: Trace, step: int | None) -> list[Op]:
-    steps = {op.step for op in trace.ops if op.step >= 0}
-    chosen_step = max(steps, default=0) if step is None else step
-    if chosen_step not in steps:
-        raise UsageError(f"The trace of {trace.model} has no step {chosen_step}.", f"It has {sorted(steps)}.")
-    return [op for op in trace.ops if op.step == chosen_step]
-
-
-def _op_limits(op: Op, hardware: Hardware, tf32_matmul: bool, tf32_conv: bool) -> tuple[float, float]:
+def _op_limits(op: Op, hardware: Hardware) -> tuple[float, float]:
     """(seconds of arithmetic, seconds of memory)."""
     bandwidth = hardware.tier(hardware.compute).bytes_per_s
     if bandwidth <= 0:
@@ -165,14 +148,11 @@ def _op_limits(op: Op, hardware: Hardware, tf32_matmul: bool, tf32_conv: bool) -
     memory = (op.read_bytes + op.written_bytes) / bandwidth
     if not op.flops:
         return 0.0, memory
-    return op.flops / flops_per_s(hardware, _computes_in(op, tf32_matmul, tf32_conv)), memory
+    return op.flops / flops_per_s(hardware, _computes_in(op)), memory
 
 
-def _computes_in(op: Op, tf32_matmul: bool, tf32_conv: bool) -> str:
+def _computes_in(op: Op) -> str:
     base = base_name(op.name)
     if base not in _PRODUCTS and not base.startswith(_ATTENTION):
         return "float64" if op.dtype == "float64" else "float32"
-    if op.dtype != "float32":
-        return op.dtype
-    allowed = tf32_conv if _CONVOLUTIONS in base else tf32_matmul and base in _PRODUCTS
-    return "tf32" if allowed else "float32"
+    return "tf32" if op.dtype == "float32" and _CONVOLUTIONS in base else op.dtype

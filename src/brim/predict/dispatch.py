@@ -33,13 +33,12 @@ from torch.utils._python_dispatch import (
 
 from brim.core import Category, Phase
 from brim.core.trace import TO_DEVICE, TO_RAM
-from brim.predict import failures, inplace, sparse
-from brim.predict.flops import Work, is_view, op_name, op_work
+from brim.predict import autograd, failures, sparse
+from brim.predict.flops import Work, is_view, leaves, op_name, op_work
 from brim.predict.host_residency import Resting
 from brim.predict.lowering import flex_attention
 from brim.predict.lowering.cuda import dtypes
-from brim.predict.lowering.cuda.composites import COMPOSITES
-from brim.predict.lowering.fakes import FAKES
+from brim.predict.lowering.fakes import COMPOSITES, FAKES
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Life, Recorder
@@ -179,9 +178,9 @@ class RecordingMode(TorchDispatchMode):
             dtypes.check(func, args)
         if (self._sparse is not None and sparse.given(args, kwargs)) or sparse.makes(func, args):
             return self._of_sparse(func, args, kwargs)
-        func = inplace.as_plain(func, args)
+        func = autograd.as_plain(func, args)
         if self.pretends and "dtype" in kwargs and args:
-            kwargs = inplace.accumulated(args, kwargs)
+            kwargs = autograd.accumulated(args, kwargs)
         self._notice_backward()
         if self.pretends and func in _COMPARED:
             with self:  # records the kernels of CUDA's comparison; the trace supplies the answer
@@ -235,7 +234,7 @@ class RecordingMode(TorchDispatchMode):
         """The fake kernel's result, from the cache where it is known and no mode below watches the kernel."""
         if not self._alone:
             return func(*args, **kwargs), None
-        written = inplace.written(func, args, kwargs)
+        written = autograd.written(func, args, kwargs)
         return result_of(func, args, kwargs, self._fakes) if written is None else (written, None)
 
     def _run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -243,13 +242,13 @@ class RecordingMode(TorchDispatchMode):
         result, answer = self.values.shape_of(func, args, kwargs), None
         if result is None:
             adds_bias = self._in_linear and func is _add and args[1].dim() == 1
-            fake = inplace.add_bias if adds_bias else FAKES.get(func)
+            fake = autograd.add_bias if adds_bias else FAKES.get(func)
             result_and_answer = (
                 (fake(*args, **kwargs), None) if fake is not None else self._remembered(func, args, kwargs)
             )
             result, answer = result_and_answer
             self.values.carry(func, args, kwargs, result)
-        outputs = list(_tensors(result))
+        outputs = list(leaves(result))
         if outputs and all(_has_no_memory(tensor) for tensor in outputs):
             return result
         fresh = self._fresh(outputs)
@@ -348,10 +347,10 @@ class RecordingMode(TorchDispatchMode):
         return self._live.get(tensor.untyped_storage()._cdata)
 
     def _lives_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Life]:
-        return [life for t in (*_tensors(args), *_tensors(list(kwargs.values()))) if (life := self.life_of(t))]
+        return [life for t in (*leaves(args), *leaves(list(kwargs.values()))) if (life := self.life_of(t))]
 
     def crossing(self, *, to_ram: bool) -> AbstractContextManager[None]:
-        """While open, results are copies in RAM, or on the device (``techniques.parallel.sharding_offload``)."""
+        """While open, results are copies in RAM, or on the device (``techniques.parallel.sharding``)."""
         return self.resting.crossing(to_ram=to_ram)
 
     def making_in_ram(self) -> AbstractContextManager[None]:
@@ -402,7 +401,7 @@ class RecordingMode(TorchDispatchMode):
         if not func._schema.is_mutable:
             return []
         resized = []
-        for tensor in (*_tensors(args), *_tensors(list(kwargs.values()))):
+        for tensor in (*leaves(args), *leaves(list(kwargs.values()))):
             entry = self._entry_of(tensor)
             if entry is not None and entry.fake_bytes != (now := tensor.untyped_storage().nbytes()):
                 resized.append((entry.life, now))
@@ -435,7 +434,7 @@ class RecordingMode(TorchDispatchMode):
     ) -> None:
         kernel.emit()
         recorder, lives = self.recorder, {}
-        factory = not any(True for _ in _tensors(kernel.args))
+        factory = not any(True for _ in leaves(kernel.args))
         works_on_device = on_device or kernel.crossing is not None
         for what, handle, bytes in kernel.script:
             if what == "alloc":
@@ -538,14 +537,6 @@ def _decomposes(func: torch._ops.OpOverload) -> bool:
         return False
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _device(tensor: torch.Tensor) -> Any:

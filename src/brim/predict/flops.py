@@ -104,10 +104,10 @@ def op_bytes(
     name = _base_name(func)
     if is_view(func) or name in _ALLOCATIONS:
         return 0, 0
-    changed = [t for i in _changed_arguments(func) if i < len(args) for t in _tensors(args[i])]
+    changed = [t for i in _changed_arguments(func) if i < len(args) for t in leaves(args[i])]
     target = {id(t) for t in changed}
-    written = sum(map(_nbytes, changed)) + sum(_nbytes(t) for t in _tensors(out) if id(t) not in target)
-    inputs = list(_tensors([*args, *kwargs.values()]))
+    written = sum(map(_nbytes, changed)) + sum(_nbytes(t) for t in leaves(out) if id(t) not in target)
+    inputs = list(leaves([*args, *kwargs.values()]))
     if name in _GATHERS:
         return written + sum(_nbytes(t) for t in inputs if not t.is_floating_point()), written
     overwritten = target if name in _MOVES else set()
@@ -116,10 +116,10 @@ def op_bytes(
 
 def op_dtype(args: Sequence[Any], out: Any) -> str:
     """The dtype that an operation computes in: of its first input that is not an index, else of its result."""
-    for tensor in (*_tensors(list(args)), *_tensors(out)):
+    for tensor in (*leaves(list(args)), *leaves(out)):
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype in (torch.int8, torch.uint8):
             return str(tensor.dtype).removeprefix("torch.")
-    first = next(_tensors(out), None)
+    first = next(leaves(out), None)
     return "" if first is None else str(first.dtype).removeprefix("torch.")
 
 
@@ -224,7 +224,7 @@ def _count(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return value.numel()
     if isinstance(value, list):
-        return sum(t.numel() for t in _tensors(value))
+        return sum(t.numel() for t in leaves(value))
     return 0
 
 
@@ -236,9 +236,12 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.element_size() * math.prod(size for size, stride in sizes if stride or size == 0)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def leaves(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in containers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from leaves(item)
+    elif isinstance(value, dict):
+        yield from leaves(list(value.values()))

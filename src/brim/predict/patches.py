@@ -20,12 +20,12 @@ from torch.nested._internal.nested_int import NestedIntNode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from brim.predict.backward_order import BackwardOrder
+from brim.predict.autograd import BackwardOrder
 from brim.predict.compiled.torch_compile import as_written, is_fused
 from brim.predict.dispatch import RecordingMode
-from brim.predict.io_boundary import as_tensor_of_file, models_save_nothing, outside_world
 from brim.predict.lazy_parameters import lazy_parameters
 from brim.predict.lowering import flex_attention
+from brim.predict.side_effects import as_tensor_of_file, models_save_nothing, outside_world
 from brim.predict.values import packed
 from brim.predict.values.known import MADE_UP, give, known
 from brim.predict.values.unbacked import UnknownNumber, mark_made_up, unknown_in, unknown_numbers

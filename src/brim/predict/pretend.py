@@ -24,17 +24,16 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nn.attention import SDPBackend
 from torch.optim import optimizer
 
-from brim.predict import failures, sparse
+from brim.predict import autograd, failures, sparse
 from brim.predict.data_parallel import data_parallel
 from brim.predict.dispatch import RecordingMode, wraps
 from brim.predict.lazy_parameters import carried
 from brim.predict.lowering.cuda import attention as cuda_attention
 from brim.predict.lowering.cuda import dtypes
-from brim.predict.lowering.cuda import formulas as cuda_formulas
 from brim.predict.lowering.cuda import norms as cuda_norms
 from brim.predict.lowering.cuda import recurrent as cuda_recurrent
 from brim.predict.patches import ValueMode
-from brim.predict.torch_cuda import Generator, in_place, torch_cuda
+from brim.predict.torch_cuda import AUTOCAST_STATE, Generator, autocast_of_cpu, in_place, torch_cuda
 from brim.processes import on_loopback
 
 _CUDA = torch.device("cuda", 0)
@@ -71,7 +70,7 @@ class PretendCuda(ValueMode):
             torch.tensor_split: self._tensor_split,
             torch.Tensor.tensor_split: self._tensor_split,
             torch.native_batch_norm: _batch_norm,
-            **cuda_formulas.BY_VALUES,
+            **autograd.BY_VALUES,
             torch.dropout: self._dropout,
             torch.rms_norm: self.rms_norm,
             torch.nn.functional.rms_norm: self.rms_norm,
@@ -443,24 +442,12 @@ def _device_property(mode: PretendCuda, recording: RecordingMode) -> property:
 @contextmanager
 def _autocast_state() -> Iterator[None]:
     """Autocast for CUDA acts on tensors that are the CPU's underneath: its state is kept as the CPU's."""
-    names = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
     with contextlib.ExitStack() as stack:
-        for name in names:
-            stack.enter_context(mock.patch.object(torch, name, _as_cpu(getattr(torch, name))))
+        for name in AUTOCAST_STATE:
+            stack.enter_context(mock.patch.object(torch, name, autocast_of_cpu(getattr(torch, name))))
         before = torch.get_autocast_dtype("cpu")
         torch.set_autocast_dtype("cpu", torch.float16)  # the default of autocast("cuda")
         try:
             yield
         finally:
             torch.set_autocast_dtype("cpu", before)
-
-
-def _as_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        if not args:  # the older form without a device means CUDA
-            args = ("cpu",)
-        elif isinstance(args[0], bool):
-            args = ("cpu", *args)
-        return function("cpu" if args[0] == "cuda" else args[0], *args[1:])
-
-    return call

@@ -12,6 +12,8 @@ from brim.core.leak import LEAST_STEPS, Allocation, Leak, find_leak
 from brim.core.trace import Reduction
 from brim.predict.flops import Work
 
+_NO_WORK = Work(0, 0, 0, "")
+
 
 @dataclass(slots=True)
 class Life:
@@ -45,25 +47,8 @@ class Run:
     step: int
     at: int
     module: int
-    flops: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    dtype: str = ""
+    work: Work = _NO_WORK
     in_ram: bool = False
-
-    def op(self, module: str) -> Op:
-        return Op(
-            name=self.name,
-            module=module,
-            phase=self.phase,
-            step=self.step,
-            at=self.at,
-            flops=self.flops,
-            read_bytes=self.read_bytes,
-            written_bytes=self.written_bytes,
-            dtype=self.dtype,
-            in_ram=self.in_ram,
-        )
 
 
 class Recorder:
@@ -97,9 +82,7 @@ class Recorder:
         return len(self.runs) - 1
 
     def describe_op(self, index: int, work: Work, *, in_ram: bool = False) -> None:
-        run = self.runs[index]
-        run.flops, run.read_bytes, run.written_bytes, run.dtype = work
-        run.in_ram = in_ram
+        self.runs[index].work, self.runs[index].in_ram = work, in_ram
 
     def alloc(
         self,
@@ -193,7 +176,13 @@ class Recorder:
         )
 
     def ops(self, module_paths: list[str]) -> tuple[Op, ...]:
-        return tuple(run.op(module_paths[run.module]) for run in self.runs)
+        return tuple(
+            Op(
+                name=run.name, module=module_paths[run.module], phase=run.phase, step=run.step, at=run.at,
+                in_ram=run.in_ram, **run.work._asdict(),
+            )
+            for run in self.runs
+        )  # fmt: skip
 
 
 def _category_by_life(life: Life) -> Category:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from brim.predict import failures
 from brim.predict.flops import Work
-from brim.predict.lowering.cuda import cub as cuda_cub
+from brim.predict.lowering.cuda import indexing
 from brim.predict.values.assumptions import Values, filled
 from brim.predict.values.known import fits, flat_leaves, forget, give, known
 
@@ -214,8 +214,8 @@ class SparseOperations:
             return self._like(tensor, Parts(parts.members, True, parts.sparse_dim))
         flat = indices.new_empty(count)
         order, begins = torch.empty_like(flat), torch.empty_like(flat)
-        indices.new_empty(cuda_cub.merge_sort_bytes(count, 8, 8), dtype=torch.uint8)
-        indices.new_empty(cuda_cub.thrust_unique_by_key_bytes(count), dtype=torch.uint8)
+        indices.new_empty(indexing.merge_sort_bytes(count, 8, 8), dtype=torch.uint8)
+        indices.new_empty(indexing.thrust_unique_by_key_bytes(count), dtype=torch.uint8)
         places = self._distinct(indices, tuple(tensor.shape[: parts.sparse_dim]))
         left = places.size(1)
         joined = values.new_empty((left, *values.shape[1:]))

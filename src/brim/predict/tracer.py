@@ -21,10 +21,10 @@ from brim.errors import BrimError, UsageError
 from brim.predict import failures, patches
 from brim.predict.dispatch import RecordingMode
 from brim.predict.lowering import rules_for
-from brim.predict.lowering.cuda.autocast import cuda_lists
 from brim.predict.modules import ModuleTracker
 from brim.predict.pretend import PretendCuda, pretending
 from brim.predict.recorder import Recorder
+from brim.predict.torch_cuda import cuda_lists
 from brim.predict.values.assumptions import Values
 
 TARGETS = ("cuda", "cpu")

@@ -19,11 +19,16 @@ from brim.profiles.figures import (
     CopyFigures,
     DeviceProfile,
     Gap,
+    Host,
+    Idle,
     KernelFigures,
     Migration,
     Profile,
+    Spans,
+    idle_of,
+    labels_of,
+    spans_of,
 )
-from brim.profiles.idle import Host, Idle, Spans, idle_of, labels_of, spans_of
 
 HOST = -1  # in place of a device
 MOST_DEVICES = 1024

@@ -126,6 +126,3 @@ def program_line(frames: Sequence[str]) -> str:
 
 def _is_of_the_program(frame: str) -> bool:
     return ".py:" in frame and not _OF_A_PACKAGE.search(frame)
-
-
-__all__ = ["BACKWARD_PASS", "program_line", "recorded_leak"]

@@ -187,7 +187,7 @@ def moment(
     return segments.moment(what=what, event=event, time_s=time_s, requested_bytes=requested_bytes)
 
 
-def final_moment(history: DeviceHistory, what: str) -> Moment:
+def final_moment(history: DeviceHistory) -> Moment:
     """Describe the segments of a snapshot without events. No object is kept per block."""
     segments = _Segments()
     for segment in history.segments:
@@ -198,7 +198,7 @@ def final_moment(history: DeviceHistory, what: str) -> Moment:
             small=segment.small,
             expandable=segment.expandable,
         )
-    return segments.moment(what=what, event=0)
+    return segments.moment(what="peak", event=0)
 
 
 def pieces_of(segment: SegmentRecord) -> Iterator[Piece]:

@@ -118,7 +118,7 @@ def _run_without_events(history: DeviceHistory, timeline: Timeline, texts: Stack
         peak_allocated_replayed_bytes=used_bytes,
         inconsistent_events=0,
     )
-    peak = final_moment(history, "peak")
+    peak = final_moment(history)
     return RecordedRun(
         timeline=timeline,
         config=AllocatorConfig.from_snapshot(history.settings),

@@ -10,13 +10,13 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
 from pathlib import Path
+from typing import Any
 
 from brim import device
 from brim.errors import UnsupportedError, UsageError
-from brim.rehearsal.host_weights import HostWeights
 from brim.run.script.import_hook import when_imported
 
 VARIABLE = "BRIM_REHEARSAL_VALUES"
@@ -164,3 +164,44 @@ def _checked(mode: str) -> str:
     if mode not in MODES:
         raise UsageError(f"Unknown mode {VARIABLE}={mode}.", f"Known: {' and '.join(MODES)}.")
     return mode
+
+
+LARGE_BYTES = 8 << 20  # as in values.cpp
+_INITIALISERS = (
+    "uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
+    "kaiming_normal_", "orthogonal_", "sparse_",
+)  # fmt: skip
+
+
+class HostWeights:
+    """Leaves large weights that a program creates on the CPU untouched, so that they take no RAM; they read as zeros.
+
+    On the device large floats are made up anyway; without this, a model of 8 billion parameters that is created on
+    the CPU and moved to the GPU would take 32 GB of RAM of the machine that rehearses it. ``left_bytes``: of them.
+    """
+
+    def __init__(self) -> None:
+        from torch.nn import init
+
+        self.left_bytes = 0
+        for name in _INITIALISERS:
+            setattr(init, name, self._around(getattr(init, name)))
+
+    def _around(self, initialise: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(initialise)
+        def _initialise(tensor: Any, *arguments: Any, **named: Any) -> Any:
+            if not self._is_left(tensor):
+                return initialise(tensor, *arguments, **named)
+            self.left_bytes += tensor.nbytes
+            return tensor
+
+        return _initialise
+
+    @staticmethod
+    def _is_left(tensor: Any) -> bool:
+        import torch
+
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
+        if not plain or not tensor.is_floating_point() or tensor.nbytes < LARGE_BYTES:
+            return False
+        return bool(torch.ops.brim_rehearsal.left_zero(tensor.detach()))

@@ -1,14 +1,13 @@
 """Reference results of operators that have a CUDA kernel and none for the CPU, or one with other results.
 
-Each function takes a generator (None for deterministic ones) and the operator's arguments on the host. They are
-composed of CPU operators, in float32 or wider, for correctness and not for speed.
+Each function takes a generator, and the operator's arguments on the host by their names in its schema, in that order
+and with its defaults. They are composed of CPU operators, in float32 or wider, for correctness and not for speed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,11 +37,13 @@ def overloads() -> Iterator[tuple[OpOverload, Reference]]:
 def bound(overload: OpOverload, function: Reference, seed: Callable[[], int]) -> Callable[..., Any]:
     """The reference in the form for the dispatcher: with a generator of ``seed``, and blanks for unused results."""
     types = [str(returned.type) for returned in overload._schema.returns]
+    defaults = {argument.name: argument.default_value for argument in overload._schema.arguments}
 
     def call(*arguments: Any, **named: Any) -> Any:
         with torch._C.DisableTorchFunction():
             generator = torch.Generator("cpu").manual_seed(seed() & (1 << 63) - 1)
-            results = function(generator, *arguments, **named)
+            given = defaults | dict(zip(defaults, arguments, strict=False)) | named
+            results = function(generator, **given)
         if not isinstance(results, tuple):
             return results
         blank = {"Tensor": None}
@@ -65,13 +66,13 @@ def _of(*names: str) -> Callable[[Reference], Reference]:
 # ---------------------------------------------------------------------------------------------------------- dropout
 
 
-def _keep_mask(generator: torch.Generator | None, like: Tensor, p: float) -> Tensor:
+def _keep_mask(generator: torch.Generator, like: Tensor, p: float) -> Tensor:
     """Mask of the elements that dropout retains."""
     return torch.rand(like.shape, generator=generator, device="cpu") >= p
 
 
 @_of("native_dropout")
-def _native_dropout(generator: torch.Generator | None, input: Tensor, p: float, train: bool | None) -> Any:
+def _native_dropout(generator: torch.Generator, input: Tensor, p: float, train: bool | None) -> Any:
     if train is False:
         return input.clone(), torch.ones(input.shape, dtype=torch.bool, device="cpu")
     mask = _keep_mask(generator, input, p)
@@ -79,20 +80,22 @@ def _native_dropout(generator: torch.Generator | None, input: Tensor, p: float, 
 
 
 @_of("_fused_dropout")
-def _fused_dropout(generator: torch.Generator | None, input: Tensor, p: float, given: Any = None) -> Any:
-    mask = torch.rand(input.shape, generator=generator, device="cpu") < p  # here p is the retained share
-    return input * mask / p, mask.to(torch.uint8)
+def _fused_dropout(own: torch.Generator, self: Tensor, p: float, generator: Any) -> Any:
+    mask = torch.rand(self.shape, generator=own, device="cpu") < p  # here p is the retained share
+    return self * mask / p, mask.to(torch.uint8)
 
 
 @_of("_masked_scale")
-def _masked_scale(_: Any, input: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return input * mask * scale
+def _masked_scale(_: Any, self: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return self * mask * scale
 
 
 @_of("log_sigmoid_backward")
-def _log_sigmoid_backward(_: Any, grad_output: Tensor, self: Tensor, buffer: Tensor, **out: Tensor) -> Tensor:
+def _log_sigmoid_backward(
+    _: Any, grad_output: Tensor, self: Tensor, buffer: Tensor, grad_input: Tensor | None = None
+) -> Tensor:
     gradient = (_wide(grad_output) * torch.sigmoid(-_wide(self))).to(self.dtype)
-    return out["grad_input"].copy_(gradient) if out else gradient
+    return gradient if grad_input is None else grad_input.copy_(gradient)
 
 
 # -------------------------------------------------------------------------------------------------------- attention
@@ -106,15 +109,7 @@ class _Attention:
     """Scaled dot-product attention over tensors of (batch, heads, length, width), with the state for backward."""
 
     def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        bias: Tensor | None,
-        causal: int,
-        scale: float | None,
-        window: tuple[int, int] = (-1, -1),
+        self, query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, causal: bool, scale: float | None
     ) -> None:
         self.query, self.key, self.value = _wide(query), _wide(key), _wide(value)
         self.groups = query.shape[1] // key.shape[1]
@@ -125,17 +120,10 @@ class _Attention:
         scores = self.query @ self.key.transpose(-1, -2) * self.scale
         if bias is not None:
             scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + _wide(bias)
-        rows, columns = scores.shape[-2:]
-        row, column = torch.arange(rows, device="cpu")[:, None], torch.arange(columns, device="cpu")[None]
-        shift = columns - rows if causal == 2 else 0  # 1: from the upper left corner; 2: from the lower right one
-        hidden = torch.zeros(rows, columns, dtype=torch.bool, device="cpu")
-        if causal:
-            hidden |= column > row + shift
-        if window[0] >= 0:
-            hidden |= column < row + columns - rows - window[0]
-        if window[1] >= 0:
-            hidden |= column > row + columns - rows + window[1]
-        self.scores = scores = scores.masked_fill(hidden, -math.inf)
+        if causal:  # from the upper left corner
+            row, column = (torch.arange(length, device="cpu") for length in scores.shape[-2:])
+            scores = scores.masked_fill(column > row[:, None], -math.inf)
+        self.scores = scores
         self.out: Tensor | None = None
         self.logsumexp = torch.logsumexp(scores, -1)
         self.weights = torch.exp(scores - self.logsumexp[..., None]).nan_to_num(0.0)
@@ -167,7 +155,7 @@ class _Attention:
         return gradient.view(batch, heads // self.groups, self.groups, length, width).sum(2)
 
 
-def _seed(generator: torch.Generator | None, p: float) -> int:
+def _seed(generator: torch.Generator, p: float) -> int:
     return int(torch.randint(1 << 62, (), generator=generator, device="cpu")) if p > 0 else 0
 
 
@@ -184,179 +172,89 @@ def _padded(values: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, length - values.shape[-1]), value=math.inf)
 
 
+def _attended(
+    generator: torch.Generator, query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, is_causal: bool,
+    scale: float | None, attn_bias: Tensor | None = None, **unused: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The output, the log-sum-exp of each row, and the seed of dropout."""
+    attention = _Attention(query, key, value, bias=attn_bias, causal=is_causal, scale=scale)
+    seed = torch.tensor(_seed(generator, dropout_p), device="cpu")
+    return attention.output(_dropped(seed, attention, dropout_p)).to(query.dtype), attention.logsumexp, seed
+
+
 @_of("_scaled_dot_product_flash_attention")
-def _flash(
-    generator: torch.Generator | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    attention = _Attention(query, key, value, bias=None, causal=int(is_causal), scale=scale)
-    seed = torch.tensor([_seed(generator, dropout_p), 0], device="cpu")
-    out = attention.output(_dropped(seed, attention, dropout_p)).to(query.dtype)
-    return out, attention.logsumexp, UNUSED, UNUSED, UNUSED, UNUSED, seed, UNUSED, UNUSED
-
-
-@_of("_scaled_dot_product_flash_attention_backward")
-def _flash_backward(
-    _: Any,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Any,
-    cum_seq_k: Any,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> Any:
-    attention = _Attention(query, key, value, bias=None, causal=int(is_causal), scale=scale).as_part(out, logsumexp)
-    gradients = attention.gradients(grad_out, _dropped(philox_seed, attention, dropout_p))
-    return tuple(gradient.to(query.dtype) for gradient in gradients[:3])
+def _flash(generator: torch.Generator, **call: Any) -> Any:
+    out, sums, seed = _attended(generator, **call)
+    return out, sums, *[UNUSED] * 4, torch.stack((seed, torch.zeros_like(seed))), UNUSED, UNUSED
 
 
 @_of("_scaled_dot_product_efficient_attention")
-def _efficient(
-    generator: torch.Generator | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    attention = _Attention(query, key, value, bias=attn_bias, causal=int(is_causal), scale=scale)
-    seed = torch.tensor(_seed(generator, dropout_p), device="cpu")
-    out = attention.output(_dropped(seed, attention, dropout_p)).to(query.dtype)
+def _efficient(generator: torch.Generator, *, query: Tensor, compute_log_sumexp: bool, **call: Any) -> Any:
+    out, sums, seed = _attended(generator, query=query, **call)
     length = (query.shape[2] + 31) // 32 * 32 if compute_log_sumexp else 0
-    sums = _padded(attention.logsumexp, length) if length else attention.logsumexp[..., :0]
+    sums = _padded(sums, length) if length else sums[..., :0]
     return out, sums, seed, torch.zeros_like(seed)
+
+
+@_of("_scaled_dot_product_cudnn_attention")
+def _cudnn(generator: torch.Generator, *, compute_log_sumexp: bool, **call: Any) -> Any:
+    out, sums, seed = _attended(generator, **call)
+    return out, sums[..., None] if compute_log_sumexp else UNUSED, *[UNUSED] * 4, seed, UNUSED, UNUSED
+
+
+def _gradients(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *, logsumexp: Tensor, dropout_p: float,
+    is_causal: bool, philox_seed: Tensor, scale: float | None, attn_bias: Tensor | None = None,
+    out: Tensor | None = None, **unused: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of query, key, value and, in the shape of the scores, bias."""
+    attention = _Attention(query, key, value, bias=attn_bias, causal=is_causal, scale=scale)
+    if out is not None:
+        attention.as_part(out, logsumexp)
+    *gradients, of_scores = attention.gradients(grad_out, _dropped(philox_seed, attention, dropout_p))
+    return [*(gradient.to(query.dtype) for gradient in gradients), of_scores]
+
+
+@_of("_scaled_dot_product_flash_attention_backward")
+def _flash_backward(_: Any, **call: Any) -> Any:
+    return tuple(_gradients(**call)[:3])
+
+
+@_of("_scaled_dot_product_cudnn_attention_backward")
+def _cudnn_backward(_: Any, *, out: Tensor, **call: Any) -> Any:
+    return tuple(_gradients(**call)[:3])
 
 
 @_of("_scaled_dot_product_efficient_attention_backward")
 def _efficient_backward(
-    _: Any,
-    grad_out_: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    dropout_p: float,
-    grad_input_mask: list[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
+    _: Any, *, grad_out_: Tensor, attn_bias: Tensor | None, grad_input_mask: list[bool], **call: Any
 ) -> Any:
-    attention = _Attention(query, key, value, bias=attn_bias, causal=int(is_causal), scale=scale)
-    attention = attention.as_part(out, logsumexp)
-    gradients = attention.gradients(grad_out_, _dropped(philox_seed, attention, dropout_p))
+    *gradients, of_scores = _gradients(grad_out_, attn_bias=attn_bias, **call)
     of_bias: Any = UNUSED
     if attn_bias is not None and grad_input_mask[3]:
-        of_bias = gradients[3].sum_to_size(attn_bias.shape).to(attn_bias.dtype)
-    return (*(gradient.to(query.dtype) for gradient in gradients[:3]), of_bias)
-
-
-@_of("_scaled_dot_product_cudnn_attention")
-def _cudnn(
-    generator: torch.Generator | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    attention = _Attention(query, key, value, bias=attn_bias, causal=int(is_causal), scale=scale)
-    seed = torch.tensor(_seed(generator, dropout_p), device="cpu")
-    out = attention.output(_dropped(seed, attention, dropout_p)).to(query.dtype)
-    sums = attention.logsumexp[..., None] if compute_log_sumexp else UNUSED
-    return out, sums, UNUSED, UNUSED, UNUSED, UNUSED, seed, UNUSED, UNUSED
-
-
-@_of("_scaled_dot_product_cudnn_attention_backward")
-def _cudnn_backward(
-    _: Any,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    attn_bias: Tensor | None,
-    cum_seq_q: Any,
-    cum_seq_k: Any,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
-) -> Any:
-    attention = _Attention(query, key, value, bias=attn_bias, causal=int(is_causal), scale=scale)
-    gradients = attention.gradients(grad_out, _dropped(philox_seed, attention, dropout_p))
-    return tuple(gradient.to(query.dtype) for gradient in gradients[:3])
-
-
-def _pieces(cumulative: Tensor | None, batch: int, length: int) -> list[tuple[int, int]]:
-    if cumulative is None:
-        return [(row * length, length) for row in range(batch)]
-    edges = cumulative.tolist()
-    return [(start, end - start) for start, end in pairwise(edges)]
+        of_bias = of_scores.sum_to_size(attn_bias.shape).to(attn_bias.dtype)
+    return (*gradients, of_bias)
 
 
 # ------------------------------------------------------------------------------------------------ products, in parts
 
 
-@_of("mm.dtype")
+@_of("mm.dtype", "bmm.dtype")
 def _mm_dtype(_: Any, self: Tensor, mat2: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return (_wide(self) @ _wide(mat2)).to(out_dtype)
-
-
-@_of("bmm.dtype")
-def _bmm_dtype(_: Any, self: Tensor, mat2: Tensor, out_dtype: torch.dtype) -> Tensor:
     return (_wide(self) @ _wide(mat2)).to(out_dtype)
 
 
 @_of("addmm.dtype", "baddbmm.dtype")
 def _addmm_dtype(
-    _: Any, self: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
+    _: Any, self: Tensor, *, out_dtype: torch.dtype, beta: float, alpha: float, **factors: Tensor
 ) -> Tensor:
+    left, right = factors.values()
     return (beta * _wide(self) + alpha * (_wide(left) @ _wide(right))).to(out_dtype)
 
 
 @_of("_grouped_mm")
 def _grouped_mm(
-    _: Any,
-    self: Tensor,
-    mat2: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    _: Any, self: Tensor, mat2: Tensor, offs: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
     """Products of groups of rows (2-D by 3-D), of columns (3-D by 2-D) or of both inner sides (2-D by 2-D)."""
     dtype = out_dtype or self.dtype
@@ -392,14 +290,9 @@ def _rms_norm(_: Any, input: Tensor, normalized_shape: list[int], weight: Tensor
 
 @_of("_fused_rms_norm_backward")
 def _rms_norm_backward(
-    _: Any,
-    grad_out: Tensor,
-    input: Tensor,
-    normalized_shape: list[int],
-    rstd: Tensor,
-    weight: Tensor | None,
+    _: Any, grad_out: Tensor, input: Tensor, normalized_shape: list[int], rstd: Tensor, weight: Tensor | None,
     output_mask: list[bool],
-) -> Any:
+) -> Any:  # fmt: skip
     wide, gradient, scale = _wide(input), _wide(grad_out), _wide(rstd)
     dims = tuple(range(-len(normalized_shape), 0))
     weighted = gradient if weight is None else gradient * _wide(weight)
@@ -412,147 +305,39 @@ def _rms_norm_backward(
 
 
 @_of("cudnn_batch_norm")
-def _cudnn_batch_norm(
-    _: Any,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    exponential_average_factor: float,
-    epsilon: float,
-) -> Any:
-    out, mean, scale = torch.ops.aten.native_batch_norm(
-        input, weight, bias, running_mean, running_var, training, exponential_average_factor, epsilon
-    )
-    return out, mean, scale, UNUSED
+def _cudnn_batch_norm(_: Any, **call: Any) -> Any:
+    return *torch.ops.aten.native_batch_norm(*call.values()), UNUSED
 
 
 @_of("cudnn_batch_norm_backward")
-def _cudnn_batch_norm_backward(
-    _: Any,
-    input: Tensor,
-    grad_output: Tensor,
-    weight: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_var: Tensor | None,
-    epsilon: float,
-    reserveSpace: Tensor,
-) -> Any:
-    return torch.ops.aten.native_batch_norm_backward(
-        grad_output, input, weight, running_mean, running_var, save_mean, save_var, True, epsilon, [True] * 3
-    )
+def _cudnn_batch_norm_backward(_: Any, input: Tensor, grad_output: Tensor, **call: Any) -> Any:
+    *others, epsilon, _ = call.values()  # the reserve is not used
+    return torch.ops.aten.native_batch_norm_backward(grad_output, input, *others, True, epsilon, [True] * 3)
 
 
 @_of("_batch_norm_with_update")
-def _batch_norm_with_update(
-    _: Any,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: float,
-    eps: float,
-) -> Any:
-    outputs = torch.ops.aten.native_batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)
-    return (*outputs, UNUSED)
+def _batch_norm_with_update(_: Any, *, momentum: float, eps: float, **call: Any) -> Any:
+    return *torch.ops.aten.native_batch_norm(*call.values(), True, momentum, eps), UNUSED
 
 
 @_of("batch_norm_backward")
-def _batch_norm_backward(
-    _: Any,
-    grad_out: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_var: Tensor | None,
-    update: bool,
-    eps: float,
-    output_mask: list[bool],
-    reserve: Tensor,
-) -> Any:
-    return torch.ops.aten.native_batch_norm_backward(
-        grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask
-    )
+def _batch_norm_backward(_: Any, *, reserve: Tensor, **call: Any) -> Any:
+    return torch.ops.aten.native_batch_norm_backward(*call.values())
 
 
 # ------------------------------------------------------------------------------------------------------ convolutions
 
 
-@_of("cudnn_convolution")
-def _cudnn_convolution(
-    _: Any,
-    self: Tensor,
-    weight: Tensor,
-    padding: list[int],
-    stride: list[int],
-    dilation: list[int],
-    groups: int,
-    benchmark: bool = False,
-    deterministic: bool = False,
-    allow_tf32: bool = False,
-) -> Tensor:
+@_of("cudnn_convolution", "cudnn_convolution_transpose", "_conv_depthwise2d", "conv_depthwise3d")
+def _convolution(
+    _: Any, self: Tensor, weight: Tensor, *, stride: list[int], padding: list[int], dilation: list[int],
+    bias: Tensor | None = None, output_padding: list[int] | None = None, groups: int = 0, **unused: Any,
+) -> Tensor:  # fmt: skip
+    """Depthwise convolutions have no argument for their groups."""
     output: Tensor = torch.ops.aten.convolution(
-        self, weight, None, stride, padding, dilation, False, [0] * len(padding), groups
-    )
-    return output
-
-
-@_of("cudnn_convolution_transpose")
-def _cudnn_convolution_transpose(
-    _: Any,
-    self: Tensor,
-    weight: Tensor,
-    padding: list[int],
-    output_padding: list[int],
-    stride: list[int],
-    dilation: list[int],
-    groups: int,
-    *rest: bool,
-) -> Tensor:
-    output: Tensor = torch.ops.aten.convolution(
-        self, weight, None, stride, padding, dilation, True, output_padding, groups
-    )
-    return output
-
-
-@_of("_conv_depthwise2d")
-def _conv_depthwise2d(
-    _: Any,
-    self: Tensor,
-    weight: Tensor,
-    kernel_size: list[int],
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-) -> Tensor:
-    output: Tensor = torch.ops.aten.convolution(
-        self, weight, bias, stride, padding, dilation, False, [0, 0], self.shape[1]
-    )
-    return output
-
-
-@_of("conv_depthwise3d")
-def _conv_depthwise3d(
-    _: Any,
-    self: Tensor,
-    weight: Tensor,
-    kernel_size: list[int],
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-) -> Tensor:
-    output: Tensor = torch.ops.aten.convolution(
-        self, weight, bias, stride, padding, dilation, False, [0, 0, 0], self.shape[1]
-    )
+        self, weight, bias, stride, padding, dilation, output_padding is not None,
+        output_padding or [0] * len(padding), groups or self.shape[1],
+    )  # fmt: skip
     return output
 
 
@@ -560,11 +345,11 @@ def _conv_depthwise3d(
 
 
 @_of("histc")
-def _histc(_: Any, input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+def _histc(_: Any, self: Tensor, bins: int, min: float, max: float) -> Tensor:
     """Histogram of integers too, which the CPU refuses: a mixture's tokens per expert are counted so."""
-    if input.dtype in (torch.float32, torch.float64):
-        return torch.histc(input, bins, min, max)
-    return torch.histc(input.double(), bins, min, max).to(input.dtype)
+    if self.dtype in (torch.float32, torch.float64):
+        return torch.histc(self, bins, min, max)
+    return torch.histc(self.double(), bins, min, max).to(self.dtype)
 
 
 # ----------------------------------------------------------------------------------------------- recurrent networks
@@ -572,13 +357,9 @@ def _histc(_: Any, input: Tensor, bins: int = 100, min: float = 0, max: float = 
 
 @_of("_thnn_fused_lstm_cell")
 def _lstm_cell(
-    _: Any,
-    input_gates: Tensor,
-    hidden_gates: Tensor,
-    cx: Tensor,
-    input_bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
-) -> Any:
+    _: Any, input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, input_bias: Tensor | None,
+    hidden_bias: Tensor | None,
+) -> Any:  # fmt: skip
     gates = input_gates + hidden_gates
     for bias in (input_bias, hidden_bias):
         gates = gates if bias is None else gates + bias

@@ -46,7 +46,7 @@ using Stack = torch::jit::Stack;
 
 constexpr int64_t LIMIT_BYTES = 32 << 20;   // of whole numbers in one tensor
 constexpr int64_t LIMIT_FLOATS = 1 << 16;   // elements
-constexpr size_t LARGE_BYTES = 8 << 20;     // of weights on the host that are left as they are: see host_weights.py
+constexpr size_t LARGE_BYTES = 8 << 20;     // of weights on the host that are left as they are: see force.py
 constexpr double PLAUSIBLE = 1.0;           // what small floats are filled with where nothing computed them
 constexpr int64_t NOTED = 1 << 16;          // elements: larger copies to the host are offloading, not reading
 
@@ -559,7 +559,7 @@ class Kernel : public c10::OperatorKernel {
     }
     if (target.is_cuda()) {
       bool beyond = target.numel() * static_cast<int64_t>(target.element_size()) > LIMIT_BYTES;  // may be left out
-      left &= source.is_floating_point();  // weights that nobody drew: host_weights.py
+      left &= source.is_floating_point();  // weights that nobody drew: force.py
       settle(target, is_made_up(source) || left || beyond || (source.is_cuda() && !plain));
     } else if (is_made_up(source) && source.numel() <= NOTED) {
       mend(target);

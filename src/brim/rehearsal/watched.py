@@ -19,7 +19,7 @@ from brim.core.files import replacing, write_text
 from brim.core.leak import MOST_STEPS, NEGLIGIBLE_BYTES, settled
 from brim.printable import write_note
 from brim.processes import end_with_parent
-from brim.rehearsal import changes, others, random_weights
+from brim.rehearsal import changes, others
 from brim.rehearsal.force import InForce
 from brim.run.script.import_hook import when_imported
 from brim.run.script.script import Program, end_as_python, execute
@@ -219,7 +219,7 @@ def main() -> None:
     watch = Watch(run)
     when_imported(watch.begin)
     if run.random_weights:  # before transformers, which may import PyTorch itself
-        random_weights.allow()
+        changes.build_missing_models()
     safe = bool(os.environ.get("PYTHONSAFEPATH"))  # the program's setting: this process always has -P
     program = Program(target=run.target, arguments=run.arguments, is_module=run.is_module, safe_path=safe)
     error: BaseException | None = None

@@ -131,7 +131,6 @@ def _summed(parts: Iterable[_Part]) -> tuple[Wait, ...]:
 
 
 def _recorded_waits(timeline: Timeline, events: _Numbers) -> Iterator[_Part]:
-    """Yield the recorded waits."""
     labels, names = timeline.texts("label")
     causes, seconds = timeline.texts("category")[0], timeline.column("duration_s")
     for index in events:

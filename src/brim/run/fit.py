@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from brim.allocator.config import LARGE_SEGMENT_BYTES
-from brim.core import Hardware, Timeline
+from brim.core import Hardware, Plan, Timeline
 from brim.core.hardware import RAM
 from brim.errors import UsageError
 from brim.measure.capacity import resident_bytes
@@ -35,7 +35,7 @@ from brim.planning.inference.machine import (
 from brim.planning.proof import plan_or_smallest_budget
 from brim.planning.strategy.case import TrainingStrategy
 from brim.planning.strategy.choice import MICRO_BATCH, Choice
-from brim.planning.strategy.choose import follow, loop_case, search_training
+from brim.planning.strategy.choose import follow, loop_case, search_training, stream_weights
 from brim.planning.strategy.ladder import Orders, too_small
 from brim.planning.strategy.prediction import Prediction, TrainingStep, works_in_place
 from brim.planning.strategy.search import TrainingSearch
@@ -188,12 +188,7 @@ def enforce(search: Search, strategy: TrainingStrategy, start_bytes: int) -> Fit
     """Apply ``strategy``, a result of ``search``. ``start_bytes``: the resident set without model and optimizer."""
     model, optimizer, hardware = search.model, search.optimizer, search.hardware
     budget_bytes, device, example = search.budget_bytes, search.device, search.example
-    plan = strategy.choice.plan(
-        model=type(model).__name__,
-        hardware=hardware.name,
-        budget_bytes=budget_bytes,
-        promise=strategy.prediction.promise(),
-    )
+    plan = search.plan_of(strategy)
     memory = make_memory(plan, hardware, device, Timeline(f"{plan.model} train", measured=True))
     fitted = apply_choice(model, optimizer, plan, memory, strategy.partition, Weights(), example)
     if hardware.compute == RAM:
@@ -281,18 +276,33 @@ class Search:
 
         For a GPU it names a proved budget: a plan for a larger budget has other segments than the refused plan.
         """
+        return self._searched(lambda search: search_training(search)[0])
+
+    def stream_weights(self) -> TrainingStrategy:
+        """The fastest placement of weights under which a step fits, with nothing else offloaded. Raises
+        BudgetError, as ``run`` does."""
+        return self._searched(lambda search: stream_weights(search, search.proved(Choice())))
+
+    def _searched(self, run: Callable[[TrainingSearch], TrainingStrategy]) -> TrainingStrategy:
+        def within(budget_bytes: Mapping[str, int]) -> TrainingStrategy:
+            return run(self._search.within(budget_bytes))
+
         if not self._search.case.step.reserves:
-            return self._within(self.budget_bytes)
+            return within(self.budget_bytes)
         return plan_or_smallest_budget(
-            self._within,
+            within,
             lambda strategy: strategy.prediction.peak_bytes,
             self.budget_bytes,
             lambda peaks: too_small(peaks, self.budget_bytes),
         )
 
-    def _within(self, budget_bytes: Mapping[str, int]) -> TrainingStrategy:
-        (strategy,) = search_training(self._search.within(budget_bytes))
-        return strategy
+    def plan_of(self, strategy: TrainingStrategy) -> Plan:
+        return strategy.choice.plan(
+            model=type(self.model).__name__,
+            hardware=self.hardware.name,
+            budget_bytes=self.budget_bytes,
+            promise=strategy.prediction.promise(),
+        )
 
     def follow(self, file: PlanFile) -> TrainingStrategy:
         """The decisions of a plan file, proved for the present budget. Raises UsageError for another machine's or

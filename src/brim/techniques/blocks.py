@@ -70,11 +70,7 @@ def is_transposed(linear: nn.Module) -> bool:
 
 
 def find_blocks(
-    model: nn.Module,
-    *,
-    largest_bytes: int | None = None,
-    cut_parts: bool = True,
-    stay: Collection[str] = (),
+    model: nn.Module, *, largest_bytes: int | None = None, cut_parts: bool = True, stay: Collection[str] = ()
 ) -> Partition:
     """The blocks of ``model``. Only a block of one indivisible module may be larger than ``largest_bytes``.
 

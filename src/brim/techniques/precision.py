@@ -350,9 +350,7 @@ def _need_gpu(model: nn.Module, device: torch.device, precision: str, kind: str,
         reason = f"this GPU has {has[0]}.{has[1]}"
     needed = f"{kind} products need an NVIDIA GPU of compute capability {capability[0]}.{capability[1]}"
     raise UnsupportedError(
-        f"Cannot use precision={precision} for {type(model).__name__}.",
-        f"{needed}, and {reason}.",
-        "Use bf16-mixed.",
+        f"Cannot use precision={precision} for {type(model).__name__}.", f"{needed}, and {reason}.", "Use bf16-mixed."
     )
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brim import cli as command_line
-from brim.cli import signals
-from brim.cli.signals import Terminated, signals_as_exceptions
+from brim.cli import process
+from brim.cli.process import Terminated, signals_as_exceptions
 from brim.errors import UnsupportedError
 
 
@@ -127,7 +127,7 @@ def test_a_signal_before_a_fake_tensor_s_mode_is_heard_where_no_code_of_pytorch_
 
 
 def test_a_signal_within_a_trace_ends_what_waits_beneath_pytorch(monkeypatch):
-    monkeypatch.setattr(signals, "_OPERATION_S", 0.05)
+    monkeypatch.setattr(process, "_OPERATION_S", 0.05)
     waits = Waits.apply
     timer = threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     with FakeTensorMode(), pytest.raises(KeyboardInterrupt), signals_as_exceptions():

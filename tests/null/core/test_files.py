@@ -17,10 +17,10 @@ from brim.errors import BrimError, ModelError
 from brim.estimation.models import find_model
 from brim.memory.checkpoint_files import read_checkpoint, read_safetensors_header
 from brim.memory.checksums import read_manifest
-from brim.models import gguf_header
+from brim.models import gguf
 from brim.models.architecture import read_config
 from brim.models.location import local
-from brim.predict.formulas import checkpoint as formulas
+from brim.predict import formulas
 from brim.recordings import snapshot
 from brim.run.checkpoint import manifest as checkpoint_manifest
 from brim.run.data import dataset as data_packed
@@ -44,7 +44,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "lines": ("data.jsonl", data_lines.Lines),
     "text": ("data.txt", lambda path: list(data_packed.text_pieces(path))),
     "prompts": ("prompts.txt", read_prompts),
-    "gguf": ("model.gguf", gguf_header.check_header),
+    "gguf": ("model.gguf", gguf.check_header),
 }
 
 

@@ -10,8 +10,7 @@ import sys
 
 import pytest
 
-from brim.memory.heap import MAPPING_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
-from brim.memory.heap_growth import HeapGrowth
+from brim.memory.heap import MAPPING_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES, HeapGrowth
 from brim.memory.pool import PAGE_BYTES
 
 KIB = 1 << 10

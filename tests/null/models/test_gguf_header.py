@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from brim.errors import ModelError
-from brim.models.gguf_header import check_header
+from brim.models.gguf import check_header
 
 
 def text(value: bytes) -> bytes:

@@ -15,7 +15,7 @@ from brim.errors import UnsupportedError, UsageError
 from brim.planning import file as plan_file
 from brim.planning.request import Answer, Request
 from brim.planning.strategy.choice import Choice
-from brim.run.plan.search import plan
+from brim.run.plan.search import answer_to
 
 SOURCE = """
 import torch
@@ -59,7 +59,7 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def best(model: str, **options: Any) -> tuple[Choice, Answer]:
-    found = plan(Request(model=model, **{**GPU, **options}))
+    found = answer_to(Request(model=model, **{**GPU, **options}))
     assert found.proposals, found.refusal
     return Choice.of(found.proposals[0].plan), found
 
@@ -84,7 +84,7 @@ def test_activations_are_computed_again_or_leave_where_they_do_not_fit(with_norm
 
 @pytest.mark.slow
 def test_without_batch_norm_fewer_rows_may_go_at_once(without: str) -> None:
-    smallest = plan(Request(model=without, **{**GPU, "prefer": "memory", "top": 3}))
+    smallest = answer_to(Request(model=without, **{**GPU, "prefer": "memory", "top": 3}))
     assert any(Choice.of(one.plan).micro_batch < 8 for one in smallest.proposals)
 
 
@@ -96,7 +96,7 @@ def test_a_batch_that_is_asked_for_is_planned(with_norm: str) -> None:
 
 def test_a_loop_runs_the_plan_and_its_losses_are_the_plain_ones(without: str, tmp_path: Path) -> None:
     here = {"task": "train", "top": 1, "ram": "2GiB"}
-    found = plan(Request(model=without, **here))  # type: ignore[arg-type]
+    found = answer_to(Request(model=without, **here))  # type: ignore[arg-type]
     path = tmp_path / "plan.json"
     plan_file.write(path, found)
     from brim.estimation.models import find_model
@@ -126,11 +126,11 @@ def test_a_loop_runs_the_plan_and_its_losses_are_the_plain_ones(without: str, tm
 
 def test_what_is_no_pair_or_no_training_is_refused(with_norm: str) -> None:
     with pytest.raises(UsageError, match="pair"):
-        plan(Request(model=with_norm.replace(":build", ":alone"), **GPU))
+        answer_to(Request(model=with_norm.replace(":build", ":alone"), **GPU))
     with pytest.raises(UnsupportedError, match="generate"):
-        plan(Request(model=with_norm, task="generate"))
+        answer_to(Request(model=with_norm, task="generate"))
     with pytest.raises(UnsupportedError, match="lora"):
-        plan(Request(model=with_norm, **GPU, method="lora"))
+        answer_to(Request(model=with_norm, **GPU, method="lora"))
 
 
 def test_a_plan_for_a_language_model_is_not_run_in_a_loop_of_ones_own(without: str, tmp_path: Path) -> None:

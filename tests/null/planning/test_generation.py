@@ -18,7 +18,7 @@ from brim.planning.generation import baselines, gap, plan_generation, propose
 from brim.planning.opening import open_subject
 from brim.planning.request import Machine, Proposal, Request, machine_of
 from brim.planning.subject import Subject
-from brim.run.plan.search import plan
+from brim.run.plan.search import answer_to
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME
 from support.planned import LLAMA
@@ -104,8 +104,8 @@ def test_fewer_bits_take_less_and_are_never_chosen_unasked(config: Path) -> None
 
 
 def test_where_memory_is_preferred_the_gpu_does_it_in_the_least(config: Path) -> None:
-    fast = plan(request(config, lossless=True)).proposals[0]
-    small = plan(request(config, lossless=True, prefer="memory")).proposals
+    fast = answer_to(request(config, lossless=True)).proposals[0]
+    small = answer_to(request(config, lossless=True, prefer="memory")).proposals
     first = small[0]
     assert first.hardware is None, "the GPU computes"
     assert first.plan.promise.peak_bytes[VRAM] < 0.6 * fast.plan.promise.peak_bytes[VRAM]

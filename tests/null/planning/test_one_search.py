@@ -30,6 +30,12 @@ model = nn.Sequential(*[nn.Linear(384, 384) for _ in range(8)])
 with torch.no_grad():
     model(torch.zeros(2, 384))
 """
+GRADIENTS = """
+import torch
+from torch import nn
+model = nn.Sequential(*[nn.Linear(384, 384) for _ in range(8)])
+model(torch.randn(2, 384)).sum().backward()
+"""
 
 
 def layers() -> nn.Module:
@@ -50,9 +56,9 @@ def train(folder: Path) -> None:
     assert main(["train", str(folder / "llama"), *words, "--seq", "16", "--batch", "1", "--steps", "1"]) == 0
 
 
-def run_program(folder: Path) -> None:
-    (folder / "program.py").write_text(PROGRAM)
-    assert run(Program(target=str(folder / "program.py")), Settings(ram=3 * MIB)) == 0
+def run_program(folder: Path, text: str, ram_bytes: int) -> None:
+    (folder / "program.py").write_text(text)
+    assert run(Program(target=str(folder / "program.py")), Settings(ram=ram_bytes)) == 0
 
 
 def fit_training(folder: Path) -> None:
@@ -74,7 +80,8 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
     "brim plan --gpus --engine megatron": lambda folder: split(folder, "megatron"),
     "brim generate": generate,
     "brim train": train,
-    "brim run": run_program,
+    "brim run": lambda folder: run_program(folder, PROGRAM, 3 * MIB),
+    "brim run of gradients alone": lambda folder: run_program(folder, GRADIENTS, 7 * MIB),
     "brim.load": lambda folder: brim.load(folder / "llama", ram="2GiB", device="cpu"),
     "brim.fit": lambda folder: brim.fit(layers(), ram="3MiB", device="cpu", example=X),
     "brim.fit with an optimizer": fit_training,

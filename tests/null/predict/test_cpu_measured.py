@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from brim.predict.lowering.cpu import measured as cpu_measured
+from brim.predict.lowering.cpu import kernels
 from brim.predict.tracer import trace
 from support.cpu.compare import predicted_events
 from support.cpu.truth import memory_events, peak_bytes
@@ -36,14 +36,14 @@ def steps(name: str) -> Callable[[], Callable[[], Any]]:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operations that were run, in order, beginning with nothing measured."""
     seen: list[str] = []
-    run = cpu_measured._run
+    run = kernels._run
 
-    def counted(kernel: cpu_measured.Kernel) -> Any:
+    def counted(kernel: kernels.Kernel) -> Any:
         seen.append(kernel.func.__name__)
         return run(kernel)
 
-    monkeypatch.setattr(cpu_measured, "_scripts", {})
-    monkeypatch.setattr(cpu_measured, "_run", counted)
+    monkeypatch.setattr(kernels, "_scripts", {})
+    monkeypatch.setattr(kernels, "_run", counted)
     return seen
 
 
@@ -80,7 +80,7 @@ def test_other_shapes_and_threads_are_measured_again(runs):
 def test_what_is_too_large_is_not_run_but_bounded_and_named(limit, runs, monkeypatch):
     exact = peak_bytes(predicted_events(trace(steps("groups"), steps=1, target="cpu")))
     runs.clear()
-    monkeypatch.setattr(cpu_measured, limit, 0)
+    monkeypatch.setattr(kernels, limit, 0)
     traced = trace(steps("groups"), steps=1, target="cpu")
     assert not runs
     assert any("convolution" in name for name in traced.not_modelled)
@@ -88,7 +88,7 @@ def test_what_is_too_large_is_not_run_but_bounded_and_named(limit, runs, monkeyp
 
 
 def test_another_operator_that_is_too_large_counts_its_results_and_is_named(runs, monkeypatch):
-    monkeypatch.setattr(cpu_measured, "_MOST_BYTES", 0)
+    monkeypatch.setattr(kernels, "_MOST_BYTES", 0)
     traced = trace(lambda: lambda: torch.sort(torch.empty(64, 64)), steps=1, target="cpu")
     assert not runs
     assert traced.not_modelled == ("aten.sort: its buffers on the CPU, which were not measured",)

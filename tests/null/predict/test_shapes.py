@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brim.predict.inplace import written
+from brim.predict.autograd import written
 from brim.predict.shapes import result_of
 
 aten = torch.ops.aten

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
-from brim.rehearsal import random_weights
+from brim.rehearsal import changes
 
 TEXT = {
     "dtype": "bfloat16", "hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "num_hidden_layers": 1,
@@ -18,5 +18,5 @@ VISION = {
 
 def test_a_composite_model_is_made_in_the_type_of_its_text():
     config = AutoConfig.for_model("qwen3_vl", text_config=TEXT, vision_config=VISION)
-    model = random_weights._build(Qwen3VLForConditionalGeneration, "vlm", {"config": config})
+    model = changes._build(Qwen3VLForConditionalGeneration, "vlm", {"config": config})
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from brim.core import EventKind, Timeline
-from brim.report.diff import diff, figures
-from brim.report.explain import live_at_peak, summary
+from brim.report.explain import diff, figures, live_at_peak, summary
 from brim.units import MIB
 
 

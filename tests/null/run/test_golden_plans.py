@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from brim.planning.request import Answer, Proposal, Request
-from brim.run.plan.search import plan
+from brim.run.plan.search import answer_to
 
 pytestmark = pytest.mark.slow  # every plan is a search and several traces
 
@@ -21,7 +21,7 @@ def answer(case: dict[str, Any]) -> Answer:
     asked = dict(case["request"])
     if ":" in asked["model"]:  # a function in a file beside the cases
         asked["model"] = str(FOLDER / asked["model"])
-    return plan(Request(**asked, top=1))
+    return answer_to(Request(**asked, top=1))
 
 
 def used(one: Proposal) -> set[str]:

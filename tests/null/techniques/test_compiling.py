@@ -15,7 +15,7 @@ from brim.core import Category, Trace
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.ranks.estimate import estimate_ranks
 from brim.estimation.ranks.split import Split
-from brim.predict.compiled.graph import Layout
+from brim.predict.compiled.block import Layout
 from brim.predict.compiled.kernels import Kernel, Program
 from brim.predict.compiled.torch_compile import is_captured
 from brim.techniques import compiling
@@ -199,7 +199,7 @@ def test_brims_own_errors_are_not_taken_for_the_modules(monkeypatch):
     with pytest.raises(UnsupportedError, match="brim's"):
         traced(lambda: Wrong(UnsupportedError("brim's")))
 
-    bug: dict[str, Any] = {"__name__": "brim.predict.compiled.graph"}
+    bug: dict[str, Any] = {"__name__": "brim.predict.compiled.block"}
     exec("def empty(layout):\n    assert False, 'a bug'", bug)  # an assertion of the module that it says it is of
     monkeypatch.setattr(Layout, "empty", bug["empty"])
     with pytest.raises(AssertionError, match="a bug"):

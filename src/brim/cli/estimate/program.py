@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from brim.cli import verdict
 from brim.errors import ModelError, UsageError
 from brim.processes import temporary_folder
 
@@ -35,7 +36,7 @@ def environment_for(place: Place) -> Environment:
     UnsupportedError where there is none for this machine.
     """
     from brim import catalog
-    from brim.cli.rehearse import confirmed
+    from brim.cli.loading import confirmed
     from brim.device.environment import prepare
     from brim.device.settings import DeviceSettings
 
@@ -106,7 +107,6 @@ def _run(request: Request, environment: Environment) -> tuple[Rehearsal, Timelin
 
 
 def _estimate(name: str, rehearsal: Rehearsal, timeline: Timeline | None, place: Place) -> Estimate:
-    from brim.cli.rehearse import notes_of
     from brim.core import Category
     from brim.estimation.bounds import context_margin
     from brim.estimation.breakdown import NAMES
@@ -145,7 +145,7 @@ def _estimate(name: str, rehearsal: Rehearsal, timeline: Timeline | None, place:
         not_modelled=(),
         fits=rehearsal.fits,
         leak=rehearsal.leak,
-        notes=(f"program: {_REHEARSED}", _CATEGORIES, *notes_of(rehearsal), context),
+        notes=(f"program: {_REHEARSED}", _CATEGORIES, *verdict.notes_of(rehearsal), context),
         is_program=True,
         by="rehearsal",
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from brim.core.leak import Leak
     from brim.core.timeline import Timeline
     from brim.profiles.figures import Profile
-    from brim.report.diff import Difference
+    from brim.report.explain import Difference
     from brim.report.oom.reader import OomMessage
 
 
@@ -264,7 +264,7 @@ def _devices(source: Source) -> dict[int, tuple[Timeline, dict[str, float]]]:
 
 
 def _runs(before: Source, after: Source) -> Explained:
-    from brim.report.diff import diff
+    from brim.report.explain import diff
 
     left, right = _devices(before), _devices(after)
     shared = sorted(left.keys() & right.keys())
@@ -389,7 +389,7 @@ def _figure_table(title: str, figures: Sequence[Mapping[str, Any]]) -> Rows:
 
 
 def _profiles(before: Source, after: Source) -> Explained:
-    from brim.report.diff import figures
+    from brim.report.explain import figures
 
     left, right = of_profile(before, ()), of_profile(after, ())
     old, new = ({device["device"]: device for device in side.body["devices"]} for side in (left, right))

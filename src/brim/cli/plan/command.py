@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from brim.cli import verdict
 from brim.cli.loading import MODELS, load
-from brim.cli.options import command, print_json
+from brim.cli.options import command, print_json, write_html
 from brim.cli.plan.options import PlanOptions, file_name
+from brim.core import EventKind, Timeline
 from brim.core.options import build
 from brim.errors import BudgetError, UsageError
 from brim.requests.plan import MeshRequest, Request
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from brim.cli.console import Console
     from brim.planning.request import Answer, Proposal
     from brim.planning.strategy.effects import Effect
+    from brim.report.html.page import Table
 
 
 # Options that apply to plans for several GPUs; a comparison includes one GPU, whose plan may use RAM and disk.
@@ -60,13 +63,13 @@ def plan(options: PlanOptions) -> int | None:
     """
     _refuse_unused(click.get_current_context())
     if options.compare_gpus is not None:
-        from brim.cli.plan.compare import show
+        from brim.cli.plan.comparisons import show_counts
 
-        return show(options)
+        return show_counts(options)
     if options.gpus is not None:
-        from brim.cli.plan import meshes as plan_meshes
+        from brim.cli.plan.comparisons import show_splits
 
-        return plan_meshes.show(build(MeshRequest, vars(options)), options.output, options.as_json)
+        return show_splits(build(MeshRequest, vars(options)), options.output, options.as_json)
     for name, needed in _ONLY_WITH.items():
         if getattr(options, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} was given without {needed[0]}.", todo=f"Give {needed[1]}.")
@@ -77,7 +80,7 @@ def plan(options: PlanOptions) -> int | None:
         raise UsageError(
             "Cannot use --regimes with --precisions or --router-statistics.", "It makes its own comparison."
         )
-    from brim.cli.plan.compare import show_regimes
+    from brim.cli.plan.comparisons import show_regimes
 
     show_regimes(build(Request, vars(options)), options.output, options.html, options.as_json)
     return None
@@ -107,7 +110,7 @@ def _answer(options: PlanOptions) -> Answer:
     """The answer, its plans written to ``output``."""
     from brim.cli.console import Console
     from brim.planning.file import write
-    from brim.run.plan.search import plan as answer_to
+    from brim.run.plan.search import answer_to
 
     request, output = build(Request, vars(options)), options.output
     with Console(stderr=True).status("Planning"):
@@ -120,9 +123,7 @@ def _answer(options: PlanOptions) -> Answer:
 
 def _show(answer: Answer, output: Path | None, html: Path | None, as_json: bool) -> int | None:
     if html is not None:
-        from brim.cli.plan.page import write_page
-
-        write_page(html, answer)
+        _write_page(html, answer)
     if as_json:
         print_json(answer.to_json())
     else:
@@ -171,11 +172,10 @@ def _print(answer: Answer, output: Path | None) -> None:
 
 
 def _print_plans(console: Console, answer: Answer) -> None:
-    from brim.cli.plan.page import tiers_of
     from brim.planning.factory import is_factory
     from brim.planning.training import DATA, TRAINED
 
-    tiers = tiers_of(answer)
+    tiers = _tiers_of(answer)
     step = "s per step" if answer.request.task == "train" else "s per token"
     plans = (
         (
@@ -237,3 +237,113 @@ def _print_nearest(console: Console, answer: Answer) -> None:
         return
     for change in answer.nearest:  # a line each: a table would break commands over several
         console.print(f"It fits with {change.change}: {change.command}")
+
+
+_TIERS = ("vram", "ram", "disk")
+
+
+def _tiers_of(answer: Answer) -> list[str]:
+    """Return the tiers that at least one plan uses."""
+    used: set[str] = set()
+    for proposal in answer.proposals:
+        used |= {tier for tier, count in proposal.plan.promise.peak_bytes.items() if count}
+    return [tier for tier in _TIERS if tier in used]
+
+
+def _write_page(path: Path, answer: Answer) -> None:
+    from brim.report.html.page import Table, View, page
+
+    request, tiers = answer.request, _tiers_of(answer)
+    tables = []
+    if answer.proposals:
+        tables.append(_plans(answer, tiers))
+        best = answer.proposals[0]
+        tables += [_effects("What plan 1 uses", best.techniques), _effects("Other ways to save memory", best.frees)]
+        commands = tuple((number, proposal.command) for number, proposal in enumerate(answer.proposals, 1))
+        tables.append(Table(title="Commands", columns=("plan", "command"), rows=commands))
+    else:
+        changes = tuple((proposal.change, proposal.command) for proposal in answer.nearest)
+        tables.append(Table(title="It fits with", columns=("change", "command"), rows=changes))
+    tables.append(_precisions(answer))
+    budget = tuple((tier.upper(), count) for tier, count in answer.machine.budget_bytes.items())
+    tables.append(Table(title="Budget", columns=("tier", "bytes"), rows=budget))
+    assumed = tuple((text,) for text in answer.machine.assumed)
+    tables.append(Table(title="What was assumed", columns=("of the machine",), rows=assumed))
+    tables = [table for table in tables if table.rows]
+    views = [
+        View(timeline=_picture(proposal, answer), plan=proposal.plan)
+        for proposal in answer.proposals[:1]
+        if proposal.timeline
+    ]
+    notes = [] if answer.proposals else [answer.refusal]
+    title = f"{request.model}: a plan to {request.task} on {answer.machine.hardware.name}"
+    write_html(path, page(views, title=title, verdict=verdict.of_plans(answer), tables=tables, notes=notes))
+
+
+def _plans(answer: Answer, tiers: Sequence[str]) -> Table:
+    from brim.report.html.page import Table
+
+    rows: tuple[tuple[Any, ...], ...] = tuple(
+        (
+            number,
+            *(proposal.plan.promise.peak_bytes.get(tier, 0) for tier in tiers),
+            proposal.step_s,
+            answer.tokens_per_s(proposal),
+            proposal.limited_by,
+            proposal.gap,
+        )
+        for number, proposal in enumerate(answer.proposals, 1)
+    )
+    peaks = (f"{tier}_bytes" for tier in tiers)
+    columns = ("plan", *peaks, "step_s", "tokens per second", "limited by", "gap_share")
+    note = "Peak of each tier. Each plan was proved: a step was traced with the plan in force."
+    return Table(title="Plans", columns=columns, rows=rows, note=note)
+
+
+def _picture(proposal: Proposal, answer: Answer) -> Timeline:
+    """Return the schedule of a plan; if it has no bytes, with the peak of the compute tier."""
+    assert proposal.timeline is not None
+    compute = (proposal.hardware or answer.machine.hardware).compute
+    if any(event.kind is EventKind.ALLOC and event.tier == compute for event in proposal.timeline):
+        return proposal.timeline
+    timeline = Timeline(proposal.timeline.name, measured=False, facts=dict(proposal.timeline.facts))
+    rest = proposal.plan.promise.peak_bytes.get(compute, 0)
+    for decision in proposal.plan.decisions:
+        if decision.choice == "resident" and decision.bytes <= rest:
+            timeline.add(EventKind.ALLOC, compute, decision.bytes, label=decision.block, category="parameter")
+            rest -= decision.bytes
+    timeline.add(EventKind.ALLOC, compute, rest, label="peak of everything else", category="temporary")
+    for event in proposal.timeline:
+        timeline.add(**{name: getattr(event, name) for name in event.__slots__})
+    return timeline
+
+
+def _effects(title: str, effects: Sequence[Effect]) -> Table:
+    from brim.report.html.page import Table
+
+    tiers = [tier for tier in _TIERS if any(effect.saves_bytes.get(tier) for effect in effects)]
+    rows = tuple(
+        (effect.technique, effect.what, *(effect.saves_bytes.get(tier) or None for tier in tiers), effect.costs_s)
+        for effect in effects
+    )
+    columns = ("technique", "which", *(f"saves_{tier}_bytes" for tier in tiers), "costs_s")
+    return Table(title=title, columns=columns, rows=rows, note="Negative: the technique needs more.")
+
+
+def _precisions(answer: Answer) -> Table:
+    from brim.report.html.page import Table
+
+    names = list(dict.fromkeys(name for row in answer.precisions for name in row.forms))
+    columns = ["block", "count"]
+    for name in names:
+        columns += [f"{name}_bytes", f"{name} moved_s", f"{name} computed_s"]
+    rows = []
+    for row in answer.precisions:
+        cells: list[Any] = [row.kind, row.count]
+        for name in names:
+            form = row.forms.get(name)
+            cells += [form.bytes, form.move_s, form.compute_s] if form else [None] * 3
+        rows.append((*cells, row.streamed, row.resident))
+    columns += ["better streamed", "better resident"]
+    note = "Seconds per token. A streamed block takes the longer of its copy and its computation."
+    return Table(title="Which precision?", columns=tuple(columns), rows=tuple(rows), note=note)

@@ -193,26 +193,6 @@ def stage_fits(
     return _memory(facts.trace, place, "", _nccl_bytes(split))[0].process <= gpu.capacity_bytes
 
 
-def cpu_bytes(
-    model: str | Path, split: Split, *, seq: int, precision: str = "fp32", optimizer: str = "adamw",
-    checkpointing: str | None = None, in_ram: bool = False,
-) -> tuple[int, ...]:  # fmt: skip
-    """The peak of tensors on each rank of a training step on CPUs, by PyTorch's own engine.
-
-    Offloaded shards are left out; ``in_ram``: of these alone. Raises as ``estimate_ranks``.
-    """
-    workload = Workload(
-        task="train", batch=split.micro_batch, seq=seq, precision=precision, optimizer=optimizer,
-        checkpointing=checkpointing,
-    )  # fmt: skip
-    job = replace(_job(find_model(model), workload, split, place_of(None)), target="cpu")
-    of_stage = [
-        ram_peak(facts.ram, page_locked=False).allocated if in_ram else simulate(facts.trace).peak_bytes.allocated
-        for facts in torch_engine.stages(job)[0]
-    ]
-    return tuple(of_stage[split.coordinates(rank)["pp"]] for rank in range(split.gpus))
-
-
 def _assembled(
     job: ParallelJob, engine: str, stages: Sequence[StageFacts], place: Place, alloc_conf: str,
     notes: tuple[str, ...], ram_gb_per_s: float | None,

@@ -438,6 +438,3 @@ def cut_of(plan: Plan, cuts: Iterable[Cut]) -> Cut | None:
             choice, slots = next(iter(experts.values())), plan.settings[EXPERT_SLOTS]
             return replace(cut, experts=replace(cut.experts, choice=choice, slots=slots))
     return None
-
-
-__all__ = ["GenerationCase", "GenerationRequest", "GenerationStrategy", "follow", "search_generation"]

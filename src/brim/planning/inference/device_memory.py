@@ -243,6 +243,3 @@ def _grows(layer: Any) -> bool:
     held = [getattr(layer, name, None) for name in ("keys", "values")]
     planned = isinstance(layer, kv_cache.PlannedLayer)
     return not planned and all(isinstance(tensor, torch.Tensor) and tensor.dim() == 4 for tensor in held)
-
-
-__all__ = ["SLACK_BYTES", "DeviceMemory", "Passes"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,14 +160,12 @@ def expert_plans(
     hardware: Hardware,
     source: Callable[[str], TensorSource],
     seen: Mapping[str, RouterStatistics],
-    paths: Collection[str] | None = None,
 ) -> Iterator[ExpertPlan]:
     """Yield the expert plans worth trying; none for a model without experts.
 
-    ``source`` returns the source of a parameter's values. ``paths``: only these layers.
+    ``source`` returns the source of a parameter's values.
     """
-    expert_layers = [layer for layer in find_experts(model) if paths is None or layer.path in paths]
-    expert_layers = [layer for layer in expert_layers if _is_whole(layer, source)]
+    expert_layers = [layer for layer in find_experts(model) if _is_whole(layer, source)]
     if not expert_layers:
         return
     layers = [_layer(model, layer, hardware, source, seen.get(layer.path)) for layer in expert_layers]

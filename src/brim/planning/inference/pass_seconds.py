@@ -148,8 +148,7 @@ class PassSeconds:
         their code is in the cache), so their seconds are scaled to the sum of the coarsest partition's.
         """
         from brim.planning.seconds.block_calls import calls_of  # few generations measure
-        from brim.planning.seconds.block_timing import block_seconds
-        from brim.planning.seconds.loop_seconds import loop_seconds
+        from brim.planning.seconds.block_timing import block_seconds, loop_seconds
 
         example = Inputs(batch=sizes.batch, prompt=sizes.prompt, total=sizes.total)
         paths = {trigger for partition in partitions for trigger in triggers(partition)}

@@ -258,6 +258,3 @@ def _waited(out: Timeline, compute: str, begin_s: float, took_s: float, label: s
 
 def _computed(out: Timeline, compute: str, begin_s: float, end_s: float, label: str, stream: int) -> None:
     out.add(EventKind.COMPUTE, compute, 0, time_s=begin_s, duration_s=end_s - begin_s, label=label, stream=stream)
-
-
-__all__ = ["beside", "foreseen"]

@@ -166,6 +166,3 @@ def _uses_of(document: Mapping[str, Any]) -> dict[str, frozenset[frozenset[str]]
         name: frozenset(frozenset(paths[index] for index in active) for active in active_sets)
         for name, active_sets in document["read"].items()
     }
-
-
-__all__ = ["RememberedPasses", "fingerprint_of"]

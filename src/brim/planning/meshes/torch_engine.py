@@ -1,26 +1,30 @@
 """Search meshes under PyTorch's own engine, which ``brim train`` runs: with ZeRO's stages and zero-bubble pipelines.
 
-A layer's seconds and saved activations are the difference of traces of one and two layers
-(``estimation.ranks.pieces``), computed once per tensor split; parameters are those of ``planning.meshes``, with
-FSDP2's known bytes for each. Every mesh that may be the fastest is then traced rank by rank (``offload.best``), which
-corrects the estimates of similar ones.
+A layer's seconds and saved activations are the difference of traces of one and two layers, computed once per tensor
+split: such a trace takes half a second of a CPU, that of a whole stage many times that. Parameters are those of
+``planning.meshes``, with FSDP2's known bytes for each. Every mesh that may be the fastest is then traced rank by rank
+(``offload.best``), which corrects the estimates of similar ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from brim import catalog
-from brim.core import Op, Phase
+from brim.core import Category, Op, Phase, Trace
 from brim.errors import BudgetError, ModelError, UnsupportedError, UsageError
+from brim.estimation.estimate import capability_of
 from brim.estimation.models import Source
-from brim.estimation.ranks.job import DEFAULT_PRECISION
-from brim.estimation.ranks.pieces import pieces
+from brim.estimation.ranks import torch_engine
+from brim.estimation.ranks.job import DEFAULT_PRECISION, ParallelJob
+from brim.estimation.ranks.layers import usual_layers
 from brim.estimation.ranks.script import Sent
 from brim.estimation.ranks.sizes import Shape, shape_of
 from brim.estimation.ranks.split import Split, in_flight
 from brim.estimation.ranks.time import StepTime, kernels_s, sent_s
+from brim.estimation.simulation import place_of
+from brim.estimation.workload import Workload
 from brim.planning.meshes.search import SEQUENCES_PER_GPU, Costs, Ends, Mesh, Pieces, nccl_bytes
 from brim.planning.meshes.splits import run_splits
 
@@ -151,10 +155,7 @@ class _Traced(Pieces):
 
     def _of_two_layers(self, split: Split, recompute: str) -> _Layer:
         shallow, deep = (
-            pieces(
-                self.source, split, count, sequence=self.sequence, recompute=recompute, gpu=self.gpu,
-                precision=PRECISION,
-            )
+            traced_layers(self.source, split, count, sequence=self.sequence, recompute=recompute, gpu=self.gpu)
             for count in (1, 2)
         )  # fmt: skip
         first, second = (self._all(trace.ops, trace.sent, split) for trace in (shallow, deep))
@@ -270,3 +271,69 @@ def _copied(split: Split, gathers_s: float, reduces_s: float) -> Costs:
     if split.micro_batches == 1:
         return Costs(forward_s=gathers_s, backward_s=reduces_s, sends_s=0.0)
     return Costs(forward_s=0.0, backward_s=reduces_s * (split.zero == 2), sends_s=0.0)
+
+
+_STATES = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE, Category.BUFFER, Category.WORKSPACE)
+_RANKS = 2  # that split the weights: the fewest that do
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedLayers:
+    """A micro-batch of a model of few layers whose weights are split. ``ops`` are its kernels without ``copies``, by
+    which FSDP2 assembles weights from shards, and shards of gradients; ``sent`` is the rest of the communication.
+    ``kept_bytes``: of activations, at the start of the backward pass."""
+
+    ops: tuple[Op, ...]
+    copies: tuple[Op, ...]
+    sent: tuple[Sent, ...]
+    kept_bytes: int
+
+
+def traced_layers(
+    source: Source, split: Split, layers: int, *, sequence: int, recompute: str, gpu: catalog.Gpu
+) -> TracedLayers:
+    """Trace ``source`` with ``layers`` layers of the most frequent kind, whose tensors, sequences and experts are
+    split by ``split``. Raises as ``torch_engine.stages``."""
+    workload = Workload(
+        task="train", batch=split.micro_batch, seq=sequence, precision=PRECISION, checkpointing=recompute
+    )
+    job = ParallelJob(
+        source=source, workload=workload, split=_little(split), sequence=sequence,
+        capability=capability_of(place_of(gpu)), layers=usual_layers(source, layers),
+    )  # fmt: skip
+    (facts,), _ = torch_engine.stages(job)
+    ops = [op for op in facts.ops if op.phase in (Phase.FORWARD, Phase.BACKWARD)]
+    return TracedLayers(
+        ops=tuple(op for op in ops if not _copies(op)),
+        copies=tuple(op for op in ops if _copies(op)),
+        sent=tuple(sent for sent in facts.sent if sent.axis != "shard"),
+        kept_bytes=_kept_bytes(facts.trace),
+    )
+
+
+def _little(split: Split) -> Split:
+    """The smallest split of the same kinds of parallelism, with one micro-batch for each rank."""
+    shared = split.cp * split.ep
+    gpus = split.tp * (shared if shared > 1 else _RANKS)
+    return Split(
+        gpus=gpus, gpus_per_node=gpus, tp=split.tp, cp=split.cp, ep=split.ep, zero=3,
+        sequence_parallel=split.sequence_parallel, micro_batch=split.micro_batch,
+    )  # fmt: skip
+
+
+def _copies(op: Op) -> bool:
+    return op.name.startswith(("fsdp.", "aten._foreach_copy_."))
+
+
+def _kept_bytes(trace: Trace) -> int:
+    begins = _backward(trace.ops, trace.step_starts[-1])
+    alive = (
+        storage
+        for storage in trace.storages
+        if storage.born < begins and (storage.died is None or storage.died > begins)
+    )
+    return sum(storage.bytes for storage in alive if storage.category not in _STATES)
+
+
+def _backward(ops: Iterable[Op], after: int) -> int:
+    return next(op.at for op in ops if op.phase is Phase.BACKWARD and op.at > after)

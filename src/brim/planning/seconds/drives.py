@@ -52,6 +52,3 @@ def _name(file: Path) -> str:
     """Return a cache key that changes when the file is rewritten."""
     facts = file.stat()
     return f"{file.resolve()} {facts.st_size} {facts.st_mtime_ns}"
-
-
-__all__ = ["reading_from"]

@@ -234,18 +234,3 @@ class _Maker:
     def _copy(self, block: BlockCost, source: str, target: str, after: Sequence[int]) -> int:
         seconds = move_s(block, self._hardware, source, target)
         return self._task(block.name, lane_of(source, target), seconds, after, block.bytes)
-
-
-__all__ = [
-    "BESIDE_BLOCKS",
-    "CPU",
-    "STAGING",
-    "BlockCost",
-    "Job",
-    "Passes",
-    "chain_s",
-    "contention",
-    "move_s",
-    "pass_s",
-]
-__all__ += ["FROM_DISK", "FROM_RAM", "simulate_passes", "ways_of"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from brim.core import EventKind, Timeline
 
@@ -30,17 +30,13 @@ def lane_of(source: str, target: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A task of ``seconds`` on an undisturbed ``lane``; it begins when the tasks ``after`` (by index) have ended.
-
-    It allocates ``takes`` bytes per tier at its beginning, frees ``gives`` at its end, and copies ``bytes``.
-    """
+    """A task of ``seconds`` on an undisturbed ``lane``; it begins when the tasks ``after`` (by index) have ended, and
+    copies ``bytes``."""
 
     name: str
     lane: str
     seconds: float
     after: Sequence[int] = ()
-    takes: Mapping[str, int] = field(default_factory=dict)
-    gives: Mapping[str, int] = field(default_factory=dict)
     bytes: int = 0
 
 
@@ -66,48 +62,25 @@ class Schedule:
         all_s = sum(busy[lane] for lane in together)
         return max(busy, key=lambda lane: (all_s if lane in together else busy[lane], busy[lane]))
 
-    def waits_s(self, lane: str = COMPUTE) -> dict[str, float]:
-        """Return the idle seconds of ``lane``, by the lane that it waited for."""
-        seconds: dict[str, float] = {}
-        for begin, end, cause in self._waits(lane):
-            seconds[cause] = seconds.get(cause, 0.0) + end - begin
-        return seconds
-
-    def peak_bytes(self) -> dict[str, int]:
-        """Return the most bytes that tasks held at once, per tier."""
-        changes: list[tuple[float, int, str, int]] = []
-        for task, begin, end in zip(self.tasks, self.begin_s, self.end_s, strict=True):
-            changes += [(begin, 1, tier, count) for tier, count in task.takes.items()]
-            changes += [(end, 0, tier, -count) for tier, count in task.gives.items()]
-        live: dict[str, int] = {}
-        peak: dict[str, int] = {}
-        for _, _, tier, count in sorted(changes):  # at the same moment, frees come first
-            live[tier] = live.get(tier, 0) + count
-            peak[tier] = max(peak.get(tier, 0), live[tier])
-        return peak
-
     def timeline(self, name: str, compute: str) -> Timeline:
-        """Return the schedule as events: compute and idle time of the tier ``compute``, copies, and memory."""
+        """Return the schedule as events: compute and idle time of the tier ``compute``, and copies."""
         rows: list[tuple[float, float, EventKind, str, int, str, str]] = []
         for task, begin, end in zip(self.tasks, self.begin_s, self.end_s, strict=True):
             source, _, target = task.lane.rpartition(" -> ")
             kind = EventKind.COPY if source else EventKind.COMPUTE
             rows.append((begin, end - begin, kind, target if source else compute, task.bytes, source, task.name))
-            rows += [(begin, 0.0, EventKind.ALLOC, tier, n, "", task.name) for tier, n in task.takes.items()]
-            rows += [(end, 0.0, EventKind.FREE, tier, n, "", task.name) for tier, n in task.gives.items()]
-        rows += [(b, e - b, EventKind.IDLE, compute, 0, "", cause) for b, e, cause in self._waits(COMPUTE)]
-        # At the same moment, frees come before allocations.
-        rows.sort(key=lambda row: (row[0], row[2] is not EventKind.FREE))
+        rows += [(b, e - b, EventKind.IDLE, compute, 0, "", cause) for b, e, cause in self._waits()]
+        rows.sort(key=lambda row: row[0])
         timeline = Timeline(name, measured=False)
         for begin, took, kind, tier, count, source, label in rows:
             timeline.add(kind, tier, count, time_s=begin, duration_s=took, source=source, label=label)
         return timeline
 
-    def _waits(self, lane: str) -> list[tuple[float, float, str]]:
+    def _waits(self) -> list[tuple[float, float, str]]:
+        """Return the idle times of compute, and the lane that each waited for."""
         waits, free_s = [], 0.0
-        same = (COMPUTE, UPDATE) if lane == COMPUTE else (lane,)
         for task, begin, end in zip(self.tasks, self.begin_s, self.end_s, strict=True):
-            if task.lane not in same:
+            if task.lane not in (COMPUTE, UPDATE):
                 continue
             if begin > free_s:
                 last = max(task.after, key=lambda index: self.end_s[index])

@@ -74,6 +74,3 @@ class TrainingCase:
     beside: Contention | None = None
     exact: bool = False
     proves_all: bool = False
-
-
-__all__ = ["Clock", "TrainingCase", "TrainingStrategy"]

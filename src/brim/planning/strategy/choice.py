@@ -1,14 +1,20 @@
-"""A training step's choice per technique, converted to a Plan and back."""
+"""A training step's choice per technique, converted to a Plan and to the solver's Assignment, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from brim.core import Decision, Plan, Promise
+from brim.core.hardware import VRAM
 from brim.core.options import Place as Place
 from brim.errors import FormatError
+from brim.planning.solver.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Assignment, Frame
+from brim.techniques.checkpointing.technique import NONE
 from brim.techniques.streaming import weight_streaming
+from brim.techniques.streaming.placement import RESIDENT, STAGING_SLOTS
+from brim.techniques.streaming.weight_streaming import RING_SLOTS
 
 # Names of decisions and settings in a Plan.
 PRECISION, CHECKPOINTING, ACTIVATIONS = "precision", "checkpointing", "activation_offload"
@@ -16,6 +22,7 @@ STATES, GRADIENTS = "optimizer_offload", "gradient_offload"
 MICRO_BATCH, CHUNK_TOKENS, IN_PLACE, IN_BACKWARD = "micro_batch", "chunk_tokens", "in_place", "update_in_backward"
 BRIEF_BUFFER = "brief_state_buffer"
 OFFLOADED = "offload"
+TOKENS_AT_ONCE = 256  # of a chunk of logits, whose matrix product still runs at full rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,3 +117,60 @@ def _place(plan: Plan, technique: str) -> Place:
     place = plan.choices(technique)[""]
     assert place in ("keep", "ram", "disk")
     return place  # type: ignore[return-value]
+
+
+SHARED = ("micro_batch", "in_backward", "states", "gradients")  # fields of Choice and of Frame
+UNSOLVED = ("precision", "in_place", "brief_buffer")  # fields of Choice that the solver does not choose
+
+
+def rank(seconds: float, assignment: Assignment) -> tuple[float, int, float]:
+    """Return a sort key: seconds to four digits, then the number of techniques in use."""
+    frame = assignment.frame
+    used = [frame.chunked, frame.in_backward, frame.states != KEEP, frame.gradients != KEEP]
+    used += [kept != KEEP for kept in assignment.activations.values()]
+    used += [weights != RESIDENT for weights in assignment.weights.values()]
+    return float(f"{seconds:.4g}"), sum(used), seconds
+
+
+def signature(assignment: Assignment) -> tuple[Any, ...]:
+    kinds = frozenset((assignment.weights[name], kept) for name, kept in assignment.activations.items())
+    return (replace(assignment.frame, slots=2), kinds)
+
+
+def as_choice(assignment: Assignment, precision: str, compute: str) -> Choice:
+    """Convert ``assignment`` to the runtime's form."""
+    frame, kept = assignment.frame, assignment.activations
+    streams = any(choice != RESIDENT for choice in assignment.weights.values())
+    settings = {RING_SLOTS: frame.slots} if streams else {}
+    if streams and compute == VRAM:
+        settings[STAGING_SLOTS] = 2
+    return Choice(
+        precision=precision,
+        chunk_tokens=TOKENS_AT_ONCE if frame.chunked else 0,
+        checkpointing={b: c for b, c in kept.items() if c in (SELECTIVE, FULL)},
+        activations=tuple(b for b, c in kept.items() if c == OFFLOAD),
+        **{name: getattr(frame, name) for name in SHARED},
+        streaming=dict(assignment.weights) if streams else {},
+        streaming_settings=settings,
+    )
+
+
+def as_assignment(choice: Choice, names: Sequence[str]) -> Assignment | None:
+    """Convert ``choice`` to the solver's form; None where it has other blocks than ``names``, or other chunks.
+
+    The fields ``UNSOLVED`` are left out: they change a step's bytes, which its trace tells, and not its schedule.
+    """
+    blocks = {*choice.streaming, *choice.checkpointing, *choice.activations}
+    if choice.chunk_tokens not in (0, TOKENS_AT_ONCE) or not blocks <= set(names):
+        return None
+    frame = Frame(
+        **{name: getattr(choice, name) for name in SHARED},
+        chunked=bool(choice.chunk_tokens),
+        slots=choice.streaming_settings.get(RING_SLOTS, 2),
+    )
+    kept = dict.fromkeys(names, KEEP) | {n: c for n, c in choice.checkpointing.items() if c != NONE}
+    return Assignment(
+        frame=frame,
+        weights={name: choice.streaming.get(name, RESIDENT) for name in names},
+        activations=kept | dict.fromkeys(choice.activations, OFFLOAD),
+    )

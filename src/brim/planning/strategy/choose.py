@@ -235,7 +235,7 @@ def _by_levels(search: TrainingSearch, rungs: list[Choice], start: int) -> Train
     if nearest.rung >= start and _fits(search, nearest):
         return nearest
     if case.finer:
-        return _streamed(search, nearest, len(rungs))
+        return stream_weights(search, nearest, len(rungs))
     if not start and _is_searchable(case):
         return search.least()
     raise no_smaller() if _fits(search, nearest) else too_small(nearest.prediction.peak_bytes, budget)
@@ -254,8 +254,8 @@ def _least(search: TrainingSearch, rungs: list[Choice]) -> TrainingStrategy:
         return last
 
 
-def _streamed(search: TrainingSearch, base: TrainingStrategy, rung: int) -> TrainingStrategy:
-    """Add weight streaming to ``base``, and tighten it until it is proved to fit."""
+def stream_weights(search: TrainingSearch, base: TrainingStrategy, rung: int = -1) -> TrainingStrategy:
+    """Add weight streaming to ``base``, and tighten it until it is proved to fit. Raises BudgetError."""
     case, hardware, budget = search.case, search.hardware, search.limits.budget_bytes
     step, compute, choice = case.step, hardware.compute, base.choice
     spent = step.spent_bytes()
@@ -302,6 +302,3 @@ def _chunkable(model: nn.Module) -> bool:
     except UnsupportedError:
         return False
     return True
-
-
-__all__ = ["follow", "loop_case", "search_training", "within"]

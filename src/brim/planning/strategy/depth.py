@@ -332,6 +332,3 @@ def _extrapolated(
 
 def _unfilled_bytes(layers: int) -> int:
     return _SEGMENTS_BYTES + _REST_BYTES * layers
-
-
-__all__ = ["Shallow"]

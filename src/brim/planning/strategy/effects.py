@@ -10,8 +10,7 @@ from typing import Any
 from brim.core.hardware import DISK, RAM
 from brim.planning.solver.cost_model import held_bytes, peak_bytes
 from brim.planning.solver.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Assignment, Frame, StepProfile
-from brim.planning.strategy.choice import CHUNK_TOKENS, GRADIENTS, IN_BACKWARD, MICRO_BATCH, STATES
-from brim.planning.strategy.ladder import CHUNK_TOKENS as TOKENS_AT_ONCE
+from brim.planning.strategy.choice import CHUNK_TOKENS, GRADIENTS, IN_BACKWARD, MICRO_BATCH, STATES, TOKENS_AT_ONCE
 from brim.planning.strategy.search import TrainingSearch
 from brim.techniques.activation_offload import technique as activation_offload
 from brim.techniques.checkpointing import technique as checkpointing

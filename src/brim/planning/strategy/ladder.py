@@ -16,11 +16,9 @@ from torch import nn
 from brim.core.hardware import DISK, RAM
 from brim.errors import BudgetError, UsageError
 from brim.planning.proof import fits, in_words, over_bytes, search
-from brim.planning.strategy.choice import Choice, Place
+from brim.planning.strategy.choice import TOKENS_AT_ONCE, Choice, Place
 from brim.planning.strategy.prediction import Prediction
 from brim.techniques import micro_batch
-
-CHUNK_TOKENS = 256  # a chunk's matrix product still runs at full rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +102,7 @@ def ladder(subject: Subject, orders: Orders) -> list[Choice]:
     changes: list[dict[str, Any]] = [
         {},
         {"in_place": subject.in_place},
-        {"chunk_tokens": CHUNK_TOKENS if subject.chunkable else 0},
+        {"chunk_tokens": TOKENS_AT_ONCE if subject.chunkable else 0},
         {"micro_batch": 1},
         {"checkpointing": dict.fromkeys(subject.blocks, "selective")},
         {"checkpointing": dict.fromkeys(subject.blocks, "full")},

@@ -14,8 +14,7 @@ from brim.core import Hardware, Phase, Promise, Timeline, Trace
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError
 from brim.estimation.simulation import lives, simulate
-from brim.memory.heap import HeapLimits
-from brim.memory.heap_growth import HeapGrowth
+from brim.memory.heap import HeapGrowth, HeapLimits
 from brim.memory.pool import Pool, TorchSource
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory

@@ -11,25 +11,29 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
-from brim.core import Category, Trace
+from torch import nn
+
+from brim.core import Category, Hardware, Trace
 from brim.core.hardware import RAM
-from brim.errors import BudgetError
+from brim.errors import BudgetError, UnsupportedError
 from brim.planning.proof import fits, prove, search
 from brim.planning.solver import training as solver
 from brim.planning.solver.cost_model import held_bytes, moved_bytes, peak_bytes
-from brim.planning.solver.profile import deepened, measured, profile_of
 from brim.planning.solver.schedule import Schedule
 from brim.planning.solver.step_profile import KEEP, Assignment, Limits, StepProfile, shape_of
 from brim.planning.solver.steps import contention_of, training_step_s
+from brim.planning.solver.training import deepened, measured, profile_of
 from brim.planning.strategy.case import TrainingCase, TrainingStrategy
-from brim.planning.strategy.choice import Choice
+from brim.planning.strategy.choice import TOKENS_AT_ONCE, Choice, as_assignment, as_choice, rank, signature
 from brim.planning.strategy.depth import Shallow
 from brim.planning.strategy.ladder import too_small
 from brim.planning.strategy.prediction import Prediction, TrainingStep
-from brim.planning.strategy.ways import as_assignment, as_choice, head_option, rank, signature, trained_bytes
+from brim.techniques.base import Option
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.checkpointing import technique as checkpointing
+from brim.techniques.loss import chunked as chunked_loss
 from brim.techniques.streaming.placement import RESIDENT
 
 _Least = tuple[Limits, dict[str, int], Assignment]  # of the smallest assignment under limits, and the bytes it needs
@@ -92,7 +96,7 @@ class TrainingSearch:
             (shallow, few), (deeper, more) = (
                 self._profile_of(replace(self._shallow.few(count), batch=batch)) for count in (1, 2)
             )
-            trained = trained_bytes(step.model, step.partition)
+            trained = _trained_bytes(step.model, step.partition)
             blocks = [
                 (b.name, b.bytes, trained[b.name], self._shallow.template(b.name)) for b in step.partition.blocks
             ]
@@ -125,12 +129,12 @@ class TrainingSearch:
             step.partition,
             self.hardware,
             batch=step.batch,
-            trained_bytes=trained_bytes(model, step.partition),
+            trained_bytes=_trained_bytes(model, step.partition),
             gradient_bytes=sum(tensor_bytes(p) for p in trained),
             state_bytes=_state_bytes(trace) if self.case.state_bytes is None else self.case.state_bytes(trained),
             repeated=[b.name for b in step.partition.blocks if b.name in set(checkpointing.blocks(model))],
             head=(
-                head_option(model, step.batch * self.case.tokens, self.hardware) if self.limits.chunkable else None
+                _head_option(model, step.batch * self.case.tokens, self.hardware) if self.limits.chunkable else None
             ),
         )
 
@@ -470,4 +474,19 @@ def _key(choice: Choice, partition: Partition | None = None) -> str:
     return f"{choice!r} {blocks}"
 
 
-__all__ = ["TrainingSearch", "trained_bytes"]
+def _trained_bytes(model: nn.Module, partition: Partition) -> dict[str, int]:
+    parameters = dict(model.named_parameters())
+    return {
+        block.name: sum(tensor_bytes(parameters[n]) for n in block.tensors if parameters[n].requires_grad)
+        for block in partition.blocks
+    }
+
+
+def _head_option(model: nn.Module, tokens: int, hardware: Hardware) -> Option | None:
+    try:
+        layer: Any = model.get_submodule(chunked_loss.find_head(model))
+    except UnsupportedError:
+        return None
+    classes, hidden = layer.weight.shape
+    options = chunked_loss.options(tokens, classes, hidden, hardware, dtype=layer.weight.dtype)
+    return next((option for option in options if option.choice == str(TOKENS_AT_ONCE)), None)

@@ -20,7 +20,6 @@ import torch
 from torch import fx
 
 from brim.predict.flops import is_view
-from brim.predict.fused import fused
 
 _NOTHING = ("_assert_tensor_metadata",)  # checked while the graph is captured
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "var", "var_mean", "max", "min", "argmax", "any", "all", "prod")
@@ -196,7 +195,7 @@ def _run(kernel: Kernel, env: dict[fx.Node, Any]) -> None:
         fresh = [node for node in kernel.nodes if node not in kernel.over]
         places = list(kernel.over.values())
         reads = [env[node] for node in kernel.reads if node not in places]
-        results = fused(reads, [node.meta["val"] for node in fresh], [env[node] for node in places])
+        results = _fused(reads, [node.meta["val"] for node in fresh], [env[node] for node in places])
         env.update(zip(fresh, results, strict=True))
         for node, place in kernel.over.items():
             value = node.meta["val"]
@@ -321,3 +320,56 @@ def _is_alias(node: fx.Node) -> bool:
 def _same_size(node: fx.Node, other: fx.Node) -> bool:
     there, here = node.meta.get("val"), other.meta["val"]
     return isinstance(there, torch.Tensor) and there.dtype == here.dtype and there.numel() == here.numel()
+
+
+# -- the operation that stands for a kernel in a trace: it reads its inputs and allocates its results ----------------
+
+# Defined by hand: ``custom_op`` adds autograd and checks to every call, of which a trace makes thousands.
+_LIBRARY = torch.library.Library("brim", "FRAGMENT")
+_LIBRARY.define("fused(Tensor[] inputs, str layouts) -> Tensor[]")
+_LIBRARY.define("fused_(Tensor[] inputs, Tensor(a!)[] over, str layouts) -> Tensor[]")
+
+
+def _on_fake_tensors(inputs: Sequence[torch.Tensor], layouts: str) -> list[torch.Tensor]:
+    return [_empty(layout) for layout in layouts.split("|")] if layouts else []
+
+
+def _over_fake_tensors(
+    inputs: Sequence[torch.Tensor], over: Sequence[torch.Tensor], layouts: str
+) -> list[torch.Tensor]:
+    return _on_fake_tensors(inputs, layouts)
+
+
+torch.library.register_fake("brim::fused", _on_fake_tensors, lib=_LIBRARY)
+torch.library.register_fake("brim::fused_", _over_fake_tensors, lib=_LIBRARY)
+
+
+def _fused(
+    inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor], over: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor]:
+    """Run one kernel that reads ``inputs``; return tensors laid out like ``results``.
+
+    Its other results are written ``over`` inputs: without new tensors it still runs, and is recorded.
+    """
+    layouts = "|".join(map(_layout, results))
+    outputs: list[torch.Tensor] = (
+        torch.ops.brim.fused_(list(inputs), list(over), layouts)
+        if over
+        else torch.ops.brim.fused(list(inputs), layouts)
+    )
+    return outputs
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    """``bfloat16:2,8:8,1``: plain data, so that fake kernels' results can be cached."""
+    numbers = (",".join(map(str, values)) for values in (tensor.shape, tensor.stride()))
+    return ":".join((str(tensor.dtype).removeprefix("torch."), *numbers))
+
+
+def _empty(layout: str) -> torch.Tensor:
+    dtype, size, stride = layout.split(":")
+    return torch.empty_strided(_numbers(size), _numbers(stride), dtype=getattr(torch, dtype))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]

@@ -2,31 +2,426 @@
 
 from __future__ import annotations
 
-from brim.predict.formulas.activations import activations_first_stage, activations_per_layer
-from brim.predict.formulas.cache import kv_cache, kv_cache_of_config, latent_kv_cache
-from brim.predict.formulas.checkpoint import checkpoint_weights, parameters_from_size, weights
-from brim.predict.formulas.model import explain_generation, explain_training, parameters_by_type
-from brim.predict.formulas.optimizers import OPTIMIZERS, optimizer_state
-from brim.predict.formulas.result import Result
-from brim.predict.formulas.training import gpt_flops, gpt_parameters, megatron_states, zero_states
+import json
+import math
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "OPTIMIZERS",
-    "Result",
-    "activations_first_stage",
-    "activations_per_layer",
-    "checkpoint_weights",
-    "explain_generation",
-    "explain_training",
-    "gpt_flops",
-    "gpt_parameters",
-    "kv_cache",
-    "kv_cache_of_config",
-    "latent_kv_cache",
-    "megatron_states",
-    "optimizer_state",
-    "parameters_by_type",
-    "parameters_from_size",
-    "weights",
-    "zero_states",
-]
+from brim.core.files import regular
+from brim.errors import ModelError, UsageError
+from brim.predict.formulas.optimizers import optimizer_state
+from brim.predict.formulas.result import Result as Result
+from brim.predict.formulas.result import at_least_one, divides, item_bytes, result, written_bytes
+
+if TYPE_CHECKING:
+    from torch import nn  # annotations only: the formulas must answer before torch is imported
+
+_LARGEST_HEADER_BYTES = 100_000_000  # the format's own limit
+_ACTIVATIONS = "Korthikanti et al., arXiv 2205.05198"
+_ZERO = "Rajbhandari et al., arXiv 1910.02054, Table 1"
+_MEGATRON = "Narayanan et al., arXiv 2104.04473"
+RECOMPUTE = ("none", "selective", "full")
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def weights(parameters: int, dtype: str = "float32") -> Result:
+    """Bytes of that many parameters, in decimal and binary gigabytes too, since papers mix the two."""
+    at_least_one(parameters=parameters)
+    size = result(parameters * item_bytes(dtype), "B", f"{parameters:,} x {written_bytes(dtype)}")
+    if size.value < 1e7:
+        return size
+    gigabytes = f"{size.arithmetic} = {size.value / 1e9:,.2f} GB = {size.value / 2**30:,.2f} GiB"
+    return Result(value=size.value, unit="B", arithmetic=gigabytes)
+
+
+def parameters_from_size(file_bytes: int, dtype: str) -> Result:
+    """Parameters in a weights file of that size: its header (some KB in gigabytes) is counted as weights."""
+    at_least_one(file_bytes=file_bytes)
+    count = Fraction(file_bytes) / item_bytes(dtype)
+    return result(count, "parameters", f"{file_bytes:,} B / {written_bytes(dtype)}")
+
+
+def checkpoint_weights(path: str | Path) -> Result:
+    """Bytes of all tensors in a ``.safetensors`` file, or in all of them in a directory, from the headers alone.
+
+    Raises ModelError where there is none or a header is damaged.
+    """
+    where = Path(path)
+    files = sorted(where.glob("*.safetensors")) if where.is_dir() else [where]
+    if not files:
+        raise ModelError(f"Cannot find the weights in {where}.", "It has no .safetensors file.")
+    tensors: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for file in files:
+        for entry in _header(file).values():
+            first, last = entry["data_offsets"]
+            tensors[entry["dtype"]] += 1
+            sizes[entry["dtype"]] += last - first
+    text = " + ".join(f"{tensors[kind]:,} {kind} tensors of {sizes[kind]:,} B" for kind in sorted(sizes))
+    return result(sum(sizes.values()), "B", text or "no tensors", source=f"{len(files)} safetensors headers")
+
+
+def _header(file: Path) -> Mapping[str, Any]:
+    """The header: 8 bytes of its length, then JSON of name -> dtype, shape, data_offsets."""
+    try:
+        with regular(file).open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > _LARGEST_HEADER_BYTES:
+                raise ValueError(f"it announces a header of {length:,} bytes")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            if not (type(first) is type(last) is int and 0 <= first <= last and isinstance(entry["dtype"], str)):
+                raise ValueError(f"tensor {name!r} lies at {entry['data_offsets']}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+        raise ModelError(f"Cannot read the safetensors header of {file}.", f"{error}.") from error
+    return dict(header)
+
+
+def kv_cache(
+    *,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    tokens: int = 1,
+    batch: int = 1,
+    dtype: str = "bfloat16",
+    window: int | None = None,
+    windowed_layers: int = 0,
+) -> Result:
+    """Keys and values of ``tokens`` tokens; ``kv_heads`` is 1 for multi-query and all heads for multi-head attention.
+
+    ``windowed_layers`` of the layers keep the last ``window`` tokens only.
+    """
+    at_least_one(layers=layers, kv_heads=kv_heads, head_dim=head_dim, tokens=tokens, batch=batch)
+    if windowed_layers and (window is None or not 0 < windowed_layers <= layers or window < 1):
+        raise UsageError(
+            f"Cannot give {windowed_layers} of {layers} layers a window of {window}.",
+            "The window must be at least 1, and windowed_layers at most layers.",
+        )
+    kept = min(tokens, window) if window is not None else tokens
+    full = layers - windowed_layers
+    positions = full * tokens + windowed_layers * kept
+    heads = f"{kv_heads} head{'s' * (kv_heads > 1)} x {head_dim} x {written_bytes(dtype)}"
+    if kept < tokens and windowed_layers:
+        parts = [f"{full} layers x {tokens:,} tokens"] * bool(full)
+        parts.append(f"{windowed_layers} layers x {kept:,} tokens")
+        text = f"2 x ({' + '.join(parts)}) x {heads}"
+    else:
+        text = f"2 x {layers} layers x {heads}" + (f" x {tokens:,} tokens" if tokens > 1 else "")
+    text += f" x {batch} sequences" if batch > 1 else ""
+    per = "per token" if tokens == batch == 1 else ""
+    return result(2 * positions * kv_heads * head_dim * batch * item_bytes(dtype), "B", text, per=per)
+
+
+def latent_kv_cache(
+    *, layers: int, kv_lora_rank: int, rope_head_dim: int, tokens: int = 1, batch: int = 1, dtype: str = "bfloat16"
+) -> Result:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, Table 1): one latent and one rotary key per token.
+
+    An implementation that absorbs the up-projections keeps this; transformers expands the latent and keeps all heads.
+    """
+    at_least_one(layers=layers, kv_lora_rank=kv_lora_rank, rope_head_dim=rope_head_dim, tokens=tokens, batch=batch)
+    count = layers * (kv_lora_rank + rope_head_dim) * tokens * batch * item_bytes(dtype)
+    text = f"{layers} layers x ({kv_lora_rank} + {rope_head_dim}) x {written_bytes(dtype)}"
+    text += f" x {tokens:,} tokens" if tokens > 1 else ""
+    text += f" x {batch} sequences" if batch > 1 else ""
+    per = "per token" if tokens == batch == 1 else ""
+    return result(count, "B", text, source="DeepSeek-AI, arXiv 2405.04434, Table 1", per=per)
+
+
+def kv_cache_of_config(
+    config: Mapping[str, Any], *, tokens: int = 1, batch: int = 1, dtype: str = "bfloat16"
+) -> Result:
+    """The decoder's self-attention cache of a Hugging Face ``config``; latent where it has ``kv_lora_rank``.
+
+    Raises ModelError if the configuration lacks the number of layers or heads.
+    """
+    layers = _read(config, "num_hidden_layers", "n_layer", "num_layers", "decoder_layers")
+    if config.get("kv_lora_rank"):
+        rank, rope = _read(config, "kv_lora_rank"), _read(config, "qk_rope_head_dim")
+        return latent_kv_cache(
+            layers=layers, kv_lora_rank=rank, rope_head_dim=rope, tokens=tokens, batch=batch, dtype=dtype
+        )
+    heads = _read(config, "num_attention_heads", "n_head", "num_heads", "decoder_attention_heads")
+    hidden = _read(config, "hidden_size", "n_embd", "d_model")
+    grouped = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
+    kv_heads = 1 if config.get("multi_query") and not config.get("new_decoder_architecture") else grouped
+    head_dim = config.get("head_dim") or config.get("d_kv") or hidden // heads
+    windowed = _windowed_layers(config, layers)
+    return kv_cache(
+        layers=layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        tokens=tokens,
+        batch=batch,
+        dtype=dtype,
+        window=_read(config, "sliding_window", "window_size") if windowed else None,
+        windowed_layers=windowed,
+    )
+
+
+def _windowed_layers(config: Mapping[str, Any], layers: int) -> int:
+    """How many layers attend to a window: by ``layer_types``, GPT-Neo's or Gemma 2's pattern, or all of them."""
+    kinds = config.get("layer_types") or config.get("attention_layers")
+    if kinds:
+        return sum(kind in ("sliding_attention", "local") for kind in kinds)
+    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
+        return 0
+    if config.get("model_type") == "gemma2":  # every other layer, beginning with the first
+        return (layers + 1) // 2
+    return layers
+
+
+def _read(config: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    raise ModelError("Cannot size the key-value cache of this configuration.", f"It has none of {', '.join(names)}.")
+
+
+def activations_per_layer(
+    *,
+    sequence: int,
+    micro_batch: int,
+    hidden: int,
+    heads: int,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    flash_attention: bool = False,
+) -> Result:
+    """Bytes that one layer of a transformer trained in 16 bits keeps for backward on one GPU.
+
+    One layer of a GPT with dropout masks of one byte keeps ``sbh (34 + 5 a s / h)`` bytes (Table 2): 11 sbh in
+    attention beside the ``5 a s^2 b`` of softmax, its dropout mask and its output, 19 sbh in the MLP and 4 sbh in the
+    two layer norms.
+
+    ``recompute``: ``none``, ``selective`` (the attention core is computed again) or ``full`` (only the layer's input
+    is kept). ``flash_attention`` never keeps the ``5 a s / h`` term.
+    """
+    at_least_one(sequence=sequence, micro_batch=micro_batch, hidden=hidden, heads=heads)
+    divides("tensor_parallel", tensor_parallel, heads=heads, hidden=hidden)
+    _check(recompute, tensor_parallel, sequence_parallel)
+    sbh = f"{sequence:,} x {micro_batch} x {hidden:,}"
+    size = Fraction(sequence * micro_batch * hidden)
+    if recompute == "full":
+        return result(2 * size, "B", f"2 x {sbh}", source=f"{_ACTIVATIONS}, Table 2", per="per layer")
+    t = tensor_parallel
+    core = Fraction(5 * heads * sequence, hidden * t)
+    keeps_core = recompute == "none" and not flash_attention
+    if sequence_parallel or t == 1:
+        each, text = Fraction(34, t), "34" if t == 1 else f"34 / {t}"
+    else:
+        each, text = 10 + Fraction(24, t), f"10 + 24 / {t}"
+    if keeps_core:
+        text += f" + 5 x {heads} x {sequence:,} / " + (f"{hidden:,}" if t == 1 else f"({hidden:,} x {t})")
+    total = size * (each + core * keeps_core)
+    return result(total, "B", f"{sbh} x ({text})", source=f"{_ACTIVATIONS}, Table 2", per="per layer")
+
+
+def activations_first_stage(
+    layer: Result,
+    *,
+    layers: int,
+    sequence: int,
+    micro_batch: int,
+    hidden: int,
+    vocabulary: int,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    interleave: int = 1,
+) -> Result:
+    """Bytes of activations on the first pipeline stage, which holds the most; ``layer`` is one layer's.
+
+    Under 1F1B it has ``layers / p`` layers of ``p`` micro-batches: as much as ``layers`` layers, times
+    ``1 + (p - 1) / (p m)`` with ``m`` (``interleave``) model chunks per GPU; and ``sbhp / t`` for the embedding's
+    dropout mask. Without a pipeline (p = 1) the last norm, the output layer and the float32 logits are here too:
+    ``4 sbh / t (1 + v / h)``. Both extras assume sequence parallelism where t > 1, as in the paper.
+    """
+    p, t = pipeline_parallel, tensor_parallel
+    at_least_one(layers=layers, vocabulary=vocabulary, pipeline_parallel=p, interleave=interleave)
+    divides("pipeline_parallel x interleave", p * interleave, layers=layers)
+    if interleave > 1 and p == 1:
+        raise UsageError(
+            f"interleave = {interleave} was given without a pipeline.", "It needs pipeline_parallel > 1."
+        )
+    size, sbh = Fraction(sequence * micro_batch * hidden, t), f"{sequence:,} x {micro_batch} x {hidden:,}"
+    total, text = Fraction(layers * layer.value), f"{layers} layers x {layer.value:,} B"
+    if interleave > 1:
+        total *= 1 + Fraction(p - 1, p * interleave)
+        text += f" x (1 + {p - 1} / ({p} x {interleave}))"
+    total += size * p
+    text += f" + {sbh} x {p} / {t}"
+    if p == 1:
+        total += 4 * size * (1 + Fraction(vocabulary, hidden))
+        text += f" + 4 x {sbh} / {t} x (1 + {vocabulary:,} / {hidden:,})"
+    return result(total, "B", text, source=f"{_ACTIVATIONS}, section 4.3")
+
+
+def _check(recompute: str, tensor_parallel: int, sequence_parallel: bool) -> None:
+    if recompute not in RECOMPUTE:
+        raise UsageError(f"Unknown recompute {recompute!r}.", f"Known: {', '.join(RECOMPUTE)}.")
+    if sequence_parallel and tensor_parallel == 1:
+        raise UsageError(
+            "sequence_parallel was given with tensor_parallel = 1.", "It splits over the tensor-parallel GPUs."
+        )
+
+
+def zero_states(
+    parameters: int,
+    *,
+    gpus: int = 1,
+    stage: int = 0,
+    parameter_bytes: int = 2,
+    gradient_bytes: int = 2,
+    optimizer_bytes: int = 12,
+) -> Result:
+    """Bytes of model states per GPU under data parallelism with ZeRO ``stage`` 0 to 3.
+
+    Mixed-precision Adam by default: 2 B of weights, 2 B of gradients and K = 12 B of float32 weights and moments per
+    parameter. Stage 1 splits the optimizer's, 2 the gradients' too, 3 the weights' too.
+    """
+    at_least_one(parameters=parameters, gpus=gpus)
+    if stage not in range(4):
+        raise UsageError(f"Unknown ZeRO stage {stage}.", "Known: 0, 1, 2 and 3.")
+    parts = ((parameter_bytes, stage >= 3), (gradient_bytes, stage >= 2), (optimizer_bytes, stage >= 1))
+    each = sum((Fraction(size, gpus if split else 1) for size, split in parts), Fraction(0))
+    text = " + ".join(f"{size} / {gpus}" if split and gpus > 1 else f"{size}" for size, split in parts)
+    return result(parameters * each, "B", f"{parameters:,} x ({text}) B", source=_ZERO, per="per GPU")
+
+
+def megatron_states(parameters: int, *, data_parallel: int = 1, distributed_optimizer: bool = False) -> Result:
+    """Bytes of Megatron-LM's states for the ``parameters`` that one GPU holds.
+
+    18 B per parameter: 2 of bfloat16 weights, 4 of float32 gradients, 4 of float32 weights and 8 of moments. The
+    distributed optimizer splits the last 12 over the data-parallel GPUs: ``6 + 12 / dp``
+    (Megatron-LM ``docs/source/api-guide/dist_optimizer.md``).
+    """
+    at_least_one(parameters=parameters, data_parallel=data_parallel)
+    source = "Megatron-LM, dist_optimizer"
+    if not distributed_optimizer:
+        return result(18 * parameters, "B", f"{parameters:,} x 18 B", source=source)
+    each = 6 + Fraction(12, data_parallel)
+    return result(parameters * each, "B", f"{parameters:,} x (6 + 12 / {data_parallel}) B", source=source)
+
+
+def gpt_parameters(*, layers: int, hidden: int, vocabulary: int, sequence: int) -> Result:
+    """Parameters of a GPT: ``12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h))``, biases and norms included.
+
+    The norm after the last layer (2 h) is not in the published form.
+    """
+    at_least_one(layers=layers, hidden=hidden, vocabulary=vocabulary, sequence=sequence)
+    count = 12 * layers * hidden**2 + 13 * layers * hidden + (vocabulary + sequence) * hidden
+    text = f"12 x {layers} x {hidden:,}^2 + 13 x {layers} x {hidden:,} + ({vocabulary:,} + {sequence:,}) x {hidden:,}"
+    return result(count, "parameters", text, source=f"{_MEGATRON}, equation 2")
+
+
+def gpt_flops(
+    *, layers: int, hidden: int, vocabulary: int, sequence: int, batch: int, recompute: bool = False
+) -> Result:
+    """FLOP of one training step of a GPT: ``72 B s l h^2 (1 + s / 6h + V / 12lh)``.
+
+    With full ``recompute`` the layers' forward is computed twice: ``96 B s l h^2 (1 + s / 6h + V / 16lh)``.
+    """
+    at_least_one(layers=layers, hidden=hidden, vocabulary=vocabulary, sequence=sequence, batch=batch)
+    factor, logits = (96, 16) if recompute else (72, 12)
+    base = factor * batch * sequence * layers * hidden**2
+    total = base * (1 + Fraction(sequence, 6 * hidden) + Fraction(vocabulary, logits * layers * hidden))
+    text = f"{factor} x {batch} x {sequence:,} x {layers} x {hidden:,}^2 x (1 + {sequence:,} / (6 x {hidden:,})"
+    text += f" + {vocabulary:,} / ({logits} x {layers} x {hidden:,}))"
+    return result(total, "FLOP", text, source=f"{_MEGATRON}, equation 3")
+
+
+def parameters_by_type(model: nn.Module) -> dict[str, Result]:
+    """Parameters by layer type and shape, each shared one once: ``"Linear [[8, 8], [8]]"`` -> ``2 x (8 x 8 + 8)``.
+
+    The values sum to the model's count.
+    """
+    counts: dict[tuple[str, Shapes], int] = defaultdict(int)
+    for kind, shapes in _owners(model):
+        counts[kind, shapes] += 1
+    formulas = {}
+    for (kind, shapes), count in counts.items():
+        shape_text = " + ".join(" x ".join(f"{n:,}" for n in shape) or "1" for shape in shapes)
+        elements = sum(map(math.prod, shapes))
+        formulas[f"{kind} {list(map(list, shapes))}"] = result(
+            count * elements, "parameters", f"{count} x ({shape_text})"
+        )
+    return formulas
+
+
+def explain_training(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    *,
+    batch: int,
+    sequence: int,
+    dtype: str,
+    optimizer: str,
+    recompute: str = "none",
+) -> dict[str, Result]:
+    """Bytes of a training step, by category. Activations only where ``config`` is a transformer's.
+
+    Gradients and optimizer state have the weights' ``dtype``, as in plain PyTorch. Activations are those of a GPT
+    layer in 16 bits (``activations_per_layer``); for other layers this is a rough figure, and a trace is exact.
+    """
+    shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+    count = sum(map(math.prod, shapes))
+    formulas = {
+        "parameters": weights(count, dtype),
+        "gradients": weights(count, dtype),
+        "optimizer_state": optimizer_state(optimizer, shapes, dtype=dtype),
+    }
+    sizes = _transformer_sizes(config)
+    if sizes is not None:
+        layers, hidden, heads = sizes
+        per_layer = activations_per_layer(
+            sequence=sequence, micro_batch=batch, hidden=hidden, heads=heads, recompute=recompute
+        )
+        per_layer = replace(per_layer, source=f"of a GPT layer in 16 bits: {per_layer.source}")
+        formulas["activations_per_layer"] = per_layer
+        text = f"{layers} layers x {per_layer.value:,} B"
+        formulas["activations"] = result(layers * per_layer.value, "B", text, source=per_layer.source)
+    return formulas
+
+
+def explain_generation(
+    model: nn.Module, config: Mapping[str, Any], *, batch: int, tokens: int, dtype: str
+) -> dict[str, Result]:
+    """Bytes of generation: the weights, and the key-value cache of ``tokens`` tokens where there is one."""
+    formulas = {"parameters": weights(sum(math.prod(p.shape) for p in model.parameters()), dtype)}
+    try:
+        formulas["kv_cache_per_token"] = kv_cache_of_config(config, dtype=dtype)
+        formulas["kv_cache"] = kv_cache_of_config(config, tokens=tokens, batch=batch, dtype=dtype)
+    except ModelError:
+        return formulas  # no attention, no cache: a state-space or convolutional model
+    return formulas
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[str, Shapes]]:
+    """Every module that owns parameters, as its type and the shapes of those that no earlier one owned."""
+    seen: set[int] = set()
+    for module in model.modules():
+        own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in seen]
+        seen.update(map(id, own))
+        if own:
+            yield type(module).__name__, tuple(tuple(parameter.shape) for parameter in own)
+
+
+def _transformer_sizes(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """(layers, hidden, heads) of a decoder or encoder; None where the configuration has none of that shape."""
+    layers = _first(config, "num_hidden_layers", "n_layer", "num_layers")
+    hidden = _first(config, "hidden_size", "n_embd", "d_model")
+    heads = _first(config, "num_attention_heads", "n_head", "num_heads")
+    return (layers, hidden, heads) if layers and hidden and heads else None
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int | None:
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None)

@@ -26,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from brim.predict import failures
+from brim.predict.flops import leaves
 from brim.predict.values.known import (
     ASSUMED,
     MADE_UP,
@@ -37,7 +38,7 @@ from brim.predict.values.known import (
     give,
     give_later,
     known,
-    leaves,
+    mapped,
     peek,
     shape_depends_on_values,
 )
@@ -402,11 +403,9 @@ def _distinct(tensor: torch.Tensor) -> torch.Tensor:
 
 def filled(value: Any) -> Any:
     """Replace all fake tensors by real ones."""
-    if isinstance(value, torch.Tensor):
-        source = known(value)
-        return _distinct(value) if source is None else source.value
-    if isinstance(value, (tuple, list)):
-        return type(value)(filled(item) for item in value)
-    if isinstance(value, dict):
-        return {key: filled(item) for key, item in value.items()}
-    return value
+
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        source = known(tensor)
+        return _distinct(tensor) if source is None else source.value
+
+    return mapped(value, torch.Tensor, fill)

@@ -9,7 +9,7 @@ images costs nothing until the program reads it. Weights, and results computed f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+from brim.predict.flops import leaves
 
 _aten = torch.ops.aten
 _AT_ONCE = 1 << 12  # elements: larger values wait until they are read
@@ -462,33 +464,20 @@ def flat_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Ten
     return leaves_found
 
 
-def leaves(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from leaves(item)
-    elif isinstance(value, dict):
-        yield from leaves(list(value.values()))
+def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Copy containers, with ``change`` applied to their leaves of ``kind``."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(mapped(item, kind, change) for item in value)
+    if isinstance(value, dict):
+        return {key: mapped(item, kind, change) for key, item in value.items()}
+    return value
 
 
 def _known_parts(value: Any) -> Any:
-    """Replace tensors by known values."""
-    if isinstance(value, torch.Tensor):
-        return peek(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_known_parts(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _known_parts(item) for key, item in value.items()}
-    return value
+    return mapped(value, torch.Tensor, peek)
 
 
 def _values(value: Any) -> Any:
-    """Replace known values by tensors."""
-    if isinstance(value, Known):
-        return value.value
-    if isinstance(value, (tuple, list)):
-        return type(value)(_values(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _values(item) for key, item in value.items()}
-    return value
+    return mapped(value, Known, lambda known_value: known_value.value)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 
 # A size as printed. PyTorch's MB and GB are binary too; some locales write a decimal comma; Kubernetes writes Gi.
@@ -25,48 +24,33 @@ SIZE_PATTERN = re.compile(rf"(?<![\w.,]){SIZE}")
 _UNITS = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Format:
     """A kind of message. ``start`` matches its beginning, ``fields`` its numbers.
 
     Every text that ``start`` matches has one of ``words``, which rules out most logs quickly.
 
-    A field's pattern has the groups of ``SIZE``; that of a ``plain`` one a number of bytes, or of KiB if its name
-    ends so. ``device`` is the kind of device; ``_DEVICE`` matches its number. A ``general`` message says only that
-    memory ran out, and counts only without a better one nearby. ``own_line``: it is a full line of the log.
+    A field's pattern has the groups of ``SIZE``, written ``{}``; that of a ``plain`` one a number of bytes, or of KiB
+    if its name ends so. ``device`` is the kind of device; ``_DEVICE`` matches its number. A ``general`` message says
+    only that memory ran out, and counts only without a better one nearby. ``own_line``: it is a full line of the log.
     """
 
-    family: str
-    start: re.Pattern[str]
-    words: tuple[str, ...]
-    device: str
-    fields: tuple[tuple[str, re.Pattern[str]], ...] = ()
-    plain: tuple[tuple[str, re.Pattern[str]], ...] = ()
-    general: bool = False
-    own_line: bool = False
-
-
-def _format(
-    family: str,
-    start: str,
-    words: str | tuple[str, ...],
-    device: str,
-    fields: dict[str, str] | None = None,
-    plain: dict[str, str] | None = None,
-    *,
-    general: bool = False,
-    own_line: bool = False,
-) -> Format:
-    return Format(
-        family=family,
-        start=re.compile(start),
-        words=(words,) if isinstance(words, str) else words,
-        device=device,
-        fields=tuple((name, re.compile(text.replace("{}", SIZE))) for name, text in (fields or {}).items()),
-        plain=tuple((name, re.compile(text)) for name, text in (plain or {}).items()),
-        general=general,
-        own_line=own_line,
-    )
+    def __init__(
+        self,
+        family: str,
+        start: str,
+        words: str | tuple[str, ...],
+        device: str,
+        fields: Mapping[str, str] = {},
+        plain: Mapping[str, str] = {},
+        *,
+        general: bool = False,
+        own_line: bool = False,
+    ) -> None:
+        self.family, self.start, self.device = family, re.compile(start), device
+        self.words = (words,) if isinstance(words, str) else words
+        self.fields = tuple((name, re.compile(text.replace("{}", SIZE))) for name, text in fields.items())
+        self.plain = tuple((name, re.compile(text)) for name, text in plain.items())
+        self.general, self.own_line = general, own_line
 
 
 # XLA's buffer assignment for the program (xla/service/buffer_assignment.cc, BufferAssignment::Stats).
@@ -117,7 +101,7 @@ _REST = r"(?:(?!out of memory).){0,1500}?"  # of the same message
 
 # The first match wins, so special formats precede general ones.
 FORMATS = (
-    _format(
+    Format(
         "torch-cuda-address-space",
         r"\[ExpandableSegmentVA\] Failed to reserve",
         "ExpandableSegmentVA",
@@ -125,41 +109,41 @@ FORMATS = (
         {"tried": r"\({}\) of virtual address space"},
         {"tried_exact": r"Failed to reserve ([0-9]+) ", "reserved_addresses": r"reserving ([0-9]+) bytes"},
     ),
-    _format(
+    Format(
         "torch-cuda-segment-reserve",
         r"This allocation exceeds the expandable-segment reserve of",
         "expandable-segment reserve",
         "cuda",
         {"segment_reserve": r"expandable-segment reserve of {}", "needed": r"so that a segment is at least {}"},
     ),
-    _format(
+    Format(
         "torch-cuda-mempool",
         r"The custom allocator backing this MemPool returned nullptr",
         "MemPool returned",
         "cuda",
     ),
-    _format(
+    Format(
         "torch-cuda-impossible",
         r"(?:CUDA|HIP) out of memory\. ?Tried to allocate more than 1EB",
         "more than 1EB",
         "cuda",
     ),
-    _format(
+    Format(
         "torch-cuda-cached",
         rf"CUDA {_TRIED} [^(]{{1,30}}\(GPU [^)]{{0,200}} cached",
         _ASKED,
         "cuda",
         _OLD | {"cached": r"{} cached"},
     ),
-    _format(
+    Format(
         "torch-cuda-reserved-hint",
         rf"CUDA {_TRIED} [^(]{{1,30}}\(GPU [^)]{{0,250}}\) If reserved memory",
         _ASKED,
         "cuda",
         _OLD | _RESERVED,
     ),
-    _format("torch-cuda-reserved", rf"CUDA {_TRIED} [^(]{{1,30}}\(GPU", _ASKED, "cuda", _OLD | _RESERVED),
-    _format(
+    Format("torch-cuda-reserved", rf"CUDA {_TRIED} [^(]{{1,30}}\(GPU", _ASKED, "cuda", _OLD | _RESERVED),
+    Format(
         "torch-npu",
         r"NPU out of memory\. ?NPUWorkspaceAllocator tried to allocate",
         "NPUWorkspaceAllocator",
@@ -167,16 +151,16 @@ FORMATS = (
         {"tried": r"tried to allocate {}", "total": r"{} total capacity", "free": r"{} free\b"},
     ),
     *(
-        _format(f"torch-{kind}", rf"{kind.upper()} {_TRIED} [^(]{{1,30}}\([GNX]PU", _ASKED, kind, _OLD | _RESERVED)
+        Format(f"torch-{kind}", rf"{kind.upper()} {_TRIED} [^(]{{1,30}}\([GNX]PU", _ASKED, kind, _OLD | _RESERVED)
         for kind in ("npu", "hip", "xpu")
     ),
-    *(_format(f"torch-{kind}", rf"{kind.upper()} {_TRIED}", _ASKED, kind, _NEW) for kind in ("npu", "hip", "xpu")),
-    _format("torch-cuda-2.1", rf"CUDA {_TRIED}(?={_REST}capacty)", _ASKED, "cuda", _NEW),
-    _format("torch-cuda-2.15", rf"CUDA {_TRIED}(?={_REST}expandable_segments is enabled)", _ASKED, "cuda", _NEW),
-    _format("torch-cuda-2.9", rf"CUDA {_TRIED}(?={_REST}PYTORCH_ALLOC_CONF)", _ASKED, "cuda", _NEW),
-    _format("torch-cuda-2.2", rf"torch\.cuda\.OutOfMemoryError: CUDA {_TRIED}", _ASKED, "cuda", _NEW),
-    _format("torch-cuda-2.5", rf"CUDA {_TRIED}", _ASKED, "cuda", _NEW),
-    _format(
+    *(Format(f"torch-{kind}", rf"{kind.upper()} {_TRIED}", _ASKED, kind, _NEW) for kind in ("npu", "hip", "xpu")),
+    Format("torch-cuda-2.1", rf"CUDA {_TRIED}(?={_REST}capacty)", _ASKED, "cuda", _NEW),
+    Format("torch-cuda-2.15", rf"CUDA {_TRIED}(?={_REST}expandable_segments is enabled)", _ASKED, "cuda", _NEW),
+    Format("torch-cuda-2.9", rf"CUDA {_TRIED}(?={_REST}PYTORCH_ALLOC_CONF)", _ASKED, "cuda", _NEW),
+    Format("torch-cuda-2.2", rf"torch\.cuda\.OutOfMemoryError: CUDA {_TRIED}", _ASKED, "cuda", _NEW),
+    Format("torch-cuda-2.5", rf"CUDA {_TRIED}", _ASKED, "cuda", _NEW),
+    Format(
         "torch-cudaMallocAsync",
         r"Allocation on device [^.]{0,12}would exceed allowed memory",
         "would exceed allowed memory",
@@ -189,10 +173,10 @@ FORMATS = (
             "allowed": r"user-supplied memory fraction\) ?: {}",
         },
     ),
-    _format(  # some of PyTorch's allocators, and what ComfyUI keeps of the message
+    Format(  # some of PyTorch's allocators, and what ComfyUI keeps of the message
         "torch-cudaMallocAsync", r"Allocation on device\b", "Allocation on device", "cuda"
     ),
-    _format(
+    Format(
         "torch-mps",
         r"MPS backend out of memory",
         "MPS backend",
@@ -204,55 +188,55 @@ FORMATS = (
             "tried": r"Tried to allocate {}",
         },
     ),
-    _format(
+    Format(
         "torch-mps",
         r"Invalid buffer size: [0-9.]+ ?[KMGT]i?B",
         "Invalid buffer size",
         "mps",
         {"tried": r"Invalid buffer size: {}"},
     ),
-    _format(
+    Format(
         "torch-directml",
         r"Could not allocate tensor with [0-9]+ bytes\. There is not enough GPU video memory",
         "GPU video memory",
         "gpu",
         plain={"tried": r"tensor with ([0-9]+) bytes"},
     ),
-    _format(
+    Format(
         "torch-xpu-runtime",
         r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE_MEMORY|HOST_MEMORY|RESOURCES)"
         r"|PI_ERROR_(?:OUT_OF_RESOURCES|OUT_OF_HOST_MEMORY|MEM_OBJECT_ALLOCATION_FAILURE)",
         ("UR_RESULT_ERROR_OUT_OF_", "PI_ERROR_"),
         "xpu",
     ),
-    _format("torch-cublas", r"(?:HIPBLAS|ROCBLAS)_STATUS_ALLOC_FAILED", "BLAS_STATUS_ALLOC_FAILED", "hip"),
-    _format(
+    Format("torch-cublas", r"(?:HIPBLAS|ROCBLAS)_STATUS_ALLOC_FAILED", "BLAS_STATUS_ALLOC_FAILED", "hip"),
+    Format(
         "torch-cublas",
         r"CUBLAS_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED when calling .cublasCreate",
         "CUBLAS_STATUS_",
         "cuda",
     ),
-    _format("torch-cudnn", r"CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "cuda"),
-    _format(
+    Format("torch-cudnn", r"CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "cuda"),
+    Format(
         "torch-cuda-library",
         r"CU(?:FFT|SOLVER_STATUS|SPARSE_STATUS)_ALLOC_FAILED|CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
         ("_ALLOC_FAILED", "_INSUFFICIENT_RESOURCES"),
         "cuda",
     ),
-    _format(
+    Format(
         "torch-nccl",
         r"ncclUnhandledCudaError(?=.{0,600}out of memory)|NCCL WARN Cuda failure[^\n]{0,40}out of memory",
         ("ncclUnhandledCudaError", "NCCL WARN Cuda"),
         "cuda",
         plain={"tried": r"Failed to CUDA (?:c|host )?[Aa]lloc (?:async )?([0-9]+) bytes"},
     ),
-    _format(
+    Format(
         "torch-cuda-thc",
         r"cuda runtime error \(2\) ?: out of memory|THCudaCheck FAIL [^\n]{0,200}error=2 ?: out of memory",
         ("cuda runtime error (2)", "THCudaCheck FAIL"),
         "cuda",
     ),
-    _format(
+    Format(
         "torch-cpu",
         r"DefaultCPUAllocator: (?:not enough memory|can't allocate memory)|Torch: not enough memory: you tried",
         ("DefaultCPUAllocator", "Torch: not enough memory"),
@@ -260,7 +244,7 @@ FORMATS = (
         {"tried_rounded": r"you tried to allocate (?![0-9]+ bytes){}"},
         {"tried": r"you tried to allocate ([0-9]+) bytes"},
     ),
-    _format(
+    Format(
         "dataloader",
         r"DataLoader worker \(pid\(?s?\)? ?[0-9, ]+\) (?:is killed by signal|exited unexpectedly)"
         r"|unable to (?:mmap [0-9]+ bytes from file|open shared memory object|resize file"
@@ -270,14 +254,14 @@ FORMATS = (
         "cpu",
         plain={"tried": r"unable to mmap ([0-9]+) bytes"},
     ),
-    _format(
+    Format(
         "numpy",
         r"Unable to allocate [0-9.]+ [KMGT]?i?B(?:ytes)? for an array with shape",
         "Unable to allocate",
         "cpu",
         {"tried": r"Unable to allocate {}"},
     ),
-    _format(
+    Format(
         "linux-oom-killer",
         r"(?:\b\w[\w.:-]{0,40} invoked oom-killer|oom-kill:constraint=|(?:Memory cgroup o"
         r"|O)ut of memory: Kill(?:ed)? process [0-9]+"
@@ -294,7 +278,7 @@ FORMATS = (
             "limit": r"memory: usage [0-9]+kB, limit ([0-9]+)(kB)",
         },
     ),
-    _format(
+    Format(
         "oomd",
         r"Killed \S{1,200} due to memory (?:pressure|used)|killed by the OOM killer|Failed with result 'oom-kill'"
         r"|sending SIG(?:TERM|KILL) (?:to|when not enough) .{0,100}?(?:badness|memory)",
@@ -302,7 +286,7 @@ FORMATS = (
         "cpu",
         {"resident": r"VmRSS:? {}", "used": r"due to memory used \({}\)", "total": r"total \({}\)"},
     ),
-    _format(
+    Format(
         "slurm",
         r"[Dd]etected [0-9]+ oom[-_]kill event|\boom-kill event\(s\) in|[Ee]xceeded (?:job|step) memory limit"
         r"|exceeded memory limit \(|task [0-9,\[\]-]+: Out [Oo]f [Mm]emory|\bState: OUT_OF_MEMORY"
@@ -319,7 +303,7 @@ FORMATS = (
             "limit_kib": r"exceeded memory limit \([0-9]+ > ([0-9]+)\)",
         },
     ),
-    _format(
+    Format(
         "batch-scheduler",
         r"PBS: job killed: \w+ [0-9]+kb exceeded limit [0-9]+kb|TERM_MEMLIMIT|over memory limit of [0-9]+ megabytes",
         ("PBS: job killed", "TERM_MEMLIMIT", "over memory limit"),
@@ -331,7 +315,7 @@ FORMATS = (
             "used_peak": r"(?:Peak usage|Max Memory ?): ?([0-9.]+) ([KMGTkmgt])",
         },
     ),
-    _format(
+    Format(
         "kubernetes",
         r"\bOOMKill(?:ed|ing)\b(?!['\"]?: ?false)|low on resource: memory",
         ("OOMKill", "low on resource: memory"),
@@ -344,7 +328,7 @@ FORMATS = (
             "limit": r"Limits: (?:cpu: \S+ )?memory: {}",
         },
     ),
-    _format(
+    Format(
         "ray",
         r"Task was killed due to the node running low on memory|Memory on the node \(IP"
         r"|\b[0-9]{1,9} Workers? \(tasks / actors\) killed due to memory pressure",
@@ -356,14 +340,14 @@ FORMATS = (
             "total": r"\) was running was [0-9.]+ ?\w+ / {}",
         },
     ),
-    _format(
+    Format(
         "ray-object-store",
         r"ObjectStoreFullError|in object store because it is full",
         ("ObjectStoreFullError", "object store because"),
         "cpu",
         plain={"tried": r"[Oo]bject size is ([0-9]+) bytes"},
     ),
-    _format(
+    Format(
         "ollama",
         r"model requires more (?:system |gpu )?memory \([^)]{1,40}\) than is available"
         r"|model request too large for system",
@@ -376,20 +360,20 @@ FORMATS = (
             "free": r"\bfree=\"?{}",
         },
     ),
-    _format(
+    Format(
         "lm-studio",
         r"insufficient system resources",
         "insufficient system resources",
         "cpu",
         {"needed": r"requires approximately {}"},
     ),
-    _format(
+    Format(
         "windows-paging-file",
         r"[Pp]aging file is too small|WinError 1455|os error 1455|DefaultCPUAllocator: .{0,20}paging file",
         ("aging file", "1455"),
         "cpu",
     ),
-    _format(
+    Format(
         "jax-tpu",
         r"(?:RESOURCE_EXHAUSTED: [^\n]{0,60}?)?Ran out of memory in memory space \w+",
         "Ran out of memory in memory space",
@@ -400,7 +384,7 @@ FORMATS = (
             "short": r"[Ee]xceeded (?:scoped )?\w+ (?:capacity|limit) by {}",
         },
     ),
-    _format(  # tpu_driver: the program is loaded at the bottom of memory, its arrays lie at the top
+    Format(  # tpu_driver: the program is loaded at the bottom of memory, its arrays lie at the top
         "jax-tpu",
         r"(?:RESOURCE_EXHAUSTED: [^\n]{0,80}?)?Attempting to (?:reserve|allocate) [0-9.]+[KMGT]?B?\b.{0,60}?"
         r"That was not possible",
@@ -413,7 +397,7 @@ FORMATS = (
             "reservable": r"and {} reservable",
         },
     ),
-    _format(
+    Format(
         "jax",
         r"RESOURCE_EXHAUSTED: (?!OOM when)[^\n]{0,80}?(?:[Oo]ut of memory|allocat)",
         "RESOURCE_EXHAUSTED",
@@ -425,7 +409,7 @@ FORMATS = (
         },
         {"tried": r"(?:allocate|allocating) ([0-9]+) bytes", **_BFC},
     ),
-    _format(  # what jaxlib logs before it raises; TensorFlow's copy lies in external/local_xla
+    Format(  # what jaxlib logs before it raises; TensorFlow's copy lies in external/local_xla
         "jax",
         r"external/xla/[\w/]{0,60}bfc_allocator\.cc:[0-9]+\] Allocator \(\w+\) ran out of memory"
         r"(?!.{0,80}The caller indicates)",
@@ -434,7 +418,7 @@ FORMATS = (
         {"tried_rounded": r"trying to allocate {}", "tried": r"\(([0-9]+)(B)\) on device", **_XLA_BUFFERS},
         {"tried": r"rounded to ([0-9]{1,20})\)", **_BFC},
     ),
-    _format(  # the share that is taken at the start is more than is free
+    Format(  # the share that is taken at the start is more than is free
         "jax",
         r"(?:external/xla/[\w/]{0,80}|\bcuda_executor)\.cc:[0-9]+\] failed to allocate [^:]{0,60} from device: ",
         ("external/xla/", "cuda_executor.cc"),
@@ -442,7 +426,7 @@ FORMATS = (
         {"tried_rounded": r"failed to allocate {}"},
         {"tried": r"\(([0-9]+) bytes\) from device"},
     ),
-    _format(
+    Format(
         "jax",
         r"Failed to allocate request for [0-9.]+ ?[KMGT]i?B",
         "Failed to allocate request",
@@ -450,8 +434,8 @@ FORMATS = (
         {"tried_rounded": r"allocate request for {}", "tried": r"\(([0-9]+)(B)\) on device", **_XLA_BUFFERS},
         _BFC,
     ),
-    _format("tensorflow", r"OOM when allocating tensor with shape ?\[", "OOM when allocating", "gpu", plain=_BFC),
-    _format(
+    Format("tensorflow", r"OOM when allocating tensor with shape ?\[", "OOM when allocating", "gpu", plain=_BFC),
+    Format(
         "tensorflow",
         r"bfc_allocator\.cc:[0-9]+\] Allocator \(\w+\) ran out of memory trying to allocate"
         r"(?!.{0,60}The caller indicates)|failed to allocate memory \[Op:"
@@ -461,7 +445,7 @@ FORMATS = (
         {"tried_rounded": r"trying to allocate {}"},
         {"tried": r"rounded to ([0-9]{1,20})\)", **_BFC},
     ),
-    _format(
+    Format(
         "tensorflow",
         r"failed to allocate [^:]{0,60} from device: (?:RESOURCE_EXHAUSTED: )?:? ?CUDA_ERROR_OUT_OF_MEMORY",
         "CUDA_ERROR_OUT_OF_MEMORY",
@@ -469,7 +453,7 @@ FORMATS = (
         {"tried_rounded": r"failed to allocate {}"},
         {"tried": r"\(([0-9]+) bytes\) from device"},
     ),
-    _format(
+    Format(
         "mlx",
         r"\[(?:metal::)?malloc(?:_or_wait)?\] (?:Attempting|Unable) to allocate [0-9]+ bytes"
         r"|Command buffer execution failed: Insufficient Memory(?: \(\w{1,20}:\w{1,80}\))?",
@@ -477,14 +461,14 @@ FORMATS = (
         "mps",
         plain={"tried": r"to allocate ([0-9]+) bytes", "largest_buffer": r"buffer size of ([0-9]+) bytes"},
     ),
-    _format(
+    Format(
         "llama.cpp-pinned",
         r"ggml_cuda_host_malloc: failed to allocate",
         "ggml_cuda_host_malloc",
         "cpu",
         {"tried": r"failed to allocate {}"},
     ),
-    _format(
+    Format(
         "llama.cpp",
         r"ggml_backend_\w+_buffer_type_alloc_buffer: (?:allocating|failed to allocate)",
         "buffer_type_alloc_buffer",
@@ -492,7 +476,7 @@ FORMATS = (
         {"tried_rounded": r"allocating {} on device"},
         {"tried": r"buffer of size ([0-9]+)"},
     ),
-    _format(
+    Format(
         "llama.cpp",
         r"(?:alloc_tensor_range|ggml_gallocr_reserve_n\w*|ggml_metal\w*|ggml_vulkan|\b\w{0,40}kv_cache\w*|graph_reserve"
         r"|llama_\w+|ggml_backend_alloc\w+): .{0,40}?(?:failed to allocate|unable to allocate|allocation of size "
@@ -519,14 +503,14 @@ FORMATS = (
         },
         {"tried": r"(?:buffer|allocation) of size ([0-9]+)"},
     ),
-    _format(
+    Format(
         "vllm",
         r"No available memory for the cache blocks",
         "No available memory",
         "cuda",
         {"short": r"Available KV cache memory: -{}"},
     ),
-    _format(
+    Format(
         "vllm",
         r"Free memory on device[^(]{0,12}\([0-9.]+/[0-9.]+ GiB\) on startup is less than",
         "Free memory on device",
@@ -537,7 +521,7 @@ FORMATS = (
             "wanted": r"utilization \([0-9.]+, {}\)",
         },
     ),
-    _format(
+    Format(
         "vllm",
         r"larger than the maximum number of tokens that can be stored in KV cache"
         r"|[Tt]o serve at least one request with the model(?:'?s'?|s's) max seq len",
@@ -545,21 +529,21 @@ FORMATS = (
         "cuda",
         {"needed": r"{} KV cache is needed", "available": r"available KV cache memory \({}\)"},
     ),
-    _format(
+    Format(
         "sglang",
         r"Not enough memory\. ?Please try to increase --mem-fraction-static"
         r"|(?:Prefill|Decode) out of memory\. ?Try to lower your batch size",
         ("--mem-fraction-static", "ut of memory. Try to lower your batch size"),
         "cuda",
     ),
-    _format("sglang-unbalanced", r"memory capacity is unbalanced", "capacity is unbalanced", "cuda"),
-    _format(
+    Format("sglang-unbalanced", r"memory capacity is unbalanced", "capacity is unbalanced", "cuda"),
+    Format(
         "tgi",
         r"Not enough memory to handle [0-9]+ (?:total|prefill) tokens",
         "Not enough memory to handle",
         "cuda",
     ),
-    _format(
+    Format(
         "tensorrt",
         r"CUDA runtime error in .{0,200}?: out of memory|Requested amount of GPU memory \([0-9]+ bytes\) could not be"
         r"|Cuda Runtime \(out of memory\)|OutOfMemory \(.{0,20}no implementation",
@@ -567,7 +551,7 @@ FORMATS = (
         "cuda",
         plain={"tried": r"GPU memory \(([0-9]+) bytes\)", "tried_exact": r"\brequested size of ([0-9]+)"},
     ),
-    _format(
+    Format(
         "onnxruntime",
         r"Failed to allocate memory for requested buffer of size [0-9]+|Available memory of [0-9]+ is smaller than"
         r"|CUDA failure 2: out of memory",
@@ -578,7 +562,7 @@ FORMATS = (
             "free": r"Available memory of ([0-9]+)",
         },
     ),
-    _format(
+    Format(
         "cupy",
         r"[Oo]ut of memory (?:allocating [0-9,]+|to allocate [0-9]+) bytes",
         ("ut of memory allocating", "ut of memory to allocate"),
@@ -589,7 +573,7 @@ FORMATS = (
             "limit": r"limit set to:? ([0-9,]+) bytes",
         },
     ),
-    _format(
+    Format(
         "rmm",
         r"(?:(?:std::)?bad_alloc|out_of_memory)\W.{0,30}?"
         r"(?:RMM failure at|CUDA error(?: \(failed to allocate [^)]*\))? at)"
@@ -599,7 +583,7 @@ FORMATS = (
         {"tried": r"[Ff]ailed to allocate {}"},
         {"tried": r"[Ff]ailed to allocate ([0-9]+) bytes", "upstream": r"\[Upstream ([0-9]+)B\]"},
     ),
-    _format(
+    Format(
         "xgboost",
         r"Memory allocation error on worker [0-9]+",
         "Memory allocation error on worker",
@@ -610,61 +594,61 @@ FORMATS = (
             "tried": r"Requested memory: ([0-9]+)(?![0-9.]| ?[KMGT])",
         },
     ),
-    _format(
+    Format(
         "habana",
         r"Allocation failed for size ?::? ?[0-9]+",
         "Allocation failed for size",
         "hpu",
         plain={"tried": r"Allocation failed for size ?::? ?([0-9]+)"},
     ),
-    _format(
+    Format(
         "torch-npu",
         r"\bEL0004\b|ACL_ERROR_RT_MEMORY_ALLOCATION|error code is 207001",
         ("EL0004", "ACL_ERROR_RT_MEMORY", "207001"),
         "npu",
     ),
-    _format(  # a share of a GPU that a container was given
+    Format(  # a share of a GPU that a container was given
         "hami",
         r"HAMI-core ERROR [^\]]{0,80}\]: Device [0-9]+ OOM [0-9]+ / [0-9]+",
         "HAMI-core ERROR",
         "cuda",
         plain={"needed": r"OOM ([0-9]+) /", "limit": r"OOM [0-9]+ / ([0-9]+)"},
     ),
-    _format(
+    Format(
         "exllama",
         r"Insufficient VRAM (?:in split )?for model and cache|Insufficient space on devices? for model and cache",
         "for model and cache",
         "cuda",
     ),
-    _format("transformers", r"enough GPU RAM to fit the", "enough GPU RAM", "gpu"),
-    _format(
+    Format("transformers", r"enough GPU RAM to fit the", "enough GPU RAM", "gpu"),
+    Format(
         "torch-directml",
         r"Not enough memory resources are available to complete this operation|E_OUTOFMEMORY",
         ("Not enough memory resources", "E_OUTOFMEMORY"),
         "gpu",
     ),
-    _format(
+    Format(
         "shared-memory",
         r"Error while creating shared memory segment \S+|/dev/shm.{0,80}No space left on device",
         ("shared memory segment", "/dev/shm"),
         "cpu",
         plain={"tried": r"\(size ([0-9]+)\)"},
     ),
-    _format(
+    Format(
         "triton",
         r"out of resource: shared memory, Required: [0-9]+",
         "out of resource: shared memory",
         "cuda",
         plain={"tried": r"Required: ([0-9]+)", "total": r"Hardware limit: ([0-9]+)"},
     ),
-    _format(
+    Format(
         "torch-hip-runtime",
         r"HIP error: out of memory|hipErrorOutOfMemory|HIP out of memory|HSA_STATUS_ERROR_OUT_OF_RESOURCES",
         ("HIP error: out", "hipErrorOutOfMemory", "HIP out of memory", "HSA_STATUS_ERROR_OUT"),
         "hip",
         general=True,
     ),
-    _format(
+    Format(
         "torch-cuda-runtime",
         r"CUDA (?:driver )?[Ee]rror: out of memory|NVML_SUCCESS == r INTERNAL ASSERT FAILED"
         r"|CUDA out of memory|NvMapMemAllocInternalTagged: \d+ error 12",
@@ -672,7 +656,7 @@ FORMATS = (
         "cuda",
         general=True,
     ),
-    _format(
+    Format(
         "cuda-runtime",
         r"cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|CUDA failed with error out of memory"
         r"|CUDA error at .{0,200}?out of memory|\(-217:Gpu API call\) out of memory",
@@ -680,9 +664,9 @@ FORMATS = (
         "cuda",
         general=True,
     ),
-    _format("torch-xpu-runtime", r"XPU out of memory", "XPU out of memory", "xpu", general=True),
-    _format("torch-npu", r"NPU out of memory", "NPU out of memory", "npu", general=True),
-    _format(
+    Format("torch-xpu-runtime", r"XPU out of memory", "XPU out of memory", "xpu", general=True),
+    Format("torch-npu", r"NPU out of memory", "NPU out of memory", "npu", general=True),
+    Format(
         "host",
         r"std::bad_alloc|\bMemoryError\b|DefaultCPUAllocator: not enough|\bCannot allocate memory"
         r"|memory allocation of [0-9]+ bytes failed|Insufficient memory\)? \(?Failed to allocate [0-9]+ bytes"
@@ -702,7 +686,7 @@ FORMATS = (
         plain={"tried": r"(?:memory allocation of|Failed to allocate) ([0-9]+) bytes"},
         general=True,
     ),
-    _format(  # a process that the system ends says nothing itself: its shell, launcher or container does
+    Format(  # a process that the system ends says nothing itself: its shell, launcher or container does
         "killed",
         r"line [0-9]+: +[0-9]+ Killed\b|\[[0-9]+\] ?[+-]? +(?:[0-9]+ )?[Kk]illed\b|zsh: killed\b"
         r"|(?:[Ee]xit(?:ed)?(?: with)?(?: exit)?[ _]?(?:[Cc]ode|[Ss]tatus)?|return code"
@@ -714,8 +698,8 @@ FORMATS = (
         "cpu",
         general=True,
     ),
-    _format("killed", r"Killed(?:: 9)?", "Killed", "cpu", general=True, own_line=True),
-    _format(
+    Format("killed", r"Killed(?:: 9)?", "Killed", "cpu", general=True, own_line=True),
+    Format(
         "other",
         r"(?i:\b(?:(?<!run )(?<!running )(?<!avoid )(?<!prevent )out of (?:\w+ )?memory|(?:insufficient"
         r"|not enough) (?:\w+ ){0,2}(?:memory|vram|ram)"

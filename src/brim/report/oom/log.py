@@ -166,7 +166,6 @@ def _telling_lines(lines: list[str]) -> list[int]:
 
 
 def of_text(text: str) -> Iterator[Window]:
-    """Yield the windows of a text."""
     return windows(io.BytesIO(text.encode("utf-8", "replace")))
 
 

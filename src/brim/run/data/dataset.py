@@ -228,13 +228,7 @@ class Batches:
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        batch: int,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        pad_to: int | None = None,
+        self, dataset: Dataset, batch: int, *, seed: int = 0, shuffle: bool = True, pad_to: int | None = None
     ) -> None:
         """pad_to: length of every batch (``seq`` gives the promised shape); None pads to the batch's longest
         example."""

@@ -243,9 +243,7 @@ def _check_text(text: Any, name: str, where: str, *, may_be_empty: bool = False)
 
 def _too_long(where: str) -> UsageError:
     return UsageError(
-        f"Cannot read {where}.",
-        f"It is longer than {_MAX_LINE_BYTES // MIB} MiB.",
-        "Split it into several examples.",
+        f"Cannot read {where}.", f"It is longer than {_MAX_LINE_BYTES // MIB} MiB.", "Split it into several examples."
     )
 
 

@@ -14,7 +14,7 @@ from brim.measure.token_clock import Clock
 from brim.requests.sampling import cut
 from brim.run.generate.inputs import Batch, encode, encode_chat, instructed
 from brim.run.generate.loop import Ending, Printer, run_batch, seeded
-from brim.run.generate.request import OpenedRun, Request, opened_for_chat
+from brim.run.generate.request import OpenedRun, Request, opened_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +126,15 @@ def chat(
     own limit if that is smaller. Raises as ``generate`` does.
     """
     with ExitStack() as stack:
-        run, tokens = stack.enter_context(opened_for_chat(request, context, on_stage, on_loaded))
+        run = stack.enter_context(opened_run(request, [], on_stage, on_loaded, context=context or 0))
+        assert run.context is not None
         if run.encodes:
             raise UnsupportedError(
                 f"Cannot hold a conversation with {request.model}.", "An encoder-decoder answers a single text.",
                 "Give --prompt.",
             )  # fmt: skip
         loaded = run.loaded
-        cache = loaded.cache(1, tokens - request.max_new_tokens, request.max_new_tokens)
+        cache = loaded.cache(1, run.context - request.max_new_tokens, request.max_new_tokens)
         if cache is not None:
             stack.callback(cache.remove)
-        yield Conversation(run, request, tokens, cache)
+        yield Conversation(run, request, run.context, cache)

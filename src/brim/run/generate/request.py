@@ -144,7 +144,7 @@ def generate(
         raise UsageError(
             "Cannot generate from several prompts.", "generate() takes a single prompt.", "Use generate_many()."
         )
-    with _opened(request, [request.prompt], on_stage, on_loaded) as run:
+    with opened_run(request, [request.prompt], on_stage, on_loaded) as run:
         printer = Printer(run.tokenizer, on_text, request.stop)
         clock = Clock(printer.put)
         with seeded(run.sampling):
@@ -171,7 +171,7 @@ def generate_many(
     clocks: list[Clock] = []
     tokens = 0
     seconds = 0.0
-    with _opened(request, prompts, on_stage, on_loaded) as run, seeded(run.sampling):
+    with opened_run(request, prompts, on_stage, on_loaded) as run, seeded(run.sampling):
         todo = list(run.batches())
         compared = next((batch for batch in todo if must_compare(run.loaded, batch)), None)
         for number, batch in enumerate(todo, start=1):
@@ -291,7 +291,7 @@ def _read(path: str | Path) -> PlanFile:
 
 
 @contextlib.contextmanager
-def _opened(
+def opened_run(
     request: Request,
     prompts: Sequence[str],
     on_stage: Callable[[str], None],
@@ -371,19 +371,6 @@ def _opened_here(
             finally:
                 run.loaded.handle.close()
         run.usage = monitor.usage()
-
-
-@contextlib.contextmanager
-def opened_for_chat(
-    request: Request,
-    context: int | None,
-    on_stage: Callable[[str], None],
-    on_loaded: Callable[[int, int], None],
-) -> Iterator[tuple[OpenedRun, int]]:
-    """Yield a loaded model for one conversation, and the conversation's tokens. See ``run.generate.chat.chat``."""
-    with _opened(request, [], on_stage, on_loaded, context=context or 0) as run:
-        assert run.context is not None
-        yield run, run.context
 
 
 def _context(opened: OpenedModel, wanted: int, new_tokens: int) -> int:

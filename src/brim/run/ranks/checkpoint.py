@@ -53,7 +53,6 @@ class SplitSaver:
         self._course = {"MODEL": self._model, **course, "--precision": recipe.precision}
         self._resumed_at = 0
         self.notes: list[str] = []
-        self._steps_done = 0  # of the optimizer
 
     def start(self, batches: Batches) -> int:
         """Read the newest complete checkpoint; returns the number of its step, 0 if there is none."""
@@ -94,10 +93,7 @@ class SplitSaver:
         writer = FolderWriter(self._output, step, ())
         ranks.agree(lambda: _write(folder, writer.create) if ranks.is_first else None)
         with _quiet(), _as_transfer(folder):
-            save(
-                self._tensors(),
-                storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-            )
+            save(self._tensors(), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
         mine = ranks.agree(lambda: self._own_entries(folder))
         gathered: list[Any] | None = [None] * ranks.world if ranks.is_first else None
         dist.gather_object(mine, gathered)

@@ -31,7 +31,7 @@ from brim.run.generate.inputs import check, encode
 from brim.run.generate.loop import Ending, Printer, seeded
 from brim.run.generate.request import Request
 from brim.run.ranks.group import Ranks
-from brim.run.ranks.model import Filler, own_shares
+from brim.run.ranks.model import Filler, move_buffers, own_shares
 from brim.run.ranks.train import run_joined
 from brim.techniques.checkpointing.technique import blocks
 from brim.techniques.parallel import pipeline, sharding
@@ -92,11 +92,7 @@ class RanksAnswer:
         } | ({} if self.seed is None else {"seed": self.seed})  # fmt: skip
 
 
-def generate(
-    request: RanksRequest,
-    *,
-    on_text: Callable[[str], None] = lambda text: None,
-) -> RanksAnswer | None:
+def generate(request: RanksRequest, *, on_text: Callable[[str], None] = lambda text: None) -> RanksAnswer | None:
     """Generate with all ranks; returns the answer on rank 0, None on the others.
 
     A rank that fails reports it through rank 0 and ends. Raises UsageError where torchrun, or brim, has not started
@@ -184,10 +180,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _moved(module: nn.Module, device: torch.device) -> Any:
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = buffer.to(device)
+    move_buffers(module, device)
     return module.eval().requires_grad_(False)
 
 

@@ -4,7 +4,7 @@ A dispatch mode sees the results of operations; earlier tensors count from the b
 (buffers of gloo or NCCL, workspaces of kernels) is not seen.
 
 Shards in RAM are counted apart from other tensors. On CPUs both are in RAM: there the other tensors count as VRAM, as
-the CPU plays the GPU (``techniques.parallel.sharding_offload``).
+the CPU plays the GPU (``techniques.parallel.sharding``).
 """
 
 from __future__ import annotations

@@ -166,11 +166,15 @@ def _chunk(
         context=context, fill=Filler(training_model.weights, names, device),
     )  # fmt: skip
     own_shares(stage)
-    for module in stage.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+    move_buffers(stage, device)
     return Chunk(module=stage, handle=handle, names=full_names, index=index, of=of)
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
 
 
 class Filler:

@@ -22,7 +22,6 @@ from brim.errors import BrimError, BudgetError, UnsupportedError, first_line
 from brim.measure.capacity import memory_fraction, resident_bytes
 from brim.memory import heap
 from brim.model_inputs import map_tensors
-from brim.planning.inference.choosing import Need, make_plan
 from brim.planning.inference.example_shapes import as_shapes
 from brim.planning.inference.forward_prediction import forward_need, search_forward, untouched_bytes
 from brim.planning.inference.machine import (
@@ -373,11 +372,9 @@ class Decisions:
             outcome.untouched_bytes = search.untouched().peak_bytes
             if fits(outcome.untouched_bytes, case.share):
                 return None
-            compute = self.hardware.compute
-            step = max(0, outcome.untouched_bytes[compute] - parameter_bytes(case.root))
-            need = Need(step_bytes=step, tokens=1)
-            partition, plan = make_plan(case.root, self.hardware, case.share, need, Weights(), task="train")
-        arguments = (case.root, partition, plan, self.hardware, Weights(), self._device)
+            strategy = search.stream_weights()
+            plan = search.plan_of(strategy)
+        arguments = (case.root, strategy.partition, plan, self.hardware, Weights(), self._device)
         return lambda: put_in_force(*arguments, training=True)
 
     def _forward(self, case: _Case, outcome: Outcome) -> _Fit | None:

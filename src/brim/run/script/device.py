@@ -21,7 +21,7 @@ from torch._guards import CompileContext
 from torch.overrides import TorchFunctionMode
 from torch.utils.data._utils import pin_memory as pinning
 
-from brim.predict.torch_cuda import Device, in_place, streams
+from brim.predict.torch_cuda import AUTOCAST_STATE, Device, autocast_of_cpu, in_place, streams
 from brim.run.script.moves import leave
 
 _CPU = torch.device("cpu")
@@ -32,7 +32,6 @@ _SILENT = (
 )  # fmt: skip
 _NUMBERS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 _SEEDS = ("manual_seed", "manual_seed_all")
-_AUTOCAST = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
 
 
 class PretendedDevice:
@@ -45,8 +44,8 @@ class PretendedDevice:
         self._stack.enter_context(in_place(_torch_cuda()))
         # Dynamo would look up the accelerator's streams by PyTorch's own class.
         self._stack.enter_context(mock.patch.object(torch.accelerator, "is_available", _is_not_compiled))
-        for name in _AUTOCAST:
-            self._stack.enter_context(mock.patch.object(torch, name, _autocast_of_cpu(getattr(torch, name))))
+        for name in AUTOCAST_STATE:
+            self._stack.enter_context(mock.patch.object(torch, name, autocast_of_cpu(getattr(torch, name))))
         self._stack.enter_context(mock.patch.object(torch, "load", _loading(torch.load)))
         # A data loader pins memory in its own thread, where the mode is not in force.
         self._stack.enter_context(mock.patch.object(pinning, "pin_memory", lambda data, device=None: data))
@@ -128,18 +127,6 @@ def _is_not_compiled() -> bool:
 def _answering(value: Any) -> Callable[..., Any]:
     """A new function that returns ``value``. One object per name: Dynamo has a rule for every function of PyTorch."""
     return lambda *args, **kwargs: value
-
-
-def _autocast_of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Autocast for CUDA becomes the CPU's. Older signatures without a device mean CUDA."""
-
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        if not args or isinstance(args[0], bool):
-            args = ("cpu", *args)
-        return function("cpu" if args[0] == "cuda" else args[0], *args[1:])
-
-    return call
 
 
 def _loading(load: Callable[..., Any]) -> Callable[..., Any]:

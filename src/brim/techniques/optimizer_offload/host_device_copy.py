@@ -276,10 +276,7 @@ class BackgroundUpdates:
         self._running: deque[_Update] = deque()
 
     def begin(
-        self,
-        tensors: Sequence[tuple[nn.Parameter, torch.Tensor]],
-        label: str,
-        update: Callable[[HostStep], None],
+        self, tensors: Sequence[tuple[nn.Parameter, torch.Tensor]], label: str, update: Callable[[HostStep], None]
     ) -> None:
         """Run ``update`` with copies of these parameters and gradients, which are made when this returns.
 

@@ -407,9 +407,7 @@ def check(optimizer: Optimizer, **choices: str) -> None:
     """Raise UsageError for unknown choices or a fitted optimizer, UnsupportedError if its step was replaced."""
     if HANDLE_ATTRIBUTE in vars(optimizer):
         raise UsageError(
-            f"Cannot fit {type(optimizer).__name__}.",
-            "It is fitted already.",
-            "Call .brim.remove() on it first.",
+            f"Cannot fit {type(optimizer).__name__}.", "It is fitted already.", "Call .brim.remove() on it first."
         )
     for what, choice in choices.items():
         if choice not in CHOICES:

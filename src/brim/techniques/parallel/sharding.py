@@ -9,6 +9,14 @@ and ``parallelize_module``, on any process group. On fake tensors and PyTorch's 
   the optimizer steps on shards.
 * ZeRO-2: as 1, with gradients split after every micro-batch.
 * ZeRO-3: weights are gathered only where they are needed.
+
+With offload a rank keeps its shards of weights, their gradients and the optimizer's states in RAM (FSDP2's
+``CPUOffloadPolicy``), where the CPU takes the optimizer's step (Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857).
+FSDP2 copies a shard to the GPU before it is gathered and a reduced gradient back
+(torch/distributed/fsdp/_fully_shard/_fsdp_param.py, ``all_gather_inputs``; _fsdp_collectives.py, ``foreach_reduce``).
+If the device is the CPU too, as with gloo and in a trace, FSDP2 copies nothing. ``_simulating`` makes these copies
+and reports each to the count of memory (``Tiers``): so a rank without a GPU takes the same memory in each tier as one
+with a GPU, through the same code of PyTorch.
 """
 
 from __future__ import annotations
@@ -20,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from unittest import mock
 
 import torch
@@ -28,18 +36,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques.checkpointing.technique import blocks
-from brim.techniques.parallel import context_parallel, expert_parallel, sharding_offload
+from brim.techniques.parallel import context_parallel
 from brim.techniques.parallel.pipeline import Stage
-from brim.techniques.parallel.sharding_plan import split_block, split_outside, tied_weights
+from brim.techniques.parallel.sharding_plan import (
+    SpreadExperts,
+    split_block,
+    split_outside,
+    spread_experts,
+    tied_weights,
+)
 
 AXES = ("shard", "tp")
 
@@ -47,8 +63,8 @@ AXES = ("shard", "tp")
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
     """The split of a model. ``dtype`` is that of computation; None is that of the weights, otherwise gradients are
-    reduced in float32. ``offload`` keeps shards in RAM, with their gradients and optimizer states
-    (``sharding_offload``); it needs a stage of ZeRO, and works on one data-parallel rank too. ``experts``: each rank
+    reduced in float32. ``offload`` keeps shards in RAM, with their gradients and optimizer states; it needs a stage
+    of ZeRO, and works on one data-parallel rank too. ``experts``: each rank
     of ``shard`` has some of every layer's experts, which ZeRO does not split further. ``context``: the ranks of
     ``shard`` that share sequences with this one; ``context_place``: the place among them to act for."""
 
@@ -92,11 +108,11 @@ def apply(
     if decision.context is not None:
         assert isinstance(model, Stage), "only stages cut their own part of a sequence"
         model.context = context_parallel.apply(model.model, decision.context, decision.context_place)
-    spread: list[expert_parallel.Spread] = []
+    spread: list[SpreadExperts] = []
     for path, block in zip(layers, parts, strict=True):
         fill(block, ())
         if decision.experts:
-            spread.append(expert_parallel.apply(block, mesh["shard"], decision.dtype))
+            spread.append(spread_experts(block, mesh["shard"], decision.dtype))
         if tensors:
             split_block(path, block, mesh["tp"], sequence_parallel=decision.sequence_parallel)
         if splits:
@@ -109,7 +125,10 @@ def apply(
     if splits:
         _shard(model, mesh["shard"], decision, spread, outermost=True)
     if decision.offload:
-        sharding_offload.rest_in_ram(model.parameters())
+        for parameter in model.parameters():
+            local = parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
+            for mode in _counting():
+                mode.rest_in_ram(local)
     simulates = decision.offload and mesh.device_type == "cpu"
     return Sharded(model if splits else None, decision, spread, tensors=tensors, simulates=simulates)
 
@@ -119,7 +138,7 @@ class Sharded:
     order of their own, enter ``losses`` once and call ``set_last_backward`` before each of them."""
 
     def __init__(
-        self, model: nn.Module | None, decision: Sharding, spread: Sequence[expert_parallel.Spread] = (), *,
+        self, model: nn.Module | None, decision: Sharding, spread: Sequence[SpreadExperts] = (), *,
         tensors: bool, simulates: bool,
     ) -> None:  # fmt: skip
         self._tensors, self._simulates, self.offloads = tensors, simulates, decision.offload
@@ -165,7 +184,7 @@ class Sharded:
     def losses(self) -> Iterator[None]:
         """The context of forward and backward: logits stay split over the vocabulary, and on a CPU the copies of
         shards to a GPU are simulated."""
-        simulation = sharding_offload.simulating() if self._simulates else nullcontext()
+        simulation = _simulating() if self._simulates else nullcontext()
         with loss_parallel() if self._tensors else nullcontext(), simulation:
             yield
 
@@ -175,14 +194,16 @@ class Sharded:
         with self.losses():
             yield
 
-    def stepping(self) -> AbstractContextManager[None]:
-        return sharding_offload.stepping() if self.offloads else nullcontext()
+    def stepping(self) -> ExitStack:
+        """The context of the optimizer's step: with offload it makes counters in RAM like its other states."""
+        stack = ExitStack()
+        for mode in _counting() if self.offloads else ():
+            stack.enter_context(mode.making_in_ram())
+        return stack
 
     def remove(self) -> None:
         raise UnsupportedError(
-            "Cannot undo the sharding of a model.",
-            "FSDP2 cannot be undone.",
-            "Save it and load it anew.",
+            "Cannot undo the sharding of a model.", "FSDP2 cannot be undone.", "Save it and load it anew."
         )
 
 
@@ -209,7 +230,7 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _shard(
-    unit: nn.Module, mesh: DeviceMesh, decision: Sharding, spread: Iterable[expert_parallel.Spread], *,
+    unit: nn.Module, mesh: DeviceMesh, decision: Sharding, spread: Iterable[SpreadExperts], *,
     outermost: bool,
 ) -> None:  # fmt: skip
     settings: dict[str, Any] = {"mesh": mesh}
@@ -223,7 +244,8 @@ def _shard(
         replicate(unit, **settings)
         return
     if decision.offload:
-        settings["offload_policy"] = sharding_offload.policy(mesh.device_type)
+        # Page-locked beside a GPU, so that copies overlap with kernels.
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     fully_shard(unit, reshard_after_forward=decision.zero == 3 and not outermost, **settings)
 
 
@@ -318,3 +340,61 @@ def _unseen(function: Any) -> Any:
             return inner(*args, **kwargs)
 
     return staticmethod(call) if isinstance(function, staticmethod) else call
+
+
+@runtime_checkable
+class Tiers(Protocol):
+    """A dispatch mode that counts memory in RAM and on the device."""
+
+    def crossing(self, *, to_ram: bool) -> AbstractContextManager[None]:
+        """Count new tensors as copies in RAM, or on the device, within."""
+
+    def making_in_ram(self) -> AbstractContextManager[None]:
+        """Count new tensors without tensor inputs as in RAM within."""
+
+    def rest_in_ram(self, tensor: torch.Tensor) -> None:
+        """Count the tensor in RAM."""
+
+
+@contextmanager
+def _simulating() -> Iterator[None]:
+    """Make FSDP2 on CPUs copy between two places within, as it would between RAM and a GPU."""
+    gather: Any = FSDPParam.all_gather_inputs
+    reduce: Any = vars(_fsdp_param_group)["foreach_reduce"]
+
+    def gathered(parameter: FSDPParam) -> Any:
+        if not parameter.offload_to_cpu:
+            return gather.fget(parameter)
+        with _crossing(to_ram=False):
+            return gather.fget(parameter)
+
+    def reduced(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
+        if not parameters[0].offload_to_cpu:
+            return reduce(parameters, *args, **kwargs)
+        with _crossing(to_ram=True):
+            return reduce(parameters, *args, **kwargs)
+
+    with mock.patch.object(FSDPParam, "all_gather_inputs", property(gathered)), \
+         mock.patch.object(_fsdp_param_group, "foreach_reduce", reduced):  # fmt: skip
+        yield
+
+
+@contextmanager
+def _crossing(*, to_ram: bool) -> Iterator[None]:
+    """Make ``tensor.to(device)`` a copy within, as between two devices."""
+    to: Any = torch.Tensor.to
+
+    def crossed(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not (args and isinstance(args[0], torch.device)):
+            return to(tensor, *args, **kwargs)
+        with ExitStack() as stack:
+            for mode in _counting():
+                stack.enter_context(mode.crossing(to_ram=to_ram))
+            return tensor.clone()
+
+    with mock.patch.object(torch.Tensor, "to", crossed):
+        yield
+
+
+def _counting() -> list[Tiers]:
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Tiers)]

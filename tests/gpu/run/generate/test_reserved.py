@@ -18,7 +18,7 @@ from brim.planning import file as plan_file
 from brim.planning.request import Request as Planning
 from brim.requests.sampling import Sampling
 from brim.run.generate.request import Request, generate, generate_many
-from brim.run.plan.search import plan
+from brim.run.plan.search import answer_to
 from support.generating import save_words_llama
 from support.tiny_model import save_tokenizer
 
@@ -155,7 +155,7 @@ def test_many_prompts_keep_the_promise(batch: Any, folders: Callable[[str], Path
 
 def test_a_plan_file_is_what_runs(folders: Callable[[str], Path], tmp_path: Path) -> None:
     folder, file = folders("llama"), tmp_path / "plan.json"
-    answer = plan(Planning(model=folder, vram=110 * MIB, ram="2GiB", seq=64, new_tokens=5))
+    answer = answer_to(Planning(model=folder, vram=110 * MIB, ram="2GiB", seq=64, new_tokens=5))
     place, best = next((n, one) for n, one in enumerate(answer.proposals) if "vram" in one.plan.budget_bytes)
     plan_file.write(file, answer, place)
     before = _clear()
@@ -167,7 +167,7 @@ def test_a_plan_file_is_what_runs(folders: Callable[[str], Path], tmp_path: Path
 
 def test_a_plan_for_the_processor_is_followed_there(folders: Callable[[str], Path], tmp_path: Path) -> None:
     folder, file = folders("llama"), tmp_path / "plan.json"
-    answer = plan(Planning(model=folder, vram=110 * MIB, ram="2GiB", seq=64, new_tokens=5))
+    answer = answer_to(Planning(model=folder, vram=110 * MIB, ram="2GiB", seq=64, new_tokens=5))
     place = next(n for n, one in enumerate(answer.proposals) if "vram" not in one.plan.budget_bytes)
     plan_file.write(file, answer, place)
     before = _clear()

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from brim.techniques.parallel.context_attention import Ring, attention, kernel_for
+from brim.techniques.parallel.context_parallel import Ring, attention, kernel_for
 
 DEVICE = "cuda"
 pytestmark = [

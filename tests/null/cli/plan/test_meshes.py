@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from brim.cli import main
 from brim.errors import BudgetError
 from brim.estimation.ranks import estimate as ranks
-from brim.planning import ranks_nearest as meshes_nearest
+from brim.planning import ranks as splits
 from brim.planning.meshes import offload
 from brim.planning.ranks import fastest
 from brim.requests.plan import MeshRequest
@@ -257,11 +257,11 @@ def test_where_nothing_fits_the_nearest_that_does_is_told(capsys, half_a_billion
 def test_what_a_division_rules_out_is_said_before_changes_are_searched(capsys, monkeypatch):
     seen = []
 
-    def infeasible(request, refusal, plans):
+    def infeasible(request, refusal):
         seen.append(capsys.readouterr().out)
-        return meshes_nearest.Infeasible(why="", needs_bytes={}, nearest=())
+        return splits.Infeasible(why="", needs_bytes={}, nearest=())
 
-    monkeypatch.setattr(meshes_nearest, "infeasible", infeasible)
+    monkeypatch.setattr(splits, "infeasible", infeasible)
     asked = ["--task", "train", "--gpus", "8", "--gpu", "H100", "--ram", "512GiB"]
     assert main(["plan", "llama-3-70b", *asked]) == 3
     (told,) = seen

@@ -11,9 +11,9 @@ from brim.estimation.ranks import torch_engine as ranks_torch
 from brim.estimation.ranks.estimate import estimate_ranks
 from brim.estimation.ranks.job import ParallelJob
 from brim.estimation.ranks.layers import Layers, layer_kinds, layers_of, usual_layers
-from brim.estimation.ranks.pieces import pieces
 from brim.estimation.ranks.split import Split
 from brim.estimation.workload import Workload
+from brim.planning.meshes.torch_engine import traced_layers
 from brim.techniques.parallel.pipeline import Part
 
 _SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 512}
@@ -122,8 +122,8 @@ def test_a_stage_of_several_kinds_is_cut_out_of_the_whole_model(model):
 @pytest.mark.thorough
 def test_pieces_are_of_the_usual_kind(model):
     """A search weighs ways by its layers: experts of a mixture, though its first layer is dense."""
-    settings = {"sequence": 64, "recompute": "none", "gpu": catalog.gpu("H100"), "precision": "bf16"}
-    one, two = (pieces(find_model(model(DENSE_FIRST)), Split(gpus=2, zero=3), n, **settings) for n in (1, 2))
+    settings = {"sequence": 64, "recompute": "none", "gpu": catalog.gpu("H100")}
+    one, two = (traced_layers(find_model(model(DENSE_FIRST)), Split(gpus=2, zero=3), n, **settings) for n in (1, 2))
     names = [{op.name for op in found.ops} for found in (one, two)]
     assert any("grouped_mm" in name or "topk" in name for name in names[0])
     assert names[0] == names[1]
@@ -131,9 +131,9 @@ def test_pieces_are_of_the_usual_kind(model):
 
 @pytest.mark.thorough
 def test_a_layer_costs_something_where_a_model_has_no_second_one(model):
-    settings = {"sequence": 64, "recompute": "none", "gpu": catalog.gpu("H100"), "precision": "bf16"}
+    settings = {"sequence": 64, "recompute": "none", "gpu": catalog.gpu("H100")}
     source = find_model(model(LLAMA, num_hidden_layers=1))
-    one, two = (pieces(source, Split(gpus=2, zero=3), count, **settings) for count in (1, 2))
+    one, two = (traced_layers(source, Split(gpus=2, zero=3), count, **settings) for count in (1, 2))
     assert len(two.ops) > len(one.ops) and two.kept_bytes > one.kept_bytes
 
 

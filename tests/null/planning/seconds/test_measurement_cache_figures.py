@@ -11,7 +11,7 @@ from torch import nn
 from brim.core.hardware import DISK, RAM
 from brim.measure.probe import probe
 from brim.planning.inference.warm_up import most_grown
-from brim.planning.seconds import drive_contention, loop_seconds
+from brim.planning.seconds import block_timing, drive_contention
 from brim.planning.seconds.measurement_cache import Remembered
 from brim.planning.solver.schedule import COMPUTE, UPDATE, Task, lane_of, simulate
 
@@ -19,10 +19,10 @@ from brim.planning.solver.schedule import COMPUTE, UPDATE, Task, lane_of, simula
 def test_the_loop_around_a_token_takes_milliseconds_at_most_and_is_remembered(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    took_s = loop_seconds.loop_seconds(300, 1)
+    took_s = block_timing.loop_seconds(300, 1)
     assert 0 <= took_s < 0.5
-    monkeypatch.setattr(loop_seconds, "_measured", None)
-    assert loop_seconds.loop_seconds(300, 1) == took_s
+    monkeypatch.setattr(block_timing, "_loop_s", None)
+    assert block_timing.loop_seconds(300, 1) == took_s
 
 
 @pytest.mark.thorough

@@ -12,8 +12,8 @@ import brim
 from brim.core import Category, Hardware, Tier, Trace
 from brim.core.hardware import RAM
 from brim.estimation.simulation import simulate
-from brim.planning.solver.profile import profile_of
 from brim.planning.solver.step_profile import BACKWARD, FULL, KEEP, SELECTIVE, UPDATE
+from brim.planning.solver.training import profile_of
 from brim.predict import cost
 from brim.techniques.blocks import find_blocks
 from brim.techniques.checkpointing import technique as checkpointing

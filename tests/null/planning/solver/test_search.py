@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from brim.core.hardware import DISK, VRAM
-from brim.planning.solver.greedy import greedy
 from brim.planning.solver.problem import Beside, BlockClass, Column, Pool, Problem, busiest
-from brim.planning.solver.search import solve
+from brim.planning.solver.search import greedy, solve
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ import brim
 SEARCHES = (
     "planning/solver/search.py", "planning/solver/training.py", "planning/solver/streaming.py",
     "planning/meshes/offload.py", "planning/meshes/search.py", "planning/strategy/search.py",
-    "planning/nearest.py", "planning/ranks.py", "planning/ranks_nearest.py",
+    "planning/nearest.py", "planning/ranks.py",
 )  # fmt: skip
 
 

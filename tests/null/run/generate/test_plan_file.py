@@ -17,7 +17,7 @@ from brim.planning.opening import open_subject
 from brim.planning.request import Machine, Request
 from brim.run.generate.request import Request as Generating
 from brim.run.generate.request import generate
-from brim.run.plan.search import plan
+from brim.run.plan.search import answer_to
 from brim.techniques.streaming.weight_streaming import FROM_RAM, RING_SLOTS
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.units import GIB, MIB
@@ -82,7 +82,7 @@ def test_a_plan_that_promises_less_than_it_takes_is_not_followed(saved: Path, na
 @pytest.mark.parametrize("ram", ["8GiB", "60%"])
 def test_a_plan_file_is_what_runs(saved: Path, ram: str, tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "plan.json"
-    answer = plan(Request(model=saved, ram=ram, seq=16, new_tokens=5, top=1))
+    answer = answer_to(Request(model=saved, ram=ram, seq=16, new_tokens=5, top=1))
     plan_file.write(file, answer)
     (best,) = answer.proposals
     assert plan_file.read(file).plan == best.plan

@@ -21,7 +21,7 @@ from brim.planning.opening import timed_weights
 from brim.planning.request import Answer, Machine, Proposal, Request, machine_of
 from brim.planning.strategy.effects import Effect
 from brim.processes import python_command
-from brim.run.plan import trials
+from brim.run.plan import search
 from support.tiny_model import save_llama
 
 MIB = 1 << 20
@@ -68,7 +68,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
             ran.append(proposal.plan.decisions[0].block)
             return seconds[ran[-1]]
 
-        monkeypatch.setattr(trials, "_run_s", run_s)
+        monkeypatch.setattr(search, "_run_s", run_s)
         return ran
 
     return install
@@ -76,7 +76,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
 def test_the_best_three_are_run_once_and_the_fastest_is_first(answer: Answer, run: Callable[..., list[str]]) -> None:
     ran = run(a=3.0, b=1.0, c=2.0)
-    timed = trials.with_trials(answer, Path(answer.request.model))
+    timed = search.with_trials(answer, Path(answer.request.model))
     assert blocks(timed) == ["b", "c", "a", "d", "e"] and ran == ["a", "b", "c"]
     assert [each.timed for each in timed.proposals] == [True, True, True, False, False]
     assert [each.step_s for each in timed.proposals] == [1.0, 2.0, 3.0, 1.3, 9.0]
@@ -84,22 +84,22 @@ def test_the_best_three_are_run_once_and_the_fastest_is_first(answer: Answer, ru
     assert timed.interval_s(timed.proposals[0]) == (1.0, 1.0)
     low_s, high_s = timed.interval_s(timed.proposals[3])
     assert low_s < 1.3 < high_s
-    again = trials.with_trials(answer, Path(answer.request.model))
+    again = search.with_trials(answer, Path(answer.request.model))
     assert blocks(again) == blocks(timed) and len(ran) == 3  # the same plan, without another run
 
 
 def test_a_plan_whose_run_fails_follows_those_that_ran(answer: Answer, run: Callable[..., list[str]]) -> None:
     run(a=3.0, b=None, c=2.0)
-    timed = trials.with_trials(answer, Path(answer.request.model))
+    timed = search.with_trials(answer, Path(answer.request.model))
     assert blocks(timed) == ["c", "a", "b", "d", "e"]
     assert [each.timed for each in timed.proposals] == [True, True, False, False, False]
 
 
 def test_a_request_is_timed_once_whatever_plans_it_has_later(answer: Answer, run: Callable[..., list[str]]) -> None:
     ran, folder = run(a=3.0, b=1.0, c=2.0), Path(answer.request.model)
-    trials.with_trials(answer, folder)
+    search.with_trials(answer, folder)
     later = replace(answer, proposals=[proposal("e", 0.9), *answer.proposals])
-    assert blocks(trials.with_trials(later, folder)) == ["b", "a", "e", "c", "d", "e"] and ran == ["a", "b", "c"]
+    assert blocks(search.with_trials(later, folder)) == ["b", "a", "e", "c", "d", "e"] and ran == ["a", "b", "c"]
 
 
 def test_neither_what_is_far_slower_nor_a_model_in_memory_is_run(
@@ -109,7 +109,7 @@ def test_neither_what_is_far_slower_nor_a_model_in_memory_is_run(
     slower = replace(answer, proposals=[answer.proposals[0], answer.proposals[4]])
     resident = replace(answer, proposals=[replace(answer.proposals[0], techniques=()), *answer.proposals[1:]])
     for given in (slower, resident):
-        assert trials.with_trials(given, folder) == given and not ran
+        assert search.with_trials(given, folder) == given and not ran
 
 
 @pytest.mark.parametrize("why", ["nothing", "another machine", "assumed", "by memory", "small", "no weights"])

@@ -14,7 +14,7 @@ import torch
 from brim.core import Timeline
 from brim.errors import BudgetError
 from brim.memory.tiers import Memory, emulated_memory
-from brim.techniques.cpu_compute.activation_transfer import ActivationTransfer
+from brim.techniques.cpu_compute.technique import ActivationTransfer
 
 Pair = namedtuple("Pair", "one two")
 

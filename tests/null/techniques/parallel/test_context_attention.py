@@ -6,7 +6,7 @@ import torch
 from brim.core import Category, Phase
 from brim.predict.tracer import trace
 from brim.techniques.parallel import context_parallel, sharding
-from brim.techniques.parallel.context_attention import attention, kernel_for
+from brim.techniques.parallel.context_parallel import attention, kernel_for
 from support.attention_ranks import largest_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch, about its own process groups

@@ -5,7 +5,8 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from brim.errors import UsageError
-from brim.techniques.parallel import expert_parallel, sharding
+from brim.techniques.parallel import sharding
+from brim.techniques.parallel.sharding_plan import spread_experts
 
 
 def mixtral(experts, **settings):
@@ -22,7 +23,7 @@ def test_a_rank_keeps_its_share_of_each_layers_experts(rank):
     model = mixtral(4)
     whole = {name: value.detach().clone() for name, value in model.named_parameters()}
     with sharding.alone(2, rank):
-        spread = expert_parallel.apply(model, sharding.mesh_of(2, 1, "cpu")["shard"])
+        spread = spread_experts(model, sharding.mesh_of(2, 1, "cpu")["shard"])
         kept = {name: value for name, value in model.named_parameters() if ".experts." in name}
         assert {id(value) for value in kept.values()} == {id(value) for value in spread.parameters()}
         assert len(kept) == 2
@@ -34,7 +35,7 @@ def test_a_rank_keeps_its_share_of_each_layers_experts(rank):
 def test_gradients_that_are_sums_over_ranks_are_made_means():
     model = mixtral(4)
     with sharding.alone(2):
-        spread = expert_parallel.apply(model, sharding.mesh_of(2, 1, "cpu")["shard"])
+        spread = spread_experts(model, sharding.mesh_of(2, 1, "cpu")["shard"])
         for parameter in spread.parameters():
             parameter.grad = torch.ones_like(parameter)
         spread.settle()
@@ -45,7 +46,7 @@ def test_gradients_that_are_sums_over_ranks_are_made_means():
 def test_a_rank_whose_experts_nothing_goes_to_takes_part_and_has_gradients_of_zero(kind):
     model = mixtral(4, experts_implementation=kind)
     with sharding.alone(2, rank=1):
-        spread = expert_parallel.apply(model, sharding.mesh_of(2, 1, "cpu")["shard"])
+        spread = spread_experts(model, sharding.mesh_of(2, 1, "cpu")["shard"])
         hidden = torch.ones(6, 16, requires_grad=True)
         chosen = torch.tensor([[0, 1]]).repeat(6, 1)
         made = model.model.layers[0].mlp.experts(hidden, chosen, torch.full((6, 2), 0.5))
@@ -58,4 +59,4 @@ def test_a_rank_whose_experts_nothing_goes_to_takes_part_and_has_gradients_of_ze
 
 def test_experts_that_do_not_divide_are_told():
     with sharding.alone(2), pytest.raises(UsageError, match="3 experts"):
-        expert_parallel.apply(mixtral(3), sharding.mesh_of(2, 1, "cpu")["shard"])
+        spread_experts(mixtral(3), sharding.mesh_of(2, 1, "cpu")["shard"])

@@ -4,20 +4,20 @@ Follows cuda/Indexing.cu, cuda/Nonzero.cu, cuda/EmbeddingBackwardKernel.cu, cuda
 TensorAdvancedIndexing.cpp under aten/src/ATen/native. To add up many values at one place their positions are sorted;
 a mask is made positions first.
 
-CUB's radix sorts read from one buffer and write to another and may not overwrite the first, so each takes a second
-copy of keys and values as temporary storage (cub/device/dispatch/dispatch_radix_sort.cuh).
+The device-wide algorithms of CUB ask for temporary storage (cub/device/dispatch). Each reads its input in tiles.
+Sorting by radix has passes of eight bits; where there are several it writes to a second copy of keys and values.
+Everything lies at multiples of 256 bytes, and 255 more are asked for to find the first one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from math import prod
+from math import ceil, prod
 
 import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 
-from brim.predict.lowering.cuda import cub as cuda_cub
 from brim.predict.lowering.cuda.build_answers import ask
 from brim.predict.lowering.cuda.reductions import multiprocessors_of
 from brim.predict.lowering.kernel import Kernel, Rule, contiguous_before, nbytes
@@ -32,6 +32,88 @@ _SMALL_ROW = 4096  # Sort.cu, should_use_small_sort: rows up to this are sorted 
 _LONG_ROW = 1_000_000
 _FEW_SORTED_ROWS = 128
 _MASKS = (torch.bool, torch.uint8)
+_ALIGNMENT = 256
+_SLACK = 255
+_DIGITS = 256
+_LARGEST_SINGLE_TILE = 256 * 19 * 4  # bytes of keys or values, whichever are wider, that one block of threads sorts
+_REDUCED_BY_ONE_BLOCK = 4096
+_BLOCKS_PER_MULTIPROCESSOR = 5 * 8  # of a reduction in two steps
+_SELECTED_PER_TILE = 4096
+
+
+def _aligned(bytes: int) -> int:
+    return ceil(bytes / _ALIGNMENT) * _ALIGNMENT
+
+
+def sort_bytes(count: int, key_bytes: int, value_bytes: int, bits: int) -> int:
+    """``DeviceRadixSort`` of keys, with values where ``value_bytes`` is not 0, by their lowest ``bits``."""
+    if count <= max(_LARGEST_SINGLE_TILE // max(key_bytes, value_bytes, 4) // 256, 1) * 256:
+        return 1
+    passes = ceil(bits / 8)
+    tiles = ceil(count / _sorted_per_tile(key_bytes, value_bytes))
+    total_bytes = _aligned(passes * _DIGITS * 8) + _aligned(tiles * _DIGITS * 4) + _aligned(passes * 4)
+    if passes > 1:
+        total_bytes += _aligned(count * key_bytes) + _aligned(count * value_bytes)
+    return total_bytes + _SLACK
+
+
+def merge_sort_bytes(count: int, key_bytes: int, value_bytes: int) -> int:
+    """``DeviceMergeSort`` of keys and values, which Thrust takes where it is given a comparison: second copies, and
+    where each tile's part of the other begins."""
+    tile = 256 * max(1, min(17, 17 * 4 // key_bytes))
+    parts = _aligned((ceil(count / tile) + 1) * 8)
+    return _aligned(count * key_bytes) + _aligned(count * value_bytes) + parts + _SLACK
+
+
+def segmented_sort_bytes(count: int, key_bytes: int, value_bytes: int) -> int:
+    """``DeviceSegmentedRadixSort``: second copies."""
+    return _aligned(count * key_bytes) + _aligned(count * value_bytes) + _SLACK
+
+
+def _sorted_per_tile(key_bytes: int, value_bytes: int) -> int:
+    if key_bytes <= 2:
+        return 512 * 11
+    if not value_bytes:
+        return 384 * 15
+    if key_bytes == 8:
+        return 384 * 12
+    return 384 * (14 if value_bytes == 8 else 17)
+
+
+def scan_bytes(count: int, item_bytes: int, *, in_words: bool = True) -> int:
+    """``DeviceScan``: the state of every tile, and 32 more: a word each or, of types that C++ lacks, three parts."""
+    tiles = ceil(count / (128 * min(60 // item_bytes, 30))) + 32
+    words = _aligned(tiles * max(2 * item_bytes, 4))
+    return (words if in_words else _aligned(tiles * 4) + 2 * _aligned(tiles * item_bytes)) + _ALIGNMENT + _SLACK
+
+
+def unique_by_key_bytes(count: int, item_bytes: int) -> int:
+    """``DeviceSelect::UniqueByKey``: the state of every tile, and 32 more."""
+    tile = 448 * 11 if item_bytes == 8 else 512 * 14
+    return _aligned((ceil(count / tile) + 32) * 16) + _ALIGNMENT + _SLACK
+
+
+def thrust_unique_by_key_bytes(count: int) -> int:
+    """``thrust::unique_by_key`` of 64-bit keys: of every tile whether it is done, its sum and the one up to it."""
+    tiles = ceil(count / (448 * 11)) + 32
+    return _aligned(tiles * 4) + 2 * _aligned(tiles * 8) + _SLACK
+
+
+def select_bytes(count: int) -> int:
+    """``DeviceSelect``."""
+    return _aligned((ceil(count / _SELECTED_PER_TILE) + 32) * 8) + _ALIGNMENT + _SLACK
+
+
+def count_bytes(count: int, multiprocessors: int) -> int:
+    """``DeviceReduce`` that counts in 32 bits."""
+    if count <= _REDUCED_BY_ONE_BLOCK:
+        return 1
+    return _aligned(multiprocessors * _BLOCKS_PER_MULTIPROCESSOR * 4) + _SLACK
+
+
+def bits_of(number: int) -> int:
+    """How many bits numbers up to this one have (cuda::get_num_bits)."""
+    return max(number.bit_length(), 1)
 
 
 def _index_put(kernel: Kernel) -> None:
@@ -94,7 +176,7 @@ def _add_up(kernel: Kernel, indices: Sequence[torch.Tensor | None]) -> None:
     temporaries.append(kernel.temp(0 if adjacent and target.is_contiguous() else nbytes(target)))
     temporaries += [kernel.temp(count * _INDEX_BYTES) for _ in range(3)]  # sorted, where each was, and a range
     steps = prod(target.shape[: dims[-1] + 1]) if adjacent else indexed  # that positions count
-    kernel.passing(cuda_cub.sort_bytes(count, _INDEX_BYTES, _INDEX_BYTES, cuda_cub.bits_of(steps)))
+    kernel.passing(sort_bytes(count, _INDEX_BYTES, _INDEX_BYTES, bits_of(steps)))
     kernel.free(*reversed(temporaries), linear)
 
 
@@ -121,10 +203,10 @@ def _nonzero(kernel: Kernel) -> None:
 def _positions(kernel: Kernel, source: torch.Tensor, write: Callable[[], None]) -> None:
     """Take the temporaries of ``nonzero``; ``write`` allocates its result."""
     dense, number = kernel.contiguous(source), kernel.temp(4)
-    kernel.passing(cuda_cub.count_bytes(source.numel(), multiprocessors_of(kernel.capability)[0]))
+    kernel.passing(count_bytes(source.numel(), multiprocessors_of(kernel.capability)[0]))
     write()
     if source.dim():
-        kernel.passing(cuda_cub.select_bytes(source.numel()))
+        kernel.passing(select_bytes(source.numel()))
     kernel.free(number, dense)
 
 
@@ -141,15 +223,15 @@ def _embedding_backward(kernel: Kernel) -> None:
         return
     count, width, bytes = indices.numel(), gradient.size(-1), indices.element_size()
     sorted_indices, places, order = (kernel.temp(count * bytes) for _ in range(3))
-    kernel.passing(cuda_cub.sort_bytes(count, bytes, bytes, cuda_cub.bits_of(rows)))
+    kernel.passing(sort_bytes(count, bytes, bytes, bits_of(rows)))
     kernel.free(order)
     kernel.emit()
     begins, number, seen = kernel.temp(count * bytes), kernel.temp(8), kernel.temp(count * bytes)
-    kernel.passing(cuda_cub.unique_by_key_bytes(count, bytes))
+    kernel.passing(unique_by_key_bytes(count, bytes))
     kernel.free(seen)
     segments = min(count, rows)
     parts, firsts = kernel.temp(segments * bytes), kernel.temp(segments * bytes)
-    kernel.passing(cuda_cub.scan_bytes(segments, bytes))
+    kernel.passing(scan_bytes(segments, bytes))
     total, most = kernel.temp(8), count // _ROWS_PER_PART + segments
     # Where a row of few is read often, parts are added to it directly, by where each belongs; in float32.
     often = rows < _FEW_ROWS * multiprocessors_of(kernel.capability)[0] and most > _OFTEN * rows
@@ -179,17 +261,17 @@ def _radix_sort(kernel: Kernel, count: int, row: int, key_bytes: int) -> None:
     rows, bits = count // row, 8 * key_bytes
     if rows == 1 or row >= _LONG_ROW:  # one row after the other
         kernel.temp(row * _INDEX_BYTES)
-        kernel.temp(cuda_cub.sort_bytes(row, key_bytes, _INDEX_BYTES, bits))
+        kernel.temp(sort_bytes(row, key_bytes, _INDEX_BYTES, bits))
     elif rows < _FEW_SORTED_ROWS:  # all as one by value, then by row
         for _ in range(2):
             kernel.temp(count * _INDEX_BYTES)
         by_value = kernel.temp(count * key_bytes)
-        kernel.passing(cuda_cub.sort_bytes(count, key_bytes, _INDEX_BYTES, bits))
+        kernel.passing(sort_bytes(count, key_bytes, _INDEX_BYTES, bits))
         kernel.free(by_value)
-        kernel.temp(cuda_cub.sort_bytes(count, _INDEX_BYTES, 0, cuda_cub.bits_of(rows)))
+        kernel.temp(sort_bytes(count, _INDEX_BYTES, 0, bits_of(rows)))
     else:  # row by row in one launch
         kernel.temp(count * _INDEX_BYTES)
-        kernel.temp(cuda_cub.segmented_sort_bytes(count, key_bytes, _INDEX_BYTES))
+        kernel.temp(segmented_sort_bytes(count, key_bytes, _INDEX_BYTES))
 
 
 def _scan(kernel: Kernel) -> None:
@@ -204,7 +286,7 @@ def _scan(kernel: Kernel) -> None:
     kernel.contiguous(source)
     if source.numel() == source.size(kernel.arg("dim")):
         in_words = not dtype.is_complex and dtype not in (torch.bfloat16, torch.float16)
-        kernel.temp(cuda_cub.scan_bytes(source.numel(), dtype.itemsize, in_words=in_words))
+        kernel.temp(scan_bytes(source.numel(), dtype.itemsize, in_words=in_words))
 
 
 # Values decide how many places a mask has: nobody can be asked for the whole kernel.

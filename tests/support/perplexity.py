@@ -1,9 +1,8 @@
-"""The cost of a change to a model's weights: perplexity before and after, on a text that comes with brim."""
+"""The cost of a change to a model's weights: perplexity before and after."""
 
 from __future__ import annotations
 
 import math
-from importlib import resources
 
 import torch
 from torch import nn
@@ -11,11 +10,6 @@ from torch import nn
 from brim.errors import UsageError
 
 _WINDOW = 256  # tokens at once: a window's logits of a large vocabulary fill the memory
-
-
-def bundled_text() -> str:
-    """About 800 words of plain English prose, written for this purpose."""
-    return resources.files("brim.models").joinpath("quality.txt").read_text(encoding="utf-8")
 
 
 def perplexity(model: nn.Module, ids: torch.Tensor, *, window: int = _WINDOW) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from brim.errors import UsageError
-from brim.measure.contention import READ, WRITE, beside, both_ways
+from brim.planning.seconds.drive_contention import READ, WRITE, beside, both_ways
 
 
 @pytest.mark.thorough

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from brim.errors import UsageError
-from brim.models.quality import bundled_text, perplexity
+from brim.run.plan.search import bundled_text
+from support.perplexity import perplexity
 
 WORDS = 50
 

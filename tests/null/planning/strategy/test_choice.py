@@ -10,17 +10,16 @@ from brim.core import Promise
 from brim.core.hardware import RAM, VRAM
 from brim.errors import FormatError
 from brim.planning.solver.step_profile import Frame, Limits
-from brim.planning.strategy.choice import Choice
+from brim.planning.strategy.choice import SHARED, TOKENS_AT_ONCE, UNSOLVED, Choice, as_assignment, as_choice
 from brim.planning.strategy.choose import within
-from brim.planning.strategy.ladder import CHUNK_TOKENS, Orders
-from brim.planning.strategy.ways import SHARED, UNSOLVED, as_assignment, as_choice
+from brim.planning.strategy.ladder import Orders
 from brim.techniques.streaming.placement import STAGING_SLOTS
 from brim.techniques.streaming.weight_streaming import RING_SLOTS
 
 BLOCKS = ["a", "b", "c"]
 CHOICE = Choice(
     micro_batch=2,
-    chunk_tokens=CHUNK_TOKENS,
+    chunk_tokens=TOKENS_AT_ONCE,
     checkpointing={"a": "full"},
     activations=("b",),
     in_backward=True,
@@ -47,7 +46,7 @@ def test_a_choice_comes_back_from_the_solvers_form_and_from_a_plan() -> None:
 
 
 def test_what_the_solver_cannot_say_is_no_assignment() -> None:
-    assert as_assignment(replace(CHOICE, chunk_tokens=CHUNK_TOKENS // 2), BLOCKS) is None
+    assert as_assignment(replace(CHOICE, chunk_tokens=TOKENS_AT_ONCE // 2), BLOCKS) is None
     assert as_assignment(CHOICE, ["b", "c"]) is None
 
 
