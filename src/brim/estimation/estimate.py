@@ -298,12 +298,13 @@ class Study:
     def _of_source(self, parameters_bytes: int) -> Iterator[str]:
         """Yield what is known of the model's configuration and of its weights on the hub."""
         if self.source.assumed:
-            yield f"configuration: {self.source.assumed}"
+            yield self.source.assumed
         if self.source.stored is None:
             return
         stored_bytes = sum(tensor.bytes for tensor in self.source.stored.values())
         note = f"weights: {len(self.source.stored):,} tensors of {stored_bytes:,} B by the headers of its files"
-        as_stored = self.workload.precision not in SCHEMES and self.job.precision_origin != ASKED
+        workload, is_given = self.workload, self.job.precision_origin == ASKED
+        as_stored = not is_given and workload.precision not in SCHEMES and workload.method != "lora"
         if as_stored and abs(parameters_bytes - stored_bytes) > _OTHER_MODEL * stored_bytes:
             note += f"; its configuration describes parameters of {parameters_bytes:,} B"
         yield note

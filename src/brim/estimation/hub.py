@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,14 @@ class Stored:
 @dataclass(frozen=True, kw_only=True)
 class HubModel:
     """A model of the hub. ``folder`` is its snapshot in the hub's cache: with its configuration, and weights where
-    ``has_weights``. ``tensors`` are the headers of other weights; None: not in safetensors."""
+    ``has_weights``. ``tensors`` are the headers of other weights; None: not in safetensors, or not to be had, with
+    the reason in ``problem``."""
 
     repository: str
     folder: Path
     has_weights: bool
     tensors: Mapping[str, Stored] | None = None
+    problem: str = ""
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
@@ -53,9 +55,10 @@ def hub_model(name: str) -> HubModel:
     """Return the model ``org/name`` or ``org/name@revision``, out of the hub's cache where it is there.
 
     Else config.json and the headers of its safetensors files are fetched: some kilobytes. Raises ModelError where
-    the hub refuses or cannot be reached.
+    the hub does not give the configuration, or a header is damaged.
     """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import SafetensorsParsingError
 
     repository, revision = split_revision(name)
     with hub_errors(name):
@@ -63,10 +66,15 @@ def hub_model(name: str) -> HubModel:
         if not isinstance(config, str):
             config = hf_hub_download(repository, "config.json", revision=revision)
     folder = Path(config).parent
-    if has_weights(folder):
-        return HubModel(repository=repository, folder=folder, has_weights=True)
-    tensors = _headers(name, repository, folder)
-    return HubModel(repository=repository, folder=folder, has_weights=False, tensors=tensors)
+    model = HubModel(repository=repository, folder=folder, has_weights=has_weights(folder))
+    if model.has_weights:
+        return model
+    try:
+        return replace(model, tensors=_headers(name, repository, folder))
+    except ModelError as error:
+        if isinstance(error.__cause__, SafetensorsParsingError):
+            raise
+        return replace(model, problem=error.found)
 
 
 def has_weights(folder: Path) -> bool:

@@ -51,7 +51,7 @@ class Source:
 
     ``architecture`` is its class in ``library``; ``factory`` replaces both for user code. ``quantization`` is the
     method that quantizes its weights. ``folder`` holds its weights if they are on this machine; ``stored`` has the
-    headers of weights on the hub. ``assumed`` says why another configuration than the model's own is used.
+    headers of weights on the hub. ``assumed`` says what stands for something that the hub did not give.
     """
 
     name: str
@@ -107,13 +107,15 @@ def _of_hub(name: str) -> Source:
         model = hub_model(name)
     except ModelError as error:
         try:
-            assumed = f"the catalog's configuration is used: {error.found}"
-            return replace(_of_catalog(name), assumed=assumed)
+            return replace(_of_catalog(name), assumed=f"configuration: that of the catalog is used. {error.found}")
         except UsageError as unknown_name:
             raise ModelError(error.asked, error.found, f"{error.todo} {unknown_name.todo}") from error
     source = _of_file(model.folder / "config.json", model.folder)
     folder = model.folder if model.has_weights else None
-    return replace(source, name=model.repository, folder=folder, stored=model.tensors)
+    assumed = f"weights: as the configuration describes them, their headers are unknown. {model.problem}"
+    return replace(
+        source, name=model.repository, folder=folder, stored=model.tensors, assumed=assumed if model.problem else ""
+    )
 
 
 def _of_catalog(name: str) -> Source:

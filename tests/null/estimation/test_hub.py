@@ -124,6 +124,18 @@ def test_cut_connections_and_damaged_files_have_a_sentence(hub: Hub) -> None:
         find_model("org/header")
 
 
+def test_a_configuration_in_the_cache_suffices_without_the_hub(
+    hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("org/plain", CONFIG)  # without weights, so without headers
+    hub_model("org/plain")
+    hub.add("org/plain", CONFIG, llama_tensors())
+    hub_model.cache_clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    found = estimate(capsys, "org/plain")
+    assert any("headers are unknown" in note and "HF_HUB_OFFLINE" in note for note in found["notes"])
+
+
 def test_a_configuration_of_another_model_is_named(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     hub.add("org/other", CONFIG | {"num_hidden_layers": 6}, llama_tensors())
     found = estimate(capsys, "org/other")
