@@ -46,7 +46,7 @@ def test_a_batch_whose_tokens_alone_are_more_than_memory_is_refused_at_once(
     monkeypatch.setattr(planning, "machine_of", lambda request: machine)
     monkeypatch.setattr(planning, f"plan_{'training' if task == 'train' else 'generation'}", None)
     with pytest.raises(BudgetError, match=r"--batch 1000000000 --seq 1024 were given, with 8 GiB") as found:
-        planning.plan(planning.Request(model="nowhere", task=task, batch=10**9))
+        planning.answer_to(planning.Request(model="nowhere", task=task, batch=10**9))
     assert found.value.smallest_bytes["ram"] == 8 * 1024 * 10**9 * (1 + (task == "train"))
 
 
@@ -56,5 +56,5 @@ def test_a_batch_whose_scores_alone_are_more_than_memory_is_refused_before_any_s
     monkeypatch.setattr(planning_request, "probe", lambda **options: known_machine)
     monkeypatch.setattr(planning, "plan_generation", lambda *_, **__: pytest.fail("it was searched"))
     with pytest.raises(BudgetError, match="logits of each sequence's last token alone take 956 GiB") as found:
-        planning.plan(Request(model="llama-3.2-1b", task="generate", batch=10**6, seq=16, ram="4GiB"))
+        planning.answer_to(Request(model="llama-3.2-1b", task="generate", batch=10**6, seq=16, ram="4GiB"))
     assert found.value.smallest_bytes["ram"] == 2 * 4 * 128256 * 10**6
