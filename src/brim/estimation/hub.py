@@ -115,8 +115,11 @@ def _headers(name: str, repository: str, folder: Path) -> Mapping[str, Stored] |
 
 
 @contextmanager
-def hub_errors(name: str) -> Iterator[None]:
-    """Raise ModelError, with one sentence for each cause, in place of errors of the hub's client."""
+def hub_errors(name: str, repository: str = "") -> Iterator[None]:
+    """Raise ModelError, with one sentence for each cause, in place of errors of the hub's client.
+
+    ``name`` is the user's name of the model, ``repository`` the hub's where it differs.
+    """
     from huggingface_hub import errors
 
     try:
@@ -125,7 +128,8 @@ def hub_errors(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # the client's errors have no common base: network, name, access, disk
         reason, todo = _reason(error, errors)
-        raise ModelError(f"{name} was given as the model.", reason, todo) from error
+        other = f": {repository}" if repository not in ("", split_revision(name)[0]) else ""
+        raise ModelError(f"{name} was given as the model{other}.", reason, todo) from error
 
 
 def _reason(error: Exception, errors: Any) -> tuple[str, str]:

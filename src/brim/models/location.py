@@ -85,14 +85,13 @@ def _fetch(model: str, trust_remote_code: bool) -> Path:
     from huggingface_hub import model_info, snapshot_download
 
     repository, revision = split_revision(_repository(model))
-    name = model if split_revision(model)[0] == repository else f"{model} ({repository})"
     patterns = [*_HUB_PATTERNS, "*.py"] if trust_remote_code else list(_HUB_PATTERNS)
-    with hub_errors(name):
+    with hub_errors(model, repository):
         folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
         if not has_weights(folder):  # also returned where the hub does not answer: what an estimate has fetched
             model_info(repository, revision=revision)
             raise ModelError(
-                f"{name} was given as the model.",
+                f"{repository} was given as the model.",
                 "It has no weights as safetensors, or they could not all be fetched.",
                 "Try again, or give a model with model.safetensors.",
             )
