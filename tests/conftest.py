@@ -24,6 +24,9 @@ __all__ = ["cache", "probed_home"]
 # The same examples in every run: what fails before a change lands fails because of it. `make slow` tries new ones.
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+# No test asks the real hub, nor does a command that a test starts.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # On a busy machine commands take longer, and a test says what is to be in a log.
 os.environ.setdefault("BRIM_LOG_EVERY_S", "600")
 

@@ -293,7 +293,7 @@ def test_a_path_that_is_not_there_is_said_to_be_missing(name: str, monkeypatch: 
 def test_a_hub_id_without_a_network_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    refused(lambda: open_model("no-such-owner/no-such-model"), "no-such-owner/no-such-model", "could not be fetched")
+    refused(lambda: open_model("no-such-owner/no-such-model"), "no-such-owner/no-such-model", "HF_HUB_OFFLINE is set")
 
 
 def test_a_file_that_is_no_gguf_is_refused(llama: Path, tmp_path: Path) -> None:

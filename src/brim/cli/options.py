@@ -65,13 +65,14 @@ class _DescribedModel(_Model):
     """A model, or a configuration, or a name of the catalog."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from brim.estimation.hub import is_hub_id
         from brim.estimation.models import find_model
         from brim.models.location import expanded, local
 
         path = expanded(value)
         if path.is_dir():
             local(value)
-        elif not path.exists() and ".py" not in value:
+        elif not path.exists() and ".py" not in value and not is_hub_id(value):  # the command asks the hub
             find_model(value)
         return str(value)
 

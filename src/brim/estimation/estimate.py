@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,17 @@ from brim.estimation.breakdown import Breakdown, at_peak
 from brim.estimation.extrapolation import TRACED_TOKENS, Template, extend_depth, extend_tokens, find_depth
 from brim.estimation.models import Source, find_model, place_in, short
 from brim.estimation.ordinary import PROGRAM
+from brim.estimation.quantization import SCHEMES
 from brim.estimation.silence import quiet
 from brim.estimation.simulation import Place, Replay, place_of, reserved_at_steps, simulate
 from brim.estimation.steps import Job
-from brim.estimation.workload import DEFAULT_NEW_TOKENS, Workload
+from brim.estimation.workload import ASKED, DEFAULT_NEW_TOKENS, Workload
 from brim.predict import cost
 from brim.predict.lowering.kernel import TEMPORARIES
 from brim.predict.tracer import trace
 from brim.units import format_bytes
 
+_OTHER_MODEL = 0.01  # of the bytes in files: a configuration further off may be of another model
 _MOST_BYTES = 1 << 56  # of one tensor: sums of many still fit into 64-bit integers
 _ANSWERED = (
     "not modelled: PyTorch's CUDA build answers what these kernels allocate; `brim rehearse` downloads a build where "
@@ -87,6 +89,7 @@ class Estimate:
         differs: Differences between the estimated step and that of brim's own commands, by part of the step
             (``"optimizer"``, ``"cache"``, ...). Empty if there are none, and for users' own code.
         leak: Memory that grows with every step; None: it does not. Peaks are those of the steps that were run.
+        stored_bytes: Bytes of the weights in the files of a model of the hub; None for other models.
     """
 
     model: str
@@ -109,6 +112,7 @@ class Estimate:
     precision_origin: str = ""
     differs: Mapping[str, str] = field(default_factory=dict)
     leak: Leak | None = None
+    stored_bytes: int | None = None
 
     @property
     def title(self) -> str:
@@ -146,6 +150,7 @@ class Estimate:
             "notes": list(self.notes),
             "fits": self.fits,
             "leak": None if self.leak is None else asdict(self.leak),
+            "stored_bytes": self.stored_bytes,
             "by": self.by,
             "precision": self.workload.precision,
             "precision_origin": self.precision_origin,
@@ -178,9 +183,11 @@ def estimate(
     model of images) are ignored with a warning.
 
     Args:
-        model: A name or hub id of the catalog (``"llama-3.2-1b"``), a ``config.json`` or the folder that has one,
-            ``"file.py:function"``, or a function. A function takes no arguments and returns a step to trace (itself a
-            function without arguments), or a model and its inputs as a pair.
+        model: A hub id (``"org/name"``, ``"org/name@revision"``), of which the configuration and the headers of the
+            weights are fetched unless they are in the hub's cache; a name of the catalog (``"llama-3.2-1b"``), a
+            ``config.json`` or the folder that has one, ``"file.py:function"``, or a function. A function takes no
+            arguments and returns a step to trace (itself a function without arguments), or a model and its inputs as
+            a pair.
         task: ``"train"`` (forward, backward, optimizer) or ``"generate"`` (the prompt and all new tokens).
         batch: Sequences, or images, of one step.
         seq: Tokens of a sequence, or of the prompt. None: 4,096, or the model's longest sequence if that is shorter.
@@ -257,7 +264,8 @@ class Study:
             flops=sum(op.flops for op in self.trace.ops if op.step == last),
             not_modelled=self.trace.not_modelled,
             fits=None if self.place.total_bytes is None else not failure and (leak is None or not leak.fills_memory),
-            notes=self._notes(timeline),
+            notes=(*self._of_source(breakdown.by_category["parameters"]), *self._notes(timeline)),
+            stored_bytes=None if self.source.stored is None else sum(t.bytes for t in self.source.stored.values()),
             out_of_memory=failure,
             precision_origin=self.job.precision_origin,
             differs=self.job.differs,
@@ -286,6 +294,20 @@ class Study:
         if failed is None:
             return timeline, ""
         return simulate(self.trace, replace(self.place, total_bytes=None), self.alloc_conf), failed.label
+
+    def _of_source(self, parameters_bytes: int) -> Iterator[str]:
+        """Yield what is known of the model's configuration and of its weights on the hub."""
+        if self.source.assumed:
+            yield self.source.assumed
+        if self.source.stored is None:
+            return
+        stored_bytes = sum(tensor.bytes for tensor in self.source.stored.values())
+        note = f"weights: {len(self.source.stored):,} tensors of {stored_bytes:,} B by the headers of its files"
+        workload, is_given = self.workload, self.job.precision_origin == ASKED
+        as_stored = not is_given and workload.precision not in SCHEMES and workload.method != "lora"
+        if as_stored and abs(parameters_bytes - stored_bytes) > _OTHER_MODEL * stored_bytes:
+            note += f"; its configuration describes parameters of {parameters_bytes:,} B"
+        yield note
 
     def _notes(self, timeline: Timeline) -> tuple[str, ...]:
         told = {**self.job.notes, **self.trace.notes}

@@ -1,4 +1,4 @@
-"""Resolve MODEL: a catalog entry, a folder, a config.json or ``file.py:factory``; no weights are read."""
+"""Resolve MODEL: a hub id, a catalog entry, a folder, a config.json or ``file.py:factory``; no weights are read."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from brim import catalog
 from brim.catalog.names import unknown
 from brim.core.files import regular
 from brim.errors import ModelError, UnsupportedError, UsageError
+from brim.estimation.hub import Stored, hub_model, is_hub_id
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 # Not *_layer, which is an index: negative values count from the end.
@@ -27,6 +28,7 @@ _COUNT = re.compile(r"(^|_)(n_layer|layers|blocks|depths?|stages|experts|heads?|
 _MOST = 10_000
 _TEXT = re.compile("text|language|llm|decoder|thinker")  # names of the part with most weights in configurations
 _NOT_SIZES = ("model_type", "auto_map", "quantization_config")  # keys of a configuration that is passed in, not sizes
+_CHECKPOINTS = ("model.safetensors", "model.safetensors.index.json")
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -48,7 +50,8 @@ class Source:
     """A model to be built.
 
     ``architecture`` is its class in ``library``; ``factory`` replaces both for user code. ``quantization`` is the
-    method that quantizes its weights, and ``folder`` holds its weights if they are on this machine.
+    method that quantizes its weights. ``folder`` holds its weights if they are on this machine; ``stored`` has the
+    headers of weights on the hub. ``assumed`` says what stands for something that the hub did not give.
     """
 
     name: str
@@ -59,6 +62,8 @@ class Source:
     file: str = ""  # the file that defines the factory
     quantization: str = ""
     folder: Path | None = None
+    stored: Mapping[str, Stored] | None = None
+    assumed: str = ""
 
 
 def find_model(model: str | Path | Callable[[], Any]) -> Source:
@@ -93,7 +98,28 @@ def find_model(model: str | Path | Callable[[], Any]) -> Source:
         return _of_file(path / "config.json", path)
     if path.exists() or text.endswith(".json") or text.startswith((".", "/", "~")):
         return _of_file(path, path)
-    preset = catalog.model(text)
+    return _of_hub(text) if is_hub_id(text) else _of_catalog(text)
+
+
+def _of_hub(name: str) -> Source:
+    """Resolve a hub id; where the hub does not answer, by the catalog's configuration of the same id."""
+    try:
+        model = hub_model(name)
+    except ModelError as error:
+        try:
+            return replace(_of_catalog(name), assumed=f"configuration: that of the catalog is used. {error.found}")
+        except UsageError as unknown_name:
+            raise ModelError(error.asked, error.found, f"{error.todo} {unknown_name.todo}") from error
+    source = _of_file(model.folder / "config.json", model.folder)
+    folder = model.folder if model.has_weights else None
+    assumed = f"weights: as the configuration describes them, their headers are unknown. {model.problem}"
+    return replace(
+        source, name=model.repository, folder=folder, stored=model.tensors, assumed=assumed if model.problem else ""
+    )
+
+
+def _of_catalog(name: str) -> Source:
+    preset = catalog.model(name)
     return Source(
         name=preset.name, library=preset.library, architecture=preset.architecture, config=preset.config
     )  # fmt: skip
@@ -186,7 +212,7 @@ def weight_type(source: Source) -> WeightType:
     named = [(path, dtype) for path, part in parts_of(source.config) if (dtype := _dtype_of(part)) is not None]
     if named and not named[0][0]:
         return WeightType(dtype=named[0][1], origin="dtype of its configuration")
-    if source.folder is not None and (stored := _stored_dtype(source.folder)) is not None:
+    if (stored := _stored_dtype(source)) is not None:
         return WeightType(dtype=stored, origin="the weights of its checkpoint")
     if named:
         return WeightType(dtype=named[0][1], origin=f"{named[0][0]}.dtype of its configuration")
@@ -215,14 +241,18 @@ def _dtype_of(part: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _stored_dtype(folder: Path) -> str | None:
+def _stored_dtype(source: Source) -> str | None:
     """The type of the first floating tensor, which transformers uses too; None without safetensors."""
-    from brim.memory.checkpoint_files import read_checkpoint  # it imports PyTorch, which takes seconds
+    from brim.memory.checkpoint_files import DTYPES, read_checkpoint  # it imports PyTorch, which takes seconds
 
-    if not any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+    if source.stored is not None:
+        dtypes = [str(DTYPES.get(tensor.dtype)) for tensor in source.stored.values()]
+    elif source.folder is not None and any((source.folder / name).exists() for name in _CHECKPOINTS):
+        dtypes = [str(tensor.dtype) for tensor in read_checkpoint(source.folder).values()]
+    else:
         return None
-    dtypes = (str(tensor.dtype).removeprefix("torch.") for tensor in read_checkpoint(folder).values())
-    return next((dtype for dtype in dtypes if dtype in _FLOATS), None)
+    names = (dtype.removeprefix("torch.") for dtype in dtypes)
+    return next((name for name in names if name in _FLOATS), None)
 
 
 def _known(architecture: str) -> bool:

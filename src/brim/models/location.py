@@ -7,6 +7,7 @@ from pathlib import Path
 from brim import catalog
 from brim.core.files import special_file
 from brim.errors import ModelError, UsageError
+from brim.estimation.hub import has_weights, hub_errors, split_revision
 
 # Files of weights as safetensors, of a config and of a tokenizer; none that can run code.
 _HUB_PATTERNS = (
@@ -81,17 +82,17 @@ def _repository(model: str) -> str:
 
 
 def _fetch(model: str, trust_remote_code: bool) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import model_info, snapshot_download
 
-    repo = _repository(model)
+    repository, revision = split_revision(_repository(model))
     patterns = [*_HUB_PATTERNS, "*.py"] if trust_remote_code else list(_HUB_PATTERNS)
-    try:
-        folder: str = snapshot_download(repo, allow_patterns=patterns)
-        return Path(folder)
-    except Exception as error:  # the hub client's errors have no common base: network, name, access, disk
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ModelError(
-            f"{model} was given as the model." if model == repo else f"{model} was given as the model: {repo}.",
-            f"There is no such file or folder, and it could not be fetched from the Hugging Face hub: {first:.300}",
-            "Check the name, the network and (for gated models) HF_TOKEN, or give a local folder or .gguf file.",
-        ) from error
+    with hub_errors(model, repository):
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+        if not has_weights(folder):  # also returned where the hub does not answer: what an estimate has fetched
+            model_info(repository, revision=revision)
+            raise ModelError(
+                f"{repository} was given as the model.",
+                "It has no weights as safetensors, or they could not all be fetched.",
+                "Try again, or give a model with model.safetensors.",
+            )
+    return folder

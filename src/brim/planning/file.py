@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -269,9 +270,9 @@ def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
 def parameter_count(model: str | Path) -> int:
     """Return the number of parameters of MODEL, tied ones once."""
     if not Path(model).exists():
-        count = catalog.model(str(model)).parameters
-        if count is not None:
-            return count
+        with suppress(UsageError):  # a model of the hub may not be in the catalog
+            if (count := catalog.model(str(model)).parameters) is not None:
+                return count
     return sum(parameter.numel() for parameter in described(model).parameters())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation.extrapolation import find_depth
+from brim.estimation.hub import hub_model, is_hub_id
 from brim.estimation.models import Source, weight_type
 from brim.estimation.silence import quiet
 from brim.estimation.step_memory import Inputs
@@ -81,10 +83,24 @@ def timed_weights(request: Request, machine: Machine) -> Path | None:
     """
     if request.prefer != "speed" or request.gpu is not None or machine.assumed or is_factory(request.model):
         return None
-    path = Path(request.model).expanduser()
-    folder = prepare(path) if path.suffix.lower() == ".gguf" else path
-    weights_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    path = _weights_path(request.model)
+    if path is None:
+        return None
+    folder = prepare(path)
+    weights_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return folder if weights_bytes >= _LEAST_TIMED_BYTES else None
+
+
+def _weights_path(model: str | Path) -> Path | None:
+    """Return MODEL's .gguf file, or the folder of its weights: that of a hub id is in the hub's cache. None if there
+    are no weights on this machine."""
+    path = Path(model).expanduser()
+    if not path.exists() and is_hub_id(str(model)):
+        with suppress(ModelError):  # it is described by the catalog
+            known = hub_model(str(model))
+            return known.folder if known.has_weights else None
+    is_stored = path.is_file() if path.suffix.lower() == ".gguf" else any(path.glob("*.safetensors"))
+    return path if is_stored else None
 
 
 def open_subject(request: Request, machine: Machine, precision: str | None = None) -> Subject:
@@ -94,9 +110,8 @@ def open_subject(request: Request, machine: Machine, precision: str | None = Non
     configuration, with its weights assumed in a single file. Raises UnsupportedError for models that do not generate.
     """
     inputs = Inputs(batch=request.batch, prompt=request.seq, total=request.seq + request.new_tokens)
-    path = Path(request.model)
-    stored = path.suffix.lower() == ".gguf" or (path.is_dir() and any(path.glob("*.safetensors")))
-    if stored and precision in (None, _stated_precision(described_source(path)) if path.is_dir() else None):
+    path = _weights_path(request.model)
+    if path is not None and precision in (None, _stated_precision(described_source(path)) if path.is_dir() else None):
         opened = _opened(request, machine, inputs)
         if precision in (None, opened.precision):  # the configuration's dtype may be wrong
             return opened

@@ -22,6 +22,7 @@ def test_a_name_of_the_catalog_is_fetched_by_its_hub_id(
 ) -> None:
     asked: list[str] = []
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **_: asked.append(repo) or str(tmp_path))
     assert locate(name) == tmp_path
     assert asked == [repo]

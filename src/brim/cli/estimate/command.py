@@ -87,8 +87,10 @@ def is_program(model: str) -> bool:
 def estimate(options: EstimateOptions) -> int | None:
     """Predict the memory and the time of a training or generation step, without a GPU.
 
-    MODEL is a name or hub id of the catalog, a folder with a config.json, a config.json, file.py:function, or an
-    unchanged program (train.py). The function returns a step to trace, or a pair of a model and its inputs.
+    MODEL is a hub id (org/name or org/name@revision), a name of the catalog, a folder with a config.json, a
+    config.json, file.py:function, or an unchanged program (train.py). Of a model of the hub, the configuration and
+    the headers of its weights are fetched, some kilobytes, unless the hub's cache has them. The function returns a
+    step to trace, or a pair of a model and its inputs.
 
     brim rehearses a program, as brim rehearse does: it runs the program with PyTorch's CUDA build on a simulated GPU.
     Files that the program writes are kept. A program needs --gpu. ARGS are the program's own arguments: all words
