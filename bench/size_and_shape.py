@@ -31,9 +31,9 @@ class Limit:
 
 
 LIMITS = {
-    "lines": Limit(86_490, 66_000),
-    "tokens": Limit(639_039, 490_000),
-    "modules in the largest folder": Limit(17, 20),
+    "lines": Limit(86_724, 66_000),
+    "tokens": Limit(640_518, 490_000),
+    "modules in the largest folder": Limit(18, 20),
     "pairs of folders that import each other": Limit(0, 0),
     "modules in import cycles": Limit(0, 0),
     "modules with exactly one importer": Limit(62, 60),
