@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -418,9 +419,9 @@ def _failed(job: Job, error: BaseException) -> ModelError:
         return ModelError(asked, f"{error.name} is not installed.", f"Run pip install {error.name}.")
     if isinstance(error, Exception) and (refusal := failed_import(error)) is not None:
         return ModelError(asked, f"{refusal.asked} {refusal.found}", refusal.todo)
-    return ModelError(
-        asked, f"It fails: {short(error)}", "Correct the configuration: its sizes may contradict each other."
-    )
+    library = f"{job.source.library} {version(job.source.library)}"
+    todo = f"Its sizes may contradict each other. If they are as published, try another version than {library}."
+    return ModelError(asked, f"It fails: {short(error)}", todo)
 
 
 def hardware_of(gpu: str | catalog.Gpu | Hardware | None) -> Hardware | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from brim import catalog
-from brim.catalog.names import unknown
+from brim.catalog.names import key, unknown
 from brim.core.files import regular
 from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation.hub import Stored, hub_model, is_hub_id
@@ -168,19 +168,25 @@ def _of_transformers(path: Path, name: str, config: dict[str, Any]) -> Source:
                 f"It needs custom Python code ({kind}), which brim does not run.",
                 "Build the model in a file of yours and give it as file.py:function.",
             )
-        error = unknown("model_type", kind, list(CONFIG_MAPPING))
-        raise UsageError(f"Cannot build the model of {path}.", f"{error.asked} {error.found}", error.todo)
+        import transformers
+
+        nearest = unknown("model_type", kind, list(CONFIG_MAPPING)).todo
+        known = f"transformers {transformers.__version__} has no model_type {kind!r}."
+        raise UsageError(f"Cannot build the model of {path}.", known, f"Install a newer version of it. {nearest}")
     names = config.get("architectures") or [""]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"Cannot read {path}.", f"Its architectures are {names!r:.100}, not a list of class names.")
-    if config.get("auto_map") and not _known(str(names[0])):
-        raise UnsupportedError(
-            f"{path} was given as the model.",
-            f"Its class {names[0]} is custom Python code, which brim does not run.",
-            "Build the model in a file of yours and give it as file.py:function.",
-        )
+    architecture = names[0]
+    if config.get("auto_map"):
+        architecture = _native_class(names[0])
+        if not architecture:
+            raise UnsupportedError(
+                f"{path} was given as the model.",
+                f"Its class {names[0]} is custom Python code, which brim does not run.",
+                "Build the model in a file of yours and give it as file.py:function.",
+            )
     return Source(
-        name=name, library="transformers", architecture=str(names[0]), config=config,
+        name=name, library="transformers", architecture=architecture, config=config,
         quantization=quantization_of(config),
     )  # fmt: skip
 
@@ -243,22 +249,39 @@ def _dtype_of(part: Mapping[str, Any]) -> str | None:
 
 def _stored_dtype(source: Source) -> str | None:
     """The type of the first floating tensor, which transformers uses too; None without safetensors."""
+    return next((dtype for dtype in stored_dtypes(source).values() if dtype in _FLOATS), None)
+
+
+def stored_dtypes(source: Source) -> dict[str, str]:
+    """The types of the tensors in the model's files by their names (``"bfloat16"``); empty if they are unknown."""
     from brim.memory.checkpoint_files import DTYPES, read_checkpoint  # it imports PyTorch, which takes seconds
 
+    dtypes: dict[str, Any] = {}
     if source.stored is not None:
-        dtypes = [str(DTYPES.get(tensor.dtype)) for tensor in source.stored.values()]
+        dtypes = {name: DTYPES.get(tensor.dtype) for name, tensor in source.stored.items()}
     elif source.folder is not None and any((source.folder / name).exists() for name in _CHECKPOINTS):
-        dtypes = [str(tensor.dtype) for tensor in read_checkpoint(source.folder).values()]
-    else:
-        return None
-    names = (dtype.removeprefix("torch.") for dtype in dtypes)
-    return next((name for name in names if name in _FLOATS), None)
+        dtypes = {name: tensor.dtype for name, tensor in read_checkpoint(source.folder).items()}
+    return {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
 
 
-def _known(architecture: str) -> bool:
+def keep_apart(config: Any, kind: Any, source: Source) -> None:
+    """Change ``config`` not to tie weights of which the files have both, unless the configuration states it.
+
+    transformers loads such weights apart if their values differ.
+    """
+    if any("tie_word_embeddings" in part for _, part in parts_of(source.config)):
+        return
+    tied = [name.rpartition(".")[0].rpartition(".")[2] for name in getattr(kind, "_tied_weights_keys", None) or ()]
+    if tied and any(name.endswith(f"{part}.weight") for name in stored_dtypes(source) for part in tied):
+        for part in (config, config.get_text_config()):
+            part.tie_word_embeddings = False
+
+
+def _native_class(name: str) -> str:
+    """Return transformers' name of the class, which may have other punctuation than in custom code; "" for none."""
     import transformers
 
-    return hasattr(transformers, architecture)
+    return name if hasattr(transformers, name) else next((n for n in dir(transformers) if key(n) == key(name)), "")
 
 
 def transformers_config(source: Source) -> Any:

@@ -20,6 +20,7 @@ from brim.estimation.models import (
     WeightType,
     check_not_quantized,
     class_of,
+    keep_apart,
     parts_of,
     transformers_config,
     weight_type,
@@ -96,6 +97,7 @@ class Job:
             self.notes["architecture"] = f"transformers has no class {asked}; {kind.__name__} is used"
         stored = weight_type(self.source)
         self._set_precision(stored)
+        keep_apart(config, kind, self.source)
         with no_init_weights():
             model: nn.Module = kind._from_config(config, dtype=_weights_dtype(self.workload))
         model.tie_weights()  # type: ignore[operator]  # left out where weights are not initialised
@@ -299,7 +301,8 @@ def _named_inputs(example: Any, dtype: torch.dtype | None) -> Any:
 def _transformers_class(source: Source, config: Any) -> Any:
     import transformers
 
-    autos = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification", "AutoModel")
+    heads = ("CausalLM", "ImageTextToText", "Seq2SeqLM", "ImageClassification")
+    autos = (*(f"AutoModelFor{head}" for head in heads), "AutoModel")
     model_class = class_of(config, [source.architecture], autos)
     if model_class is None:
         raise UnsupportedError(

@@ -22,7 +22,15 @@ from brim.core import Hardware, Plan, codec
 from brim.core.files import write_text
 from brim.core.hardware import DISK
 from brim.errors import FormatError, UnsupportedError, UsageError
-from brim.estimation.models import Source, check_not_quantized, class_of, find_model, transformers_config, weight_type
+from brim.estimation.models import (
+    Source,
+    check_not_quantized,
+    class_of,
+    find_model,
+    keep_apart,
+    transformers_config,
+    weight_type,
+)
 from brim.models.opening import prepare
 from brim.planning.factory import made_by
 from brim.planning.request import PRECISIONS_OF, Answer, Request
@@ -260,6 +268,7 @@ def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
         raise UnsupportedError(
             f"Cannot make a plan for {source.name}.", f"transformers has no class {source.architecture}."
         )
+    keep_apart(config, kind, source)
     with torch.device("meta"), no_init_weights():
         built: Any = kind._from_config(config, dtype=dtype or getattr(torch, weight_type(source).dtype))
     built.tie_weights()  # skipped by transformers without initialisation

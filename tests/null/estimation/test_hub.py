@@ -67,6 +67,17 @@ def test_a_model_is_estimated_without_its_weights(hub: Hub, capsys: pytest.Captu
     assert hub.sent_bytes < size // 8  # the client reads the first 100 KB of each file
 
 
+def test_a_head_that_the_files_have_is_not_tied(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gemma's configuration class ties by default; transformers does not tie what it loads both."""
+    config = {name: value for name, value in CONFIG.items() if name != "tie_word_embeddings"}
+    config |= {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "head_dim": 64}
+    tensors = llama_tensors() | {"lm_head.weight": ("BF16", (512, 256))}
+    for name, files in (("org/head", tensors), ("org/tied", llama_tensors())):
+        hub.add(name, config, files)
+        size = sum(tensor_bytes(*entry) for entry in files.values())
+        assert estimate(capsys, name)["at_peak_bytes"]["parameters"] - size in range(1024)
+
+
 def test_what_is_in_the_hub_s_cache_is_not_asked_for(hub: Hub) -> None:
     hub.add("org/whole", CONFIG, llama_tensors())
     find_model("org/whole")

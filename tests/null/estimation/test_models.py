@@ -55,6 +55,12 @@ def test_a_damaged_or_foreign_configuration_is_one_clear_error(tmp_path, text, e
         find_model(tmp_path)
 
 
+def test_a_class_of_custom_code_that_transformers_has_too_is_built_by_it(tmp_path):
+    config = {"model_type": "llama", "architectures": ["Llama_ForCausalLM"], "auto_map": {"AutoConfig": "x.Y"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_model(tmp_path).architecture == "LlamaForCausalLM"
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"hidden_size": -64}, {"hidden_size": "wide"}, {"num_hidden_layers": 10**9}, {"head_dim": 1 << 62}],
