@@ -45,9 +45,16 @@ def forward_inputs(model: nn.Module, workload: Workload) -> Inputs:
         },
         "input_values": lambda: {"input_values": torch.zeros(batch, workload.seq or 1, device="cuda")},
     }
+    if type(model).forward is nn.Module.forward:
+        raise UnsupportedError(
+            f"Cannot make inputs for {type(model).__name__}.",
+            "It has no forward pass of its own: its parts are called one by one.",
+            "Estimate the part that you call, by a function that builds it: file.py:function.",
+        )
     contrastive = "return_loss" in inspect.signature(model.forward).parameters
-    if kind not in makers or (is_multimodal(config) and not contrastive and not takes_text_alone(model)):
-        what = f"inputs named {kind}" if kind not in makers else f"{kind} beside others"
+    known = kind in makers and (kind != "input_features" or hasattr(config, "num_mel_bins"))
+    if not known or (is_multimodal(config) and not contrastive and not takes_text_alone(model)):
+        what = f"{kind} beside others" if known else f"inputs named {kind}"
         raise UnsupportedError(
             f"Cannot make inputs for {type(model).__name__}.",
             f"It takes {what}, which brim estimate does not make.",

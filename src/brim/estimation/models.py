@@ -29,6 +29,7 @@ _MOST = 10_000
 _TEXT = re.compile("text|language|llm|decoder|thinker")  # names of the part with most weights in configurations
 _NOT_SIZES = ("model_type", "auto_map", "quantization_config")  # keys of a configuration that is passed in, not sizes
 _CHECKPOINTS = ("model.safetensors", "model.safetensors.index.json")
+_PACKED = ("uint8", "int8", "float8")  # types of quantized weights, and of nothing else in a checkpoint
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -201,11 +202,15 @@ def quantization_of(config: Mapping[str, Any]) -> str:
 
 
 def check_not_quantized(source: Source) -> None:
-    """Raise UnsupportedError for quantized weights: brim models only quantization that ``--precision`` requests."""
-    if source.quantization:
+    """Raise UnsupportedError for quantized weights: brim models only quantization that ``--precision`` requests.
+
+    Not every configuration names the method (NVIDIA's are in a file of their own), so the files' types count too.
+    """
+    packed = (dtype for dtype in stored_dtypes(source).values() if dtype.startswith(_PACKED))
+    if method := source.quantization or next(packed, ""):
         raise UnsupportedError(
             f"{source.name} was given as the model.",
-            f"Its weights are quantized ({source.quantization}), and quantized checkpoints are not modelled yet.",
+            f"Its weights are quantized ({method}), and quantized checkpoints are not modelled yet.",
             "Give --precision bf16, or another that brim estimate has, to estimate the model in that.",
         )
 

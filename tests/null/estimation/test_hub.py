@@ -78,6 +78,16 @@ def test_a_head_that_the_files_have_is_not_tied(hub: Hub, capsys: pytest.Capture
         assert estimate(capsys, name)["at_peak_bytes"]["parameters"] - size in range(1024)
 
 
+@pytest.mark.parametrize("dtype", ["U8", "F8_E4M3", "I8"])
+def test_quantized_files_are_refused_though_the_configuration_names_no_method(
+    dtype: str, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.add("org/packed", CONFIG, llama_tensors() | {"model.layers.0.mlp.down_proj.weight": (dtype, (256, 256))})
+    assert main(["estimate", "org/packed"]) == 2
+    assert "weights are quantized" in capsys.readouterr().err
+    assert main(["estimate", "org/packed", "--precision", "bf16", "--seq", "8"]) == 0
+
+
 def test_what_is_in_the_hub_s_cache_is_not_asked_for(hub: Hub) -> None:
     hub.add("org/whole", CONFIG, llama_tensors())
     find_model("org/whole")
