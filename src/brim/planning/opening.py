@@ -86,7 +86,7 @@ def timed_weights(request: Request, machine: Machine) -> Path | None:
     path = _weights_path(request.model)
     if path is None:
         return None
-    folder = prepare(path)
+    folder = prepare(path) if path.is_file() else path
     weights_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return folder if weights_bytes >= _LEAST_TIMED_BYTES else None
 

@@ -24,7 +24,7 @@ def completed(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("brim gen", ["plain,generate"]),
         ("brim generate m --top-", ["plain,--top-p", "plain,--top-k"]),
         ("brim generate ./mod", ["file,./mod"]),
-        ("brim estimate smollm", ["plain,smollm2-135m"]),
+        ("brim estimate smollm", ["plain,smollm2-135m", "plain,smollm3-3b"]),
         ("brim estimate ./con", ["file,./con"]),
         ("brim estimate gpt2 --gpu mi3", ["plain,mi300x", "plain,mi325x", "plain,mi355x"]),
         ("brim train m --data ./t", ["file,./t"]),
