@@ -15,8 +15,8 @@ CATEGORIES = {
     "context",
 }  # fmt: skip
 KEYS = {
-    "peak_bytes", "upper_bound_bytes", "at_peak_bytes", "per_module", "step_s", "flops", "not_modelled", "leak", "stored_bytes",
-    "fits", "notes", "by", "precision", "precision_origin", "program", "brim_differs",
+    "peak_bytes", "upper_bound_bytes", "at_peak_bytes", "per_module", "step_s", "flops", "not_modelled", "leak",
+    "stored_bytes", "fits", "notes", "by", "precision", "precision_origin", "program", "brim_differs",
 }  # fmt: skip
 
 

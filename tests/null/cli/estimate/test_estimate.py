@@ -26,7 +26,8 @@ def test_json_is_one_document_with_the_promised_keys(model, capsys):
     document = json.loads(capsys.readouterr().out)
     assert set(document) == {
         "peak_bytes", "upper_bound_bytes", "at_peak_bytes", "per_module", "step_s", "flops", "not_modelled", "fits",
-        "notes", "leak", "stored_bytes", "by", "precision", "precision_origin", "program", "brim_differs", "fits_with",
+        "notes", "leak", "stored_bytes", "by", "precision", "precision_origin", "program", "brim_differs",
+        "fits_with",
     }  # fmt: skip
     assert set(document["at_peak_bytes"]) == {
         "parameters", "gradients", "optimizer_state", "activations", "temporary", "kv_cache", "inputs", "workspaces",
