@@ -416,7 +416,8 @@ def _failed(job: Job, error: BaseException) -> ModelError:
             asked, f"It fails{place_in(error, job.source.file)}: {short(error)}", "Correct the function."
         )
     if isinstance(error, ModuleNotFoundError):
-        return ModelError(asked, f"{error.name} is not installed.", f"Run pip install {error.name}.")
+        package = str(error.name).partition(".")[0]
+        return ModelError(asked, f"{package} is not installed.", f"Run pip install {package}.")
     if isinstance(error, Exception) and (refusal := failed_import(error)) is not None:
         return ModelError(asked, f"{refusal.asked} {refusal.found}", refusal.todo)
     library = f"{job.source.library} {version(job.source.library)}"
