@@ -57,13 +57,15 @@ def hub_model(name: str) -> HubModel:
     Else config.json and the headers of its safetensors files are fetched: some kilobytes. Raises ModelError where
     the hub does not give the configuration, or a header is damaged.
     """
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import SafetensorsParsingError
 
     repository, revision = split_revision(name)
     with hub_errors(name):
         config = try_to_load_from_cache(repository, "config.json", revision=revision)
         if not isinstance(config, str):
+            # At once without a network, where the download alone tries for half a minute.
+            get_hf_file_metadata(hf_hub_url(repository, "config.json", revision=revision))
             config = hf_hub_download(repository, "config.json", revision=revision)
     folder = Path(config).parent
     model = HubModel(repository=repository, folder=folder, has_weights=has_weights(folder))

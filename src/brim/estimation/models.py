@@ -29,7 +29,7 @@ _MOST = 10_000
 _TEXT = re.compile("text|language|llm|decoder|thinker")  # names of the part with most weights in configurations
 _NOT_SIZES = ("model_type", "auto_map", "quantization_config")  # keys of a configuration that is passed in, not sizes
 _CHECKPOINTS = ("model.safetensors", "model.safetensors.index.json")
-_PACKED = ("uint8", "int8", "float8")  # types of quantized weights, and of nothing else in a checkpoint
+_PACKED = ("uint8", "int8", "float8")  # types of quantized weights; masks among the buffers may have them too
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -206,7 +206,8 @@ def check_not_quantized(source: Source) -> None:
 
     Not every configuration names the method (NVIDIA's are in a file of their own), so the files' types count too.
     """
-    packed = (dtype for dtype in stored_dtypes(source).values() if dtype.startswith(_PACKED))
+    dtypes = stored_dtypes(source).items()
+    packed = (dtype for name, dtype in dtypes if name.endswith("weight") and dtype.startswith(_PACKED))
     if method := source.quantization or next(packed, ""):
         raise UnsupportedError(
             f"{source.name} was given as the model.",

@@ -13,6 +13,7 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UnsupportedError, UsageError
 from brim.units import format_bytes, is_share, parse_bytes
 
+FREE_SHARE = 0.9  # of free memory that budgets take: a single block too many makes a run swap
 _PROC = Path("/proc")
 # Files of the memory controller's two versions: limit, usage, and the statistics of reclaimable page cache.
 _FILES = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from brim import catalog
 from brim.core.files import special_file
 from brim.errors import ModelError, UsageError
-from brim.estimation.hub import has_weights, hub_errors, split_revision
+from brim.estimation.hub import has_weights, hub_errors, is_hub_id, split_revision
 
 # Files of weights as safetensors, of a config and of a tokenizer; none that can run code.
 _HUB_PATTERNS = (
@@ -46,9 +46,9 @@ def local(model: str | Path) -> Path | None:
         )
     if is_file:
         return path
-    parts = str(model).split("/")
-    is_hub_id = isinstance(model, str) and len(parts) <= 2 and all(parts) and parts[0] not in (".", "..", "~")
-    if not is_hub_id or path.suffix.lower() in (".gguf", ".safetensors", ".bin"):
+    text = model if isinstance(model, str) else ""  # a Path is no name of a model
+    is_name = is_hub_id(text) or ("/" not in text and text not in ("", ".", "..", "~"))
+    if not is_name or path.suffix.lower() in (".gguf", ".safetensors", ".bin"):
         raise ModelError(f"{model} was given as the model.", "There is no such file or folder.", "Check the path.")
     return None
 

@@ -92,15 +92,14 @@ def timed_weights(request: Request, machine: Machine) -> Path | None:
 
 
 def _weights_path(model: str | Path) -> Path | None:
-    """Return MODEL's .gguf file, or the folder of its weights: that of a hub id is in the hub's cache. None if there
-    are no weights on this machine."""
+    """Return MODEL's .gguf file, there or not, or the folder of its weights: that of a hub id is in the hub's cache.
+    None if there are no weights on this machine."""
     path = Path(model).expanduser()
     if not path.exists() and is_hub_id(str(model)):
         with suppress(ModelError):  # it is described by the catalog
             known = hub_model(str(model))
             return known.folder if known.has_weights else None
-    is_stored = path.is_file() if path.suffix.lower() == ".gguf" else any(path.glob("*.safetensors"))
-    return path if is_stored else None
+    return path if path.suffix.lower() == ".gguf" or any(path.glob("*.safetensors")) else None
 
 
 def open_subject(request: Request, machine: Machine, precision: str | None = None) -> Subject:

@@ -15,6 +15,7 @@ from brim.estimation.ranks.estimate import ParallelEstimate, estimate_ranks, sta
 from brim.estimation.ranks.job import DEFAULT_PRECISION
 from brim.estimation.ranks.sizes import shape_of
 from brim.estimation.ranks.split import Split
+from brim.measure.capacity import FREE_SHARE
 from brim.planning.meshes import offload
 from brim.planning.meshes import search as closed_forms
 from brim.planning.meshes.search import RECOMPUTE, SEQUENCES_PER_GPU, Mesh, Pieces
@@ -27,6 +28,13 @@ from brim.units import format_bytes
 
 _Proofs = dict[Mesh, ParallelEstimate | None]  # None: the mesh's fullest stage alone does not fit
 _Search = Callable[[MeshRequest, _Proofs], tuple[list[Mesh], int]]
+_Fits = Callable[[MeshRequest], bool]
+_Changes = Iterator[tuple[MeshRequest, str]]
+# A limit in seconds would give other answers on a slower or busier computer.
+_MOST_SEARCHES = 4
+_DOUBLED = 10  # times
+_SHORTEST = 64  # tokens
+_CARDS, _LARGER = 3, 1.25  # the most cards that are tried, and their least ratio of sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,14 +240,6 @@ def runs_torch(request: MeshRequest) -> bool:
     return (request.engine or "torch") == "torch"
 
 
-# A limit in seconds would give other answers on a slower or busier computer.
-_MOST_SEARCHES = 4
-_DOUBLED = 10  # times
-_SHORTEST = 64  # tokens
-_CARDS, _LARGER = 3, 1.25  # the most cards that are tried, and their least ratio of sizes
-_SHARE = 0.9  # of a node's RAM that plans may use (``request``)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Infeasible:
     """The reason why nothing fits, the least bytes of each memory, and changes that fit."""
@@ -278,10 +278,6 @@ class _Prover:
             return smallest_fits(replace(request, top=1))
         except BrimError:
             return False
-
-
-_Fits = Callable[[MeshRequest], bool]
-_Changes = Iterator[tuple[MeshRequest, str]]
 
 
 def _more_gpus(request: MeshRequest, needs: Mapping[str, int], fits: _Fits) -> _Changes:
@@ -325,7 +321,7 @@ def _more_ram(request: MeshRequest, needs: Mapping[str, int], fits: _Fits) -> _C
     """Try the RAM per node that shards were found to need."""
     if RAM not in needs:
         return
-    gib = -(-int(needs[RAM] / _SHARE) // (1 << 30)) + 1
+    gib = -(-int(needs[RAM] / FREE_SHARE) // (1 << 30)) + 1
     changed = replace(request, ram=f"{gib}GiB")
     if fits(changed):
         yield changed, f"{gib} GiB of RAM in each node"

@@ -12,7 +12,7 @@ from brim import catalog
 from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UsageError
-from brim.measure.capacity import amount_bytes, free_bytes, resident_bytes
+from brim.measure.capacity import FREE_SHARE, amount_bytes, free_bytes, resident_bytes
 from brim.measure.probe import probe
 from brim.memory import heap
 from brim.memory.scratch import scratch_folder
@@ -28,7 +28,6 @@ PLAN_FILE = "plan.json"  # the file's name in proposed commands
 # A drive on four lanes of PCIe 3 has 3.9 GB/s at most (PCI-SIG).
 _DRIVE_BYTES_PER_S = 3.2e9
 _DISK_BYTES = 1 << 40
-_FREE_SHARE = 0.9
 # Measured seconds of a step as shares of predicted ones: of 59 plans on a processor nine tenths were between these
 # (measurements/planner_cpu.jsonl); of 44 programs on an H200 the slowest took 2.1 times (docs/accuracy.md).
 _MEASURED_BLOCKS, _BY_RATES = (0.88, 1.19), (0.9, 2.1)
@@ -233,7 +232,7 @@ def machine_of(request: Request) -> Machine:
 
 def ram_option(machine: Machine, budget_bytes: int) -> int:
     """Return the value of ``--ram`` for a budget: the budget itself on this machine, all RAM of another one."""
-    return math.ceil(budget_bytes / _FREE_SHARE) if machine.assumed else budget_bytes
+    return math.ceil(budget_bytes / FREE_SHARE) if machine.assumed else budget_bytes
 
 
 def _this(request: Request) -> Machine:
@@ -248,7 +247,7 @@ def _this(request: Request) -> Machine:
     if request.disk is not None:
         budget[DISK] = amount_bytes(request.disk, DISK, directory=scratch_folder())
     elif request.task == "train":  # for states on disk
-        budget[DISK] = int(free_bytes(DISK, directory=scratch_folder()) * _FREE_SHARE)
+        budget[DISK] = int(free_bytes(DISK, directory=scratch_folder()) * FREE_SHARE)
     return Machine(hardware=hardware, budget_bytes=budget, left_bytes=left_bytes)
 
 
@@ -297,5 +296,5 @@ def _imagined(request: Request, card: catalog.Gpu) -> Machine:
         f"the drive moves {_DRIVE_BYTES_PER_S / 1e9:.1f} GB/s",
         *([] if request.disk is not None else [f"{format_bytes(_DISK_BYTES)} of disk"]),
     ]
-    budget = {VRAM: vram, RAM: int(ram * _FREE_SHARE), DISK: disk}
+    budget = {VRAM: vram, RAM: int(ram * FREE_SHARE), DISK: disk}
     return Machine(hardware=hardware, budget_bytes=budget, assumed=tuple(assumed))

@@ -56,10 +56,10 @@ _ONLY_WITH = {
 def plan(options: PlanOptions) -> int | None:
     """Find the fastest plans to train or run a model that fit a machine.
 
-    MODEL is a name of the catalog, a folder, or a .gguf file. For training it may also be file.py:build, a function
-    that returns a pair of a model and its inputs. Where a model does not fit in this machine's memory, the best three
-    plans are run for a few steps; otherwise no weights are read. Exit code 3: nothing fits; the answer names changes
-    that would fit.
+    MODEL is a hub id, a name of the catalog, a folder, or a .gguf file. For training it may also be file.py:build, a
+    function that returns a pair of a model and its inputs. Where a model does not fit in this machine's memory, the
+    best three plans are run for a few steps; otherwise no weights are read. Exit code 3: nothing fits; the answer
+    names changes that would fit.
     """
     _refuse_unused(click.get_current_context())
     if options.compare_gpus is not None:

@@ -17,7 +17,7 @@ from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.core.options import Device as Device
 from brim.errors import BudgetError, UnsupportedError, UsageError
-from brim.measure.capacity import check_room, device_free_bytes, free_bytes, ram_room_bytes
+from brim.measure.capacity import FREE_SHARE, check_room, device_free_bytes, free_bytes, ram_room_bytes
 from brim.measure.probe import probe
 from brim.memory.mapped import has_storage
 from brim.memory.tiers import Memory, cpu_memory, device_memory, emulated_memory, fake_memory
@@ -25,8 +25,6 @@ from brim.techniques.blocks import Partition
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 from brim.techniques.weights import place_weights
 from brim.units import format_bytes, parse_bytes
-
-_FREE_SHARE = 0.9  # of free memory: a single block too many makes a run swap
 
 
 @contextlib.contextmanager
@@ -174,13 +172,13 @@ def budgets(
     if hardware.compute == RAM:
         capacity_bytes = hardware.tier(RAM).capacity_bytes
         amounts = [parse_bytes(value, capacity_bytes) for value in (vram, ram) if value is not None]
-        budget = {RAM: min(amounts) if amounts else int(free_bytes(RAM) * _FREE_SHARE)}
+        budget = {RAM: min(amounts) if amounts else int(free_bytes(RAM) * FREE_SHARE)}
     else:
         on = computing(device)
         free = {RAM: free_bytes(RAM), VRAM: held_vram_bytes}
         free[VRAM] += free[RAM] if on is None else device_free_bytes(on)
         budget = {
-            tier: int(free[tier] * _FREE_SHARE)
+            tier: int(free[tier] * FREE_SHARE)
             if value is None
             else parse_bytes(value, hardware.tier(tier).capacity_bytes)
             for tier, value in given.items()
@@ -202,7 +200,7 @@ def within_room(budget_bytes: Mapping[str, int], *, given: bool) -> dict[str, in
     if given:
         check_room(budget_bytes.get(RAM, 0))
         return dict(budget_bytes)
-    most_bytes = int(ram_room_bytes() * _FREE_SHARE)
+    most_bytes = int(ram_room_bytes() * FREE_SHARE)
     return {tier: min(count, most_bytes) if tier == RAM else count for tier, count in budget_bytes.items()}
 
 

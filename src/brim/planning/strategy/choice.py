@@ -23,6 +23,8 @@ MICRO_BATCH, CHUNK_TOKENS, IN_PLACE, IN_BACKWARD = "micro_batch", "chunk_tokens"
 BRIEF_BUFFER = "brief_state_buffer"
 OFFLOADED = "offload"
 TOKENS_AT_ONCE = 256  # of a chunk of logits, whose matrix product still runs at full rate
+SHARED = ("micro_batch", "in_backward", "states", "gradients")  # fields of Choice and of Frame
+UNSOLVED = ("precision", "in_place", "brief_buffer")  # fields of Choice that the solver does not choose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +119,6 @@ def _place(plan: Plan, technique: str) -> Place:
     place = plan.choices(technique)[""]
     assert place in ("keep", "ram", "disk")
     return place  # type: ignore[return-value]
-
-
-SHARED = ("micro_batch", "in_backward", "states", "gradients")  # fields of Choice and of Frame
-UNSOLVED = ("precision", "in_place", "brief_buffer")  # fields of Choice that the solver does not choose
 
 
 def rank(seconds: float, assignment: Assignment) -> tuple[float, int, float]:

@@ -65,6 +65,12 @@ _LIMITS = {
     UPDATE: "RAM",
 }
 AUTO = "auto"
+# Short runs of the best plans.
+_METHOD = 1  # raised when the runs change
+MOST_PLANS = 3
+_UNCERTAIN = 1.5  # slower plans are not timed: most predictions are off by less
+_LIMIT_S = 120.0  # of a plan's run, loading included
+_TRIAL_STEPS, _TRIAL_TOKENS = 3, 16
 
 
 def plan(
@@ -85,7 +91,7 @@ def plan(
     Each plan is proved: a step is traced with the plan in force, and the peaks of this trace are the promise.
 
     Args:
-        model: A name of the catalog, a Hugging Face folder, or a ``.gguf`` file; for training also
+        model: A hub id, a name of the catalog, a Hugging Face folder, or a ``.gguf`` file; for training also
             ``"file.py:build"``, a function that returns a model and its inputs as a pair.
         task: ``"generate"`` or ``"train"``.
         gpu: A name of the catalog (``"RTX 3060"``). None: this machine.
@@ -321,13 +327,6 @@ def _watched(request: Request) -> RouterFile:
         for name, layer in seen.items()
     }
     return RouterFile(model=str(request.model), batch=request.batch, layers=layers)
-
-
-_METHOD = 1  # raised when the runs change
-MOST_PLANS = 3
-_UNCERTAIN = 1.5  # slower plans are not timed: most predictions are off by less
-_LIMIT_S = 120.0  # of a plan's run, loading included
-_TRIAL_STEPS, _TRIAL_TOKENS = 3, 16
 
 
 def with_trials(answer: Answer, folder: Path) -> Answer:

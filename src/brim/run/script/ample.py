@@ -20,7 +20,14 @@ from torch.utils._pytree import tree_leaves
 
 from brim.core.hardware import RAM, VRAM
 from brim.errors import UnsupportedError
-from brim.measure.capacity import amount_bytes, free_bytes, memory_fraction, ram_capacity_bytes, ram_room_bytes
+from brim.measure.capacity import (
+    FREE_SHARE,
+    amount_bytes,
+    free_bytes,
+    memory_fraction,
+    ram_capacity_bytes,
+    ram_room_bytes,
+)
 from brim.model_inputs import map_tensors
 from brim.planning.inference.example_shapes import as_shapes
 from brim.run.script.hooks import Call, parameter_bytes
@@ -32,7 +39,6 @@ from brim.run.script.settings import Settings
 _as_strided = torch.ops.aten.as_strided.default
 _META = torch.device("meta")
 _ROOM = 8
-_FREE_SHARE = 0.9
 _DEVICE_BYTES = 256 << 20  # PyTorch's smallest segments on a GPU, and workspaces of libraries
 _LARGEST_STATES = 60  # times ``_STATES``: L-BFGS has two hundred states of a parameter
 _STATES = 3  # per parameter, the most of PyTorch's optimizers but L-BFGS (Adam with ``amsgrad``)
@@ -138,7 +144,7 @@ def _limit(settings: Settings) -> tuple[int, str]:
         return 0, tier
     if settings.device == "cuda" and not on_gpu:
         return 0, tier
-    free = [int(free_bytes(name) * _FREE_SHARE) for name in capacity if name not in budget_bytes]
+    free = [int(free_bytes(name) * FREE_SHARE) for name in capacity if name not in budget_bytes]
     smallest = min([*budget_bytes.values(), *free, *capacity.values()])
     return max(0, smallest - _DEVICE_BYTES) if on_gpu else smallest, tier
 

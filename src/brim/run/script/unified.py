@@ -21,7 +21,6 @@ from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.run.script.settings import Settings
 from brim.units import format_bytes, parse_bytes
 
-_FREE_SHARE = 0.9
 _WARN_SHARE = 0.1  # of the allocated bytes: from there on, reading the host's bytes dominates the time
 _TODO = "Install brim[unified] on a machine with an NVIDIA GPU, or use --mode stream."
 
@@ -188,9 +187,11 @@ def _spilling(settings: Settings) -> Spilling:
     """Create the resource for RMM's allocator and put it into force."""
     import rmm
 
+    from brim.measure.capacity import FREE_SHARE
+
     # RMM's figure: asking PyTorch would initialize PyTorch's own allocator.
     free, total = map(int, rmm.mr.available_device_memory())
-    limit = int(free * _FREE_SHARE) if settings.vram is None else parse_bytes(settings.vram, total)
+    limit = int(free * FREE_SHARE) if settings.vram is None else parse_bytes(settings.vram, total)
     if limit == 0:
         raise BudgetError("Cannot use unified memory.", "The VRAM budget is 0.", "Give --vram 64MiB or more.")
     host_limit = _host_bytes(settings)
@@ -208,9 +209,9 @@ def _spilling(settings: Settings) -> Spilling:
 
 def _host_bytes(settings: Settings) -> int:
     from brim.core.hardware import RAM
-    from brim.measure.capacity import amount_bytes, free_bytes
+    from brim.measure.capacity import FREE_SHARE, amount_bytes, free_bytes
 
-    return int(free_bytes(RAM) * _FREE_SHARE) if settings.ram is None else amount_bytes(settings.ram, RAM)
+    return int(free_bytes(RAM) * FREE_SHARE) if settings.ram is None else amount_bytes(settings.ram, RAM)
 
 
 def check_managed(wanted_bytes: int, free_bytes: int, *, insist: bool) -> None:
