@@ -62,11 +62,20 @@ class Accelerator:
         """Return the free and the total bytes of the current device."""
         if hasattr(self.module, "mem_get_info"):
             free, total = self.module.mem_get_info()
+            if self._shares_ram():  # the driver counts the page cache as used, which the system gives back
+                import psutil  # only such devices need it
+
+                free = max(free, min(psutil.virtual_memory().available, total))
             return int(free), int(total)
         if hasattr(self.module, "recommended_max_memory"):  # MPS: part of the RAM that processor and GPU share
             total = int(self.module.recommended_max_memory())
             return max(0, total - self.reserved_bytes()), total
         raise self._lacks("mem_get_info")
+
+    def _shares_ram(self) -> bool:
+        """Return whether the device computes in the host's RAM: GB10, Jetson, APUs."""
+        properties = getattr(self.module, "get_device_properties", None)
+        return properties is not None and bool(getattr(properties(self.index), "is_integrated", False))
 
     def allocated_bytes(self) -> int:
         """Return the bytes that tensors take now."""
