@@ -16,7 +16,7 @@ import pytest
 
 from brim.estimation.hub import hub_model
 
-_SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8, "F8_E8M0": 1}
+_SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1, "I8": 1, "I32": 4, "U32": 4, "I64": 8, "F8_E8M0": 1}
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
 

@@ -12,12 +12,12 @@ import torch
 
 from brim.errors import BrimError
 from brim.estimation.estimate import Study
-from brim.estimation.workload import Workload
+from brim.estimation.workload import STORED, Workload
 from brim.techniques import optimizers
 
 _SHOWN, _TRACED = 3, 6  # the most suggested settings, and the most steps traced to find them
 _SHORTEST = 128  # tokens
-_BITS = {"fp32": 32, "bf16-mixed": 32, "fp16-mixed": 32, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
+_BITS = {"fp32": 32, "bf16-mixed": 32, "fp16-mixed": 32, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4, STORED: 4}
 _FLOATING = ("fp32", "bf16-mixed", "fp16-mixed", "bf16")  # precisions of all weights
 
 

@@ -13,7 +13,7 @@ from brim.estimation.models import Source, short
 from brim.estimation.quantization import SCHEMES
 from brim.estimation.silence import quiet
 from brim.estimation.steps import Job
-from brim.estimation.workload import Workload
+from brim.estimation.workload import STORED, Workload
 from brim.predict.formulas import (
     Result,
     checkpoint_weights,
@@ -32,7 +32,7 @@ def closed_forms(source: Source, workload: Workload) -> dict[str, Result]:
         raise UsageError(f"There are no closed forms for {source.name}.", "It is a function, not a configuration.")
     if workload.method == "lora":
         raise UsageError("There are no closed forms for LoRA.", "They describe full training.")
-    if workload.precision in SCHEMES:
+    if workload.precision in (*SCHEMES, STORED):
         raise UsageError(
             f"There are no closed forms for {workload.precision}.", "They describe floating-point weights.",
             "Leave --explain-formula out: the trace counts what the quantized layers take.",

@@ -25,6 +25,7 @@ from brim.estimation.breakdown import Breakdown, at_peak
 from brim.estimation.extrapolation import TRACED_TOKENS, Template, extend_depth, extend_tokens, find_depth
 from brim.estimation.models import Source, find_model, place_in, short
 from brim.estimation.ordinary import PROGRAM
+from brim.estimation.packed_weights import has_equal_layers
 from brim.estimation.quantization import SCHEMES
 from brim.estimation.silence import quiet
 from brim.estimation.simulation import Place, Replay, place_of, reserved_at_steps, simulate
@@ -192,8 +193,9 @@ def estimate(
         task: ``"train"`` (forward, backward, optimizer) or ``"generate"`` (the prompt and all new tokens).
         batch: Sequences, or images, of one step.
         seq: Tokens of a sequence, or of the prompt. None: 4,096, or the model's longest sequence if that is shorter.
-        precision: ``"fp32"``, ``"bf16"``, ``"bf16-mixed"``, ``"fp16-mixed"``, ``"fp8"``, ``"int8"`` or ``"int4"``;
-            ``Workload`` explains them. None: the configuration's precision, with float16 replaced by bf16.
+        precision: ``"fp32"``, ``"bf16"``, ``"bf16-mixed"``, ``"fp16-mixed"``, ``"fp8"``, ``"int8"``, ``"int4"``
+            or ``"stored"``; ``Workload`` explains them. None: ``"stored"`` for quantized checkpoints, else the
+            configuration's precision, with float16 replaced by bf16.
         optimizer: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"sgd-momentum"``, ``"adafactor"``, ``"rmsprop"``,
             ``"adagrad"``, ``"lion"`` or ``"adamw8bit"`` (torchao's). None: adamw.
         method: ``"full"`` or ``"lora"`` (PEFT's adapters). None: full.
@@ -379,7 +381,7 @@ def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") ->
     """Trace a job; of a deep model, trace a few layers and repeat them where that is exact."""
     with quiet():
         depth = find_depth(job.source)
-        if depth is not None:
+        if depth is not None and has_equal_layers(job.source, depth.special):
             counts = range(depth.fewest, depth.fewest + 3)
             jobs = [job.with_layers(depth.field, count) for count in counts]
             traces = [_traced_whole(shallow, capability, routing) for shallow in jobs]

@@ -29,7 +29,13 @@ _MOST = 10_000
 _TEXT = re.compile("text|language|llm|decoder|thinker")  # names of the part with most weights in configurations
 _NOT_SIZES = ("model_type", "auto_map", "quantization_config")  # keys of a configuration that is passed in, not sizes
 _CHECKPOINTS = ("model.safetensors", "model.safetensors.index.json")
-_PACKED = ("uint8", "int8", "float8")  # types of quantized weights; masks among the buffers may have them too
+_PACKED = (
+    "uint8",
+    "int8",
+    "float8",
+    "int32",
+    "uint32",
+)  # types of quantized weights; masks among the buffers may have them too
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -150,7 +156,10 @@ def _of_file(path: Path, argument: Path) -> Source:
         raise ModelError(f"Cannot read {path}.", f"It holds a {type(config).__name__}, not a JSON object.")
     name = argument.name if argument.is_dir() else argument.parent.name or argument.stem
     if isinstance(config.get("_class_name"), str):
-        return Source(name=name, library="diffusers", architecture=config["_class_name"], config=config)
+        return Source(
+            name=name, library="diffusers", architecture=config["_class_name"], config=config,
+            quantization=quantization_of(config)[0],
+        )  # fmt: skip
     return replace(_of_transformers(path, name, config), folder=path.parent)
 
 
@@ -188,31 +197,40 @@ def _of_transformers(path: Path, name: str, config: dict[str, Any]) -> Source:
             )
     return Source(
         name=name, library="transformers", architecture=architecture, config=config,
-        quantization=quantization_of(config),
+        quantization=quantization_of(config)[0],
     )  # fmt: skip
 
 
-def quantization_of(config: Mapping[str, Any]) -> str:
-    """The method by which a configuration quantizes its weights: ``"awq"``; ``""`` for floating weights."""
+def quantization_of(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return the method by which a configuration quantizes its weights and its settings; ``"", {}`` for floating
+    weights, ``"unknown"`` for a method without a name."""
     for _, part in parts_of(config):
-        if quantization := part.get("quantization_config"):
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            return str(method or "unknown")
-    return ""
+        for quantization in (part.get("quantization_config"), part.get("quantization")):
+            if isinstance(quantization, dict) and quantization:
+                return str(quantization.get("quant_method") or "unknown"), quantization
+            if quantization:
+                return str(quantization), {}
+    return "", {}
 
 
-def check_not_quantized(source: Source) -> None:
-    """Raise UnsupportedError for quantized weights: brim models only quantization that ``--precision`` requests.
+def quantized_by(source: Source) -> str:
+    """Return the method that quantized the model's weights; ``""`` for floating weights.
 
-    Not every configuration names the method (NVIDIA's are in a file of their own), so the files' types count too.
+    Not every configuration names the method (NVIDIA's are in a file of their own), so the files' types count too:
+    then the method is the type.
     """
     dtypes = stored_dtypes(source).items()
     packed = (dtype for name, dtype in dtypes if name.endswith("weight") and dtype.startswith(_PACKED))
-    if method := source.quantization or next(packed, ""):
+    return source.quantization or next(packed, "")
+
+
+def check_not_quantized(source: Source) -> None:
+    """Raise UnsupportedError for quantized weights, where only the quantization of ``--precision`` is modelled."""
+    if method := quantized_by(source):
         raise UnsupportedError(
             f"{source.name} was given as the model.",
-            f"Its weights are quantized ({method}), and quantized checkpoints are not modelled yet.",
-            "Give --precision bf16, or another that brim estimate has, to estimate the model in that.",
+            f"Its weights are quantized ({method}); only brim estimate takes such weights, on one GPU.",
+            "Give --precision bf16, or another that brim estimate has, for the model in that.",
         )
 
 
@@ -260,14 +278,27 @@ def _stored_dtype(source: Source) -> str | None:
 
 def stored_dtypes(source: Source) -> dict[str, str]:
     """The types of the tensors in the model's files by their names (``"bfloat16"``); empty if they are unknown."""
-    from brim.memory.checkpoint_files import DTYPES, read_checkpoint  # it imports PyTorch, which takes seconds
+    from brim.memory.checkpoint_files import DTYPES  # it imports PyTorch, which takes seconds
 
-    dtypes: dict[str, Any] = {}
-    if source.stored is not None:
-        dtypes = {name: DTYPES.get(tensor.dtype) for name, tensor in source.stored.items()}
-    elif source.folder is not None and any((source.folder / name).exists() for name in _CHECKPOINTS):
-        dtypes = {name: tensor.dtype for name, tensor in read_checkpoint(source.folder).items()}
+    dtypes = {name: DTYPES.get(tensor.dtype) for name, tensor in stored_tensors(source).items()}
     return {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+
+
+def stored_tensors(source: Source) -> Mapping[str, Stored]:
+    """Return the headers of the model's files by the tensors' names; empty if they are unknown."""
+    from brim.memory.checkpoint_files import DTYPES, read_checkpoint
+
+    if source.stored is not None or source.folder is None:
+        return source.stored or {}
+    if not any((source.folder / name).exists() for name in _CHECKPOINTS):
+        return {}
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return {
+        name: Stored(
+            dtype=names[tensor.dtype], bytes=sum(extent.bytes for extent in tensor.extents), shape=tensor.shape
+        )
+        for name, tensor in read_checkpoint(source.folder).items()
+    }
 
 
 def keep_apart(config: Any, kind: Any, source: Source) -> None:

@@ -7,7 +7,7 @@ it in some parts; ``brim plan`` predicts those commands.
 
 from __future__ import annotations
 
-from brim.estimation.workload import Workload
+from brim.estimation.workload import STORED, Workload
 from brim.techniques.optimizers import FUSED
 
 PROGRAM = "an ordinary program"
@@ -28,11 +28,11 @@ def differences(workload: Workload, stored: str, *, language_model: bool) -> dic
         return _of_generation(workload)
     precision = workload.precision or "fp32"
     parts = {}
-    if precision in ("int8", "int4"):
+    if precision in ("int8", "int4", STORED):
         parts["layers"] = f"brim train has no {precision}"
     elif precision == "fp8":
         parts["layers"] = "brim train takes torchao's own layers"
-    if workload.method == "lora" and precision not in ("int8", "int4", "fp8"):
+    if workload.method == "lora" and precision not in ("int8", "int4", "fp8", STORED):
         dtype = _STORED.get(precision, "float32")
         if dtype != stored:
             parts["weights"] = f"brim train keeps weights that are not trained in their stored dtype, {stored}"

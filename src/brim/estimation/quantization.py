@@ -12,8 +12,9 @@ Only memory and work are those of the libraries. The layers have no values and c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 from brim.errors import UnsupportedError, UsageError
 
 _BLOCK = 64  # weights that share one scale of int4
+_NESTED_BLOCK = 256  # scales that share one scale, with double quantization
 _CODES = 16  # values that four bits can have
 _FUSED_ROWS = 4  # up to so many rows int4's product reads packed weights; with more the choice is by GPU and shape
 _OUTLIER = 6.0  # LLM.int8's threshold
@@ -64,15 +66,23 @@ def _gemm_4bit_flops(input: torch.Tensor, packed: object, absmax: object, width:
 
 
 class Linear4bit(nn.Linear):
-    """``weight``: (in * out / 2, 1) bytes; ``absmax``: a float32 per block; ``code``: the 16 values."""
+    """``weight``: (in * out / 2, 1) bytes; ``absmax``: a float32 per block; ``code``: the 16 values.
+
+    With double quantization a byte per block, and a float32 per 256 of them with their 256 values and their offset.
+    """
 
     absmax: torch.Tensor
 
-    def take_over(self) -> None:
+    def take_over(self, nested: bool = False) -> None:
         count = self.in_features * self.out_features
-        self.weight = nn.Parameter(torch.empty(-(-count // 2), 1, dtype=torch.uint8), requires_grad=False)
-        self.register_buffer("absmax", torch.empty(-(-count // _BLOCK)))
+        blocks = ceil(count / _BLOCK)
+        self.weight = nn.Parameter(torch.empty(ceil(count / 2), 1, dtype=torch.uint8), requires_grad=False)
+        self.register_buffer("absmax", torch.empty(blocks, dtype=torch.uint8 if nested else torch.float32))
         self.register_buffer("code", torch.empty(_CODES))
+        if nested:
+            self.register_buffer("nested_absmax", torch.empty(ceil(blocks / _NESTED_BLOCK)))
+            self.register_buffer("nested_code", torch.empty(_NESTED_BLOCK))
+            self.register_buffer("offset", torch.empty(()))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and input.requires_grad:
@@ -86,12 +96,23 @@ class Linear4bit(nn.Linear):
 def _product_4bit(
     input: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, bias: torch.Tensor | None, width: int
 ) -> torch.Tensor:
-    inside = input.shape[-1]
+    inside, absmax = input.shape[-1], _scales(absmax)
     if input.numel() <= _FUSED_ROWS * inside and inside % _BLOCK == 0:
         output: torch.Tensor = torch.ops.brim.gemm_4bit(input, packed, absmax, width)  # adds the bias itself
         return output
     weight = torch.ops.brim.dequantize_4bit(packed, absmax, [width, inside], input)
     return nn.functional.linear(input, weight, bias)
+
+
+def _scales(absmax: torch.Tensor) -> torch.Tensor:
+    """Return float32 scales: those of double quantization are made of their bytes at every call."""
+    return (
+        absmax
+        if absmax.dtype is torch.float32
+        else torch.ops.brim.dequantize_4bit(
+            absmax, absmax, list(absmax.shape), absmax.new_empty((), dtype=torch.float32)
+        )
+    )
 
 
 class _Product4bit(torch.autograd.Function):
@@ -104,7 +125,8 @@ class _Product4bit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        weight = torch.ops.brim.dequantize_4bit(*ctx.weight, list(ctx.shape), grad)
+        packed, absmax = ctx.weight
+        weight = torch.ops.brim.dequantize_4bit(packed, _scales(absmax), list(ctx.shape), grad)
         return torch.matmul(grad, weight), None, None, None, None
 
 
@@ -285,7 +307,7 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
     """
     scheme = SCHEMES[precision]
     kind = scheme.to_train if training else scheme.to_generate
-    named, chosen = [(name, module) for name, module in model.named_modules() if _is_linear(module)], _choice(model)
+    named, chosen = [(name, module) for name, module in model.named_modules() if is_linear(module)], choice(model)
     layers = [(name, module) for name, module in named if chosen(name) and _fits(module, scheme.multiple)]
     if not layers:
         raise UnsupportedError(
@@ -297,14 +319,14 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
     replaced = 0
     for _, module in layers:
         replaced += module.weight.numel()
-        _become(module, kind)
+        become(module, kind)
     return (
         f"{scheme.description}: in {len(layers):,} linear layers with {replaced:,} of {total:,} parameters; "
         "the others stay in bfloat16"
     )
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
@@ -312,8 +334,11 @@ def _fits(module: nn.Module, multiple: int) -> bool:
     return not any(size % multiple for size in module.weight.shape)  # type: ignore[union-attr]
 
 
-def _choice(model: nn.Module) -> Callable[[str], bool]:
-    """A function that says by a layer's name whether it is replaced, as transformers decides it."""
+def choice(model: nn.Module, skipped: Sequence[str] | None = None) -> Callable[[str], bool]:
+    """Return a function that says by a layer's name whether it is replaced, as transformers decides it.
+
+    ``skipped``: patterns of the names of layers that are not. None: those that transformers skips by default.
+    """
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -321,17 +346,17 @@ def _choice(model: nn.Module) -> Callable[[str], bool]:
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    kept = get_keys_to_not_convert(model)
-    return lambda name: should_convert_module(name, kept)
+    patterns = get_keys_to_not_convert(model) if skipped is None else list(skipped)
+    return lambda name: should_convert_module(name, patterns)
 
 
-def _become(module: Any, kind: type[nn.Linear]) -> None:
+def become(module: Any, kind: type[nn.Linear], *form: Any) -> None:
     """Turn a linear layer into another kind in place: a new one would leave the old one's tensors behind."""
     shape = tuple(module.weight.shape)
     outside, inside = reversed(shape) if type(module).__name__ == "Conv1D" else shape
     module.__class__ = kind
     module.in_features, module.out_features = inside, outside
-    module.take_over()
+    module.take_over(*form)
 
 
 # -- under LoRA -----------------------------------------------------------------------------------------------------

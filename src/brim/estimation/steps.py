@@ -18,18 +18,19 @@ from brim.estimation.extrapolation import Template
 from brim.estimation.models import (
     Source,
     WeightType,
-    check_not_quantized,
     class_of,
     keep_apart,
     parts_of,
+    quantized_by,
     transformers_config,
     weight_type,
 )
 from brim.estimation.optimizers import make_optimizer
 from brim.estimation.ordinary import differences
+from brim.estimation.packed_weights import as_stored
 from brim.estimation.quantization import SCHEMES, lora_layers, quantize
 from brim.estimation.silence import quiet
-from brim.estimation.workload import ASKED, DEFAULT_NEW_TOKENS, Workload
+from brim.estimation.workload import ASKED, DEFAULT_NEW_TOKENS, STORED, Workload
 from brim.techniques.checkpointing.technique import selective_contexts
 from brim.techniques.dry_run import as_arguments
 from brim.techniques.lora import add_lora
@@ -150,10 +151,16 @@ class Job:
     def _set_precision(self, stored: WeightType) -> None:
         """Fill in the precision where none was given, and note its origin."""
         if self.workload.precision is None:
-            check_not_quantized(self.source)
-            precision = _HALF.get(stored.dtype, "fp32")
+            precision, self.precision_origin = _HALF.get(stored.dtype, "fp32"), stored.origin_and_type
+            if method := quantized_by(self.source):
+                if self.workload.task == "train" and self.workload.method != "lora":
+                    raise UsageError(
+                        f"Cannot train all parameters of {self.source.name}.",
+                        f"Its weights are quantized ({method}) and take no gradient.",
+                        "Train adapters with --method lora, or give --precision bf16 for the unpacked model.",
+                    )
+                precision, self.precision_origin = STORED, f"{method}, with arithmetic in bfloat16"
             self.workload = dataclasses.replace(self.workload, precision=precision)
-            self.precision_origin = stored.origin_and_type
         elif self.full.precision is not None:
             self.precision_origin = ASKED
 
@@ -161,6 +168,8 @@ class Job:
         precision = self.workload.precision or ""
         if precision in SCHEMES:
             self.notes[precision] = quantize(model, precision, training=self.workload.task == "train")
+        elif precision == STORED:
+            self.notes |= as_stored(model, self.source)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -314,7 +323,7 @@ def _transformers_class(source: Source, config: Any) -> Any:
 
 
 def _weights_dtype(workload: Workload) -> torch.dtype:
-    return torch.bfloat16 if workload.precision in ("bf16", *SCHEMES) else torch.float32
+    return torch.bfloat16 if workload.precision in ("bf16", STORED, *SCHEMES) else torch.float32
 
 
 def _with_lora(model: nn.Module, source: Source, workload: Workload) -> nn.Module:

@@ -13,9 +13,10 @@ from brim.errors import UnsupportedError, UsageError
 from brim.predict.formulas.optimizers import MADE
 
 TASKS = ("train", "generate")
-PRECISIONS = ("fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8", "int8", "int4")
+STORED = "stored"  # of quantized weights, as the checkpoint has them
+PRECISIONS = ("fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8", "int8", "int4", STORED)
 OPTIMIZERS = MADE
-_FROZEN = ("int8", "int4")  # precisions whose weights get no gradient
+_FROZEN = ("int8", "int4", STORED)  # precisions whose weights get no gradient
 _FULL_NAMES = {"adamw8bit": "adamw8bit (torchao)"}  # bitsandbytes has another of the same name
 METHODS = ("full", "lora")
 CHECKPOINTING = ("none", "selective", "alternate", "full")
@@ -54,7 +55,8 @@ class Workload:
         seq: Tokens of a sequence, or of the prompt.
         precision: ``"fp32"`` and ``"bf16"``: weights and arithmetic in that type. ``"bf16-mixed"`` and
             ``"fp16-mixed"``: float32 weights under autocast, fp16 with a gradient scaler. ``"fp8"``, ``"int8"`` and
-            ``"int4"``: bf16 with linear layers in that type; the last two train with ``method="lora"`` only.
+            ``"int4"``: bf16 with linear layers in that type. ``"stored"``: bf16 with quantized weights as the
+            checkpoint has them. The last three train with ``method="lora"`` only.
         optimizer: One of the names that ``brim.estimate`` lists.
         method: ``"full"`` or ``"lora"``.
         checkpointing: ``"none"``, ``"selective"``, ``"alternate"`` or ``"full"``.
@@ -68,7 +70,8 @@ class Workload:
     seq: int | None = option(None, "Tokens of a sequence, or of the prompt. [default: 4096, or the model's own]")
     precision: str | None = option(
         None,
-        "fp32, bf16, bf16-mixed, fp16-mixed, fp8, int8 or int4. [default: the weights' own; with --gpus bf16-mixed]",
+        "fp32, bf16, bf16-mixed, fp16-mixed, fp8, int8, int4, or stored (of quantized checkpoints). "
+        "[default: the weights' own; with --gpus bf16-mixed]",
     )
     optimizer: str | None = option(
         None,
@@ -126,8 +129,8 @@ class Workload:
             )  # fmt: skip
         if self.task == "train" and self.precision in _FROZEN and self.method != "lora":
             raise UsageError(
-                f"Cannot train in {self.precision}.",
-                "Weights of that type take no gradient.",
+                f"Cannot train in precision {self.precision}.",
+                "Quantized weights take no gradient.",
                 "Train adapters on them with method lora, or use bf16 or fp8.",
             )
 

@@ -160,7 +160,7 @@ def limited_modules(path: Path, tensors: int) -> Iterator[None]:
 
 
 def _refuse_quantized(path: Path, raw: dict[str, Any]) -> None:
-    if method := quantization_of(raw):
+    if method := quantization_of(raw)[0]:
         raise UnsupportedError(
             f"{path.parent} was given as the model.",
             f"Its weights are quantized ({method}).",

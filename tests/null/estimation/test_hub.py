@@ -79,12 +79,13 @@ def test_a_head_that_the_files_have_is_not_tied(hub: Hub, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("dtype", ["U8", "F8_E4M3", "I8"])
-def test_quantized_files_are_refused_though_the_configuration_names_no_method(
+def test_quantized_files_are_seen_though_the_configuration_names_no_method(
     dtype: str, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.add("org/packed", CONFIG, llama_tensors() | {"model.layers.0.mlp.down_proj.weight": (dtype, (256, 256))})
     assert main(["estimate", "org/packed"]) == 2
     assert "weights are quantized" in capsys.readouterr().err
+    assert estimate(capsys, "org/packed")["precision"] == "stored"
     hub.add("org/mask", CONFIG, llama_tensors() | {"model.layers.0.self_attn.bias": (dtype, (1, 1, 8, 8))})
     assert estimate(capsys, "org/mask")["precision"] == "bf16"
     assert main(["estimate", "org/packed", "--precision", "bf16", "--seq", "8"]) == 0

@@ -70,12 +70,6 @@ def test_impossible_sizes_are_one_clear_error(folder, changes):
         brim.estimate(folder("llama", **changes), batch=1, seq=8)
 
 
-def test_a_pipeline_folder_says_which_of_its_folders_to_give(tmp_path):
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
-    with pytest.raises(ModelError, match="unet"):
-        find_model(tmp_path)
-
-
 def test_a_file_names_its_functions_when_the_one_asked_for_is_missing(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def build():\n    return lambda: None\n")
@@ -123,7 +117,7 @@ def test_a_quantized_model_is_estimated_in_the_precision_that_is_asked_for(folde
     config = json.loads((path / "config.json").read_text())
     (config if part is None else config[part])["quantization_config"] = {"quant_method": "awq", "bits": 4}
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"quantized .awq.[^\n]*\n.*--precision bf16"):
+    with pytest.raises(UsageError, match=r"quantized .awq.[^\n]*\n.*--precision bf16"):
         brim.estimate(path, batch=1, seq=8)
     assert brim.estimate(path, **asked).peak_bytes == plain.peak_bytes
 

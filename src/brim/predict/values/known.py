@@ -206,6 +206,8 @@ class KnownValues:
             for tensor in tensors:
                 forget(tensor)
             return False
+        if func.namespace == "brim":  # kernels of other libraries, which exist for traces only
+            return False
         if func in _LIKE:
             args = tuple(_stand_in(arg, func) for arg in args)
             tensors = []
