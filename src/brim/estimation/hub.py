@@ -57,17 +57,15 @@ def hub_model(name: str) -> HubModel:
     Else config.json and the headers of its safetensors files are fetched: some kilobytes. Raises ModelError where
     the hub does not give the configuration, or a header is damaged.
     """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import SafetensorsParsingError
+    from huggingface_hub.errors import RemoteEntryNotFoundError, SafetensorsParsingError
 
     repository, revision = split_revision(name)
-    with hub_errors(name):
-        config = try_to_load_from_cache(repository, "config.json", revision=revision)
-        if not isinstance(config, str):
-            # At once without a network, where the download alone tries for half a minute.
-            get_hf_file_metadata(hf_hub_url(repository, "config.json", revision=revision))
-            config = hf_hub_download(repository, "config.json", revision=revision)
-    folder = Path(config).parent
+    try:
+        folder = _configuration(name, repository, revision, "config.json")
+    except ModelError as error:
+        if not isinstance(error.__cause__, RemoteEntryNotFoundError):
+            raise
+        return HubModel(repository=repository, folder=_pipeline(name, repository, revision, error), has_weights=False)
     model = HubModel(repository=repository, folder=folder, has_weights=has_weights(folder))
     if model.has_weights:
         return model
@@ -77,6 +75,32 @@ def hub_model(name: str) -> HubModel:
         if isinstance(error.__cause__, SafetensorsParsingError):
             raise
         return replace(model, problem=error.found)
+
+
+def _configuration(name: str, repository: str, revision: str | None, file: str) -> Path:
+    """Return the snapshot's folder in the hub's cache, with ``file`` fetched where it is not there."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+
+    with hub_errors(name):
+        path = try_to_load_from_cache(repository, file, revision=revision)
+        if not isinstance(path, str):
+            # At once without a network, where the download alone tries for half a minute.
+            get_hf_file_metadata(hf_hub_url(repository, file, revision=revision))
+            path = hf_hub_download(repository, file, revision=revision)
+    return Path(path).parent
+
+
+def _pipeline(name: str, repository: str, revision: str | None, missing: ModelError) -> Path:
+    """Return the snapshot of a pipeline, with the configurations of its models; else raise ``missing``."""
+    try:
+        folder = _configuration(name, repository, revision, "model_index.json")
+    except ModelError:
+        raise missing from missing.__cause__
+    for part, entry in json.loads((folder / "model_index.json").read_text(encoding="utf-8")).items():
+        if isinstance(entry, list):
+            with suppress(ModelError):  # tokenizers and schedulers have other files
+                _configuration(name, repository, folder.name, f"{part}/config.json")
+    return folder
 
 
 def has_weights(folder: Path) -> bool:

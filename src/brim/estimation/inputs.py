@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +17,21 @@ from brim.estimation.workload import Workload
 DEFAULT_TOKENS = 4096
 _TEXT_TOKENS = 77  # of CLIP's text encoder, whose output conditions diffusion models
 _IMAGE_PIXELS = 224
-# Sizes in diffusers' FluxPipeline: latents of 128 x 128, 2 x 2 of them to a token, and T5's text.
-_FLUX_IMAGE_TOKENS, _FLUX_TEXT_TOKENS = 64 * 64, 512
-IMAGES = {"FluxTransformer2DModel": "an image of 1024 x 1024 pixels, 4,096 tokens"}  # where no setting says the size
+# Sizes by the defaults of diffusers' pipelines: latents of 128 x 128, which models of tokens take 2 x 2 to a token.
+_LATENT_SIDE, _IMAGE_TOKENS, _LONG_TEXT_TOKENS = 128, 64 * 64, 512
+_PICTURE = "an image of 1024 x 1024 pixels, 4,096 tokens"
+_VIDEO, _VIDEO_OF_48 = (21, 60, 104), (31, 44, 80)  # latents of Wan's videos: 81 frames, and 121 frames by Wan 2.2's
+IMAGES = {  # where no setting says the size
+    "FluxTransformer2DModel": _PICTURE,
+    "QwenImageTransformer2DModel": _PICTURE,
+    "WanTransformer3DModel": "a video of 81 frames of 832 x 480 pixels; of 121 of 1280 x 704 with 48 latent channels",
+    "ZImageTransformer2DModel": _PICTURE,
+}
+
+_GUIDED = ("UNet2DConditionModel", "SD3Transformer2DModel")
 
 Inputs = dict[str, Any]
+_Zeros = Callable[..., torch.Tensor]
 
 
 def default_tokens(model: nn.Module) -> int:
@@ -118,14 +130,14 @@ def diffusion_inputs(model: nn.Module, workload: Workload) -> Inputs:
     config: Any = model.config
     batch, name = workload.batch, type(model).__name__
     dtype = next(model.parameters()).dtype
-    if name == "FluxTransformer2DModel":
-        return _flux_inputs(config, workload, dtype)
+    if name in _TRANSFORMERS:
+        return _TRANSFORMERS[name](config, workload, functools.partial(torch.zeros, dtype=dtype, device="cuda"))
     makes = name in ("UNet2DConditionModel", "UNet2DModel", "DiTTransformer2DModel") or name.startswith("Autoencoder")
     if not makes or getattr(config, "sample_size", None) is None:
         raise UnsupportedError(
             f"Cannot make inputs for {name}.",
             "brim estimate makes them for UNet2DConditionModel, UNet2DModel, DiTTransformer2DModel, "
-            "FluxTransformer2DModel and autoencoders of images.",
+            f"{', '.join(_TRANSFORMERS)} and autoencoders of images.",
             "Write a function that builds the model and returns its step, and give it as file.py:function.",
         )
     side = _side(config.sample_size)
@@ -152,20 +164,103 @@ def diffusion_inputs(model: nn.Module, workload: Workload) -> Inputs:
     return inputs
 
 
-def _flux_inputs(config: Any, workload: Workload, dtype: torch.dtype) -> Inputs:
-    """Inputs of one denoising step of a 1024 x 1024 image, by the defaults of diffusers' FluxPipeline."""
-    batch, tokens = workload.batch, workload.seq or _FLUX_TEXT_TOKENS
+def _flux_inputs(config: Any, workload: Workload, zeros: _Zeros) -> Inputs:
+    batch, tokens = workload.batch, workload.seq or _LONG_TEXT_TOKENS
     inputs: Inputs = {
-        "hidden_states": torch.zeros(batch, _FLUX_IMAGE_TOKENS, config.in_channels, dtype=dtype, device="cuda"),
-        "encoder_hidden_states": torch.zeros(batch, tokens, config.joint_attention_dim, dtype=dtype, device="cuda"),
-        "pooled_projections": torch.zeros(batch, config.pooled_projection_dim, dtype=dtype, device="cuda"),
-        "timestep": torch.zeros(batch, dtype=dtype, device="cuda"),
-        "img_ids": torch.zeros(_FLUX_IMAGE_TOKENS, 3, dtype=dtype, device="cuda"),
-        "txt_ids": torch.zeros(tokens, 3, dtype=dtype, device="cuda"),
+        "hidden_states": zeros(batch, _IMAGE_TOKENS, config.in_channels),
+        "encoder_hidden_states": zeros(batch, tokens, config.joint_attention_dim),
+        "pooled_projections": zeros(batch, config.pooled_projection_dim),
+        "timestep": zeros(batch),
+        "img_ids": zeros(_IMAGE_TOKENS, 3),
+        "txt_ids": zeros(tokens, 3),
     }
     if config.guidance_embeds:
         inputs["guidance"] = torch.zeros(batch, device="cuda")
     return inputs
+
+
+def _sd3_inputs(config: Any, workload: Workload, zeros: _Zeros) -> Inputs:
+    """Text is CLIP's 77 tokens and T5's 256."""
+    batch, tokens = workload.batch, workload.seq or 77 + 256
+    return {
+        "hidden_states": zeros(batch, config.in_channels, *_side(config.sample_size)),
+        "encoder_hidden_states": zeros(batch, tokens, config.joint_attention_dim),
+        "pooled_projections": zeros(batch, config.pooled_projection_dim),
+        "timestep": zeros(batch),
+    }
+
+
+def _wan_inputs(config: Any, workload: Workload, zeros: _Zeros) -> Inputs:
+    batch, video = workload.batch, _VIDEO_OF_48 if config.in_channels == 48 else _VIDEO
+    inputs = {
+        "hidden_states": zeros(batch, config.in_channels, *video),
+        "timestep": token_ids(batch),
+        "encoder_hidden_states": zeros(batch, workload.seq or _LONG_TEXT_TOKENS, config.text_dim),
+    }
+    if config.image_dim is not None:  # CLIP's tokens of the first frame
+        inputs["encoder_hidden_states_image"] = zeros(batch, 257, config.image_dim)
+    return inputs
+
+
+def _qwen_image_inputs(config: Any, workload: Workload, zeros: _Zeros) -> Inputs:
+    batch, tokens = workload.batch, workload.seq or _LONG_TEXT_TOKENS
+    return {
+        "hidden_states": zeros(batch, _IMAGE_TOKENS, config.in_channels),
+        "encoder_hidden_states": zeros(batch, tokens, config.joint_attention_dim),
+        "timestep": zeros(batch),
+        "img_shapes": [[(1, _LATENT_SIDE // 2, _LATENT_SIDE // 2)]] * batch,
+    }
+
+
+def _z_image_inputs(config: Any, workload: Workload, zeros: _Zeros) -> Inputs:
+    samples = range(workload.batch)
+    return {
+        "x": [zeros(config.in_channels, 1, _LATENT_SIDE, _LATENT_SIDE) for _ in samples],
+        "t": zeros(workload.batch),
+        "cap_feats": [zeros(workload.seq or _LONG_TEXT_TOKENS, config.cap_feat_dim) for _ in samples],
+    }
+
+
+_TRANSFORMERS: dict[str, Callable[[Any, Workload, _Zeros], Inputs]] = {
+    "FluxTransformer2DModel": _flux_inputs,
+    "SD3Transformer2DModel": _sd3_inputs,
+    "WanTransformer3DModel": _wan_inputs,
+    "QwenImageTransformer2DModel": _qwen_image_inputs,
+    "ZImageTransformer2DModel": _z_image_inputs,
+}
+
+
+def denoises(model: nn.Module) -> bool:
+    """Return whether ``diffusion_inputs`` makes inputs of a denoising step of the model."""
+    name = type(model).__name__
+    return name in _TRANSFORMERS or name in ("UNet2DConditionModel", "DiTTransformer2DModel")
+
+
+def guided(model: nn.Module, workload: Workload) -> Workload:
+    """Return the workload of a step with guidance, for which some pipelines take each sample twice at once."""
+    samples = workload.batch * (2 if type(model).__name__ in _GUIDED else 1)
+    return dataclasses.replace(workload, batch=samples)
+
+
+def text_tokens(model: nn.Module, denoising: Sequence[Inputs]) -> int:
+    """Return the tokens that a pipeline's text encoder gets: as many as the denoiser takes, or as it can."""
+    tokens: list[int] = [
+        inputs["encoder_hidden_states"].shape[1] for inputs in denoising if "encoder_hidden_states" in inputs
+    ]
+    return min([default_tokens(model), *tokens, *([] if tokens else [_LONG_TEXT_TOKENS])])
+
+
+def latents(model: nn.Module, denoising: Inputs, batch: int) -> torch.Tensor:
+    """Return what an autoencoder decodes after a denoising step."""
+    config: Any = model.config
+    sample = next(denoising[name] for name in ("sample", "hidden_states", "x") if name in denoising)
+    is_video = any(isinstance(module, nn.Conv3d) for module in model.modules())
+    has_places = isinstance(sample, torch.Tensor) and sample.dim() >= 4
+    places: tuple[int, ...] = tuple(sample.shape[2:]) if has_places else (_LATENT_SIDE,) * 2
+    if is_video and len(places) == 2:
+        places = (1, *places)
+    channels = getattr(config, "latent_channels", None) or config.z_dim
+    return torch.zeros(batch, channels, *places, dtype=next(model.parameters()).dtype, device="cuda")
 
 
 def position_tables(model: nn.Module) -> Iterator[tuple[str, int]]:

@@ -36,6 +36,7 @@ _PACKED = (
     "int32",
     "uint32",
 )  # types of quantized weights; masks among the buffers may have them too
+_PIPELINE = "model_index.json"
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -58,7 +59,8 @@ class Source:
 
     ``architecture`` is its class in ``library``; ``factory`` replaces both for user code. ``quantization`` is the
     method that quantizes its weights. ``folder`` holds its weights if they are on this machine; ``stored`` has the
-    headers of weights on the hub. ``assumed`` says what stands for something that the hub did not give.
+    headers of weights on the hub. ``assumed`` says what stands for something that the hub did not give. ``parts``
+    has the models of a pipeline of diffusers, by their names in it.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Source:
     folder: Path | None = None
     stored: Mapping[str, Stored] | None = None
     assumed: str = ""
+    parts: Mapping[str, Source] = field(default_factory=dict)
 
 
 def find_model(model: str | Path | Callable[[], Any]) -> Source:
@@ -147,8 +150,8 @@ def _of_file(path: Path, argument: Path) -> Source:
         config = json.loads(regular(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         hint = "Give a folder with a config.json, a config.json, a name of the catalog or file.py:function."
-        if (argument / "model_index.json").exists():
-            hint = "This is a diffusers pipeline: give the folder of one of its models, as in unet/."
+        if path.name == "config.json" and (argument / _PIPELINE).exists():
+            return _of_pipeline(argument)
         raise ModelError(f"{argument} was given as the model.", f"There is no {path}.", hint) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"Cannot read {path}.", f"It is not a model's configuration: {error}.") from error
@@ -161,6 +164,25 @@ def _of_file(path: Path, argument: Path) -> Source:
             quantization=quantization_of(config)[0],
         )  # fmt: skip
     return replace(_of_transformers(path, name, config), folder=path.parent)
+
+
+def _of_pipeline(folder: Path) -> Source:
+    """Resolve a diffusers pipeline: its models are the parts that have a configuration."""
+    try:
+        index = json.loads(regular(folder / _PIPELINE).read_text(encoding="utf-8"))
+        classes = {name: entry[1] for name, entry in index.items() if isinstance(entry, list)}
+    except (OSError, ValueError, RecursionError, AttributeError, IndexError) as error:
+        raise ModelError(f"Cannot read {folder / _PIPELINE}.", f"It is not a pipeline's index: {error}.") from error
+    parts = {
+        name: replace(_of_file(folder / name / "config.json", folder / name), architecture=str(kind))
+        for name, kind in classes.items()
+        if (folder / name / "config.json").exists()
+    }
+    if not parts:
+        raise ModelError(f"{folder} was given as the model.", "None of its models has a config.json.")
+    return Source(
+        name=folder.name, library="diffusers", architecture=str(index.get("_class_name")), parts=parts, folder=folder
+    )
 
 
 def _of_transformers(path: Path, name: str, config: dict[str, Any]) -> Source:

@@ -18,6 +18,7 @@ from brim.estimation.extrapolation import Template
 from brim.estimation.models import (
     Source,
     WeightType,
+    check_not_quantized,
     class_of,
     keep_apart,
     parts_of,
@@ -75,6 +76,8 @@ class Job:
     def build(self) -> Step:
         if self.source.library == "python":
             return self._of_factory()
+        if self.source.parts:
+            return self._of_pipeline()
         model = self.module()
         self._quantize(model)
         if self.workload.method == "lora":
@@ -210,6 +213,39 @@ class Job:
                 return _loss(model(**inputs), target)
 
         return training_step(forward, optimizer, scaler)
+
+    def _of_pipeline(self) -> Step:
+        """Load all models of a diffusers pipeline, and run each once: text, one denoising step, decoding."""
+        if self.workload.task == "train":
+            raise UnsupportedError(
+                f"Cannot train the pipeline {self.source.name}.",
+                "Its models are trained one at a time.",
+                f"Give the folder of one of them ({', '.join(self.source.parts)}), or --task generate.",
+            )
+        if self.workload.precision is None:
+            self.precision_origin = "diffusers' default"
+            self.workload = dataclasses.replace(self.workload, precision="fp32")
+        jobs = [Job(source, self.workload) for source in self.source.parts.values()]
+        for source in self.source.parts.values():
+            check_not_quantized(source)
+        models: list[Any] = [job.module().cuda().eval() for job in jobs]
+        denoisers = [model for model in models if making.denoises(model)]
+        inputs = [making.diffusion_inputs(model, making.guided(model, self.workload)) for model in denoisers]
+        runs: list[Step] = []
+        for job, model in zip(jobs, models, strict=True):
+            self.notes |= job.notes
+            if job.source.library == "transformers":
+                job.workload = dataclasses.replace(job.workload, seq=making.text_tokens(model, inputs))
+                runs.append(_forward_only(model, making.forward_inputs(model, job.workload)))
+        runs += [_forward_only(*pair) for pair in zip(denoisers, inputs, strict=True)]
+        decoders = [model for model in models if type(model).__name__.startswith("Autoencoder") and inputs]
+        runs += [_decoding(model, making.latents(model, inputs[0], self.workload.batch)) for model in decoders]
+
+        def step() -> None:
+            for run in runs:
+                run()
+
+        return step
 
     def _of_factory(self) -> Step:
         assert self.source.factory is not None
@@ -375,8 +411,8 @@ def _autocast(precision: str | None) -> Any:
 
 def _target(inputs: dict[str, Any]) -> torch.Tensor:
     """The noise that a diffusion model learns to predict."""
-    sample = inputs["sample"] if "sample" in inputs else inputs["hidden_states"]
-    return torch.zeros_like(sample)
+    sample = next(inputs[name] for name in ("sample", "hidden_states", "x") if name in inputs)
+    return torch.zeros_like(sample[0] if isinstance(sample, list) else sample)
 
 
 def _loss(output: Any, target: torch.Tensor | None) -> torch.Tensor:
@@ -384,6 +420,7 @@ def _loss(output: Any, target: torch.Tensor | None) -> torch.Tensor:
     if loss is not None:
         return loss
     first: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
+    first = first[0] if isinstance(first, list) else first
     if target is not None:
         return nn.functional.mse_loss(first[:, : target.shape[1]].float(), target.float())
     return first.float().mean()
@@ -393,6 +430,14 @@ def _forward_only(model: nn.Module, inputs: dict[str, Any]) -> Step:
     def step() -> None:
         with torch.no_grad():
             model(**inputs)
+
+    return step
+
+
+def _decoding(model: Any, latents: torch.Tensor) -> Step:
+    def step() -> None:
+        with torch.no_grad():
+            model.decode(latents)
 
     return step
 
