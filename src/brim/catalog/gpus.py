@@ -38,8 +38,9 @@ class Gpu:
     ``marketing_bytes`` the size on the box with its GB read as GiB. ``flops_per_s`` holds the dense peaks by dtype as
     PyTorch writes it, plus ``tf32``, with float32 accumulation: what cuBLAS uses for PyTorch.
     ``measured_flops_per_s`` and ``measured_bytes_per_s`` are the best published measurements.
-    ``nvlink_bytes_per_s`` is the sum of both directions, as vendors state it. ``sources`` maps each field
-    (``flops_per_s.bfloat16``) to a text.
+    ``pcie_bytes_per_s`` is None where CPU and GPU share one memory (Apple's chips, GB10, Thor, Radeon 8060S): no plan
+    counts it as both VRAM and RAM. ``nvlink_bytes_per_s`` is the sum of both directions, as vendors state it.
+    ``sources`` maps each field (``flops_per_s.bfloat16``) to a text.
     """
 
     name: str
