@@ -38,8 +38,9 @@ class Gpu:
     ``marketing_bytes`` the size on the box with its GB read as GiB. ``flops_per_s`` holds the dense peaks by dtype as
     PyTorch writes it, plus ``tf32``, with float32 accumulation: what cuBLAS uses for PyTorch.
     ``measured_flops_per_s`` and ``measured_bytes_per_s`` are the best published measurements.
-    ``nvlink_bytes_per_s`` is the sum of both directions, as vendors state it. ``sources`` maps each field
-    (``flops_per_s.bfloat16``) to a text.
+    ``pcie_bytes_per_s`` is None where CPU and GPU share one memory (Apple's chips, GB10, Thor, Radeon 8060S): no plan
+    counts it as both VRAM and RAM. ``nvlink_bytes_per_s`` is the sum of both directions, as vendors state it.
+    ``sources`` maps each field (``flops_per_s.bfloat16``) to a text.
     """
 
     name: str
@@ -174,8 +175,7 @@ def _catalog() -> tuple[tuple[Gpu, ...], Context]:
 @functools.cache
 def read_facts(name: str) -> dict[str, Any]:
     """Return the content of a JSON file of the catalog."""
-    text = resources.files("brim.catalog").joinpath(name).read_text(encoding="utf-8")
-    facts: dict[str, Any] = json.loads(text)
+    facts: dict[str, Any] = json.loads(resources.files("brim.catalog").joinpath(name).read_text(encoding="utf-8"))
     return facts
 
 
@@ -244,9 +244,9 @@ def host_of(gpu: Gpu) -> Host:
     link = node["link_bytes_per_s"]
     return Host(
         name=node["name"], gpus=node["gpus"], ram_bytes=node["ram_bytes"]["value"],
-        ram_bytes_per_s=float(node["ram_bytes_per_s"]["value"]),
+        ram_bytes_per_s=node["ram_bytes_per_s"]["value"],
         link_bytes_per_s=float(link["value"]) if link else gpu.pcie_bytes_per_s,
-        sources={field: str(facts["sources"][figure["source"]]["title"]) for field, figure in figures.items()},
+        sources={field: facts["sources"][figure["source"]]["title"] for field, figure in figures.items()},
     )  # fmt: skip
 
 

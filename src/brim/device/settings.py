@@ -31,15 +31,13 @@ _MULTIPROCESSORS: Mapping[str, tuple[int, int, int, int]] = {
     "7.5": (64, 64, 1024, 16),
     "8.0": (164, 163, 2048, 32),
     "8.6": (100, 99, 1536, 16),
-    "8.9": (100, 99, 1536, 24),
-    "9.0": (228, 227, 2048, 32),
-    "10.0": (228, 227, 2048, 32),
-    "10.3": (228, 227, 2048, 32),
-    "12.0": (100, 99, 1536, 24),
+    **dict.fromkeys(("8.9", "12.0", "12.1"), (100, 99, 1536, 24)),
+    **dict.fromkeys(("9.0", "10.0", "10.3"), (228, 227, 2048, 32)),
+    "11.0": (228, 227, 1536, 24),
 }
 # MiB of L2 by architecture, for cards without a figure of their own.
 _L2_MIB = {"Pascal": 4, "Volta": 6, "Turing": 4, "Ampere": 6, "Ada": 48, "Hopper": 50, "Blackwell": 64}
-_L2_MIB_OF_CAPABILITY = {"8.0": 40, "10.0": 126, "10.3": 126}
+_L2_MIB_OF_CAPABILITY = {"8.0": 40, "10.0": 126, "10.3": 126, "11.0": 32, "12.1": 24}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,11 @@ import pytest
 from brim import catalog
 from brim.core import Hardware
 from brim.errors import UsageError
+from brim.planning.request import Request, machine_of
 from brim.units import GIB, MIB
+
+# CPU and GPU share the memory of these, as in Apple's chips.
+SHARED = ("NVIDIA GB10", "NVIDIA Thor", "AMD Radeon 8060S 128GB", "AMD Radeon 8060S 64GB")
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,32 @@ from brim.units import GIB, MIB
         ("RX 7900 XTX", "AMD Radeon RX 7900 XTX"),
         ("m3 max 64gb", "Apple M3 Max 64GB"),
         ("Ascend 910B", "Ascend 910B"),
+        ("gb10", "NVIDIA GB10"),
+        ("DGX Spark", "NVIDIA GB10"),
+        ("Jetson AGX Thor", "NVIDIA Thor"),
+        ("strix halo", "AMD Radeon 8060S 128GB"),
+        ("Strix Halo 64 GB", "AMD Radeon 8060S 64GB"),
+        ("Ryzen AI Max+ 395", "AMD Radeon 8060S 128GB"),
+        ("gfx1151", "AMD Radeon 8060S 128GB"),
+        ("h20", "NVIDIA H20"),
+        ("H20 96GB", "NVIDIA H20"),
+        ("H20 141GB", "NVIDIA H20-3e"),
+        ("H20-3e", "NVIDIA H20-3e"),
+        ("H800", "NVIDIA H800"),
+        ("A800 80GB", "NVIDIA A800-SXM4-80GB"),
+        ("L20", "NVIDIA L20"),
+        ("RTX PRO 6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"),
+        ("RTX PRO 6000 96GB", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"),
+        ("rtx pro 6000 server", "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
+        ("RTX PRO 6000 Max-Q", "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"),
+        ("RTX PRO 5000", "NVIDIA RTX PRO 5000 Blackwell"),
+        ("RTX PRO 5000 48GB", "NVIDIA RTX PRO 5000 Blackwell"),
+        ("RTX PRO 5000 72GB", "NVIDIA RTX PRO 5000 72GB Blackwell"),
+        ("RTX PRO 4500", "NVIDIA RTX PRO 4500 Blackwell"),
+        ("RTX PRO 4000 Blackwell", "NVIDIA RTX PRO 4000 Blackwell"),
+        ("4090D", "NVIDIA GeForce RTX 4090 D"),
+        ("RTX 5090 D", "NVIDIA GeForce RTX 5090 D"),
+        ("5090 32GB", "NVIDIA GeForce RTX 5090"),
     ],
 )
 def test_names_as_people_write_them(asked, name):
@@ -86,10 +116,12 @@ def test_there_are_enough_gpus_of_every_kind():
 @pytest.mark.parametrize("name", catalog.gpu_names())
 def test_figures_are_sourced_and_fit_one_another(name):
     card = catalog.gpu(name)
-    has_cuda = card.vendor in ("nvidia", "amd")  # others have no such link, kernels and libraries
+    has_cuda = card.vendor in ("nvidia", "amd")  # others have no such kernels and libraries
+    has_link = has_cuda and name not in SHARED
     for field in (
         "marketing_bytes",
-        *(("bytes_per_s", "pcie_bytes_per_s", "cublas_workspace_bytes", "compute_capability") if has_cuda else ()),
+        *(("bytes_per_s", "cublas_workspace_bytes", "compute_capability") if has_cuda else ()),
+        *(("pcie_bytes_per_s",) if has_link else ()),
     ):
         assert getattr(card, field) is not None
         assert len(card.sources[field]) > 10
@@ -105,9 +137,39 @@ def test_figures_are_sourced_and_fit_one_another(name):
         assert float(card.compute_capability) >= 8.0, "no bfloat16 tensor cores before Ampere"
 
 
+@pytest.mark.parametrize("name", [*SHARED, "Apple M4 Max 128GB"])
+def test_memory_that_cpu_and_gpu_share_is_not_counted_as_vram_and_ram(name):
+    card = catalog.gpu(name)
+    assert (card.pcie_generation, card.pcie_lanes, card.pcie_bytes_per_s) == (None, None, None)
+    assert name not in catalog.node_gpus(), "its host has no RAM beside it"
+    assert [tier.name for tier in card.hardware().tiers] == ["vram"]
+    with pytest.raises(UsageError, match="link to the host"):
+        machine_of(Request(model="gpt2", gpu=name))
+
+
+def test_cards_cut_for_export_are_no_faster_than_those_they_derive_from():
+    wholes = {"H20": "H100", "H800": "H100", "A800": "A100 80GB", "4090 D": "4090", "5090 D": "5090"}
+    for cut, whole in wholes.items():
+        a, b = catalog.gpu(cut), catalog.gpu(whole)
+        assert all(rate <= b.flops_per_s[dtype] for dtype, rate in a.flops_per_s.items())
+        assert (a.nvlink_bytes_per_s or 0) <= (b.nvlink_bytes_per_s or 0)
+        assert a.multiprocessors <= b.multiprocessors
+    assert catalog.gpu("H800").nvlink_bytes_per_s == catalog.gpu("A800").nvlink_bytes_per_s == 400e9
+
+
 @pytest.mark.parametrize(
     ("name", "workspace_bytes"),
-    [("h100", 32 * MIB), ("5090", 32 * MIB), ("4090", 8_519_680), ("t4", 8_519_680), ("mi300x", 128 * MIB)],
+    [
+        ("h100", 32 * MIB),
+        ("5090", 32 * MIB),
+        ("4090", 8_519_680),
+        ("t4", 8_519_680),
+        ("mi300x", 128 * MIB),
+        ("gb10", 32 * MIB),
+        ("jetson thor", 32 * MIB),
+        ("a800", 8_519_680),
+        ("strix halo", 32 * MIB),
+    ],
 )
 def test_cublas_workspaces_of_pytorch(name, workspace_bytes):
     assert catalog.gpu(name).cublas_workspace_bytes == workspace_bytes

@@ -32,11 +32,21 @@ def test_a_part_of_a_node_has_its_share_and_a_desktop_is_shared_by_all():
     assert (card.gpus, card.ram_of(4), card.rate_of(4)) == (None, 64 * GIB, catalog.HOST_BYTES_PER_S)
 
 
+@pytest.mark.parametrize(("name", "node", "ram_gib"), [("H20", "HGX H20", 1024), ("H20 141GB", "HGX H20-3e", 2048),
+                                                       ("H800", "HGX H800", 2048)])  # fmt: skip
+def test_servers_of_cards_cut_for_export(name, node, ram_gib):
+    card = catalog.gpu(name)
+    host = catalog.host_of(card)
+    assert (host.name, host.gpus, host.ram_bytes) == (node, 8, ram_gib * GIB)
+    assert host.link_bytes_per_s == card.pcie_bytes_per_s
+
+
 def test_a_superchips_link_is_its_own():
     link = next(
         link for link in machine_of(Request(model="gpt2", gpu="GH200")).hardware.links if link.target == "vram"
     )
     assert link.bytes_per_s > 5 * catalog.gpu("GH200").pcie_bytes_per_s
+    assert link.bytes_per_s == catalog.host_of(catalog.gpu("GH200")).ram_bytes_per_s == 346e9, "its LPDDR5X is slower"
 
 
 @pytest.mark.parametrize(
