@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from brim.errors import ModelError, UnsupportedError
 from brim.estimation.models import short
@@ -65,7 +66,13 @@ class Quantizer:
             self._leave_apart()
             return self._quantizer, config, None
 
-        with mock.patch.object(modeling_utils, "get_hf_quantizer", get):
+        without_bars = partialmethod(
+            tqdm.__init__, disable=True
+        )  # compressed-tensors shows one for each of its steps
+        with (
+            mock.patch.object(modeling_utils, "get_hf_quantizer", get),
+            mock.patch.object(tqdm, "__init__", without_bars),
+        ):
             yield
 
     def _leave_apart(self) -> None:
@@ -81,7 +88,7 @@ class Quantizer:
         if self._method == "compressed-tensors":
             _decompress_during_calls(model, self._quantizer.compressor)
         join_of = self._torchao if self._method == "torchao" else _bitsandbytes
-        for name, parts in self._taken.items():
+        for name, parts in self._quantized(model).items():
             path, _, own = name.rpartition(".")
             module = model.get_submodule(path)
             try:
@@ -94,6 +101,14 @@ class Quantizer:
                 ) from error
             _take_apart(module, own, {part.replace(".", "_"): tensor for part, tensor in parts.items()})
             _join_during_calls(module, join)
+
+    def _quantized(self, model: nn.Module) -> dict[str, Parts]:
+        """The tensors of each joined weight; of bitsandbytes also weights without any statistics beside them."""
+        if self._method != "bitsandbytes":
+            return self._taken
+        names = [name for name, _ in model.named_parameters() if name not in self._taken]
+        bare = [name for name in names if self._quantizer.param_needs_quantization(model, name)]
+        return self._taken | {name: {} for name in bare}
 
     def _unsupported(self, problem: str, todo: str = _OTHER) -> UnsupportedError:
         return UnsupportedError(
@@ -221,7 +236,8 @@ def _of_8_bits(module: Any, parts: Parts) -> Join:
 def _of_4_bits(module: Any, parts: Parts) -> Join:
     from bitsandbytes.functional import QuantState
 
-    (described,) = (part for part in parts if part.startswith("weight.quant_state."))
+    described = next((part for part in parts if part.startswith("weight.quant_state.")), "")
+    _require(bool(described), "the description of its quantization is missing")
     described_by = {described: parts.pop(described).materialize()}
     state = QuantState.from_dict({**{n: t for n, t in parts.items() if n != "weight"}, **described_by}, device="cpu")
     _check_4_bits(module, parts, state)
