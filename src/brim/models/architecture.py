@@ -6,7 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from brim.errors import BrimError, ModelError, UnsupportedError
 from brim.estimation.models import class_of, quantization_of, wrong_size
 from brim.memory.checkpoint_files import TensorSource
 from brim.models.file_tensor import FileTensor
+from brim.models.prequantized import Quantizer
 
 _SHOWN = 5  # names in an error message
 _MODULES, _MODULES_EACH = 2_000, 16  # allowed modules of a model, and further ones per tensor in its files
@@ -28,17 +29,21 @@ _INITIALIZED_BYTES = 128 << 20  # weights that a checkpoint may lack: position t
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltModule:
-    """``tensors`` has each distinct tensor by its first name in the state dict; ``tied`` the other names."""
+    """``tensors`` has each distinct tensor by its first name in the state dict; ``tied`` the other names.
+
+    ``quantization``: the method by which the files quantize weights; ``""`` for floating weights.
+    """
 
     module: torch.nn.Module
     tensors: dict[str, FileTensor]
     tied: dict[str, str]
     dtype: torch.dtype
     unexpected: tuple[str, ...]
+    quantization: str = ""
 
 
 def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
-    """The transformers config in ``directory``; quantized checkpoints and remote code are refused."""
+    """The transformers config in ``directory``; remote code is refused."""
     path = directory / "config.json"
     try:
         raw = json.loads(regular(path).read_bytes())
@@ -58,7 +63,6 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
             f"It is a diffusers model ({raw['_class_name']}).",
             "Load it with diffusers and hand the module to brim.fit.",
         )
-    _refuse_quantized(path, raw)
     if "auto_map" in raw and not trust_remote_code and not _is_native(raw):
         raise UnsupportedError(
             f"{directory} was given as the model.",
@@ -87,7 +91,11 @@ def build_module(
     """Build the module in eval mode, every weight of the checkpoint on meta. Raises ModelError as open_model."""
     kind = model_class(directory, config, trust_remote_code)
     state = {name: FileTensor.open(source) for name, source in stored.items()}
-    with _quiet(), _NoLargeWeights(), limited_modules(directory, len(stored)):
+    method = quantization_of(config.to_dict())[0]
+    files = sorted({extent.path for source in stored.values() for extent in source.extents})
+    quantizer = Quantizer(directory, method, files) if method else None
+    building = quantizer.building() if quantizer else nullcontext()
+    with _quiet(), _NoLargeWeights(), limited_modules(directory, len(stored)), building:
         try:
             # transformers does the renaming, merging, tying and checking; only the tensors are brim's.
             module, info = kind.from_pretrained(
@@ -107,6 +115,8 @@ def build_module(
                 "The config and the checkpoint may be of different models, or need a newer transformers.",
             ) from error
     _check_fit(directory, module, info)
+    if quantizer is not None:
+        quantizer.finish(module)
     module.config.name_or_path = module.name_or_path = str(directory)
     _load_generation_config(module, directory)
     tensors, tied = _move_to_meta(module)
@@ -116,6 +126,7 @@ def build_module(
         tied=tied,
         dtype=getattr(module.config, "dtype", None) or torch.get_default_dtype(),
         unexpected=tuple(sorted(info["unexpected_keys"])),
+        quantization=method,
     )
 
 
@@ -157,15 +168,6 @@ def limited_modules(path: Path, tensors: int) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def _refuse_quantized(path: Path, raw: dict[str, Any]) -> None:
-    if method := quantization_of(raw)[0]:
-        raise UnsupportedError(
-            f"{path.parent} was given as the model.",
-            f"Its weights are quantized ({method}).",
-            "brim does not run quantized checkpoints yet: give one in float32, bfloat16 or float16, or a .gguf file.",
-        )
 
 
 def _is_native(raw: dict[str, Any]) -> bool:

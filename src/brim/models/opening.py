@@ -11,7 +11,7 @@ import torch
 
 from brim.core.files import regular
 from brim.errors import ModelError, UnsupportedError
-from brim.estimation.models import Source, weight_type
+from brim.estimation.models import Source, quantization_of, weight_type
 from brim.estimation.workload import ASKED
 from brim.memory.checkpoint_files import TensorSource, read_checkpoint
 from brim.memory.checksums import read_manifest, verify_hub_blob
@@ -32,7 +32,7 @@ class OpenedModel:
     tied tensors are in ``tied`` (alias -> name in ``sources``). Non-persistent buffers are real and on the CPU, and
     so is the rare tensor that a checkpoint may lack and transformers computes; neither has a source.
     ``checksums`` has the known checksums by the names in ``sources``; ``unexpected`` lists the checkpoint's
-    tensors that the module has no place for.
+    tensors that the module has no place for; ``quantization`` is the method by which the files quantize weights.
     """
 
     module: torch.nn.Module
@@ -42,6 +42,7 @@ class OpenedModel:
     name: str
     checksums: dict[str, int] = field(default_factory=dict)
     unexpected: tuple[str, ...] = ()
+    quantization: str = ""
 
     @property
     def bytes(self) -> int:
@@ -50,19 +51,25 @@ class OpenedModel:
 
 
 def open_model(
-    model: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False, convert: bool = False
+    model: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    convert: bool = False,
+    quantized: bool = True,
 ) -> OpenedModel:
     """Open a Hugging Face directory, a ``.gguf`` file or a hub id; no weight is read.
 
     The module is the class that the config names, built by transformers' own loading code, in ``eval()`` mode and
     with its generation config; only the weights are missing. ``dtype`` None means as the config says. Tensors that
     the files hold in another layout than the module wants are converted once into the user's cache folder; with
-    ``convert``, so are weights that are stored in another dtype.
+    ``convert``, so are weights that are stored in another dtype. Quantized weights stay as they are stored; without
+    ``quantized`` a checkpoint that has them is refused.
 
     Raises ModelError when files are missing, damaged or do not fit the config, UnsupportedError for a quantized
-    checkpoint or one that needs remote code.
+    checkpoint that cannot run here, or one that needs remote code.
     """
-    directory, name, built = build(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    directory, name, built = build(model, dtype=dtype, trust_remote_code=trust_remote_code, quantized=quantized)
     if not convert:
         check_dtypes(directory, built.tensors, built.dtype)
     sources, checksums = sources_of(directory, built.tensors)
@@ -74,15 +81,25 @@ def open_model(
         name=name,
         checksums=checksums,
         unexpected=built.unexpected,
+        quantization=built.quantization,
     )
 
 
-def build(model: str | Path, *, dtype: torch.dtype | None, trust_remote_code: bool) -> tuple[Path, str, BuiltModule]:
+def build(
+    model: str | Path, *, dtype: torch.dtype | None, trust_remote_code: bool, quantized: bool
+) -> tuple[Path, str, BuiltModule]:
     """MODEL's folder, its name, and the module without weights. Raises as ``open_model``."""
     path = locate(model, trust_remote_code=trust_remote_code)
     name = path.stem if path.is_file() else path.resolve().name if Path(model).exists() else str(model)
     directory = path if path.is_dir() else convert_gguf(path)
     config = read_config(directory, trust_remote_code=trust_remote_code)
+    if not quantized and (method := quantization_of(config.to_dict())[0]):
+        raise UnsupportedError(
+            f"{directory} was given as the model.",
+            f"Its weights are quantized ({method}). brim generates with them as they are, on one device, and neither "
+            "widens, trains nor quantizes them again.",
+            "Leave out the precision, or give a checkpoint in float32, bfloat16 or float16.",
+        )
     stored = read_checkpoint(directory)
     return directory, name, build_module(directory, config, stored, dtype=dtype, trust_remote_code=trust_remote_code)
 
@@ -119,6 +136,8 @@ def precision_of(opened: OpenedModel, given: str | None) -> tuple[str, str]:
     """The precision of an opened model, and its origin."""
     if given is not None:
         return given, ASKED
+    if opened.quantization:
+        return opened.quantization, "by quantization_config of its configuration"
     config = json.loads(regular(opened.path / "config.json").read_bytes())
     source = Source(name=opened.name, library="transformers", config=config, folder=opened.path)
     return dtype_name(opened.module), weight_type(source).origin_and_type

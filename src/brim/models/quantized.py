@@ -32,11 +32,17 @@ PRECISIONS = (*DTYPES, *SCHEMES)
 _SMALL_BYTES = 1 << 20  # of a tensor that is copied into the cached file
 
 
-def open_as(model: str | Path, precision: str | None, *, trust_remote_code: bool = False) -> OpenedModel:
-    """Open ``model`` in one of ``PRECISIONS``, converted where it is stored in another; None: as it is stored."""
+def open_as(
+    model: str | Path, precision: str | None, *, trust_remote_code: bool = False, quantized: bool = True
+) -> OpenedModel:
+    """Open ``model`` in one of ``PRECISIONS``, converted where it is stored in another; None: as it is stored, unless
+    it is quantized and ``quantized`` is False."""
     if precision is None or precision in DTYPES:
         dtype = DTYPES[precision] if precision else None
-        return open_model(model, dtype=dtype, trust_remote_code=trust_remote_code, convert=precision is not None)
+        quantized, convert = quantized and precision is None, precision is not None
+        return open_model(
+            model, dtype=dtype, trust_remote_code=trust_remote_code, convert=convert, quantized=quantized
+        )
     return open_quantized(model, precision, trust_remote_code=trust_remote_code)
 
 
@@ -57,7 +63,7 @@ def open_quantized(
     are found, by their checksums, when they are read.
     """
     quantization = Quantization.of(quantization)
-    directory, name, built = build(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    directory, name, built = build(model, dtype=dtype, trust_remote_code=trust_remote_code, quantized=False)
     work = _Work(built, quantization)
     quantize_meta(built.module, quantization)
     folder = _written(directory, work, quantization)

@@ -61,7 +61,9 @@ def open_training_model(
         if precision.startswith("bf16") and _pure(precision)
         else torch.float32
     )
-    opened = open_model(folder, dtype=dtype, trust_remote_code=trust_remote_code, convert=method == "full")
+    opened = open_model(
+        folder, dtype=dtype, trust_remote_code=trust_remote_code, convert=method == "full", quantized=False
+    )
     if not opened.module.can_generate():  # type: ignore[operator]  # a transformers model
         raise ModelError(
             f"Cannot train {opened.name} on text.",

@@ -128,8 +128,8 @@ def _opened(request: Request, machine: Machine, inputs: Inputs) -> Subject:
     subject = Subject(
         name=opened.name,
         module=opened.module,
-        precision=dtype_name(opened.module),
-        own_precision=dtype_name(opened.module),
+        precision=opened.quantization or dtype_name(opened.module),
+        own_precision=opened.quantization or dtype_name(opened.module),
         weights=weights,
         inputs=inputs,
         machine=machine,

@@ -152,7 +152,7 @@ def _open(request: RanksRequest, ranks: int) -> tuple[OpenedModel, Any, torch.Te
     folder = prepare(generation.model, trust_remote_code=generation.trust_remote_code)
     if generation.verify:
         verify_files(folder)
-    opened = open_as(folder, generation.precision, trust_remote_code=generation.trust_remote_code)
+    opened = open_as(folder, generation.precision, trust_remote_code=generation.trust_remote_code, quantized=False)
     module: Any = opened.module
     if not module.can_generate() or module.config.is_encoder_decoder:
         raise UnsupportedError(

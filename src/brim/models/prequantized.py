@@ -1,0 +1,282 @@
+"""Checkpoints whose weights are quantized: transformers' quantizers build the model, and brim moves its tensors.
+
+Where a method's layers have plain tensors as parameters, these are placed and streamed as they are stored. Where a
+method joins several tensors into one object (bitsandbytes' weight with its statistics, torchao's subclasses), the
+layer gets the tensors of the file as its parameters instead, and joins views of them for each call. So placing,
+streaming, tracing and verifying know nothing of these objects.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, partialmethod
+from pathlib import Path
+from types import MethodType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from brim.errors import ModelError, UnsupportedError
+from brim.estimation.models import short
+from brim.models.file_tensor import FileTensor
+
+_METHODS = ("bitsandbytes", "compressed-tensors", "torchao")  # compared with transformers, bit for bit
+_OTHER = "Give a checkpoint in float32, bfloat16 or float16, or a .gguf file."
+
+Parts = dict[str, FileTensor]  # the tensors of a joined weight, by the end of their names in the file
+Join = Callable[[nn.Module], Mapping[str, Any]]  # a layer -> its attributes during a call
+
+
+class Quantizer:
+    """transformers' quantizer of a checkpoint, while its model is built. Raises UnsupportedError for a method that
+    brim does not run."""
+
+    def __init__(self, directory: Path, method: str, files: Sequence[str]) -> None:
+        self._directory, self._method, self._files = directory, method, files
+        self._quantizer: Any = None
+        self._taken: dict[str, Parts] = {}
+        if method not in _METHODS:
+            raise self._unsupported(f"brim runs those of {', '.join(_METHODS)}.")
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """While open, ``from_pretrained`` leaves the tensors of joined weights apart, and moves nothing to a GPU.
+
+        Raises UnsupportedError where a package or the method's kernels are missing.
+        """
+        from transformers import modeling_utils
+
+        get_quantizer = modeling_utils.get_hf_quantizer
+
+        def get(*args: Any, **kwargs: Any) -> Any:
+            try:
+                self._quantizer, config, _ = get_quantizer(*args, **kwargs)
+            except Exception as error:  # packages raise any exception for what they miss
+                todo = "Install it." if isinstance(error, ImportError) else _OTHER
+                raise self._unsupported(f"transformers cannot load it here: {short(error)}", todo) from error
+            if getattr(self._quantizer.quantization_config, "dequantize", False):
+                raise self._unsupported("transformers has no kernels for it on this device, and would widen it.")
+            self._leave_apart()
+            return self._quantizer, config, None
+
+        without_bars = partialmethod(
+            tqdm.__init__, disable=True
+        )  # compressed-tensors shows one for each of its steps
+        with (
+            mock.patch.object(modeling_utils, "get_hf_quantizer", get),
+            mock.patch.object(tqdm, "__init__", without_bars),
+        ):
+            yield
+
+    def _leave_apart(self) -> None:
+        if hasattr(self._quantizer, "set_metadata"):  # torchao describes its weights in the files' headers
+            self._quantizer.set_metadata(self._files)
+        if "deserialize" in self._quantizer.get_load_operations():
+            operation = _left_apart(self._quantizer, self._taken)
+            self._quantizer.get_load_operations = lambda: {"deserialize": lambda quantizer: operation}
+
+    def finish(self, model: nn.Module) -> None:
+        """Give layers the tensors of joined weights as parameters. Raises ModelError where these do not fit."""
+        vars(self._quantizer).pop("get_load_operations", None)
+        if self._method == "compressed-tensors":
+            _decompress_during_calls(model, self._quantizer.compressor)
+        join_of = self._torchao if self._method == "torchao" else _bitsandbytes
+        for name, parts in self._quantized(model).items():
+            path, _, own = name.rpartition(".")
+            module = model.get_submodule(path)
+            try:
+                join = join_of(module, name, parts)
+            except Exception as error:  # the package's own readers raise any
+                raise ModelError(
+                    f"Cannot read {name} of {self._directory}, which is quantized ({self._method}).",
+                    f"Its tensors do not fit together: {short(error)}",
+                    "Fetch the checkpoint again.",
+                ) from error
+            _take_apart(module, own, {part.replace(".", "_"): tensor for part, tensor in parts.items()})
+            _join_during_calls(module, join)
+
+    def _quantized(self, model: nn.Module) -> dict[str, Parts]:
+        """The tensors of each joined weight; of bitsandbytes also weights without any statistics beside them."""
+        if self._method != "bitsandbytes":
+            return self._taken
+        names = [name for name, _ in model.named_parameters() if name not in self._taken]
+        bare = [name for name in names if self._quantizer.param_needs_quantization(model, name)]
+        return self._taken | {name: {} for name in bare}
+
+    def _unsupported(self, problem: str, todo: str = _OTHER) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self._directory} was given as the model.",
+            f"Its weights are quantized ({self._method}). {problem}",
+            todo,
+        )
+
+    def _torchao(self, module: nn.Module, name: str, parts: Parts) -> Join:
+        from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+        path, _, own = name.rpartition(".")
+        shapes = {f"{path}.{part}": torch.empty_like(tensor, device="meta") for part, tensor in parts.items()}
+        described = {name: self._quantizer.metadata[name], "tensor_names": json.dumps([name])}
+        weight = unflatten_tensor_state_dict(shapes, described)[0][name]
+        inner, context = weight.__tensor_flatten__()
+        _require(weight.shape == getattr(module, own).shape, f"its shape is {list(weight.shape)}")
+
+        def join(module: nn.Module) -> Mapping[str, Any]:
+            values = {part: module._parameters[f"_{own}_{part}"] for part in inner}
+            return {own: type(weight).__tensor_unflatten__(values, context, weight.shape, weight.stride())}
+
+        return join
+
+
+def _left_apart(quantizer: Any, taken: dict[str, Parts]) -> Any:
+    """An operation for the loading code of transformers that adds a weight's tensors to ``taken``, and joins none."""
+    from transformers.core_model_loading import ConversionOps
+
+    class LeftApart(ConversionOps):  # type: ignore[misc]
+        hf_quantizer = quantizer  # so the loading code casts none of the tensors
+
+        def __deepcopy__(self, memo: object) -> Any:
+            return self
+
+        def convert(self, input_dict: Any, **options: Any) -> Any:
+            if len(input_dict) == 1:  # a weight that is not quantized
+                return input_dict
+            name, model, missing = (options[key] for key in ("full_layer_name", "model", "missing_keys"))
+            taken[name] = {part: tensors[0] for part, tensors in input_dict.items()}
+            module = model.get_submodule(name.rpartition(".")[0])
+            for owner in (module, *module.parameters(recurse=False)):
+                owner._is_hf_initialized = True
+            missing.discard(name)
+            return {}
+
+    return LeftApart()
+
+
+def _take_apart(module: nn.Module, own: str, parts: Mapping[str, torch.Tensor]) -> None:
+    """Replace the parameter ``own`` by ``parts``, in its place."""
+    others = dict(module._parameters)
+    module._parameters.clear()
+    for name, parameter in others.items():
+        inserted = {part: nn.Parameter(tensor, requires_grad=False) for part, tensor in parts.items()}
+        module._parameters.update(inserted if name == own else {name: parameter})
+    # They are parameters: the layer's own code would look for them in its weight.
+    module._save_to_state_dict = MethodType(nn.Module._save_to_state_dict, module)  # type: ignore[method-assign]
+    module._load_from_state_dict = MethodType(nn.Module._load_from_state_dict, module)  # type: ignore[method-assign]
+
+
+def _join_during_calls(module: nn.Module, join: Join) -> None:
+    """Let the layer have the attributes of ``join`` during its calls."""
+    vars(module)["_brim_joined"] = join, module.forward
+    vars(module)["forward"] = MethodType(_joined_forward, module)  # a method, so that it survives copies
+
+
+def _joined_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    own = vars(self)
+    join, forward = own["_brim_joined"]
+    during = join(self)
+    before = {name: own[name] for name in during if name in own}
+    own.update(during)  # before the parameters of that name
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for name in during:
+            del own[name]
+        own.update(before)
+
+
+def _decompress_during_calls(model: nn.Module, compressor: Any) -> None:
+    """Let layers of compressed-tensors widen their weights for each call; its own hook would widen all of the model
+    at the first one, to stay."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationStatus
+
+    compressor.remove_decompression_hook(model)
+    for module in model.modules():
+        if getattr(module, "quantization_status", None) == QuantizationStatus.COMPRESSED:
+            scheme: Any = module.quantization_scheme
+            kind = BaseCompressor.get_value_from_registry(scheme.format.value)
+            shape = module._parameters.get("weight_shape")
+            known = {} if shape is None else {"weight_shape": torch.Size(shape.materialize().tolist())}
+            during = {"quantization_status": QuantizationStatus.DECOMPRESSED}
+            _join_during_calls(module, partial(_decompressed, kind=kind, scheme=scheme, known=known, during=during))
+
+
+def _decompressed(module: nn.Module, *, kind: Any, scheme: Any, known: Any, during: Any) -> Mapping[str, Any]:
+    tensors = {**module._parameters, **module._buffers}
+    stored = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None} | known
+    return {n: value for n, value in kind.decompress(stored, scheme).items() if value is not stored.get(n)} | during
+
+
+def _bitsandbytes(module: Any, name: str, parts: Parts) -> Join:
+    """Raises any exception where the tensors do not fit together."""
+    return (_of_8_bits if "SCB" in parts else _of_4_bits)(module, parts)
+
+
+def _of_8_bits(module: Any, parts: Parts) -> Join:
+    parts.pop("weight_format", None)
+    shape = (module.out_features, module.in_features)
+    _require(parts["weight"].dtype == torch.int8 and parts["weight"].shape == shape, f"its shape is not {shape}")
+    _require(parts["SCB"].shape == shape[:1], "it has a wrong number of scales")
+
+    def join(module: Any) -> Mapping[str, Any]:
+        codes, scales = module._parameters["weight"], module._parameters["SCB"]
+        weight: Any = codes.detach()
+        weight.CB, weight.SCB, weight.has_fp16_weights = codes.detach(), scales.detach(), False
+        return {"weight": weight, "state": copy.copy(module.state)}
+
+    return join
+
+
+def _of_4_bits(module: Any, parts: Parts) -> Join:
+    from bitsandbytes.functional import QuantState
+
+    described = next((part for part in parts if part.startswith("weight.quant_state.")), "")
+    _require(bool(described), "the description of its quantization is missing")
+    described_by = {described: parts.pop(described).materialize()}
+    state = QuantState.from_dict({**{n: t for n, t in parts.items() if n != "weight"}, **described_by}, device="cpu")
+    _check_4_bits(module, parts, state)
+    if state.nested:
+        module.register_buffer("weight_offset", state.offset, persistent=False)
+    state.absmax = state.code = state.offset = None
+    if state.nested:
+        state.state2.absmax = state.state2.code = None
+
+    def join(module: Any) -> Mapping[str, Any]:
+        tensors = module._parameters
+        weight: Any = tensors["weight"].detach()
+        weight.quant_state = joined = copy.copy(state)
+        joined.absmax, joined.code = tensors["weight_absmax"].detach(), tensors["weight_quant_map"].detach()
+        if state.nested:
+            joined.offset, joined.state2 = module.weight_offset, copy.copy(state.state2)
+            joined.state2.absmax = tensors["weight_nested_absmax"].detach()
+            joined.state2.code = tensors["weight_nested_quant_map"].detach()
+        return {"weight": weight}
+
+    return join
+
+
+def _check_4_bits(module: Any, parts: Parts, state: Any) -> None:
+    """Raise ValueError unless the sizes fit: kernels read as many values as the description says."""
+    shape = (module.out_features, module.in_features)
+    count = math.prod(shape)
+    blocks = -(-count // state.blocksize)
+    packed_bytes = parts["weight"].numel() * parts["weight"].element_size()
+    _require(tuple(state.shape) == shape, f"it describes {list(state.shape)}, and the layer has {list(shape)}")
+    _require(packed_bytes == -(-count // 2), f"it has {packed_bytes} bytes for {count} values")
+    _require(parts["weight.absmax"].numel() == blocks, f"it has not {blocks} scales")
+    _require(parts["weight.quant_map"].numel() == 16, "its code has not 16 values")
+    if state.nested:
+        nested = -(-blocks // state.state2.blocksize)
+        _require(parts["weight.nested_absmax"].numel() == nested, f"it has not {nested} scales of scales")
+        _require(parts["weight.nested_quant_map"].numel() == 256, "the code of its scales has not 256 values")
+
+
+def _require(fits: bool, problem: str) -> None:
+    if not fits:
+        raise ValueError(problem)

@@ -1,0 +1,149 @@
+"""Checkpoints that another library quantized give the logits of transformers, bit for bit, in half of their bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import brim
+from brim.core.hardware import RAM
+from brim.estimation.step_memory import Inputs, watch_inference
+from brim.models.opening import OpenedModel, open_model
+from brim.models.weights import by_parameter, materialize, verifier
+from brim.planning.inference.choosing import Need, make_plan
+from brim.planning.inference.machine import machine, put_in_force
+from brim.techniques.streaming.weight_streaming import FROM_DISK, Weights
+from support.streamed import load_streamed
+from support.tiny_model import save_tokenizer
+
+IDS = torch.arange(14).view(2, 7)
+INPUTS = Inputs(batch=2, prompt=7, total=8)
+
+
+def save_plain(folder: Path, dtype: torch.dtype, **sizes: Any) -> Path:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 5, "vocab_size": 99, **sizes}
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, eos_token_id=None))
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def bitsandbytes(plain: Path, folder: Path, **options: Any) -> None:
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(**options)
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(folder)
+
+
+def of_4_bits(kind: str, *, nested: bool) -> Callable[[Path, Path], None]:
+    return lambda plain, folder: bitsandbytes(
+        plain, folder, load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=nested
+    )
+
+
+def compressed(plain: Path, folder: Path, preset: str) -> None:
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    apply_quantization_config(model, QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"]))
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            rows = module.weight.detach().unflatten(-1, (-1, scheme.weights.group_size or module.weight.shape[1]))
+            scale, zero = calculate_qparams(rows.amin(-1), rows.amax(-1), scheme.weights)
+            module.weight_scale.data, module.weight_zero_point.data = scale, zero
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+
+
+def torchao(plain: Path, folder: Path, kind: Any) -> None:
+    from transformers import TorchAoConfig
+
+    config = TorchAoConfig(quant_type=kind)
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(folder)
+
+
+def of_int8(plain: Path, folder: Path) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    torchao(plain, folder, Int8WeightOnlyConfig(version=2))
+
+
+def of_int4(plain: Path, folder: Path) -> None:
+    from torchao.quantization import IntxWeightOnlyConfig, PerGroup
+
+    torchao(plain, folder, IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)))
+
+
+KINDS: dict[str, tuple[str, torch.dtype, Callable[[Path, Path], None]]] = {
+    "nf4 nested": ("bitsandbytes", torch.float32, of_4_bits("nf4", nested=True)),
+    "nf4 nested bf16": ("bitsandbytes", torch.bfloat16, of_4_bits("nf4", nested=True)),
+    "fp4": ("bitsandbytes", torch.float32, of_4_bits("fp4", nested=False)),
+    "int8": ("bitsandbytes", torch.bfloat16, lambda plain, folder: bitsandbytes(plain, folder, load_in_8bit=True)),
+    "W4A16": ("compressed_tensors", torch.bfloat16, partial(compressed, preset="W4A16")),
+    "W8A8": ("compressed_tensors", torch.float32, partial(compressed, preset="W8A8")),
+    "FP8": ("compressed_tensors", torch.bfloat16, partial(compressed, preset="FP8_DYNAMIC")),
+    "torchao int8": ("torchao", torch.bfloat16, of_int8),
+    "torchao int4": ("torchao", torch.bfloat16, of_int4),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    package, dtype, quantize = KINDS[request.param]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    folder: Path = tmp_path_factory.mktemp("quantized")
+    quantize(save_plain(tmp_path_factory.mktemp("plain"), dtype), folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def streamed_from_disk(opened: OpenedModel, share: float) -> Any:
+    """The model in ``share`` of its bytes, beside what a pass takes."""
+    materialize(opened.module, opened)
+    step_bytes = watch_inference(opened.module, INPUTS).step_bytes
+    weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
+    budget, hardware = {RAM: int(opened.bytes * share) + step_bytes}, machine("cpu")
+    need = Need(step_bytes=step_bytes)
+    partition, plan = make_plan(opened.module, hardware, budget, need, weights, task="generate")
+    assert FROM_DISK in plan.choices("weight_streaming").values()
+    return put_in_force(opened.module, partition, plan, hardware, weights, "cpu")
+
+
+@torch.no_grad()
+def test_logits_are_those_of_transformers(checkpoint: Path) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    expected = [whole(ids).logits for ids in (IDS, IDS[:1, :1])]
+    opened = open_model(checkpoint)
+    handle = streamed_from_disk(opened, 0.5)
+    for _ in range(2):
+        for ids, logits in zip((IDS, IDS[:1, :1]), expected, strict=True):
+            assert torch.equal(opened.module(ids).logits, logits)
+    handle.remove()
+    assert torch.equal(opened.module(IDS).logits, expected[0])
+
+
+@torch.no_grad()
+def test_a_load_within_a_budget_generates_the_same_tokens(checkpoint: Path) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    expected = whole.generate(IDS[:1], max_new_tokens=4, do_sample=False)
+    model: Any = brim.load(checkpoint, inputs=INPUTS)
+    assert torch.equal(model.generate(IDS[:1], max_new_tokens=4, do_sample=False), expected)
+    model.brim.remove()
+    _ = load_streamed
