@@ -251,8 +251,9 @@ def check_not_quantized(source: Source) -> None:
     if method := quantized_by(source):
         raise UnsupportedError(
             f"{source.name} was given as the model.",
-            f"Its weights are quantized ({method}); only brim estimate takes such weights, on one GPU.",
-            "Give --precision bf16, or another that brim estimate has, for the model in that.",
+            f"Its weights are quantized ({method}). brim estimate takes them as they are stored, on one GPU; brim "
+            "generate, and brim plan for it, from a folder on this machine.",
+            "Give --precision bf16, or another, for the unpacked model.",
         )
 
 

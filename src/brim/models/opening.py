@@ -12,7 +12,7 @@ import torch
 from brim.core.files import regular
 from brim.errors import ModelError, UnsupportedError
 from brim.estimation.models import Source, quantization_of, weight_type
-from brim.estimation.workload import ASKED
+from brim.estimation.workload import ASKED, STORED
 from brim.memory.checkpoint_files import TensorSource, read_checkpoint
 from brim.memory.checksums import read_manifest, verify_hub_blob
 from brim.models.architecture import BuiltModule, build_module, model_class, read_config
@@ -137,7 +137,7 @@ def precision_of(opened: OpenedModel, given: str | None) -> tuple[str, str]:
     if given is not None:
         return given, ASKED
     if opened.quantization:
-        return opened.quantization, "by quantization_config of its configuration"
+        return STORED, f"by quantization_config of its configuration ({opened.quantization})"
     config = json.loads(regular(opened.path / "config.json").read_bytes())
     source = Source(name=opened.name, library="transformers", config=config, folder=opened.path)
     return dtype_name(opened.module), weight_type(source).origin_and_type

@@ -252,6 +252,7 @@ def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
     Raises the errors of ``find_model``, and UnsupportedError for models of other libraries than transformers.
     """
     source = described_source(model)
+    check_not_quantized(source)
     if source.library == "python":
         return made_by(source)[0]
     if source.library != "transformers":
@@ -286,9 +287,6 @@ def parameter_count(model: str | Path) -> int:
 
 
 def described_source(model: str | Path) -> Source:
-    """Find MODEL as ``find_model`` does, or in a .gguf file. Raises UnsupportedError for quantized weights, as no
-    plan can run with them."""
+    """Find MODEL as ``find_model`` does, or in a .gguf file."""
     path = Path(model).expanduser()
-    source = find_model(prepare(model) if path.suffix.lower() == ".gguf" and path.is_file() else model)
-    check_not_quantized(source)
-    return source
+    return find_model(prepare(model) if path.suffix.lower() == ".gguf" and path.is_file() else model)

@@ -15,11 +15,11 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation.extrapolation import find_depth
 from brim.estimation.hub import hub_model, is_hub_id
-from brim.estimation.models import Source, weight_type
+from brim.estimation.models import Source, check_not_quantized, weight_type
 from brim.estimation.silence import quiet
 from brim.estimation.step_memory import Inputs
 from brim.estimation.steps import Job as Workshop
-from brim.estimation.workload import Workload
+from brim.estimation.workload import STORED, Workload
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.pool import PAGE_BYTES, round_up
 from brim.models.opening import DTYPES, dtype_name, open_model, open_tokenizer, prepare
@@ -110,7 +110,9 @@ def open_subject(request: Request, machine: Machine, precision: str | None = Non
     """
     inputs = Inputs(batch=request.batch, prompt=request.seq, total=request.seq + request.new_tokens)
     path = _weights_path(request.model)
-    if path is not None and precision in (None, _stated_precision(described_source(path)) if path.is_dir() else None):
+    if path is not None and (
+        precision is None or (path.is_dir() and precision == _stated_precision(described_source(path)))
+    ):
         opened = _opened(request, machine, inputs)
         if precision in (None, opened.precision):  # the configuration's dtype may be wrong
             return opened
@@ -128,8 +130,8 @@ def _opened(request: Request, machine: Machine, inputs: Inputs) -> Subject:
     subject = Subject(
         name=opened.name,
         module=opened.module,
-        precision=opened.quantization or dtype_name(opened.module),
-        own_precision=opened.quantization or dtype_name(opened.module),
+        precision=STORED if opened.quantization else dtype_name(opened.module),
+        own_precision=STORED if opened.quantization else dtype_name(opened.module),
         weights=weights,
         inputs=inputs,
         machine=machine,
@@ -159,6 +161,8 @@ def _spent(subject: Subject, opened: Any, start_bytes: int) -> Mapping[str, int]
 
 def _described_subject(request: Request, machine: Machine, inputs: Inputs, precision: str | None) -> Subject:
     source = described_source(request.model)
+    if precision is None:
+        check_not_quantized(source)
     own = _stated_precision(source)
     meant = precision or own
     wide = meant if meant in DTYPES else own

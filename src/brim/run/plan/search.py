@@ -21,7 +21,7 @@ from brim.core.options import Method, build
 from brim.errors import BudgetError, UsageError
 from brim.estimation.models import weight_type
 from brim.estimation.step_memory import Inputs
-from brim.estimation.workload import ASKED
+from brim.estimation.workload import ASKED, STORED
 from brim.measure.user_cache import cache_folder, fingerprint
 from brim.memory.scratch import scratch_folder
 from brim.models.opening import prepare, read_tokenizer
@@ -179,7 +179,9 @@ def _precision(request: Request, machine: Machine, subjects: Subjects) -> tuple[
         return precision_of(request, machine.hardware.compute)
     if request.precision is not None:
         return request.precision, ASKED
-    return subjects.open(request, machine).precision, weight_type(described_source(request.model)).origin_and_type
+    precision, source = subjects.open(request, machine).precision, described_source(request.model)
+    by_settings = f"by quantization_config of its configuration ({source.quantization})"
+    return precision, by_settings if precision == STORED else weight_type(source).origin_and_type
 
 
 def _refuse_scores(request: Request, machine: Machine, subjects: Subjects) -> None:
