@@ -38,11 +38,10 @@ from brim.estimation.step_memory import Inputs
 from brim.model_cache import cache_input, cache_of
 from brim.models.opening import open_model, prepare
 from brim.models.quantized import PRECISIONS, open_as
-from brim.run.plan.search import bundled_text
 from brim.techniques.quantization.technique import GROUPS, SCHEMES, Quantization, apply
 from brim.units import format_bytes, parse_bytes
 from support.off_grid import leave_the_grid
-from support.perplexity import perplexity
+from support.perplexity import perplexity, prose
 
 PACKAGES = ("brim", "torch", "transformers", "torchao")
 TIMED = ("fp32", "bf16", *SCHEMES)
@@ -89,7 +88,7 @@ def _quality(options: argparse.Namespace) -> dict[str, Any]:
 
     path = open_model(options.model or _smollm2()).path
     tokenizer = AutoTokenizer.from_pretrained(path)
-    ids = tokenizer(bundled_text(), return_tensors="pt").input_ids[:, : options.tokens]
+    ids = tokenizer(prose(), return_tensors="pt").input_ids[:, : options.tokens]
     found: dict[str, dict[str, float]] = {}
     for column in ("as in the file", "off its grid"):
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

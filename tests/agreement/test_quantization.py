@@ -32,11 +32,10 @@ from brim.models.quantized import open_quantized
 from brim.models.weights import by_parameter, materialize, verifier
 from brim.planning.inference.choosing import Need, make_plan
 from brim.planning.inference.machine import machine, predict, put_in_force
-from brim.run.plan.search import bundled_text
 from brim.techniques.quantization.technique import SCHEMES, Quantization, apply, quantize_meta
 from brim.techniques.streaming.weight_streaming import FROM_DISK, RESIDENT, Weights
 from support.off_grid import leave_the_grid
-from support.perplexity import perplexity
+from support.perplexity import perplexity, prose
 
 STEPS, STEP_BYTES = 3, 1000
 IDS = torch.arange(10).view(2, 5)
@@ -175,7 +174,7 @@ def smollm2(cache_home: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def ids(smollm2: Path) -> torch.Tensor:
-    found: torch.Tensor = AutoTokenizer.from_pretrained(smollm2)(bundled_text(), return_tensors="pt").input_ids
+    found: torch.Tensor = AutoTokenizer.from_pretrained(smollm2)(prose(), return_tensors="pt").input_ids
     return found
 
 

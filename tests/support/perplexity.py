@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -10,6 +11,11 @@ from torch import nn
 from brim.errors import UsageError
 
 _WINDOW = 256  # tokens at once: a window's logits of a large vocabulary fill the memory
+
+
+def prose() -> str:
+    """About 800 words of plain English prose, written for this purpose."""
+    return (Path(__file__).parent / "prose.txt").read_text(encoding="utf-8")
 
 
 def perplexity(model: nn.Module, ids: torch.Tensor, *, window: int = _WINDOW) -> float:

@@ -83,7 +83,7 @@ def plan_generation(request: Request, machine: Machine, *, subjects: Subjects | 
     own, the first that fits is proposed, in the order of their loss; ``lossless`` leaves out quantized ones.
     ``subjects`` caches opened models. Raises BudgetError, with the smallest budget, when nothing fits.
     """
-    subjects = Subjects(request.model) if subjects is None else subjects
+    subjects = subjects or Subjects()
     candidates: list[Candidate] = []
 
     def variants() -> Iterator[Subject]:

@@ -29,10 +29,8 @@ from brim.planning.file import described_source
 from brim.planning.inference.depth import Shallow
 from brim.planning.inference.warm_up import SLACK_BYTES, most_grown, spent, warm_up
 from brim.planning.request import Machine, Request
-from brim.planning.router_file import Routers, check_routers
 from brim.planning.subject import Subject
 from brim.techniques.blocks import tensor_bytes
-from brim.techniques.experts.technique import find_experts
 from brim.techniques.quantization.technique import quantize_meta
 from brim.techniques.streaming.weight_streaming import Weights
 
@@ -47,22 +45,16 @@ _LEAST_TIMED_BYTES = 64 << 20  # of weights: with smaller ones a run is over bef
 
 
 class Subjects:
-    """A cache of opened models by precision, for a request and its nearest ones; ``routers`` are of ``model``."""
+    """A cache of opened models by precision, for a request and its nearest ones."""
 
-    def __init__(self, model: str | Path, routers: Routers | None = None) -> None:
-        self._model, self._routers = str(model), dict(routers or {})
+    def __init__(self) -> None:
         self._known: dict[tuple[object, ...], Subject] = {}
 
     def open(self, request: Request, machine: Machine, precision: str | None = None) -> Subject:
         """Open as ``open_subject`` does, or return the cached subject."""
         key = (*_key(request), precision)
         if key not in self._known:
-            subject = open_subject(request, machine, precision)
-            if self._routers and str(request.model) == self._model:
-                layers = {layer.path: layer.count for layer in find_experts(subject.module) if not layer.modules}
-                check_routers(self._routers, layers, subject.name)
-                subject = replace(subject, routers=self._routers)
-            self._known[key] = subject
+            self._known[key] = open_subject(request, machine, precision)
         subject = self._known[key]
         return subject if subject.machine == machine else subject.on(machine)
 

@@ -14,7 +14,6 @@ from brim.planning.inference.depth import Shallow
 from brim.planning.inference.memory import Sizes, cache_shape, watch_generation
 from brim.planning.inference.pass_seconds import PassSeconds
 from brim.planning.request import Machine
-from brim.planning.router_file import Routers
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.weight_streaming import Weights
 
@@ -31,8 +30,7 @@ class Seen:
 class Subject:
     """A model in a precision. ``module`` has no values; ``spent_bytes`` is the program's own share per tier.
 
-    ``routers`` are statistics of a mixture's routers, if given. ``shallow`` is the model with a few of its layers, if
-    they represent it.
+    ``shallow`` is the model with a few of its layers, if they represent it.
     """
 
     name: str
@@ -44,7 +42,6 @@ class Subject:
     own_precision: str = "fp32"  # that of the configuration
     host_compute: bool = True
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
-    routers: Routers = field(default_factory=dict)
     shallow: Shallow | None = field(default=None, compare=False)
     seen: Seen = field(default_factory=Seen, compare=False)
 
@@ -84,7 +81,6 @@ class Subject:
             watch=self._watch,
             spent_bytes=lambda: self.spent_bytes,
             seconds=self._seconds,
-            routers=self.routers,
         )
 
     def _watch(self, sizes: Sizes) -> Observation:

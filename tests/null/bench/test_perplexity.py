@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from brim.errors import UsageError
-from brim.run.plan.search import bundled_text
-from support.perplexity import perplexity
+from support.perplexity import perplexity, prose
 
 WORDS = 50
 
@@ -57,6 +56,6 @@ def test_a_text_of_one_token_is_refused() -> None:
 
 
 def test_the_text_is_there_and_long_enough_to_measure_with() -> None:
-    words = bundled_text().split()
+    words = prose().split()
     assert 700 < len(words) < 1500
     assert len(set(words)) > 300

@@ -76,10 +76,8 @@ def plan(options: PlanOptions) -> int | None:
     load("brim.run.plan.search", MODELS)
     if not options.regimes:
         return _show(_answer(options), options.output, options.html, options.as_json)
-    if options.precisions or options.router_statistics:
-        raise UsageError(
-            "Cannot use --regimes with --precisions or --router-statistics.", "It makes its own comparison."
-        )
+    if options.precisions:
+        raise UsageError("Cannot use --regimes with --precisions.", "It makes its own comparison.")
     from brim.cli.plan.comparisons import show_regimes
 
     show_regimes(build(Request, vars(options)), options.output, options.html, options.as_json)
@@ -114,7 +112,7 @@ def _answer(options: PlanOptions) -> Answer:
 
     request, output = build(Request, vars(options)), options.output
     with Console(stderr=True).status("Planning"):
-        answer = answer_to(request, precisions=options.precisions, router_statistics=options.router_statistics)
+        answer = answer_to(request, precisions=options.precisions)
         answer = _with_files(answer, output)
         for index in range(len(answer.proposals) if output is not None else 0):
             write(file_name(output or Path(), index), answer, index)

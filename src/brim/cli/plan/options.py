@@ -46,11 +46,6 @@ class PlanOptions(MeshRequest):
     )
     price: float | None = option(None, min=0, help="With --compare-gpus: price of one GPU for one hour.")
     precisions: bool = option(False, "Compare each kind of block in int8 and in 16 bits.")
-    router_statistics: str | None = option(
-        None,
-        metavar="auto|FILE",
-        help="Plan a mixture of experts by the choices of its routers in a short run, which are stored in FILE.",
-    )
     regimes: bool = option(False, "Compare ways to run models of 1 to 4 times this machine's VRAM.")
     output: Path | None = option(
         None,

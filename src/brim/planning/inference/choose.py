@@ -7,7 +7,7 @@ the observed passes, the seconds of blocks and the program's own bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
@@ -20,7 +20,6 @@ from brim.planning.inference.memory import Sizes
 from brim.planning.inference.pass_seconds import PassSeconds
 from brim.planning.proof import check_promise, largest_fitting, raise_promise, search
 from brim.planning.solver import Job
-from brim.techniques.experts.router_statistics import RouterStatistics
 from brim.techniques.experts.technique import EXPERT_SLOTS
 from brim.techniques.experts.technique import NAME as EXPERTS
 from brim.techniques.kv_offload import cache as kv_cache
@@ -72,8 +71,8 @@ class GenerationCase(InferenceCase):
 
     ``shape`` None: the model keeps its own cache. ``watch`` runs the passes of some sizes on fake tensors.
     ``spent_bytes`` returns the program's bytes per tier beside tensors; it is called after a pass was observed, as
-    that leaves memory behind. ``routers`` are statistics of a mixture's routers. ``called``: a program calls the
-    model itself, not ``generate``. Cuts of the kinds in ``without`` are not used.
+    that leaves memory behind. ``called``: a program calls the model itself, not ``generate``. Cuts of the kinds in
+    ``without`` are not used.
     """
 
     task: ClassVar[str] = "generate"
@@ -82,7 +81,6 @@ class GenerationCase(InferenceCase):
     watch: Callable[[Sizes], Observation]
     spent_bytes: Callable[[], Mapping[str, int]]
     seconds: PassSeconds
-    routers: Mapping[str, RouterStatistics] = field(default_factory=dict)
     called: bool = False
     without: frozenset[tuple[int, bool]] = frozenset()
 
@@ -258,7 +256,6 @@ class GenerationSearch:
             tokens=sizes.batch,
             stay=case.stay,
             spent_bytes={**self._spent_bytes, RAM: self._spent_bytes[RAM] + in_ram},
-            routers=case.routers,
         )
         cache_bytes = joined_bytes = 0
         if case.shape is not None and case.shape.planned:

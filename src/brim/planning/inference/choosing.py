@@ -37,7 +37,6 @@ from brim.planning.solver import BlockCost, Job
 from brim.planning.solver.schedule import Contention
 from brim.planning.solver.streaming import CHOICES, Contender, contender
 from brim.techniques.blocks import Block, Partition, find_blocks, tensor_bytes
-from brim.techniques.experts.router_statistics import RouterStatistics
 from brim.techniques.streaming.placement import COMPUTE_RAM, computable
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import RESIDENT, Weights
@@ -55,8 +54,7 @@ class Need:
     Parameters in ``stay`` are not streamed. ``seconds`` gives a partition's measured seconds (``block_timing``) in
     place of those by rates; ``cpu_seconds`` those of a processor beside the GPU that may compute blocks in RAM, with
     ``cpu_bytes`` for each block and ``cpu_step_bytes`` during its computation. ``cache_experts``: in inference, a
-    mixture's experts may be loaded one by one; ``routers`` are statistics of their routers. ``beside`` is the
-    measured contention of lanes.
+    mixture's experts may be loaded one by one. ``beside`` is the measured contention of lanes.
     """
 
     step_bytes: int
@@ -69,7 +67,6 @@ class Need:
     cpu_bytes: int = 0
     cpu_step_bytes: int = 0
     cache_experts: bool = True
-    routers: Mapping[str, RouterStatistics] = field(default_factory=dict)
     beside: Contention | None = None
 
 
@@ -94,9 +91,7 @@ def cuts(model: nn.Module, hardware: Hardware, need: Need, weights: Weights, tas
     def plans() -> Iterator[ExpertPlan | None]:
         yield None
         if need.cache_experts and task != "train":
-            yield from expert_plans(
-                model, hardware, lambda name: source_of(name, parameters[name], weights), need.routers
-            )
+            yield from expert_plans(model, hardware, lambda name: source_of(name, parameters[name], weights))
 
     for experts in plans():
         names = frozenset() if experts is None else experts.names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,10 @@ from brim.core.hardware import DISK, RAM
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.direct_io import bounce_bytes
 from brim.memory.layout import packed_layout, staged_layout
+from brim.planning.seconds.expert_reading import expected_experts
 from brim.planning.solver import Job
 from brim.planning.solver.passes import STAGING
 from brim.techniques.blocks import Partition
-from brim.techniques.experts.router_statistics import RouterStatistics
 from brim.techniques.experts.technique import (
     CACHE_DISK,
     CACHE_RAM,
@@ -44,22 +44,16 @@ class _Layer:
     bounce_bytes: int
     values: int  # of one expert
     chosen: int
-    seen: RouterStatistics | None
 
     def held_bytes(self, slots: int) -> int:
         return min(slots, self.layer.count) * self.slot_bytes
 
     def distinct(self, tokens: int) -> float:
-        """Return the mean number of different experts in a step; an unobserved router is assumed uniform."""
-        if self.seen is not None:
-            return self.seen.distinct
-        count = self.layer.count
-        return float(count * (1.0 - (1.0 - self.chosen / count) ** tokens))
+        """Return the mean number of different experts in a step."""
+        return expected_experts(self.layer.count, self.chosen, tokens)
 
     def loads(self, slots: int, tokens: int) -> float:
         """Return the mean number of experts that a step loads."""
-        if self.seen is not None:
-            return self.seen.loads(slots)
         return self.distinct(tokens) * (1.0 - min(slots, self.layer.count) / self.layer.count)
 
 
@@ -155,12 +149,7 @@ class ExpertPlan:
         )
 
 
-def expert_plans(
-    model: nn.Module,
-    hardware: Hardware,
-    source: Callable[[str], TensorSource],
-    seen: Mapping[str, RouterStatistics],
-) -> Iterator[ExpertPlan]:
+def expert_plans(model: nn.Module, hardware: Hardware, source: Callable[[str], TensorSource]) -> Iterator[ExpertPlan]:
     """Yield the expert plans worth trying; none for a model without experts.
 
     ``source`` returns the source of a parameter's values.
@@ -168,7 +157,7 @@ def expert_plans(
     expert_layers = [layer for layer in find_experts(model) if _is_whole(layer, source)]
     if not expert_layers:
         return
-    layers = [_layer(model, layer, hardware, source, seen.get(layer.path)) for layer in expert_layers]
+    layers = [_layer(model, layer, hardware, source) for layer in expert_layers]
     chosen = max(each.chosen for each in layers)
     count = max(each.layer.count for each in layers)
     for slots in sorted({1, 2, chosen, *(max(1, count * part // 16) for part in range(1, 17))}):
@@ -182,13 +171,7 @@ def _is_whole(layer: ExpertLayer, source: Callable[[str], TensorSource]) -> bool
     return len({bool(source(name).extents) for name in layer.tensors}) == 1
 
 
-def _layer(
-    model: nn.Module,
-    layer: ExpertLayer,
-    hardware: Hardware,
-    source: Callable[[str], TensorSource],
-    seen: RouterStatistics | None,
-) -> _Layer:
+def _layer(model: nn.Module, layer: ExpertLayer, hardware: Hardware, source: Callable[[str], TensorSource]) -> _Layer:
     parts, module = layer.parts(source), model.get_submodule(layer.path)
     config = getattr(module, "config", None) or getattr(model, "config", None)
     layouts = layer.layouts(source, in_ram=hardware.compute == RAM)
@@ -200,7 +183,6 @@ def _layer(
         bounce_bytes=max(bounce_bytes(layout.runs) for layout in layouts),
         values=sum(math.prod(tensor.shape) for tensor in parts[0]),
         chosen=min(layer.count, _chosen(config)),
-        seen=seen,
     )
 
 

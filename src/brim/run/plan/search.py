@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -20,11 +19,9 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.core.options import Method, build
 from brim.errors import BudgetError, UsageError
 from brim.estimation.models import weight_type
-from brim.estimation.step_memory import Inputs
 from brim.estimation.workload import ASKED, STORED
-from brim.measure.user_cache import cache_folder, fingerprint
+from brim.measure.user_cache import fingerprint
 from brim.memory.scratch import scratch_folder
-from brim.models.opening import prepare, read_tokenizer
 from brim.planning import file as plan_file
 from brim.planning.factory import is_factory, resolved
 from brim.planning.file import described_source
@@ -35,23 +32,11 @@ from brim.planning.nearest import Planner, in_the_least, nearest
 from brim.planning.opening import Subjects, timed_weights
 from brim.planning.precision_table import rows_of
 from brim.planning.request import LOSSY, PLAN_FILE, Answer, Machine, Proposal, Request, Row, machine_of
-from brim.planning.router_file import (
-    VERSION,
-    RouterFile,
-    Routers,
-    Visits,
-    named_visit,
-    read_routers,
-    statistics_of,
-    write_routers,
-)
 from brim.planning.seconds.measurement_cache import Remembered
 from brim.planning.solver.passes import CPU
 from brim.planning.solver.schedule import UPDATE, lane_of
 from brim.planning.training import plan_training, precision_of
 from brim.processes import bound, python_command
-from brim.run.generate.load import load
-from brim.techniques.experts.router_statistics import router_statistics
 from brim.units import format_bytes
 
 _FEWER_BITS = "int8"  # the default to compare 16 bits with
@@ -64,7 +49,6 @@ _LIMITS = {
     CPU: "RAM",
     UPDATE: "RAM",
 }
-AUTO = "auto"
 # Short runs of the best plans.
 _METHOD = 1  # raised when the runs change
 MOST_PLANS = 3
@@ -81,7 +65,7 @@ def plan(
     precision: str | None = None, optimizer: str = "adamw", method: Method = "full",
     prefer: Literal["speed", "memory", "quality"] = "speed", lossless: bool = False,
     host_compute: bool = True, top: int = 5,
-    precisions: bool = False, router_statistics: str | None = None,
+    precisions: bool = False,
 ) -> Answer:  # fmt: skip
     """Find the fastest plans to train or run a model that fit a machine.
 
@@ -118,8 +102,6 @@ def plan(
             with False results are equal to the GPU's bit for bit.
         top: The largest number of plans.
         precisions: For generating: also compare each kind of block in 8 bits and in 16 bits.
-        router_statistics: For generating with a mixture of experts: a file with the choices of its routers, by which
-            to plan. brim records it in a short run if it does not exist; ``"auto"``: in the user's cache folder.
 
     Returns:
         The answer: ``proposals``, the best first. If nothing fits it has none, and ``nearest`` has changes under
@@ -131,26 +113,28 @@ def plan(
         BudgetError: No plan can fit: the inputs alone exceed the memory.
         UnsupportedError: The model is one that brim cannot run.
     """
-    return answer_to(build(Request, locals()), precisions=precisions, router_statistics=router_statistics)
+    return answer_to(build(Request, locals()), precisions=precisions)
 
 
-def answer_to(request: Request, *, precisions: bool = False, router_statistics: str | None = None) -> Answer:
+def answer_to(request: Request, *, precisions: bool = False) -> Answer:
     """Answer ``request``: proved proposals, or the changes that would be needed.
 
     ``precisions``: add a table of blocks' bytes and seconds in 8 bits and in 16, which is there in any case where
-    fewer bits were considered. ``router_statistics``: a file, or "auto", as in ``router_file``. Raises UsageError and
-    ModelError for wrong requests, UnsupportedError for a model that brim cannot run.
+    fewer bits were considered. Raises UsageError and ModelError for wrong requests, UnsupportedError for a model that
+    brim cannot run.
     """
     request.check()
-    _check_generates(request, precisions, router_statistics)
+    if precisions and request.task != "generate":
+        raise UsageError(
+            f"Cannot use --precisions with --task {request.task}.", "It applies to --task generate only."
+        )
     if is_factory(request.model):
         request = resolved(request)
     begin_s = time.perf_counter()
     machine = machine_of(request)
     if not is_factory(request.model):
         refuse_batch(request.batch, request.seq, machine.budget_bytes[RAM], labels=request.task == "train")
-    routers = {} if router_statistics is None else routers_of(request, router_statistics)
-    subjects = Subjects(request.model, routers)
+    subjects = Subjects()
     planner = plan_training if request.task == "train" else partial(plan_generation, subjects=subjects)
     if request.task == "generate" and not is_factory(request.model):
         _refuse_scores(request, machine, subjects)
@@ -203,14 +187,6 @@ def _refuse_scores(request: Request, machine: Machine, subjects: Subjects) -> No
         )
 
 
-def _check_generates(request: Request, precisions: bool, router_statistics: str | None) -> None:
-    options = [name for name, on in (("--precisions", precisions), ("--router-statistics", router_statistics)) if on]
-    if options and request.task != "generate":
-        raise UsageError(
-            f"Cannot use {options[0]} with --task {request.task}.", "It applies to --task generate only."
-        )
-
-
 def _infeasible(request: Request, machine: Machine, error: BudgetError, planner: Planner) -> Answer:
     needs, changes = nearest(request, machine, error, planner)
     return Answer(
@@ -258,77 +234,6 @@ def _compute_bytes(proposal: Proposal, machine: Machine) -> int:
     """Peak bytes of the tier that the plan computes in: RAM if it leaves the GPU alone."""
     compute = (proposal.hardware or machine.hardware).compute
     return proposal.plan.promise.peak_bytes.get(compute, 0)
-
-
-_PROMPT_TOKENS, _NEW_TOKENS = 32, 32  # routers are told apart by then, and a streamed model is run in a minute
-
-
-def routers_of(request: Request, where: str) -> Routers:
-    """The statistics in the file ``where``; "auto" is one in the user's cache folder.
-
-    Where there is no such file yet, the model is run for a few tokens, inside the budget of ``request`` where that is
-    one of this machine, and the file is written. Raises UsageError for a model without weights or with other layers
-    than the file has, FormatError for a file that is none, UnsupportedError for a model without routers.
-    """
-    path = _remembered(request) if where == AUTO else Path(where).expanduser()
-    if not path.exists():
-        write_routers(path, _watched(request))
-    file = read_routers(path)
-    if file.batch != request.batch:
-        raise UsageError(
-            f"Cannot use the router statistics in {path} for --batch {request.batch}.",
-            f"They were recorded with a batch of {file.batch}; another batch uses other experts in a step.",
-            "Name another file; brim records it if it does not exist.",
-        )
-    return {name: statistics_of(path, layer) for name, layer in file.layers.items()}
-
-
-def _remembered(request: Request) -> Path:
-    folder = _folder(request)
-    name = fingerprint(sorted(folder.glob("*.safetensors")), VERSION, request.batch, _PROMPT_TOKENS, _NEW_TOKENS)
-    return cache_folder() / f"routers-{name}.json"
-
-
-def _folder(request: Request) -> Path:
-    path = Path(request.model).expanduser()
-    if not path.exists():
-        raise UsageError(
-            f"Cannot record router statistics of {request.model}.",
-            "brim records them in a short run, which needs the model's weights.",
-            "Give a folder with weights, or a file of statistics.",
-        )
-    return prepare(path)
-
-
-def bundled_text() -> str:
-    """About 800 words of plain English prose, written for this purpose."""
-    return resources.files("brim.models").joinpath("quality.txt").read_text(encoding="utf-8")
-
-
-def _watched(request: Request) -> RouterFile:
-    folder = _folder(request)
-    tokenizer = read_tokenizer(folder, str(request.model))
-    ids = tokenizer(bundled_text(), return_tensors="pt").input_ids[0]
-    rows = [ids.roll(-_PROMPT_TOKENS * row)[:_PROMPT_TOKENS] for row in range(request.batch)]
-    here = request.gpu is None
-    module = load(
-        folder,
-        vram=request.vram if here else None,
-        ram=request.ram if here else None,
-        inputs=Inputs(batch=request.batch, prompt=_PROMPT_TOKENS, total=_PROMPT_TOKENS + _NEW_TOKENS),
-    )
-    try:
-        inputs = {"input_ids": torch.stack(rows), "attention_mask": torch.ones(len(rows), _PROMPT_TOKENS)}
-        seen = router_statistics(module, inputs, new_tokens=_NEW_TOKENS)
-    finally:
-        handle: Any = module.brim
-        handle.close()  # without bringing it all into memory
-    # The first call is the prompt's: what a token asks for is in the others.
-    layers = {
-        name: Visits(count=layer.count, visits=tuple(named_visit(visit) for visit in layer.visits[1:]))
-        for name, layer in seen.items()
-    }
-    return RouterFile(model=str(request.model), batch=request.batch, layers=layers)
 
 
 def with_trials(answer: Answer, folder: Path) -> Answer:
