@@ -124,7 +124,6 @@ HTML = ("a page", (b"<!doctype html>",))
 JSON = ("a JSON document", (b"{",))
 SVG = ("an SVG picture", (b"<svg", b"<?xml"))
 SNAPSHOT = ("a memory snapshot", (b"\x80",))  # every pickle of protocol 2 or later begins so
-TRACE = ("a trace for Perfetto", (b'{"displayTimeUnit": "ms", "traceEvents"', b"\x1f\x8b"))  # gzip's first bytes
 _MOST_FIRST_BYTES = 64
 
 

@@ -44,14 +44,12 @@ def test_a_report_is_not_written_onto_what_is_read(log: Path, way: str, capsys: 
 def test_a_file_of_another_kind_is_not_a_report(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     snapshot = log.with_name("snapshot.pickle")
     snapshot.write_bytes(b"\x80\x04}.")
-    for option in ("--html", "--perfetto"):
-        assert main(["explain", str(log), option, str(snapshot)]) == 2
-        assert "is there already, and is not" in capsys.readouterr().err
+    assert main(["explain", str(log), "--html", str(snapshot)]) == 2
+    assert "is there already, and is not" in capsys.readouterr().err
     assert snapshot.read_bytes() == b"\x80\x04}."
     page = log.with_name("page.html")
     for _ in range(2):  # what was written once is written again
         assert main(["explain", str(log), "--html", str(page)]) == 0
-    assert main(["explain", str(log), "--html", str(page), "--perfetto", str(page)]) == 2
 
 
 @pytest.mark.parametrize("way", ["another kind", "read", "page"])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from brim.cli.options import TRACE, OutputFile, command, html_field, json_field, print_json, readable, write_html
+from brim.cli.options import command, html_field, json_field, print_json, readable, write_html
 from brim.core.options import option
 from brim.errors import UsageError
 
@@ -30,7 +30,6 @@ class ExplainOptions:
         '"best" searches for the setting that reserves the least memory.',
         metavar="CONF",
     )
-    perfetto: Path | None = option(None, "Also write the run as a trace for ui.perfetto.dev.", kind=OutputFile(TRACE))
     html: Path | None = html_field()
     as_json: bool = json_field()
 
@@ -50,8 +49,6 @@ def explain(options: ExplainOptions) -> None:
         explained = _explain_file(sources[0], settings)
     else:
         raise UsageError(f"Cannot explain {len(sources)} files.", todo="Give one, or --diff and two: BEFORE AFTER.")
-    if options.perfetto is not None:
-        _write_perfetto(options.perfetto, explained)
     if options.html is not None:
         _write_html(options.html, explained)
     if options.as_json:
@@ -91,14 +88,6 @@ def _compared(sources: tuple[Path, ...], settings: tuple[str, ...]) -> Explained
         raise UsageError("Cannot compare the standard input with itself.", todo="Give at least one file.")
     with explain_source.opened(sources[0]) as before, explain_source.opened(sources[1]) as after:
         return explained.compared(before, after)
-
-
-def _write_perfetto(path: Path, explained: Explained) -> None:
-    from brim.report import perfetto
-
-    if not explained.views:
-        raise UsageError(f"Cannot write a trace to {path}.", "The input has no events, only a message.")
-    perfetto.write(path, [timeline for _, timeline in explained.views])
 
 
 def _write_html(path: Path, explained: Explained) -> None:

@@ -119,17 +119,9 @@ def test_every_kind_has_a_report(files, kind, tmp_path, capsys):
     assert f"report: {page}" in found.err
 
 
-@pytest.mark.parametrize("kind", ["profile", "snapshot", "timeline"])
-def test_runs_become_traces(files, kind, tmp_path):
-    path = tmp_path / "trace.json"
-    assert main(["explain", str(files[kind]), "--perfetto", str(path)]) == 0
-    assert json.loads(path.read_text())["traceEvents"]
-
-
-@pytest.mark.parametrize("option", ["--html", "--perfetto"])
-def test_a_folder_that_does_not_exist_is_told_before_anything_is_read(option, tmp_path, capsys):
+def test_a_folder_that_does_not_exist_is_told_before_anything_is_read(tmp_path, capsys):
     page = tmp_path / "none" / "out"
-    assert main(["explain", str(tmp_path / "not read"), option, str(page)]) == 2
+    assert main(["explain", str(tmp_path / "not read"), "--html", str(page)]) == 2
     assert f"'{page.parent}' is not a folder" in capsys.readouterr().err
 
 
@@ -314,7 +306,6 @@ def test_names_of_kernels_are_told_as_they_are(tmp_path, capsys):
         (["--diff", "snapshot", "snapshot", "--what-if", "best"], "--what-if"),
         (["timeline", "--what-if", "best"], "no run that can be replayed"),
         (["profile", "--what-if", "best"], "no run that can be replayed"),
-        (["oom", "--perfetto", "{folder}/x.json"], "only a message"),
         (["--diff", "-", "-"], "itself"),
     ],
 )
