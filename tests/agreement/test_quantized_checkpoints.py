@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,19 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import brim
-from brim.core.hardware import RAM
+from brim.core.hardware import RAM, VRAM
+from brim.errors import BudgetError
 from brim.estimation.step_memory import Inputs, watch_inference
 from brim.models.opening import OpenedModel, open_model
 from brim.models.weights import by_parameter, materialize, verifier
 from brim.planning.inference.choosing import Need, make_plan
 from brim.planning.inference.machine import machine, put_in_force
-from brim.techniques.streaming.weight_streaming import FROM_DISK, Weights
-from support.streamed import load_streamed
+from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, Weights
 from support.tiny_model import save_tokenizer
 
 IDS = torch.arange(14).view(2, 7)
 INPUTS = Inputs(batch=2, prompt=7, total=8)
+ONEDNN_BYTES = 128 << 10  # its buffers for products of bfloat16, which a trace does not have
 
 
 def save_plain(folder: Path, dtype: torch.dtype, **sizes: Any) -> Path:
@@ -140,10 +142,35 @@ def test_logits_are_those_of_transformers(checkpoint: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_load_within_a_budget_generates_the_same_tokens(checkpoint: Path) -> None:
+@pytest.mark.thorough
+def test_a_load_in_the_smallest_budget_generates_the_same_tokens(checkpoint: Path) -> None:
     whole = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     expected = whole.generate(IDS[:1], max_new_tokens=4, do_sample=False)
-    model: Any = brim.load(checkpoint, inputs=INPUTS)
+
+    def load(vram: int) -> Any:
+        return brim.load(checkpoint, vram=vram, ram="2GiB", device="emulated", inputs=INPUTS, host_compute=False)
+
+    with pytest.raises(BudgetError) as caught:
+        load(1)
+    model = load(caught.value.smallest_bytes[VRAM])
+    assert FROM_RAM in model.brim.plan.choices("weight_streaming").values()
     assert torch.equal(model.generate(IDS[:1], max_new_tokens=4, do_sample=False), expected)
     model.brim.remove()
-    _ = load_streamed
+
+
+@torch.no_grad()
+def test_what_a_call_allocates_was_traced(checkpoint: Path) -> None:
+    """Widened weights included; of inputs with outliers, which int8 of bitsandbytes multiplies apart, the most."""
+    inputs = Inputs(prompt=7, total=8)
+    opened = open_model(checkpoint)
+    materialize(opened.module, opened)
+    traced_bytes = watch_inference(opened.module, inputs).step_bytes
+    model: Any = brim.load(checkpoint, inputs=inputs)
+    model(IDS[:1], logits_to_keep=1)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        model(IDS[:1], logits_to_keep=1)
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = profile.profiler.kineto_results.events()
+    held = [*accumulate(event.nbytes() for event in events if event.name() == "[memory]")]
+    assert max(held) <= traced_bytes + ONEDNN_BYTES
+    model.brim.remove()

@@ -51,8 +51,9 @@ class Quantizer:
 
         Raises UnsupportedError where a package or the method's kernels are missing.
         """
-        from transformers import modeling_utils
+        import transformers.modeling_utils
 
+        modeling_utils: Any = transformers.modeling_utils
         get_quantizer = modeling_utils.get_hf_quantizer
 
         def get(*args: Any, **kwargs: Any) -> Any:
@@ -138,13 +139,13 @@ def _left_apart(quantizer: Any, taken: dict[str, Parts]) -> Any:
     """An operation for the loading code of transformers that adds a weight's tensors to ``taken``, and joins none."""
     from transformers.core_model_loading import ConversionOps
 
-    class LeftApart(ConversionOps):  # type: ignore[misc]
+    class LeftApart(ConversionOps):
         hf_quantizer = quantizer  # so the loading code casts none of the tensors
 
         def __deepcopy__(self, memo: object) -> Any:
             return self
 
-        def convert(self, input_dict: Any, **options: Any) -> Any:
+        def convert(self, input_dict: Any, *patterns: Any, **options: Any) -> Any:
             if len(input_dict) == 1:  # a weight that is not quantized
                 return input_dict
             name, model, missing = (options[key] for key in ("full_layer_name", "model", "missing_keys"))
@@ -201,7 +202,7 @@ def _decompress_during_calls(model: nn.Module, compressor: Any) -> None:
         if getattr(module, "quantization_status", None) == QuantizationStatus.COMPRESSED:
             scheme: Any = module.quantization_scheme
             kind = BaseCompressor.get_value_from_registry(scheme.format.value)
-            shape = module._parameters.get("weight_shape")
+            shape: Any = module._parameters.get("weight_shape")
             known = {} if shape is None else {"weight_shape": torch.Size(shape.materialize().tolist())}
             during = {"quantization_status": QuantizationStatus.DECOMPRESSED}
             _join_during_calls(module, partial(_decompressed, kind=kind, scheme=scheme, known=known, during=during))
@@ -210,7 +211,8 @@ def _decompress_during_calls(model: nn.Module, compressor: Any) -> None:
 def _decompressed(module: nn.Module, *, kind: Any, scheme: Any, known: Any, during: Any) -> Mapping[str, Any]:
     tensors = {**module._parameters, **module._buffers}
     stored = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None} | known
-    return {n: value for n, value in kind.decompress(stored, scheme).items() if value is not stored.get(n)} | during
+    changed = {n: value for n, value in kind.decompress(stored, scheme).items() if value is not stored.get(n)}
+    return {**changed, **during}
 
 
 def _bitsandbytes(module: Any, name: str, parts: Parts) -> Join:
