@@ -21,8 +21,7 @@ from brim.core import Trace
 from brim.errors import UsageError
 from brim.estimation.estimate import traced
 from brim.estimation.models import find_model
-from brim.estimation.ordinary import PROGRAM
-from brim.estimation.steps import Job
+from brim.estimation.steps import PROGRAM, Job
 from brim.estimation.workload import CHECKPOINTING, METHODS, OPTIMIZERS, PRECISIONS, Workload
 from brim.models.quantized import open_as
 from brim.planning.request import Request

@@ -24,12 +24,11 @@ from brim.estimation.bounds import Margin, margins
 from brim.estimation.breakdown import Breakdown, at_peak
 from brim.estimation.extrapolation import TRACED_TOKENS, Template, extend_depth, extend_tokens, find_depth
 from brim.estimation.models import Source, find_model, place_in, short
-from brim.estimation.ordinary import PROGRAM
 from brim.estimation.packed_weights import has_equal_layers
 from brim.estimation.quantization import SCHEMES
 from brim.estimation.silence import quiet
 from brim.estimation.simulation import Place, Replay, place_of, reserved_at_steps, simulate
-from brim.estimation.steps import Job
+from brim.estimation.steps import PROGRAM, Job
 from brim.estimation.workload import ASKED, DEFAULT_NEW_TOKENS, Workload
 from brim.predict import cost
 from brim.predict.lowering.kernel import TEMPORARIES

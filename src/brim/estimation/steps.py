@@ -27,7 +27,6 @@ from brim.estimation.models import (
     weight_type,
 )
 from brim.estimation.optimizers import make_optimizer
-from brim.estimation.ordinary import differences
 from brim.estimation.packed_weights import as_stored
 from brim.estimation.quantization import SCHEMES, lora_layers, quantize
 from brim.estimation.silence import quiet
@@ -35,8 +34,14 @@ from brim.estimation.workload import ASKED, DEFAULT_NEW_TOKENS, STORED, Workload
 from brim.techniques.checkpointing.technique import selective_contexts
 from brim.techniques.dry_run import as_arguments
 from brim.techniques.lora import add_lora
+from brim.techniques.optimizers import FUSED
 
 Step = Callable[[], Any]
+
+# An estimate describes a program as in the libraries' manuals: transformers' model and its ``generate``, optimizers
+# by their defaults, PEFT's adapters, bitsandbytes' and torchao's layers. ``brim plan`` predicts brim's own commands.
+PROGRAM = "an ordinary program"
+_STORED_TYPES = {"bf16": "bfloat16"}  # the weights' type; float32 for every other precision that is not quantized
 
 _HALF = {"bfloat16": "bf16", "float16": "bf16"}  # both take two bytes
 
@@ -459,3 +464,43 @@ def _generation(model: Any, inputs: dict[str, Any], workload: Workload) -> Step:
         GenerationMixin.generate(model, **inputs)
 
     return step
+
+
+def differences(workload: Workload, stored: str, *, language_model: bool) -> dict[str, str]:
+    """Return differences of brim's own commands from the ordinary step, by part; empty if the steps are equal.
+
+    Args:
+        workload: The request, with a value for every setting.
+        stored: The type of the model's weights in its files, as in ``"bfloat16"``.
+        language_model: True if the model generates text.
+    """
+    if not language_model:
+        return {"command": "brim train and brim generate run language models; others by brim.fit"}
+    if workload.task == "generate":
+        return _of_generation(workload)
+    precision = workload.precision or "fp32"
+    parts = {}
+    if precision in ("int8", "int4", STORED):
+        parts["layers"] = f"brim train has no {precision}"
+    elif precision == "fp8":
+        parts["layers"] = "brim train takes torchao's own layers"
+    if workload.method == "lora" and precision not in ("int8", "int4", "fp8", STORED):
+        dtype = _STORED_TYPES.get(precision, "float32")
+        if dtype != stored:
+            parts["weights"] = f"brim train keeps weights that are not trained in their stored dtype, {stored}"
+        if precision == "bf16":
+            parts["adapters"] = "of brim train --precision bf16 are bfloat16, PEFT's float32"
+    if workload.optimizer in (None, *FUSED):
+        parts["optimizer"] = "brim train uses PyTorch's fused optimizer, which allocates nothing in its step"
+    elif workload.optimizer == "adamw8bit":
+        parts["optimizer"] = "brim train takes torchao's own"
+    if workload.checkpointing == "alternate":
+        parts["checkpointing"] = "brim train has no alternate"
+    return parts
+
+
+def _of_generation(workload: Workload) -> dict[str, str]:
+    parts = {"cache": "brim generate allocates the cache once, for all tokens"}
+    if workload.precision in ("int8", "int4", "fp8"):
+        parts["layers"] = f"brim generate uses its own {workload.precision} layers"
+    return parts

@@ -37,7 +37,7 @@ from brim.predict import autograd, failures, sparse
 from brim.predict.flops import Work, is_view, leaves, op_name, op_work
 from brim.predict.host_residency import Resting
 from brim.predict.lowering import flex_attention
-from brim.predict.lowering.cpu import libraries
+from brim.predict.lowering.cpu.kernels import in_parts
 from brim.predict.lowering.cuda import dtypes
 from brim.predict.lowering.fakes import COMPOSITES, FAKES
 from brim.predict.lowering.kernel import Kernel, Rule
@@ -162,7 +162,7 @@ class RecordingMode(TorchDispatchMode):
         if func.namespace in _IN_PYTHON:
             with self:
                 return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
-        if not self.pretends and (parts := libraries.in_parts(func)) is not None:
+        if not self.pretends and (parts := in_parts(func)) is not None:
             with self:
                 return parts(*args, **kwargs)
         if func in _IN_PARTS and not any(isinstance(mode, type(self)) for mode in _get_current_dispatch_mode_stack()):
