@@ -174,3 +174,33 @@ def test_what_a_call_allocates_was_traced(checkpoint: Path) -> None:
     held = [*accumulate(event.nbytes() for event in events if event.name() == "[memory]")]
     assert max(held) <= traced_bytes + ONEDNN_BYTES
     model.brim.remove()
+
+
+def storages(owner: Any) -> dict[int, int]:
+    """The bytes of the tensors that a module or an object holds, by address."""
+    held: dict[int, int] = {}
+    for value in (
+        *vars(owner).values(),
+        *getattr(owner, "_parameters", {}).values(),
+        *getattr(owner, "_buffers", {}).values(),
+    ):
+        if isinstance(value, torch.Tensor):
+            inner = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else ()
+            for tensor in [getattr(value, name) for name in inner] or [value]:
+                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            if inner or "quant_state" not in vars(value):
+                continue
+        if type(value).__module__.startswith("bitsandbytes") or isinstance(value, torch.Tensor):
+            held |= storages(getattr(value, "quant_state", value) if isinstance(value, torch.Tensor) else value)
+    return held
+
+
+@torch.no_grad()
+def test_an_estimate_has_the_bytes_that_transformers_holds(checkpoint: Path) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    whole(IDS)  # compressed-tensors widens all weights
+    held: dict[int, int] = {}
+    for module in whole.modules():
+        held |= storages(module)
+    estimate = brim.estimate(checkpoint, "generate", seq=8, new_tokens=2, gpu="H100")
+    assert estimate.at_peak_bytes["parameters"] == sum(held.values())

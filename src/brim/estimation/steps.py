@@ -107,8 +107,11 @@ class Job:
         stored = weight_type(self.source)
         self._set_precision(stored)
         keep_apart(config, kind, self.source)
+        as_stored = self.workload.precision == STORED and stored.dtype == "float32"
         with no_init_weights():
-            model: nn.Module = kind._from_config(config, dtype=_weights_dtype(self.workload))
+            model: nn.Module = kind._from_config(
+                config, dtype=torch.float32 if as_stored else _weights_dtype(self.workload)
+            )
         model.tie_weights()  # type: ignore[operator]  # left out where weights are not initialised
         self._resolve(model, config)
         self.differs = differences(self.workload, stored.dtype, language_model=model.can_generate())  # type: ignore[operator]
@@ -167,7 +170,7 @@ class Job:
                         f"Its weights are quantized ({method}) and take no gradient.",
                         "Train adapters with --method lora, or give --precision bf16 for the unpacked model.",
                     )
-                precision, self.precision_origin = STORED, f"{method}, with arithmetic in bfloat16"
+                precision, self.precision_origin = STORED, f"{method}, the others {stored.origin_and_type}"
             self.workload = dataclasses.replace(self.workload, precision=precision)
         elif self.full.precision is not None:
             self.precision_origin = ASKED

@@ -55,8 +55,8 @@ class Workload:
         seq: Tokens of a sequence, or of the prompt.
         precision: ``"fp32"`` and ``"bf16"``: weights and arithmetic in that type. ``"bf16-mixed"`` and
             ``"fp16-mixed"``: float32 weights under autocast, fp16 with a gradient scaler. ``"fp8"``, ``"int8"`` and
-            ``"int4"``: bf16 with linear layers in that type. ``"stored"``: bf16 with quantized weights as the
-            checkpoint has them. The last three train with ``method="lora"`` only.
+            ``"int4"``: bf16 with linear layers in that type. ``"stored"``: quantized weights as the checkpoint has
+            them, and the others in its type. The last three train with ``method="lora"`` only.
         optimizer: One of the names that ``brim.estimate`` lists.
         method: ``"full"`` or ``"lora"``.
         checkpointing: ``"none"``, ``"selective"``, ``"alternate"`` or ``"full"``.
