@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import brim
-from brim.device.kernels import KernelAnswers, Script, answers_for, described
+from brim.device.kernels import KernelAnswers, Script, answers_for
 from brim.errors import BrimError
 from brim.predict.lowering.cuda import build_answers
 from brim.predict.lowering.cuda import kernels as cuda_kernels
+from brim.predict.lowering.cuda.build_answers import described
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.side_effects import by_brim
 from support.benches import load
