@@ -56,18 +56,18 @@ class Comparison:
             return rule
 
         def compare(kernel: Kernel) -> None:
+            rule(kernel)  # first: of the workspaces that both keep, the trace has its own
             call = described(kernel.func, kernel.args, kernel.kwargs)
             if call is not None and str(call) not in self._compared:
                 self._compared.add(str(call))
                 with by_brim():  # the process that answers may begin here
                     answer = self._answers.script(call)
                 self._compare(kernel, rule, str(call), answer)
-            rule(kernel)
 
         return compare
 
     def _compare(self, kernel: Kernel, rule: Rule, call: str, answer: Script | None) -> None:
-        offline = replace(kernel, script=[], libraries=[], workspaces=set(), reductions={}, _emitted=set())
+        offline = replace(kernel, script=[], libraries=[], reductions={}, unknown="", _emitted=set())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build_answers, "answers_for", lambda capability: None)
             rule(offline)
@@ -169,6 +169,44 @@ def test_gradients_of_indices_take_as_much_without_the_build(
     answered = peak_bytes()
     monkeypatch.setattr(build_answers, "answers_for", lambda capability: None)
     assert peak_bytes() == answered
+
+
+def _bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def _grouped(groups: int, rows: int, width: int) -> torch.Tensor:
+    ends = torch.empty(groups, dtype=torch.int32, device="cuda")
+    return torch._grouped_mm(_bf16(rows, width), _bf16(groups, width, 2 * width), ends)
+
+
+LARGE: dict[str, Callable[[], Any]] = {
+    "sum of 4 GiB": lambda: _bf16(1 << 31).sum(),
+    "sums of 8 GiB": lambda: _bf16(1 << 16, 1 << 16).sum(0),
+    "sums of rows of 8 GiB": lambda: _bf16(1 << 16, 1 << 16).float().sum(1, keepdim=True),
+    "means of a middle dimension": lambda: _bf16(64, 4096, 8192).mean(1),
+    "maxima of a middle dimension": lambda: _bf16(64, 4096, 8192).max(1),
+    "maximum of 4 GiB": lambda: _bf16(1 << 31).amax(),
+    "position of the maximum of 4 GiB": lambda: _bf16(1 << 31).argmax(),
+    "few sums far from each other": lambda: _bf16(64, 4096, 4097)[:, :, -1:].sum(1, keepdim=True),
+    "few maxima far from each other": lambda: _bf16(64, 4096, 4097)[:, :, -1:].max(1, keepdim=True),
+    "the best of 256": lambda: _bf16(4096, 256).topk(8),
+    "the best of 512": lambda: _bf16(4096, 512).topk(10),
+    "the best of columns": lambda: _bf16(512, 8192).t().topk(10),
+    "the best of many rows": lambda: torch.empty(300_000, 512, device="cuda").topk(10),
+    "the best of a vocabulary": lambda: torch.empty(4, 50_000, dtype=torch.float64, device="cuda").topk(50),
+    "the best of many numbers": lambda: torch.empty(10_000_000, device="cuda").topk(5),
+    "logarithms of sigmoids": lambda: torch.nn.functional.logsigmoid(torch.empty(1000, 1000, device="cuda")),
+    "products of groups": lambda: _grouped(32, 16384, 2880),
+    "products of many groups": lambda: _grouped(512, 40960, 512),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_rules_say_what_pytorch_answers_for_large_tensors(comparison: Comparison, name: str) -> None:
+    brim.trace(lambda: LARGE[name], steps=1, target="cuda", capability=H100)
+    assert comparison.different == {}
+    assert comparison.equal > 0
 
 
 @pytest.mark.slow

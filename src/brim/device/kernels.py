@@ -33,8 +33,8 @@ Call = Mapping[str, Any]
 
 # A common card of each compute capability: the sizes of launches and reductions depend on the card.
 CARDS = {
-    (7, 0): "V100", (7, 5): "T4", (8, 0): "A100 80GB", (8, 6): "RTX 3090", (8, 9): "RTX 4090", (9, 0): "H100",
-    (10, 0): "B200", (12, 0): "RTX 5090",
+    (7, 0): "Tesla V100-SXM2-32GB", (7, 5): "T4", (8, 0): "A100 80GB", (8, 6): "RTX 3090", (8, 9): "RTX 4090",
+    (9, 0): "H100", (10, 0): "B200", (12, 0): "RTX 5090",
 }  # fmt: skip
 _MEMORY_BYTES = 1 << 45  # calls may have larger tensors than the card has memory
 _LONGEST_WAIT_S = 60.0
