@@ -75,9 +75,9 @@ class KernelAnswers:
         If it fails, the first call begins another, and reports the reason if that fails too.
         """
         if not self._known and self._process is None:
-            arguments = [Path(__file__).parents[2], self._build.folder, *self._settings.capability.split(".")]
+            source, capability = Path(__file__).parents[2], self._settings.capability.split(".")
             with contextlib.suppress(OSError):
-                self._start(python_command("-S", "-c", _AHEAD, *arguments))
+                self._start(python_command("-S", "-c", _AHEAD, source, self._build.folder, *capability))
 
     def become_process(self) -> None:
         """Build the device, then replace this process by the one that answers.

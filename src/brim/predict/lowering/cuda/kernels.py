@@ -12,6 +12,7 @@ from math import ceil
 
 import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
+from torch._prims_common import suggest_memory_format
 
 from brim.core.trace import TO_DEVICE
 from brim.predict.lowering.cuda import convolution as cuda_convolution
@@ -26,6 +27,7 @@ from brim.predict.lowering.kernel import (
     Kernel,
     Rule,
     contiguous_after,
+    copied_bytes,
     dense_or_channels_last,
     has_channels_last,
     is_channels_last,
@@ -36,6 +38,7 @@ _aten = torch.ops.aten
 _CHUNK_BLOCK_BYTES = 128 * 16  # that a block of threads copies
 _MOST_TRAINED_BY_CUDNN, _MOST_EVALUATED_BY_CUDNN = 880_801, 65_535  # samples of a batch norm
 _MOST_ELEMENTS_OF_CUDNN = (1 << 31) - 1
+_LEAST_CHANNELS = 4  # that are worth a kernel of their own where they come last
 _GROUP_BYTES, _GROUPS_OF_MULTIPROCESSOR_BYTES = 60, 512
 _LEAST_BLOCKS_OF_CHANNELS = 8  # fewer are not worth it: one block of threads does the work
 
@@ -262,6 +265,24 @@ def _log_sigmoid(kernel: Kernel) -> None:
     kernel.emit(1, bytes=0)
 
 
+def _nearest(source_name: str) -> Rule:
+    def rule(kernel: Kernel) -> None:
+        """cuda/UpSampleNearest2d.cu: four channels or more may come last, else source and result are dense."""
+        source, result = kernel.arg(source_name), kernel.result
+        kernel.emit()
+        if (
+            suggest_memory_format(source) is torch.channels_last
+            and source.size(1) >= _LEAST_CHANNELS
+            and has_channels_last(result)
+        ):
+            kernel.temp(copied_bytes(source))
+        else:
+            kernel.contiguous(result)
+            kernel.contiguous(source)
+
+    return rule
+
+
 def _roll(kernel: Kernel) -> None:
     """TensorTransformations.cpp: one dimension after the other; cuda/TensorTransformations.cu reads dense ones."""
     source = kernel.arg("self")
@@ -332,6 +353,8 @@ _ASKED: dict[torch._ops.OpOverload, Rule] = {
     _aten._log_softmax_backward_data.default: contiguous_after("grad_output", "output"),
     _aten.logsumexp.default: _logsumexp,
     _aten.log_sigmoid_forward.default: _log_sigmoid,
+    _aten.upsample_nearest2d.default: _nearest("self"),
+    _aten.upsample_nearest2d_backward.default: _nearest("grad_output"),
     _aten.roll.default: _roll,
     _aten.nll_loss_forward.default: contiguous_after("self"),
     _aten.nll_loss_backward.default: contiguous_after("self"),

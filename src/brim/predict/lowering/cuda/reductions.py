@@ -156,24 +156,22 @@ def _reduce(kernel: Kernel) -> None:
 
 
 def _last_byte(dimensions: Iterable[tuple[int, int]], source: torch.Tensor) -> int:
-    """Where the last element begins, counted from one: up to 2^31 - 1 for 32 bits (``can_use_32bit_indexing``)."""
+    """Position of the last element's first byte, from 1; 32 bits index to 2^31 - 1 (``can_use_32bit_indexing``)."""
     return 1 + source.element_size() * sum((size - 1) * step for size, step in dimensions)
 
 
-def _indexed_parts(whole: Reduction, source: torch.Tensor) -> Iterator[Reduction]:
+def _indexed_parts(reduction: Reduction, source: torch.Tensor) -> Iterator[Reduction]:
     """``SplitUntil32Bit``: the dimension of the largest extent is halved until 32 bits are enough."""
-    dimensions = [*whole.reduced, *whole.kept]
+    dimensions, count = [*reduction.reduced, *reduction.kept], len(reduction.reduced)
     if _last_byte(dimensions, source) <= _MOST_INDEXED_BYTES:
-        yield whole
+        yield reduction
         return
     at = max(reversed(range(len(dimensions))), key=lambda at: (dimensions[at][0] - 1) * dimensions[at][1])
     size, step = dimensions[at]
     for part in (size // 2, size - size // 2):
         dimensions[at] = part, step
-        count = len(whole.reduced)
-        yield from _indexed_parts(
-            replace(whole, reduced=tuple(dimensions[:count]), kept=tuple(dimensions[count:])), source
-        )
+        smaller = replace(reduction, reduced=tuple(dimensions[:count]), kept=tuple(dimensions[count:]))
+        yield from _indexed_parts(smaller, source)
 
 
 def _dimensions(kernel: Kernel, count: int) -> tuple[int, ...]:
