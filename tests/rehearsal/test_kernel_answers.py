@@ -22,8 +22,9 @@ import torch
 
 import brim
 from brim.device import kernels
-from brim.device.kernels import KernelAnswers, Script, answers_for, described
+from brim.device.kernels import KernelAnswers, Script, answers_for
 from brim.device.settings import DeviceSettings
+from brim.predict.lowering.cuda.build_answers import described
 
 if TYPE_CHECKING:
     from conftest import OnDevice
@@ -88,6 +89,27 @@ def test_a_process_that_was_killed_is_begun_anew(answers: KernelAnswers) -> None
     assert answers.script(SORT) == SORTED
 
 
+def test_a_process_begun_ahead_answers_the_first_call_and_is_not_begun_where_answers_are_stored(
+    answers: KernelAnswers,
+) -> None:
+    answers.begin()
+    ahead = answers._process
+    assert ahead is not None
+    assert answers.script(SORT) == SORTED
+    assert answers._process is ahead
+    other = again(answers)
+    other.begin()
+    assert other._process is None
+
+
+def test_a_process_that_ends_ahead_of_the_first_call_changes_no_answer(
+    answers: KernelAnswers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_AHEAD", "raise SystemExit(1)")
+    answers.begin()
+    assert answers.script(SORT) == SORTED
+
+
 def test_a_process_that_cannot_begin_gives_no_answer_and_nothing_is_kept(on_device: OnDevice, tmp_path: Path) -> None:
     gone = replace(on_device.environment, python=tmp_path / "python")
     asked = KernelAnswers(gone, DeviceSettings.of("H100"), tmp_path / "answers.jsonl")
@@ -102,6 +124,7 @@ def test_without_a_compiler_there_is_no_answer_and_the_reason_is_kept(
     monkeypatch.setenv("PATH", str(tmp_path))
     unbuilt = replace(on_device.environment, folder=tmp_path / "builds")
     answers = KernelAnswers(unbuilt, DeviceSettings.of("H100"), tmp_path / "answers.jsonl")
+    answers.begin()
     assert answers.script(SORT) is None
     assert answers.problem == "There is no C compiler: cc, gcc, clang is not on the PATH."
     assert not (tmp_path / "answers.jsonl").exists()
@@ -140,8 +163,9 @@ def test_a_cache_that_cannot_be_used_changes_no_answer(
 _SORTS = """
 import pickle, sys, torch
 from pathlib import Path
-from brim.device.kernels import KernelAnswers, described
+from brim.device.kernels import KernelAnswers
 from brim.device.settings import DeviceSettings
+from brim.predict.lowering.cuda.build_answers import described
 
 build, path, first, last = sys.argv[1:]
 answers = KernelAnswers(pickle.loads(bytes.fromhex(build)), DeviceSettings.of("H100"), Path(path))

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import brim
-from brim.device.kernels import KernelAnswers, Script, answers_for, described
+from brim.device.kernels import KernelAnswers, Script, answers_for
 from brim.errors import BrimError
+from brim.estimation.estimate import Estimate
 from brim.predict.lowering.cuda import build_answers
 from brim.predict.lowering.cuda import kernels as cuda_kernels
+from brim.predict.lowering.cuda.build_answers import described
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.side_effects import by_brim
 from support.benches import load
@@ -27,9 +29,9 @@ _aten = torch.ops.aten
 _NOT_ANSWERED = frozenset(cuda_kernels.NOT_ASKED)
 FAMILIES = (
     "llama-3.2-1b", "gpt2", "bart-base", "bert-base", "bloom-560m", "clip-vit-b-32", "convnext-tiny",
-    "deepseek-v2-lite",
-    "dit-xl-2", "electra-base", "falcon-7b", "gemma-2-2b", "gpt-j-6b", "gpt-neo-125m", "gpt-neox-20b", "mixtral-8x7b",
-    "opt-125m", "phi-2", "phi-3-mini", "qwen3-0.6b", "resnet18", "roberta-base", "sd-unet", "sd-vae", "swin-tiny",
+    "deepseek-v2-lite", "deepseek-v3", "dit-xl-2", "electra-base", "falcon-7b", "gemma-2-2b", "gemma-3-1b",
+    "glm-4.5-air", "gpt-j-6b", "gpt-neo-125m", "gpt-neox-20b", "gpt-oss-20b", "mixtral-8x7b", "opt-125m", "phi-2",
+    "phi-3-mini", "qwen3-0.6b", "qwen3-30b-a3b", "resnet18", "roberta-base", "sd-unet", "sd-vae", "swin-tiny",
     "t5-small", "vit-b-16", "whisper-tiny",
 )  # fmt: skip
 Events = list[tuple[str, int]]
@@ -55,18 +57,18 @@ class Comparison:
             return rule
 
         def compare(kernel: Kernel) -> None:
+            rule(kernel)  # first: of the workspaces that both keep, the trace has its own
             call = described(kernel.func, kernel.args, kernel.kwargs)
             if call is not None and str(call) not in self._compared:
                 self._compared.add(str(call))
                 with by_brim():  # the process that answers may begin here
                     answer = self._answers.script(call)
                 self._compare(kernel, rule, str(call), answer)
-            rule(kernel)
 
         return compare
 
     def _compare(self, kernel: Kernel, rule: Rule, call: str, answer: Script | None) -> None:
-        offline = replace(kernel, script=[], libraries=[], workspaces=set(), reductions={}, _emitted=set())
+        offline = replace(kernel, script=[], libraries=[], reductions={}, unknown="", _emitted=set())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build_answers, "answers_for", lambda capability: None)
             rule(offline)
@@ -170,12 +172,76 @@ def test_gradients_of_indices_take_as_much_without_the_build(
     assert peak_bytes() == answered
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["train", "generate"])
-@pytest.mark.parametrize("model", FAMILIES)
-def test_rules_say_what_pytorch_answers_for_the_models_of_the_catalog(
-    comparison: Comparison, model: str, task: str
-) -> None:
-    brim.estimate(model, task=task, gpu="H100")
+def _bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def _grouped(groups: int, rows: int, width: int) -> torch.Tensor:
+    ends = torch.empty(groups, dtype=torch.int32, device="cuda")
+    return torch._grouped_mm(_bf16(rows, width), _bf16(groups, width, 2 * width), ends)
+
+
+def _larger(channels: int, layout: torch.memory_format, *, rows: slice = slice(None)) -> torch.Tensor:
+    source = torch.empty(2, channels, 32, 32, device="cuda", requires_grad=True)
+    image = source.contiguous(memory_format=layout)[:, :, rows]
+    larger = torch.nn.functional.interpolate(image, scale_factor=2.0, mode="nearest")
+    larger.backward(torch.empty_like(larger))
+    return larger
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "sum of 4 GiB": lambda: _bf16(1 << 31).sum(),
+    "sums of 8 GiB": lambda: _bf16(1 << 16, 1 << 16).sum(0),
+    "sums of rows of 8 GiB": lambda: _bf16(1 << 16, 1 << 16).float().sum(1, keepdim=True),
+    "means of a middle dimension": lambda: _bf16(64, 4096, 8192).mean(1),
+    "maxima of a middle dimension": lambda: _bf16(64, 4096, 8192).max(1),
+    "maximum of 4 GiB": lambda: _bf16(1 << 31).amax(),
+    "position of the maximum of 4 GiB": lambda: _bf16(1 << 31).argmax(),
+    "few sums far from each other": lambda: _bf16(64, 4096, 4097)[:, :, -1:].sum(1, keepdim=True),
+    "few maxima far from each other": lambda: _bf16(64, 4096, 4097)[:, :, -1:].max(1, keepdim=True),
+    "the best of 256": lambda: _bf16(4096, 256).topk(8),
+    "the best of 512": lambda: _bf16(4096, 512).topk(10),
+    "the best of columns": lambda: _bf16(512, 8192).t().topk(10),
+    "the best of many rows": lambda: torch.empty(300_000, 512, device="cuda").topk(10),
+    "the best of a vocabulary": lambda: torch.empty(4, 50_000, dtype=torch.float64, device="cuda").topk(50),
+    "the best of many numbers": lambda: torch.empty(10_000_000, device="cuda").topk(5),
+    "larger images": lambda: _larger(8, torch.contiguous_format),
+    "larger images with channels last": lambda: _larger(8, torch.channels_last),
+    "larger images of every other row": lambda: _larger(8, torch.channels_last, rows=slice(None, None, 2)),
+    "larger images with three channels last": lambda: _larger(3, torch.channels_last),
+    "logarithms of sigmoids": lambda: torch.nn.functional.logsigmoid(torch.empty(1000, 1000, device="cuda")),
+    "products of groups": lambda: _grouped(32, 16384, 2880),
+    "products of many groups": lambda: _grouped(512, 40960, 512),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_rules_say_what_pytorch_answers_for_one_call(comparison: Comparison, name: str) -> None:
+    brim.trace(lambda: CALLS[name], steps=1, target="cuda", capability=H100)
     assert comparison.different == {}
     assert comparison.equal > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["train", "lora", "generate"])
+@pytest.mark.parametrize("model", FAMILIES)
+def test_rules_say_what_pytorch_answers_for_the_models_of_the_catalog(
+    comparison: Comparison, model: str, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And estimates without the build are equal to the byte."""
+
+    def estimate() -> Estimate:
+        if task == "lora":
+            return brim.estimate(model, task="train", method="lora", gpu="H100")
+        return brim.estimate(model, task=task, gpu="H100")
+
+    if (task, model) == ("lora", "mixtral-8x7b"):
+        pytest.skip("PEFT does not know which of its modules to adapt")
+    answered = estimate()
+    assert comparison.different == {}
+    assert comparison.equal > 0
+    monkeypatch.setattr(build_answers, "answers_for", lambda capability: None)
+    without = estimate()
+    assert without.not_modelled == answered.not_modelled
+    assert without.peak_bytes == answered.peak_bytes
+    assert without.upper_bound_bytes == answered.upper_bound_bytes

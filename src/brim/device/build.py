@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,17 +90,19 @@ def _check_platform() -> None:
 
 def _compile(into: Path, libraries: Sequence[Path], launchers: Sequence[Path], versions: Mapping[str, int]) -> None:
     compiler = _compiler()
-    symbols = wanted_by(libraries, launchers)
     flags = ["-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden"]
     flags += [f"-D{name}={number}" for name, number in versions.items()]
-    with tempfile.TemporaryDirectory(dir=into) as scratch:
+    with tempfile.TemporaryDirectory(dir=into) as scratch, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         scratch_folder = Path(scratch)
-        sources = sorted(SOURCES.glob("*.c"))
-        _run([*compiler, *flags, "-c", *map(str, sources)], scratch_folder)
+        sources = sorted(SOURCES.glob("*.c"), key=lambda path: -path.stat().st_size)
+        compiled = [pool.submit(_run, [*compiler, *flags, "-c", str(source)], scratch_folder) for source in sources]
+        symbols = wanted_by(libraries, launchers)
+        for source in compiled:
+            source.result()
         objects = sorted(scratch_folder.glob("*.o"))
         defined = defined_in(objects)
         (scratch_folder / "stubs.c").write_text(stub_source(symbols, defined))
-        _run([*compiler, *flags, f"-I{SOURCES}", "-c", "stubs.c"], scratch_folder)
+        _run([*compiler, *flags, "-O0", f"-I{SOURCES}", "-c", "stubs.c"], scratch_folder)
         (scratch_folder / "versions.map").write_text(version_script(symbols))
         names = [f"-Wl,--defsym={name}={function}" for name, function in second_names(symbols, defined)]
         link = ["-shared", f"-Wl,-soname,{LIBRARY}", "-Wl,--version-script=versions.map", *names, "-o", LIBRARY]

@@ -15,32 +15,36 @@ import json
 import os
 import select
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from brim.device import environment
 from brim.device.environment import Environment
 from brim.device.settings import DeviceSettings
 from brim.errors import BrimError
-from brim.measure.user_cache import cache_folder, fingerprint, load_text
-from brim.processes import bound
+from brim.measure.user_cache import cache_folder, fingerprint, load_text, own_folder
+from brim.processes import bound, python_command
 
 Script = tuple[tuple[str, int, int], ...]
 Call = Mapping[str, Any]
 
 # A common card of each compute capability: the sizes of launches and reductions depend on the card.
 CARDS = {
-    (7, 0): "V100", (7, 5): "T4", (8, 0): "A100 80GB", (8, 6): "RTX 3090", (8, 9): "RTX 4090", (9, 0): "H100",
-    (10, 0): "B200", (12, 0): "RTX 5090",
+    (7, 0): "Tesla V100-SXM2-32GB", (7, 5): "T4", (8, 0): "A100 80GB", (8, 6): "RTX 3090", (8, 9): "RTX 4090",
+    (9, 0): "H100", (10, 0): "B200", (12, 0): "RTX 5090",
 }  # fmt: skip
 _MEMORY_BYTES = 1 << 45  # calls may have larger tensors than the card has memory
 _LONGEST_WAIT_S = 60.0
 _WORKER = Path(__file__).with_name("kernel_worker.py")
+_AHEAD = """
+import pathlib, sys
+sys.path.insert(0, sys.argv[1])
+from brim.device.kernels import answers_for
+answers_for((int(sys.argv[3]), int(sys.argv[4])), pathlib.Path(sys.argv[2])).become_process()
+"""
 
 
 class KernelAnswers:
@@ -64,6 +68,25 @@ class KernelAnswers:
             self._known[key] = _script(said)
             self._append(json.dumps([key, said]))
         return self._known[key]
+
+    def begin(self) -> None:
+        """Begin the process ahead of the first call if there are no answers yet; it builds its device itself.
+
+        If it fails, the first call begins another, and reports the reason if that fails too.
+        """
+        if not self._known and self._process is None:
+            source, capability = Path(__file__).parents[2], self._settings.capability.split(".")
+            with contextlib.suppress(OSError):
+                self._start(python_command("-S", "-c", _AHEAD, source, self._build.folder, *capability))
+
+    def become_process(self) -> None:
+        """Build the device, then replace this process by the one that answers.
+
+        Return if the device was built into a folder that ends with this process.
+        """
+        variables = self._build.variables(self._settings)
+        if own_folder() is None:
+            os.execve(self._build.python, self._worker(), variables)
 
     def close(self) -> None:
         """End the process. The next call begins another."""
@@ -96,9 +119,14 @@ class KernelAnswers:
     def _begun(self) -> subprocess.Popen[str]:
         if self._process is not None and self._owner == os.getpid():
             return self._process
-        variables = self._build.variables(self._settings)
+        return self._start(self._worker(), self._build.variables(self._settings))
+
+    def _worker(self) -> list[str]:
+        return [str(self._build.python), "-P", str(_WORKER)]
+
+    def _start(self, command: list[str], variables: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         self._process = subprocess.Popen(
-            bound([str(self._build.python), "-P", str(_WORKER)]), env=variables, text=True,
+            bound(command), env=variables, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         self._owner = os.getpid()
@@ -114,40 +142,6 @@ class KernelAnswers:
                 os.write(file, f"\n{line}\n".encode())  # another process may have left an incomplete line
             finally:
                 os.close(file)
-
-
-def described(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
-    """The call as ``KernelAnswers.script`` takes it; None where an argument has no description."""
-    try:
-        namespace, name = operator._schema.name.split("::")
-        return {
-            "op": f"{namespace}.{name}.{operator._overloadname}",
-            "args": [_described(arg) for arg in args],
-            "kwargs": {key: _described(value) for key, value in kwargs.items()},
-            "default": _described(torch.get_default_dtype()),
-        }
-    except TypeError:
-        return None
-
-
-def _described(value: Any) -> Any:
-    kind = type(value)
-    if value is None or kind in (int, float, bool, str):
-        return value
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            raise TypeError("only strided tensors are described")
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {"tensor": [list(value.shape), list(value.stride()), value.storage_offset(), dtype, "cuda"]}
-    if kind in (list, tuple) or isinstance(value, torch.Size):
-        return [_described(part) for part in value]
-    if kind is complex:
-        return {"complex": [value.real, value.imag]}
-    if kind is torch.device:
-        return {"device": "cuda"}
-    if kind in (torch.dtype, torch.layout, torch.memory_format):
-        return {"constant": str(value).removeprefix("torch.")}
-    raise TypeError(f"{kind.__name__} has no description")
 
 
 @cache
@@ -169,6 +163,13 @@ def answers_for(capability: tuple[int, int], folder: Path | None = None) -> Kern
     answers = KernelAnswers(build, settings, cache_folder() / "kernels" / f"{key}.jsonl")
     atexit.register(answers.close)
     return answers
+
+
+def begin(capability: tuple[int, int]) -> None:
+    """Begin the process that answers for a card of that compute capability if none of its answers are stored."""
+    answers = answers_for(capability)
+    if answers is not None:
+        answers.begin()
 
 
 def _read(path: Path) -> dict[str, Script | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +16,7 @@ from brim.allocator.device_memory import SimulatedDevice
 from brim.core import EventKind, Hardware, Timeline, Trace
 from brim.core.leak import MOST_STEPS, Leak, full_step
 from brim.core.options import build
-from brim.device.kernels import answers_for
+from brim.device.kernels import answers_for, begin
 from brim.errors import BrimError, ModelError, OperationError, UnsupportedError, failed_import
 from brim.estimation import growth as growing
 from brim.estimation.bounds import Margin, margins
@@ -27,7 +26,7 @@ from brim.estimation.models import Source, find_model, place_in, short
 from brim.estimation.packed_weights import has_equal_layers
 from brim.estimation.quantization import SCHEMES
 from brim.estimation.silence import quiet
-from brim.estimation.simulation import Place, Replay, place_of, reserved_at_steps, simulate
+from brim.estimation.simulation import Place, Replay, capability_of, place_of, reserved_at_steps, simulate
 from brim.estimation.steps import PROGRAM, Job
 from brim.estimation.workload import ASKED, DEFAULT_NEW_TOKENS, Workload
 from brim.predict import cost
@@ -233,6 +232,7 @@ class Study:
         CachingAllocator(AllocatorConfig.parse(alloc_conf), device=device)  # reports a mistake before the trace
         self.source, self.place, self.hardware, self.alloc_conf = source, place, hardware, alloc_conf
         self.capability = capability_of(place)
+        begin(self.capability)
         _check_float8(workload, place, self.capability)
         self.job = Job(source, workload)
         self.trace = traced(self.job, self.capability)
@@ -395,6 +395,8 @@ def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") ->
 
 def _traced_whole(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
     """Trace every layer. Raises ModelError with a clear message if the model cannot be built or run."""
+    if job.workload.method == "lora":
+        import peft  # noqa: F401  # before a GPU is pretended: it imports bitsandbytes, which would look for the GPU
     try:
         with quiet():
             return trace(
@@ -451,10 +453,3 @@ def _check_float8(workload: Workload, place: Place, capability: tuple[int, int])
             "It has no float8 units: they need compute capability 8.9.",
             "Use bf16, or an Ada, Hopper or later GPU.",
         )
-
-
-def capability_of(place: Place) -> tuple[int, int]:
-    """The GPU's compute capability; 8.0 without one (no GPU, or AMD's, which has the same kernels)."""
-    capability = catalog.gpu(place.name).compute_capability if place.name in catalog.gpu_names() else None
-    match = re.fullmatch(r"(\d+)\.(\d+)", capability or "")
-    return (int(match[1]), int(match[2])) if match else (8, 0)

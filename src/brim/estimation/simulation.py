@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -140,6 +141,13 @@ def _place_of(gpu: str | catalog.Gpu | Hardware | Place | None) -> Place:
         cublas_workspace_bytes=card.cublas_workspace_bytes,
         notes=() if card.vendor in _SIMULATED else (_OTHERS.format(card.name),),
     )
+
+
+def capability_of(place: Place) -> tuple[int, int]:
+    """The GPU's compute capability; 8.0 without one (no GPU, or AMD's, which has the same kernels)."""
+    capability = catalog.gpu(place.name).compute_capability if place.name in catalog.gpu_names() else None
+    match = re.fullmatch(r"(\d+)\.(\d+)", capability or "")
+    return (int(match[1]), int(match[2])) if match else (8, 0)
 
 
 class _Run:

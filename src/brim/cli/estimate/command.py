@@ -169,15 +169,18 @@ def _exit_code(estimate: Estimate) -> int | None:
 
 def _report(options: EstimateOptions) -> int | None:
     from brim.cli.console import Console
+    from brim.device.kernels import begin
+    from brim.estimation.simulation import capability_of, place_of
 
     workload, model = Workload(**options.workload), options.model
+    place = place_of(options.gpu, options.vram)
+    begin(capability_of(place))  # beside the imports
     load("brim.estimation.estimate")
     from brim.estimation.alternatives import alternatives
     from brim.estimation.estimate import Study, hardware_of
     from brim.estimation.models import find_model
-    from brim.estimation.simulation import place_of
 
-    place, hardware = place_of(options.gpu, options.vram), hardware_of(options.gpu)
+    hardware = hardware_of(options.gpu)
     source = find_model(model)
     if source.library == "transformers":
         load(MODELS)

@@ -11,7 +11,7 @@ from brim import catalog
 from brim.core import Category, Hardware, Phase, Storage, Trace
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.breakdown import NAMES, at_peak
-from brim.estimation.estimate import PeakBytes, capability_of
+from brim.estimation.estimate import PeakBytes
 from brim.estimation.models import Source, check_not_quantized, find_model
 from brim.estimation.ranks import torch_engine
 from brim.estimation.ranks.job import DEFAULT_PRECISION, MegatronOptions, ParallelJob, StageFacts
@@ -26,7 +26,7 @@ from brim.estimation.ranks.time import (
     step_time,
     training_hardware,
 )
-from brim.estimation.simulation import Place, place_of, simulate
+from brim.estimation.simulation import Place, capability_of, place_of, simulate
 from brim.estimation.workload import ASKED, Workload
 
 _DEFAULT_TOKENS = 4096

@@ -111,8 +111,7 @@ def machine(device: Device) -> Hardware:
 def capability(hardware: Hardware) -> tuple[int, int]:
     """Compute capability of the GPU: the driver's if the GPU is present, else the catalog's."""
     # Imported late, for GPUs that are not present: a command that generates starts sooner without the predictor.
-    from brim.estimation.estimate import capability_of
-    from brim.estimation.simulation import place_of
+    from brim.estimation.simulation import capability_of, place_of
 
     if torch.cuda.is_available() and torch.cuda.get_device_name() == hardware.name:
         return torch.cuda.get_device_capability()

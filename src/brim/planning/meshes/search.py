@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from brim import catalog
 from brim.core import Hardware, Op, Phase, Trace
 from brim.errors import BudgetError, UnsupportedError, UsageError
-from brim.estimation.estimate import capability_of
 from brim.estimation.ranks.balance import balanced
 from brim.estimation.ranks.megatron.layer import Place
 from brim.estimation.ranks.megatron.stages import LAUNCHES_S
@@ -24,7 +23,7 @@ from brim.estimation.ranks.script import Sent
 from brim.estimation.ranks.sizes import Shape
 from brim.estimation.ranks.split import Split, in_flight, stage_layers
 from brim.estimation.ranks.time import StageTime, StepTime, kernels_s, sent_s, step_time, training_hardware
-from brim.estimation.simulation import place_of
+from brim.estimation.simulation import capability_of, place_of
 from brim.planning.meshes.splits import splits
 from brim.planning.proof import search
 from brim.predict.formulas import megatron_states

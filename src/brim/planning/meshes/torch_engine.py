@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from brim import catalog
 from brim.core import Category, Op, Phase, Trace
 from brim.errors import BudgetError, ModelError, UnsupportedError, UsageError
-from brim.estimation.estimate import capability_of
 from brim.estimation.models import Source
 from brim.estimation.ranks import torch_engine
 from brim.estimation.ranks.job import DEFAULT_PRECISION, ParallelJob
@@ -23,7 +22,7 @@ from brim.estimation.ranks.script import Sent
 from brim.estimation.ranks.sizes import Shape, shape_of
 from brim.estimation.ranks.split import Split, in_flight
 from brim.estimation.ranks.time import StepTime, kernels_s, sent_s
-from brim.estimation.simulation import place_of
+from brim.estimation.simulation import capability_of, place_of
 from brim.estimation.workload import Workload
 from brim.planning.meshes.search import SEQUENCES_PER_GPU, Costs, Ends, Mesh, Pieces, nccl_bytes
 from brim.planning.meshes.splits import run_splits

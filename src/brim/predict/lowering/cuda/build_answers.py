@@ -6,14 +6,14 @@ Without such a build only results are counted, and kernels that may allocate mor
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from brim.device.kernels import answers_for, described
+from brim.device.kernels import Call, answers_for
 from brim.predict.lowering.cuda.products import keep_workspace
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.side_effects import by_brim
@@ -52,6 +52,40 @@ _POINTWISE_THAT_TAKES_MORE = {"isinf", "sgn"}
 _COPY_WHAT_IS_NOT_DENSE = re.compile(r"_?(upsample|adaptive_avg_pool|avg_pool|max_pool)\w+")
 _CHOOSE_BY_VALUES = (torch.ops.aten.linalg_matrix_exp.default,)  # by norms, how many powers are made
 _DEPENDS_ON_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+def described(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+    """The call as ``KernelAnswers.script`` takes it; None where an argument has no description."""
+    try:
+        namespace, name = operator._schema.name.split("::")
+        return {
+            "op": f"{namespace}.{name}.{operator._overloadname}",
+            "args": [_described(arg) for arg in args],
+            "kwargs": {key: _described(value) for key, value in kwargs.items()},
+            "default": _described(torch.get_default_dtype()),
+        }
+    except TypeError:
+        return None
+
+
+def _described(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind in (int, float, bool, str):
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise TypeError("only strided tensors are described")
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": [list(value.shape), list(value.stride()), value.storage_offset(), dtype, "cuda"]}
+    if kind in (list, tuple) or isinstance(value, torch.Size):
+        return [_described(part) for part in value]
+    if kind is complex:
+        return {"complex": [value.real, value.imag]}
+    if kind is torch.device:
+        return {"device": "cuda"}
+    if kind in (torch.dtype, torch.layout, torch.memory_format):
+        return {"constant": str(value).removeprefix("torch.")}
+    raise TypeError(f"{kind.__name__} has no description")
 
 
 def ask(kernel: Kernel, func: torch._ops.OpOverload | None = None, args: Sequence[Any] | None = None) -> bool:

@@ -1,8 +1,8 @@
 """Temporaries of indexing and sorting on CUDA.
 
-Follows cuda/Indexing.cu, cuda/Nonzero.cu, cuda/EmbeddingBackwardKernel.cu, cuda/Sort.cpp, cuda/SortStable.cu and
-TensorAdvancedIndexing.cpp under aten/src/ATen/native. To add up many values at one place their positions are sorted;
-a mask is made positions first.
+Follows cuda/Indexing.cu, cuda/Nonzero.cu, cuda/EmbeddingBackwardKernel.cu, cuda/Sort.cpp, cuda/SortStable.cu,
+cuda/TensorTopK.cu and TensorAdvancedIndexing.cpp under aten/src/ATen/native. To add up many values at one place their
+positions are sorted; a mask is made positions first.
 
 The device-wide algorithms of CUB ask for temporary storage (cub/device/dispatch). Each reads its input in tiles.
 Sorting by radix has passes of eight bits; where there are several it writes to a second copy of keys and values.
@@ -39,6 +39,11 @@ _LARGEST_SINGLE_TILE = 256 * 19 * 4  # bytes of keys or values, whichever are wi
 _REDUCED_BY_ONE_BLOCK = 4096
 _BLOCKS_PER_MULTIPROCESSOR = 5 * 8  # of a reduction in two steps
 _SELECTED_PER_TILE = 4096
+# TensorTopK.cu, should_use_multiblock: up to so many rows, the shortest that several blocks of threads look through.
+_LONG_ROWS = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000), (4_000, 800))
+_LONG_ROW_OF_MANY = 400
+_SCANNED_BY_KEY_PER_TILE = {(8, 0): 256 * 15, (9, 0): 448 * 9, (10, 0): 448 * 10, (12, 0): 448 * 10}
+_DIGIT_BLOCKS = 6  # of a multiprocessor, by their registers
 
 
 def _aligned(bytes: int) -> int:
@@ -97,6 +102,12 @@ def thrust_unique_by_key_bytes(count: int) -> int:
     """``thrust::unique_by_key`` of 64-bit keys: of every tile whether it is done, its sum and the one up to it."""
     tiles = ceil(count / (448 * 11)) + 32
     return _aligned(tiles * 4) + 2 * _aligned(tiles * 8) + _SLACK
+
+
+def scan_by_key_bytes(count: int, capability: tuple[int, int]) -> int:
+    """``DeviceScan::InclusiveSumByKey`` of 32-bit numbers: the state of every tile, and 32 more, and its last key."""
+    tiles = ceil(count / _SCANNED_BY_KEY_PER_TILE.get(capability, 256 * 9))
+    return _aligned((tiles + 32) * 16) + _aligned((tiles + 1) * 4) + _SLACK
 
 
 def select_bytes(count: int) -> int:
@@ -289,6 +300,30 @@ def _scan(kernel: Kernel) -> None:
         kernel.temp(scan_bytes(source.numel(), dtype.itemsize, in_words=in_words))
 
 
+def _topk(kernel: Kernel) -> None:
+    """cuda/TensorTopK.cu, ``mbtopk``: several blocks of threads look through a long row, digit by digit."""
+    source, count, dim = kernel.arg("self"), kernel.arg("k"), kernel.arg("dim")
+    kernel.emit()
+    kernel.contiguous(source)
+    if not source.dim() or not source.numel() or not count:
+        return
+    row = source.size(dim)
+    rows = source.numel() // row
+    if kernel.arg("sorted") and count > _SMALL_ROW:
+        kernel.name()
+    if row < next((least for most, least in _LONG_ROWS if rows <= most), _LONG_ROW_OF_MANY):
+        return
+    threads = multiprocessors_of(kernel.capability)[0] * _DIGIT_BLOCKS * _DIGITS
+    blocks = rows * ceil(row / (_DIGITS * max(4, min(ceil(source.numel() / threads), 64))))
+    size = source.element_size()
+    for bytes in (size * rows, 8 * rows, 2 * max(size, 4) * rows, 2 * _DIGITS * blocks, 4 * _DIGITS * rows):
+        kernel.temp(bytes)
+    for _ in range(2):
+        kernel.temp(4 * blocks)
+    for _ in range(2):
+        kernel.passing(scan_by_key_bytes(blocks, kernel.capability))
+
+
 # Values decide how many places a mask has: nobody can be asked for the whole kernel.
 RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.index.Tensor: _index,
@@ -302,6 +337,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
 ASKED: dict[torch._ops.OpOverload, Rule] = {
     _aten.sort.default: _sort,
     _aten.sort.stable: _sort,
+    _aten.topk.default: _topk,
     _aten.cumsum.default: _scan,
     _aten.cumprod.default: _scan,
     _aten.embedding.default: contiguous_before("indices"),

@@ -12,6 +12,7 @@ from math import ceil
 
 import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
+from torch._prims_common import suggest_memory_format
 
 from brim.core.trace import TO_DEVICE
 from brim.predict.lowering.cuda import convolution as cuda_convolution
@@ -26,6 +27,7 @@ from brim.predict.lowering.kernel import (
     Kernel,
     Rule,
     contiguous_after,
+    copied_bytes,
     dense_or_channels_last,
     has_channels_last,
     is_channels_last,
@@ -36,6 +38,8 @@ _aten = torch.ops.aten
 _CHUNK_BLOCK_BYTES = 128 * 16  # that a block of threads copies
 _MOST_TRAINED_BY_CUDNN, _MOST_EVALUATED_BY_CUDNN = 880_801, 65_535  # samples of a batch norm
 _MOST_ELEMENTS_OF_CUDNN = (1 << 31) - 1
+_LEAST_CHANNELS = 4  # that are worth a kernel of their own where they come last
+_GROUP_BYTES, _GROUPS_OF_MULTIPROCESSOR_BYTES = 60, 512
 _LEAST_BLOCKS_OF_CHANNELS = 8  # fewer are not worth it: one block of threads does the work
 
 
@@ -255,6 +259,30 @@ def _cudnn_attention_backward(kernel: Kernel) -> None:
     kernel.temp(batch * heads * rows * (size + 1) * 4)
 
 
+def _log_sigmoid(kernel: Kernel) -> None:
+    """cuda/ActivationLogSigmoidKernel.cu: only the CPU keeps a buffer for the backward pass."""
+    kernel.emit(0)
+    kernel.emit(1, bytes=0)
+
+
+def _nearest(source_name: str) -> Rule:
+    def rule(kernel: Kernel) -> None:
+        """cuda/UpSampleNearest2d.cu: four channels or more may come last, else source and result are dense."""
+        source, result = kernel.arg(source_name), kernel.result
+        kernel.emit()
+        if (
+            suggest_memory_format(source) is torch.channels_last
+            and source.size(1) >= _LEAST_CHANNELS
+            and has_channels_last(result)
+        ):
+            kernel.temp(copied_bytes(source))
+        else:
+            kernel.contiguous(result)
+            kernel.contiguous(source)
+
+    return rule
+
+
 def _roll(kernel: Kernel) -> None:
     """TensorTransformations.cpp: one dimension after the other; cuda/TensorTransformations.cu reads dense ones."""
     source = kernel.arg("self")
@@ -279,6 +307,20 @@ def _chunk_cat(kernel: Kernel) -> None:
     kernel.temp(8 * (4 * len(tensors) + 2 * (len(tensors) + 1) + blocks))
 
 
+def _multiply_groups(kernel: Kernel) -> None:
+    """cuda/GroupMM.cu: one kernel of CUTLASS multiplies all groups in bfloat16 where the GPU is a Hopper. It reads
+    what describes each group's matrices, and every multiprocessor writes down how to address them. (On Blackwell
+    that takes more or less by the shapes.)"""
+    kernel.emit()
+    matrices, offsets = kernel.arg("self"), kernel.arg("offs")
+    if matrices.dtype is not torch.bfloat16 or kernel.capability[0] not in (9, 10):
+        return
+    if kernel.capability[0] == 10:
+        kernel.name()
+    kernel.temp(_GROUP_BYTES * (matrices if offsets is None else offsets).size(0))
+    kernel.temp(_GROUPS_OF_MULTIPROCESSOR_BYTES * cuda_reductions.multiprocessors_of(kernel.capability)[0])
+
+
 # Nobody can be asked for libraries, copies to and from the host, or what values decide on. Reductions are followed to
 # other sizes.
 NOT_ASKED: dict[torch._ops.OpOverload, Rule] = {
@@ -299,6 +341,7 @@ _FOLLOWED = cuda_products.RULES | cuda_reductions.RULES
 _ASKED: dict[torch._ops.OpOverload, Rule] = {
     _aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
     _aten._chunk_cat.default: _chunk_cat,
+    _aten._grouped_mm.default: _multiply_groups,
     _aten.native_layer_norm.default: _statistics_in_float,
     _aten.native_dropout.default: _dropout,
     _aten.native_group_norm.default: _group_norm,
@@ -309,6 +352,9 @@ _ASKED: dict[torch._ops.OpOverload, Rule] = {
     _aten._safe_softmax.default: _safe_softmax,
     _aten._log_softmax_backward_data.default: contiguous_after("grad_output", "output"),
     _aten.logsumexp.default: _logsumexp,
+    _aten.log_sigmoid_forward.default: _log_sigmoid,
+    _aten.upsample_nearest2d.default: _nearest("self"),
+    _aten.upsample_nearest2d_backward.default: _nearest("grad_output"),
     _aten.roll.default: _roll,
     _aten.nll_loss_forward.default: contiguous_after("self"),
     _aten.nll_loss_backward.default: contiguous_after("self"),

@@ -6,7 +6,7 @@ global memory, with a counter for each output block. The number of blocks follow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -21,7 +21,8 @@ _aten = torch.ops.aten
 _MOST_THREADS, _WARP, _VECTOR = 512, 32, 4
 _CONVERTS = (_aten.sum, _aten.prod, _aten.mean)  # make_reduction: other types than floats are converted first
 _COUNTS, _TRUTHS = (_aten.count_nonzero,), (_aten.any, _aten.all)
-_MOST_INDEXED_BYTES = 1 << 31
+_KNOWN_IN_PARTS = (_aten.sum, _aten.mean, _aten.max, _aten.min, _aten.amax, _aten.amin, _aten.argmax, _aten.argmin)
+_MOST_INDEXED_BYTES = (1 << 31) - 1
 _LEAST_VALUES, _MOST_VALUES = 16, 256  # per thread
 # Multiprocessors of the largest common card of each capability, and threads of each.
 _MULTIPROCESSORS = {(7, 0): (80, 2048), (7, 5): (40, 1024), (8, 0): (108, 2048), (8, 6): (84, 1536),
@@ -116,20 +117,21 @@ def take_workspaces(kernel: Kernel, source: torch.Tensor, dims: Sequence[int], p
         kept=_joined(shape, stride, [d for d in range(len(shape)) if d not in dims]),
         part_bytes=part_bytes, multiprocessors=multiprocessors, threads=threads, counters=False,
     )  # fmt: skip
-    if parts.reduced:
-        counters = replace(parts, counters=True)
-        workspace = kernel.workspace(workspace_bytes(parts), parts)
-        kernel.free(kernel.workspace(workspace_bytes(counters), counters), workspace)
+    for part in _indexed_parts(parts, source) if parts.reduced else ():
+        counters = replace(part, counters=True)
+        # How many parts there are depends on the size, so they are not followed to another.
+        take = kernel.workspace if part is parts else lambda bytes, _: kernel.temp(bytes)
+        workspace = take(workspace_bytes(part), part)
+        kernel.free(take(workspace_bytes(counters), counters), workspace)
 
 
 def _reduce(kernel: Kernel) -> None:
     """Follow the workspace to other sizes. TensorIterator cuts what 32 bits cannot index into parts, each with a
-    workspace of its own: PyTorch's CUDA build knows them."""
+    workspace of its own; what the result's dtype cannot hold is added up in a buffer."""
     source, packet = kernel.args[0], kernel.func.overloadpacket
-    if nbytes(source) >= _MOST_INDEXED_BYTES:
-        if ask(kernel):
-            return
-        kernel.name()
+    in_parts = _last_byte(zip(source.shape, source.stride(), strict=True), source) > _MOST_INDEXED_BYTES
+    if in_parts and ask(kernel):
+        return
     if packet in _COUNTS and source.dtype is not torch.bool:  # TensorAdvancedIndexing.cpp sums booleans
         kernel.temp(source.numel())
     kernel.emit()
@@ -143,8 +145,33 @@ def _reduce(kernel: Kernel) -> None:
     copy = kernel.temp(source.numel() * dtype.itemsize if converts or packet in _COUNTS else 0)
     if kernel.func in _READ_DENSE:
         kernel.contiguous(source)
-    take_workspaces(kernel, source, _dimensions(kernel, source.dim()), _part_bytes(kernel, dtype))
+    part_bytes, results = _part_bytes(kernel, dtype), kernel.outputs
+    if in_parts:
+        reads_it = not (converts or (kernel.func in _READ_DENSE and not source.is_contiguous()))
+        if not (reads_it and packet in _KNOWN_IN_PARTS and all(nbytes(r) <= _MOST_INDEXED_BYTES for r in results)):
+            kernel.name()
+        kernel.temp(sum(r.numel() * part_bytes for r in results[:1] if r.element_size() != part_bytes))
+    take_workspaces(kernel, source, _dimensions(kernel, source.dim()), part_bytes)
     kernel.free(copy)
+
+
+def _last_byte(dimensions: Iterable[tuple[int, int]], source: torch.Tensor) -> int:
+    """Position of the last element's first byte, from 1; 32 bits index to 2^31 - 1 (``can_use_32bit_indexing``)."""
+    return 1 + source.element_size() * sum((size - 1) * step for size, step in dimensions)
+
+
+def _indexed_parts(reduction: Reduction, source: torch.Tensor) -> Iterator[Reduction]:
+    """``SplitUntil32Bit``: the dimension of the largest extent is halved until 32 bits are enough."""
+    dimensions, count = [*reduction.reduced, *reduction.kept], len(reduction.reduced)
+    if _last_byte(dimensions, source) <= _MOST_INDEXED_BYTES:
+        yield reduction
+        return
+    at = max(reversed(range(len(dimensions))), key=lambda at: (dimensions[at][0] - 1) * dimensions[at][1])
+    size, step = dimensions[at]
+    for part in (size // 2, size - size // 2):
+        dimensions[at] = part, step
+        smaller = replace(reduction, reduced=tuple(dimensions[:count]), kept=tuple(dimensions[count:]))
+        yield from _indexed_parts(smaller, source)
 
 
 def _dimensions(kernel: Kernel, count: int) -> tuple[int, ...]:
