@@ -25,7 +25,7 @@ from brim.planning.opening import open_subject
 from brim.planning.request import Machine, Request
 from brim.planning.seconds.spans import WHOLE
 from brim.run.generate.inputs import encode
-from brim.run.generate.plan import generation_case
+from brim.run.generate.load import generation_case
 from brim.run.generate.request import Request as Generating
 from brim.run.generate.request import generate
 from brim.run.plan.search import answer_to

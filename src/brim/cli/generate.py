@@ -224,7 +224,7 @@ def _summary(result: Figures, console: Console) -> None:
 
 def _converse(request: Request, context: int | None) -> None:
     """Ask and answer until the end of the input."""
-    from brim.run.generate.chat import Turn, chat
+    from brim.run.generate.request import Turn, chat
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     last: Turn | None = None

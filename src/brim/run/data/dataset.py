@@ -14,10 +14,10 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -69,17 +69,14 @@ def open_data(
     seq: int,
     *,
     vocab_size: int | None = None,
-    too_long: Literal["truncate", "error"] = "truncate",
-    pack: bool | None = None,
 ) -> LineDataset | PackedDataset:
     """Open training data: JSONL with ``messages``, ``text``, alpaca's ``instruction`` or ShareGPT's ``conversations``
     in each line, a ``.json`` file with a list of such objects, a text file, or a folder of text files (one document
     each).
 
-    seq: the most tokens of a sequence. vocab_size: rows of the model's embedding; a larger token id is an error.
-    too_long: truncate a longer JSONL example, or raise an error. pack: sequences of exactly ``seq`` tokens across
-    documents, with EOS between them; None packs text files, not JSONL. In ``messages`` only the assistant's answers
-    have labels.
+    seq: the most tokens of a sequence; a longer JSONL example is cut. vocab_size: rows of the model's embedding; a
+    larger token id is an error. Text files become sequences of exactly ``seq`` tokens across documents, with EOS
+    between them. In ``messages`` only the assistant's answers have labels.
 
     Every line of a JSONL file is checked now and tokenised when its example is read; packed text is tokenised once,
     into the user's cache folder. Raises UsageError with file and line number for bad data, ModelError for a
@@ -89,18 +86,10 @@ def open_data(
         raise UsageError(f"Cannot train on sequences of {seq} tokens.", "The shortest possible length is 2.")
     path = Path(path)
     if not _is_jsonl(path):
-        if pack is False:
-            raise UsageError(f"Cannot read {path} without packing.", "Text files have no examples.", "Give JSONL.")
         files = _text_files(path)
-        row = token_row(files, lambda: (text_pieces(file) for file in files), tokenizer)
+        row = token_row(files, tokenizer)
         return PackedDataset(path, row, tokenizer, seq, vocab_size)
-    lines = Lines(path)
-    if not pack:
-        return LineDataset(lines, tokenizer, seq, vocab_size, too_long)
-    if lines.kind != TEXT:
-        raise UsageError(f"Cannot pack {path}.", "It has messages; only text can be packed.", "Leave out pack.")
-    row = token_row([path], lambda: ([lines.row(i)[TEXT]] for i in range(len(lines))), tokenizer)
-    return PackedDataset(path, row, tokenizer, seq, vocab_size)
+    return LineDataset(Lines(path), tokenizer, seq, vocab_size)
 
 
 def _is_jsonl(path: Path) -> bool:
@@ -133,10 +122,8 @@ def _text_files(path: Path) -> list[Path]:
 class LineDataset:
     """A dataset whose examples are the lines of a file."""
 
-    def __init__(
-        self, lines: Lines, tokenizer: Any, seq: int, vocab_size: int | None, too_long: Literal["truncate", "error"]
-    ) -> None:
-        self._lines, self._tokenizer, self._seq, self._too_long = lines, tokenizer, seq, too_long
+    def __init__(self, lines: Lines, tokenizer: Any, seq: int, vocab_size: int | None) -> None:
+        self._lines, self._tokenizer, self._seq = lines, tokenizer, seq
         self._vocab_size = vocab_size
         self._chat = ChatEncoder(tokenizer) if lines.kind == MESSAGES else None
         self._cut = bytearray(len(lines))
@@ -150,7 +137,7 @@ class LineDataset:
         return len(self._lines)
 
     def example(self, index: int) -> Example:
-        """Raises UsageError with the line's number where no token has a label, or the line is too long."""
+        """Raises UsageError with the line's number where no token has a label."""
         row, where = self._lines.row(index), self._lines.where(index)
         ids, learnt = self._encode(row, where)
         if self._vocab_size is not None and ids:
@@ -162,11 +149,6 @@ class LineDataset:
         labels = [token if is_label else IGNORED for token, is_label in zip(ids, learnt, strict=True)]
         return Example(input_ids=ids[: self._seq], labels=labels[: self._seq])
 
-    def check(self) -> None:
-        """Tokenise every example once, so that a bad one raises now and not in the middle of training."""
-        for index in range(len(self)):
-            self.example(index)
-
     def _encode(self, row: dict[str, Any], where: str) -> tuple[list[int], list[bool]]:
         if self._chat is not None:
             return self._chat.encode(row, where)
@@ -177,12 +159,6 @@ class LineDataset:
         return ids, [True] * len(ids)
 
     def _note_cut(self, index: int, tokens: int, where: str) -> None:
-        if self._too_long == "error":
-            raise UsageError(
-                f"Cannot use {where} as a sequence of at most {self._seq} tokens.",
-                f"It has {tokens} tokens.",
-                "Allow longer sequences (--seq), split the example, or let it be truncated.",
-            )
         if not any(self._cut):
             warnings.warn(
                 f"{where} has {tokens} tokens and is cut to {self._seq}. Later examples are cut without a warning.",
@@ -214,9 +190,6 @@ class PackedDataset:
     def example(self, index: int) -> Example:
         ids = self._row.read(index * self._seq, (index + 1) * self._seq)
         return Example(input_ids=ids, labels=list(ids))
-
-    def check(self) -> None:
-        """Opening the dataset has tokenised everything already."""
 
 
 class Batches:
@@ -374,12 +347,11 @@ class TokenRow:
         return [int(token) for token in ids]
 
 
-def token_row(files: list[Path], documents: Callable[[], Iterable[Iterable[str]]], tokenizer: Any) -> TokenRow:
-    """The tokens of ``documents()``, whose text is in ``files``; tokenised once and stored in the user's cache
-    folder.
+def token_row(files: list[Path], tokenizer: Any) -> TokenRow:
+    """The tokens of the documents ``files``, tokenised once and stored in the user's cache folder.
 
     Each piece of a document is tokenised by itself. A document begins with BOS where the tokenizer adds it, and ends
-    with EOS. Raises as ``documents`` does, and TransferError when the disk refuses.
+    with EOS. Raises as ``text_pieces`` does, and TransferError when the disk refuses.
     """
     begins = tokenizer("").input_ids[:1]
     begins = begins if begins == [tokenizer.bos_token_id] else []
@@ -387,9 +359,9 @@ def token_row(files: list[Path], documents: Callable[[], Iterable[Iterable[str]]
     key = fingerprint(files, __version__, tokenizer_digest(tokenizer), _PIECE_CHARACTERS)
 
     def ids() -> Iterator[list[int]]:
-        for document in documents():
+        for file in files:
             yield begins
-            for piece in document:
+            for piece in text_pieces(file):
                 yield tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
             yield ends
 

@@ -15,7 +15,7 @@ from brim.measure.token_clock import Clock
 from brim.model_cache import cache_input
 from brim.requests.sampling import GREEDY, Sampling, cut, withheld
 from brim.run.generate.inputs import Batch
-from brim.run.generate.plan import Loaded
+from brim.run.generate.load import Loaded
 
 # A batch sums in another order than a single sequence. Rounding changes scores far less than padding that is attended
 # to, whose effect is as large as their spread.

@@ -225,8 +225,6 @@ def test_files_that_are_no_data_are_refused(tmp_path: Path, tokenizer: Any) -> N
     (tmp_path / "folder").mkdir()
     refused(lambda: open_data(tmp_path / "folder", tokenizer, 10), "no text files")
     refused(lambda: open_data(write(tmp_path / "c.jsonl", LINE), tokenizer, 1), "1 tokens")
-    refused(lambda: open_data(write(tmp_path / "c.jsonl", chat("a", "b")), tokenizer, 9, pack=True), "messages")
-    refused(lambda: open_data(write(tmp_path / "c.txt", "a"), tokenizer, 9, pack=False), "without packing")
 
 
 def test_bytes_that_are_no_utf8_are_named_by_line(tmp_path: Path, tokenizer: Any) -> None:
@@ -281,10 +279,6 @@ def test_what_is_too_long_is_cut_and_counted(tmp_path: Path, tokenizer: Any) -> 
             dataset.example(index)
     assert dataset.truncated == 2
     assert tokenizer.decode(dataset.example(0).input_ids) == "abcde"
-    strict = open_data(path, tokenizer, 5, too_long="error")
-    strict.example(1)
-    refused(lambda: strict.example(2), "line 3", "It has 11")
-    refused(strict.check, "line 1", "It has 9")
 
 
 def test_the_first_that_is_cut_says_so(tmp_path: Path, tokenizer: Any) -> None:
@@ -313,8 +307,6 @@ def test_text_files_are_packed_with_eos_between_them(tmp_path: Path, tokenizer: 
     (tmp_path / "texts" / "notes.json").unlink()
     dataset = open_data(tmp_path / "texts", tokenizer, 4)
     assert [tokenizer.decode(dataset.example(i).input_ids) for i in range(len(dataset))] == ["abcd", "e</s>fg"]
-    packed = open_data(write(tmp_path / "p.jsonl", {"text": "abcde"}, {"text": "fgh"}), tokenizer, 4, pack=True)
-    assert [packed.example(i) for i in range(2)] == [dataset.example(i) for i in range(2)]
     refused(lambda: open_data(write(tmp_path / "few.txt", "ab"), tokenizer, 10), "It has only 4", "shorter")
 
 
@@ -322,7 +314,10 @@ def test_a_tokenizer_that_puts_bos_first_puts_it_before_each_document(tmp_path: 
     from tokenizers.processors import TemplateProcessing
 
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    dataset = open_data(write(tmp_path / "p.jsonl", {"text": "ab"}, {"text": "c"}), tokenizer, 7, pack=True)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("ab")
+    (tmp_path / "texts" / "b.txt").write_text("c")
+    dataset = open_data(tmp_path / "texts", tokenizer, 7)
     assert tokenizer.decode(dataset.example(0).input_ids) == "<s>ab</s><s>c</s>"
 
 
@@ -361,8 +356,9 @@ def test_going_on_with_other_data_is_refused(tmp_path: Path, tokenizer: Any) -> 
 
 
 def test_a_bad_example_leaves_the_position_where_it_was(tmp_path: Path, tokenizer: Any) -> None:
-    path = write(tmp_path / "d.jsonl", LINE, {"text": "much longer"})
-    batches = Batches(open_data(path, tokenizer, 6, too_long="error"), 2, shuffle=False)
+    path = write(tmp_path / "d.jsonl", chat("a", "b"), chat("a", "b", system="s"))
+    tokenizer.chat_template = STRICT
+    batches = Batches(open_data(path, tokenizer, 100), 2, shuffle=False)
     refused(lambda: next(batches), "line 2")
     assert batches.position == 0
 

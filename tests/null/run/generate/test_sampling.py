@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from brim.errors import UsageError
 from brim.requests.sampling import Sampling, cut, withheld
-from brim.run.generate.chat import chat
 from brim.run.generate.loop import Printer
-from brim.run.generate.request import Answer, Request, generate, generate_many
+from brim.run.generate.request import Answer, Request, chat, generate, generate_many
 from support.generating import save
 from support.tiny_model import save_tokenizer
 
