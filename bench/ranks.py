@@ -24,7 +24,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "interleaved": {"pp": 2, "interleave": 2, "zero": 1, "micro_batch": 1},
     "pipeline, ZeRO-3": {"pp": 2, "zero": 3, "micro_batch": 1}, "ZeRO-3, shards in RAM": {"zero": 3, **IN_RAM},
     "ZeRO-1, shards in RAM": {"zero": 1, **IN_RAM}, "tensors, shards in RAM": {"tp": 2, "zero": 3, **IN_RAM},
-    "zero-bubble": {"pp": 0, "zero_bubble": True, "micro_batch": 1},
     "sequences": {"cp": 0, "zero": 1, "micro_batch": 1},
 }  # fmt: skip
 

@@ -96,7 +96,7 @@ def save_family(folder: Path, family: str) -> Path:
 
 def split_of(ranks: int, given: dict[str, Any]) -> Split:
     names = ("zero", "tp", "pp", "interleave", "sequence_parallel", "stage_layers")
-    names += ("offload_shards", "zero_bubble", "ep", "cp")
+    names += ("offload_shards", "ep", "cp")
     shape = {name: given[name] for name in names if name in given}
     return Split(gpus=ranks, gpus_per_node=ranks, global_batch=BATCH, micro_batch=given["micro_batch"], **shape)
 

@@ -81,7 +81,7 @@ def main(model: str, data: str, output: str, *splits: str) -> None:
     from brim.run.train.request import Request
 
     of_split = {"zero", "tp", "pp", "interleave", "sequence_parallel", "stage_layers"}
-    of_split |= {"offload_shards", "zero_bubble", "ep", "cp"}
+    of_split |= {"offload_shards", "ep", "cp"}
     for number, text in enumerate(splits):
         given = json.loads(text)
         split = {name: value for name, value in given.items() if name in of_split}

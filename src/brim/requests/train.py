@@ -133,9 +133,6 @@ class RankOptions:
     tp: int = option(1, "Under torchrun: ranks that split each matrix.", min=1)
     pp: int = option(1, "Under torchrun: pipeline stages.", min=1)
     interleave: int = option(1, "Stages on each pipeline rank.", min=1)
-    zero_bubble: bool = option(
-        False, "With --pp: compute gradients of weights at times when a pipeline rank would wait."
-    )
     ep: int = option(1, "Under torchrun: data-parallel ranks that split experts.", min=1)
     cp: int = option(1, "Under torchrun: ranks that split a sequence.", min=1)
     sequence_parallel: bool = option(

@@ -25,7 +25,6 @@ from brim.version import __version__
 if TYPE_CHECKING:
     from brim.cli.plan.options import PlanOptions
     from brim.estimation.ranks.estimate import ParallelEstimate
-    from brim.estimation.ranks.split import Split
     from brim.planning.meshes.search import Mesh
     from brim.planning.ranks import Meshes
     from brim.planning.regimes import Regimes
@@ -315,18 +314,13 @@ def _document(request: MeshRequest, answer: Meshes, took_s: float) -> dict[str, 
             "interleave": mesh.split.interleave, "zero": mesh.split.zero, "micro_batch": mesh.split.micro_batch,
             "global_batch": mesh.split.global_batch, "sequence_parallel": mesh.split.sequence_parallel,
             "checkpointing": mesh.checkpointing, "stage_layers": list(mesh.split.stage_layers),
-            "offload_shards": mesh.split.offload_shards, "zero_bubble": mesh.split.zero_bubble,
+            "offload_shards": mesh.split.offload_shards,
             "command": _command(request, mesh),
         })  # fmt: skip
     return {
         "model": str(request.model), "gpus": request.gpus, "meshes": answer.looked_at, "traced": answer.traced,
         "least_bytes": answer.least_bytes, "assumed": assumed(request), "proposals": proposals, "took_s": took_s,
     }  # fmt: skip
-
-
-def _size(split: Split, axis: str) -> str:
-    """The size along ``axis`` for the table; a zero-bubble pipeline's is marked."""
-    return f"{split.interleave}{' zb' * split.zero_bubble}" if axis == "v" else str(split.size(axis))
 
 
 def _print_splits(request: MeshRequest, answer: Meshes, took_s: float) -> None:
@@ -349,7 +343,7 @@ def _print_splits(request: MeshRequest, answer: Meshes, took_s: float) -> None:
         tokens = mesh.split.global_batch * request.seq / step_s
         split = mesh.split
         lines.append((
-            str(number), *(_size(split, axis) for axis in axes),
+            str(number), *(str(split.interleave if axis == "v" else split.size(axis)) for axis in axes),
             f"{split.micro_batches:,}x{split.micro_batch}", mesh.checkpointing,
             format_bytes(proof.process_bytes), *([format_bytes(proof.node_ram_bytes)] if in_ram else []),
             format_seconds(step_s), f"{tokens:,.0f}",
@@ -357,8 +351,7 @@ def _print_splits(request: MeshRequest, answer: Meshes, took_s: float) -> None:
     console.print_table(columns, lines, first="right")
     if in_ram:
         console.print("No split fits on the GPUs alone: these keep ZeRO-3's shards in RAM.")
-    halves = ", zb: zero-bubble" if any(mesh.split.zero_bubble for mesh, _ in rows) else ""
-    console.print(f"v: model chunks a rank{halves}; micro: micro-batches a step, and sequences in each")
+    console.print("v: model chunks a rank; micro: micro-batches a step, and sequences in each")
     console.print(f"To predict every rank of the first: {_command(request, rows[0][0])}")
     for note in rows[0][1].notes:
         console.print(note)

@@ -15,21 +15,16 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from brim.core import Category, Op, Phase, Storage, Trace
+from brim.core import Category, Op, Storage, Trace
 from brim.estimation.ranks.layers import Layers
-from brim.estimation.ranks.schedule import Half, Turn
+from brim.estimation.ranks.schedule import Turn
 
 FORWARD, BACKWARD, OPTIMIZER = "brim.forward", "brim.backward", "brim.optimizer"
-_HALVES = {"input": "brim.backward_input", "weight": "brim.backward_weight"}
-_MARKS = (FORWARD, BACKWARD, OPTIMIZER, *_HALVES.values())
+_MARKS = (FORWARD, BACKWARD, OPTIMIZER)
 # Forward and backward passes of one chunk that contain every kind of turn: each forward followed by its backward, and
 # some forwards ahead.
 _IN_TURN = ((0, True), (0, False), (1, True), (1, False), (2, True), (2, False))
 _AHEAD = ((0, True), (1, True), (0, False), (2, True), (3, True), (1, False), (2, False), (3, False))
-_IN_HALVES: tuple[tuple[int, Half | None], ...] = (  # of a zero-bubble pipeline; None: a forward pass
-    (0, None), (1, None), (0, "input"), (2, None), (1, "input"), (0, "weight"), (3, None), (2, "input"),
-    (1, "weight"), (3, "input"), (2, "weight"), (3, "weight"),
-)  # fmt: skip
 _FOREACH = "aten._foreach_"
 
 
@@ -68,9 +63,6 @@ def traced_order(order: Sequence[Turn]) -> list[Turn]:
     traced = []
     for chunk in sorted({turn.chunk for turn in order}):
         own = [turn for turn in order if turn.chunk == chunk]
-        if any(turn.half for turn in own):
-            traced += own if len(own) <= len(_IN_HALVES) else _in_halves(chunk)
-            continue
         ahead = any(before.forward and after.forward for before, after in itertools.pairwise(own))
         few = _AHEAD if ahead else _IN_TURN
         if len(own) > len(few):
@@ -79,15 +71,9 @@ def traced_order(order: Sequence[Turn]) -> list[Turn]:
     return traced
 
 
-def _in_halves(chunk: int) -> list[Turn]:
-    return [
-        Turn(micro_batch=number, chunk=chunk, forward=half is None, half=half or "") for number, half in _IN_HALVES
-    ]
-
-
 def mark_of(turn: Turn) -> str:
     """The name of the mark at a turn's beginning."""
-    return FORWARD if turn.forward else _HALVES.get(turn.half, BACKWARD)
+    return FORWARD if turn.forward else BACKWARD
 
 
 class Composer:
@@ -124,19 +110,10 @@ class Composer:
 
     def usual_ops(self) -> tuple[Op, ...]:
         """Operations of a usual micro-batch through all chunks: no first or last turn if possible."""
-        return self._usual(lambda turn: True)
-
-    def weight_ops(self) -> tuple[Op, ...]:
-        """The ``usual_ops`` that compute gradients of weights, where backward passes are in two halves."""
-        return self._usual(lambda turn: turn.half == "weight")
-
-    def _usual(self, wanted: Callable[[Turn], bool]) -> tuple[Op, ...]:
         usual: list[Op] = []
-        for turn in {turn.kind: turn for turn in self.traced if wanted(turn)}.values():
+        for turn in {turn.kind: turn for turn in self.traced}.values():
             kind = _Situation(forward=turn.forward, first=False, last=False, after=not turn.forward)
-            ops = self.ops_at(self.like(turn, kind))
-            # Gradients of halves are added up outside of autograd.
-            usual += [replace(op, phase=Phase.BACKWARD) for op in ops] if turn.half else ops
+            usual += self.ops_at(self.like(turn, kind))
         return tuple(usual)
 
     def end_ops(self) -> tuple[Op, ...]:
@@ -188,7 +165,7 @@ class Composer:
 def _situations(order: Sequence[Turn]) -> list[_Situation]:
     situations = []
     before: dict[int, bool] = {}
-    count: dict[tuple[int, bool, str], int] = {}
+    count: dict[tuple[int, bool], int] = {}
     total = Counter(turn.kind for turn in order)
     for turn in order:
         key = turn.kind
@@ -247,12 +224,12 @@ class _Composition:
 
     def _turn_like(self, end: _Stretch, ends: Turn, part: _Stretch, index: int) -> int:
         """The turn in this order in which a storage born at ``index`` dies, given that the traced turn is ``end``:
-        its own backward (or its other half), the last one, or as many turns of that kind later."""
+        its own backward, the last one, or as many turns of that kind later."""
         turn = part.turn
         if turn is not None and not ends.forward and (turn.micro_batch, turn.chunk) == (ends.micro_batch, ends.chunk):
             own = self.turns[index]
             assert own is not None
-            return self.turns.index(replace(own, forward=False, half=ends.half))
+            return self.turns.index(replace(own, forward=False))
         kind = ends.kind
         traced = self.source.stretches
         between = [stretch for stretch in traced[traced.index(part) + 1 :] if _kind(stretch.turn) == kind]
@@ -265,7 +242,7 @@ class _Composition:
         return later[min(number, len(later) - 1)]
 
 
-def _kind(turn: Turn | None) -> tuple[int, bool, str] | None:
+def _kind(turn: Turn | None) -> tuple[int, bool] | None:
     return None if turn is None else turn.kind
 
 

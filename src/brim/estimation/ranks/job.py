@@ -108,16 +108,14 @@ class StageFacts:
     """A pipeline rank's step: its memory, kernels and communication.
 
     ``ops`` and ``sent`` are those of one micro-batch, and the optimizer's kernels; ``once`` is sent once a step.
-    Where shards are in RAM, ``ram`` has their storages, and ``in_ram`` the CPU's operations. ``weight_ops``: the
-    second halves of a zero-bubble pipeline's backward passes, contained in ``ops``. ``launches_s``: the host's least
-    seconds to launch a micro-batch's forward and backward pass.
+    Where shards are in RAM, ``ram`` has their storages, and ``in_ram`` the CPU's operations. ``launches_s``: the
+    host's least seconds to launch a micro-batch's forward and backward pass.
     """
 
     trace: Trace
     ops: tuple[Op, ...]
     sent: tuple[Sent, ...]
     once: tuple[Sent, ...]
-    weight_ops: tuple[Op, ...] = ()
     not_modelled: tuple[str, ...] = ()
     ram: tuple[Storage, ...] = ()
     in_ram: tuple[Op, ...] = ()

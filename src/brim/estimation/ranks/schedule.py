@@ -1,30 +1,25 @@
-"""The order of a pipeline rank's micro-batches: 1F1B, interleaved 1F1B, zero-bubble."""
+"""The order of a pipeline rank's micro-batches: 1F1B or interleaved 1F1B."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from brim.estimation.ranks.split import Split
-
-Half = Literal["", "input", "weight"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A forward or backward of one micro-batch through one of the rank's model chunks. ``half``: the gradients that a
-    zero-bubble pipeline's backward computes; empty: all."""
+    """A forward or backward of one micro-batch through one of the rank's model chunks."""
 
     micro_batch: int
     chunk: int
     forward: bool
-    half: Half = ""
 
     @property
-    def kind(self) -> tuple[int, bool, str]:
+    def kind(self) -> tuple[int, bool]:
         """The key that turns of other micro-batches share."""
-        return self.chunk, self.forward, self.half
+        return self.chunk, self.forward
 
 
 def turns(split: Split, stage: int) -> list[Turn]:
@@ -32,11 +27,9 @@ def turns(split: Split, stage: int) -> list[Turn]:
 
     Without interleaving: ``p - stage - 1`` forwards ahead, then one forward and one backward in turn (Narayanan et
     al., arXiv 2104.04473). Interleaved: as megatron/core/pipeline_parallel/schedules.py does it, ``p``
-    micro-batches at a time through each chunk, backward in the chunks' reverse order. Zero-bubble: ``_halved``.
+    micro-batches at a time through each chunk, backward in the chunks' reverse order.
     """
     forwards = list(_order(split))
-    if split.zero_bubble:
-        return _halved(split, stage, forwards)
     if split.pp == 1:
         ahead = 0
     elif split.interleave == 1:
@@ -55,29 +48,8 @@ def turns(split: Split, stage: int) -> list[Turn]:
 
 def brief(split: Split, stage: int) -> Split:
     """The same split with the fewest micro-batches that show every kind of turn of this rank."""
-    if split.interleave > 1 or split.zero_bubble:
-        enough = 3 * split.pp
-    else:
-        enough = split.pp - stage + 2
-    few = min(split.micro_batches, enough)
+    few = min(split.micro_batches, 3 * split.pp if split.interleave > 1 else split.pp - stage + 2)
     return replace(split, global_batch=few * split.micro_batch * split.dp)
-
-
-def _halved(split: Split, stage: int, forwards: list[tuple[int, int]]) -> list[Turn]:
-    """ZB-H1 (Qi et al., arXiv 2401.10241): gradients of inputs at once, those of weights ``stage`` backwards later,
-    where a rank would wait (torch/distributed/pipelining/schedules.py, ScheduleInterleavedZeroBubble)."""
-    last, many = split.interleave - 1, len(forwards)
-    ahead = min(last * split.pp + split.pp - stage - 1, many)
-    schedule = [Turn(micro_batch=m, chunk=c, forward=True) for m, c in forwards[:ahead]]
-    for index in range(many + stage):
-        schedule += [
-            Turn(micro_batch=m, chunk=c, forward=True) for m, c in forwards[ahead + index : ahead + index + 1]
-        ]
-        if index < many:
-            schedule.append(replace(_backward(forwards[index], last), half="input"))
-        if 0 <= index - stage < many:
-            schedule.append(replace(_backward(forwards[index - stage], last), half="weight"))
-    return schedule
 
 
 def _order(split: Split) -> Iterator[tuple[int, int]]:

@@ -43,9 +43,6 @@ class Split:
         False, flags=("--sp",), help="Sequence parallelism between tensor-parallel products."
     )
     interleave: int = option(1, "Stages on each pipeline rank. [default: 1]")
-    zero_bubble: bool = option(
-        False, "Pipeline stages compute the gradients of their weights at times when they would wait."
-    )
     stage_layers: tuple[int, ...] = option(
         (),
         kind="layers",
@@ -81,8 +78,6 @@ class Split:
             )
         if self.interleave > 1:
             _check_interleave(self)
-        if self.zero_bubble:
-            _check_zero_bubble(self)
         if self.stage_layers:
             _check_stages(self)
         if (self.dp * self.cp) % self.ep:
@@ -136,7 +131,6 @@ class Split:
         text += ", shards in RAM" if self.offload_shards else ""
         text += ", sequence parallel" if self.sequence_parallel else ""
         text += f", {self.interleave} chunks a rank" if self.interleave > 1 else ""
-        text += ", zero-bubble" if self.zero_bubble else ""
         text += f", {'-'.join(map(str, self.stage_layers))} layers" if self.stage_layers else ""
         return f"{text}, {self.micro_batches:,} micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch}"
 
@@ -312,7 +306,15 @@ def _check_stages(split: Split) -> None:
 def _check_interleave(split: Split) -> None:
     if split.pp == 1:
         raise UsageError("--interleave was given with --pp 1.", "It splits pipeline stages.", "Give --pp.")
-    _check_rounds(split, f"--interleave {split.interleave}", "Interleaved stages")
+    if split.micro_batches % split.pp:
+        unit = split.micro_batch * split.dp * split.pp
+        low = split.global_batch // unit * unit
+        counts = f"{low} or {low + unit}" if low else f"{unit}"
+        raise UsageError(
+            f"--interleave {split.interleave} was given with {split.micro_batches} micro-batches.",
+            f"Interleaved stages take micro-batches in groups of {split.pp} (--pp).",
+            f"Nearest: --global-batch {counts}.",
+        )
 
 
 def _check_offload(split: Split) -> None:
@@ -321,53 +323,11 @@ def _check_offload(split: Split) -> None:
             "--offload-shards was given without --zero.", "Only shards of ZeRO can be kept in RAM.",
             "Add --zero 3, 2 or 1.",
         )  # fmt: skip
-    refuse_beside(
-        "--offload-shards",
-        ("--ep", split.ep > 1, "ZeRO does not split experts that are spread over ranks, so they stay on the GPU."),
-        ("--zero-bubble", split.zero_bubble, "Expert parallelism reduces gradients on the GPU."),
-    )
-
-
-def refuse_beside(option: str, *others: tuple[str, bool, str]) -> None:
-    """Raise UnsupportedError for the first of ``others`` (name, whether it is given, reason) that is given."""
-    for other, is_given, why in others:
-        if is_given:
-            raise UnsupportedError(f"{option} was given with {other}.", why, "Leave one of them out.")
-
-
-def _check_zero_bubble(split: Split) -> None:
-    if split.pp == 1:
-        raise UsageError("--zero-bubble was given with --pp 1.", "It is a schedule for pipelines.", "Give --pp.")
-    if split.zero > 1:
-        raise UsageError(
-            f"--zero-bubble was given with --zero {split.zero}.",
-            "The weights and gradients of a stage must stay whole between the two halves of a backward pass.",
-            "Use --zero 1 or 0.",
-        )
-    if not cuts_in_halves(split):
+    if split.ep > 1:
         raise UnsupportedError(
-            f"--zero-bubble was given with --tp {split.tp} --sp and {split.pp * split.interleave} pipeline stages.",
-            "Inner stages send views then, which PyTorch's pipelines cannot detach.",
-            "Leave out --sp or --zero-bubble, or use --pp 2 without --interleave.",
-        )
-    _check_rounds(split, "--zero-bubble", "Zero-bubble pipelines")
-
-
-def cuts_in_halves(split: Split) -> bool:
-    """Return whether PyTorch can run this split's backward passes in halves: if tensor-parallel ranks split the
-    sequence, a middle stage sends a view, which PyTorch cannot detach (torch/distributed/pipelining/_backward.py)."""
-    return not split.sequence_parallel or split.pp * split.interleave <= 2
-
-
-def _check_rounds(split: Split, given: str, what: str) -> None:
-    if split.micro_batches % split.pp:
-        unit = split.micro_batch * split.dp * split.pp
-        low = split.global_batch // unit * unit
-        counts = f"{low} or {low + unit}" if low else f"{unit}"
-        raise UsageError(
-            f"{given} was given with {split.micro_batches} micro-batches.",
-            f"{what} take micro-batches in groups of {split.pp} (--pp).",
-            f"Nearest: --global-batch {counts}.",
+            "--offload-shards was given with --ep.",
+            "ZeRO does not split experts that are spread over ranks, so they stay on the GPU.",
+            "Leave one of them out.",
         )
 
 
@@ -394,14 +354,11 @@ def in_flight(split: Split, stage: int) -> int:
     """Micro-batches, times model chunks, whose activations pipeline rank ``stage`` holds at most under 1F1B.
 
     Without interleaving ``p - stage``; with it Megatron-LM's warm-up (megatron/core/pipeline_parallel/schedules.py:
-    ``(p - stage - 1) * 2 + (v - 1) * p``) and the one that follows it. Zero-bubble:
-    as many on every rank. Never more than there are.
+    ``(p - stage - 1) * 2 + (v - 1) * p``) and the one that follows it. Never more than there are.
     """
     most = split.micro_batches * split.interleave
     if split.pp == 1:
         return 1
-    if split.zero_bubble:
-        return min(split.pp * split.interleave, most)
     if split.interleave == 1:
         return min(split.pp - stage, most)
     return min((split.pp - stage - 1) * 2 + (split.interleave - 1) * split.pp + 1, most)

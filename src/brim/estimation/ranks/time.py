@@ -9,7 +9,6 @@ from brim import catalog
 from brim.core import Hardware, Op, Phase
 from brim.errors import UsageError
 from brim.estimation.ranks.job import StageFacts
-from brim.estimation.ranks.schedule import Turn, turns
 from brim.estimation.ranks.script import Sent
 from brim.estimation.ranks.split import Split
 from brim.predict.cost import op_s
@@ -27,14 +26,13 @@ class StageTime:
     """A pipeline rank's seconds per micro-batch (through all its chunks), and once per step.
 
     ``communicates_s``: of these, seconds of waiting. ``once_s``: gradients' reduction, weights' gathering, the
-    optimizer. ``weight_s``: of ``backward_s``, the second half of a zero-bubble pipeline's backward pass.
+    optimizer.
     """
 
     forward_s: float
     backward_s: float
     communicates_s: float
     once_s: float
-    weight_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,60 +145,19 @@ def stage_time(
         backward_s=seconds[Phase.BACKWARD],
         communicates_s=waits,
         once_s=optimizer_s + all_sent_s(facts.once, split, gpu),
-        weight_s=kernels_s(facts.weight_ops, hardware),
     )
-
-
-def played_s(stages: Sequence[StageTime], split: Split) -> float:
-    """Seconds from the first turn of any pipeline rank to the last, each begun once its rank and inputs are ready.
-
-    A forward pass needs the forward of the part before, a backward pass (in a zero-bubble pipeline its first half)
-    that of the part behind; a rank's chunks take equal shares of its seconds.
-    """
-    orders = [turns(split, stage) for stage in range(split.pp)]
-    at, ready_s = [0] * split.pp, [0.0] * split.pp
-    done_s: dict[tuple[bool, int, int], float] = {}  # forward, micro-batch, part of the model
-    last = split.pp * split.interleave - 1
-    while any(position < len(order) for position, order in zip(at, orders, strict=True)):
-        before = sum(at)
-        for stage, order in enumerate(orders):
-            while at[stage] < len(order):
-                turn = order[at[stage]]
-                part = turn.chunk * split.pp + stage
-                begin_s = ready_s[stage]
-                if turn.half != "weight" and part != (0 if turn.forward else last):
-                    needed = (turn.forward, turn.micro_batch, part - 1 if turn.forward else part + 1)
-                    if needed not in done_s:
-                        break
-                    begin_s = max(begin_s, done_s[needed])
-                ready_s[stage] = begin_s + _turn_s(stages[stage], turn) / split.interleave
-                if turn.half != "weight":
-                    done_s[turn.forward, turn.micro_batch, part] = ready_s[stage]
-                at[stage] += 1
-        assert sum(at) > before, f"the pipeline's ranks wait for each other in a cycle after {at} turns"
-    return max(ready_s)
-
-
-def _turn_s(stage: StageTime, turn: Turn) -> float:
-    if turn.forward:
-        return stage.forward_s
-    return {"": stage.backward_s, "input": stage.backward_s - stage.weight_s, "weight": stage.weight_s}[turn.half]
 
 
 def step_time(stages: Sequence[StageTime], split: Split) -> StepTime:
     """A step of all pipeline ranks: the slowest works through all micro-batches, the others' first and last one are
-    its bubble (1F1B, Narayanan et al., arXiv 2104.04473), divided by the number of chunks where stages interleave.
-    For a zero-bubble pipeline all turns are simulated."""
+    its bubble (1F1B, Narayanan et al., arXiv 2104.04473), divided by the chunks where stages interleave."""
     slowest = max(stages, key=lambda stage: stage.forward_s + stage.backward_s)
     busy = slowest.forward_s + slowest.backward_s
     others = sum(stage.forward_s + stage.backward_s for stage in stages) - busy
     waits = slowest.communicates_s * split.micro_batches
-    bubble_s = others / split.interleave
-    if split.zero_bubble:
-        bubble_s = max(played_s(stages, split) - busy * split.micro_batches, 0.0)
     return StepTime(
         compute_s=busy * split.micro_batches - waits,
         communication_s=waits,
-        bubble_s=bubble_s,
+        bubble_s=others / split.interleave,
         once_s=max(stage.once_s for stage in stages),
     )

@@ -27,7 +27,7 @@ from brim.estimation.ranks.job import DEFAULT_PRECISION, ParallelJob, StageFacts
 from brim.estimation.ranks.layers import UNIT, Layers, layers_of
 from brim.estimation.ranks.schedule import Turn, brief, turns
 from brim.estimation.ranks.script import Sent
-from brim.estimation.ranks.split import Split, check_context, check_experts, check_sizes, refuse_beside, sizes_of
+from brim.estimation.ranks.split import Split, check_context, check_experts, check_sizes, sizes_of
 from brim.estimation.silence import quiet
 from brim.estimation.steps import Job
 from brim.predict.cost import base_name
@@ -95,10 +95,12 @@ def _check(job: ParallelJob) -> None:
     split, workload = job.split, job.workload
     check_experts(split)
     check_context(split)
-    if job.compiled:
-        _check_compiled(split)
-    if split.zero_bubble:
-        pipeline.check_halves(workload.checkpointing)
+    if job.compiled and split.ep > 1:
+        raise UnsupportedError(
+            "--compile was given with --ep.",
+            "The choice of experts depends on values, at which a compiled graph ends.",
+            "Leave one of them out.",
+        )
     if workload.precision not in (None, *_TYPES):
         raise UnsupportedError(
             f"Cannot use --precision {workload.precision} on several GPUs.", f"Known: {', '.join(_TYPES)}."
@@ -110,18 +112,6 @@ def _check(job: ParallelJob) -> None:
         )
 
 
-def _check_compiled(split: Split) -> None:
-    refuse_beside(
-        "--compile",
-        ("--ep", split.ep > 1, "The choice of experts depends on values, at which a compiled graph ends."),
-        (
-            "--zero-bubble",
-            split.zero_bubble,
-            "The backward pass of a compiled block cannot be divided into two halves.",
-        ),
-    )
-
-
 # -- tracing a stage -----------------------------------------------------------------------------------------
 
 
@@ -129,14 +119,9 @@ def _traced(
     job: ParallelJob, chunks: Sequence[Layers], order: Sequence[Turn], known: dict[Any, Trace]
 ) -> Trace:  # fmt: skip
     """The rank's step with these turns: of one deep stage, two layers of shallower traces repeated where that is
-    exact; of several chunks each kind once, cached in ``known``.
-
-    Halves of backward passes are not joined this way: with ZeRO-1 the sum was 0.7 % over all chunks traced together.
-    """
+    exact; of several chunks each kind once, cached in ``known``."""
     if len(chunks) > 1:
-        joined = None
-        if not job.split.zero_bubble:
-            joined = of_chunks(chunks, order, lambda chunk, own: _traced(job, [chunk], own, known), known)
+        joined = of_chunks(chunks, order, lambda chunk, own: _traced(job, [chunk], own, known), known)
         return _run(job, chunks, order) if joined is None else joined
     few = chunks[0].shallower()
     if few is not None:
@@ -242,8 +227,6 @@ class _Program:
         keeps = sent if _keeps_sent(self.job.split) else None
 
         def step() -> None:
-            for chunk in chunks:
-                chunk.begin()
             for turn in self.order:
                 mark(mark_of(turn))
                 chunks[turn.chunk].take(turn, keeps, last=turn in last)
@@ -293,7 +276,6 @@ def _facts(
         in_ram=tuple(op for op in (*kernels, *_once_in_ram(composer, split)) if op.in_ram),
         sent=tuple(per_micro_batch),
         once=_put_off(composer, per_micro_batch, split),
-        weight_ops=composer.weight_ops(),
         not_modelled=tuple(name for name in composer.trace.not_modelled if not name.endswith("NCCL's buffers")),
     )
 
@@ -306,7 +288,7 @@ def _once_in_ram(composer: Composer, split: Split) -> list[Op]:
 
 def _keeps_sent(split: Split) -> bool:
     """Return whether torch's runtime of schedules runs the turns, not the loop of 1F1B."""
-    return split.interleave > 1 or split.zero_bubble
+    return split.interleave > 1
 
 
 def _with_sent(trace: Trace, held_bytes: int) -> Trace:
@@ -370,24 +352,14 @@ class TracedChunk:
         self._received = None if part.embeds else torch.zeros(many, *_hidden(job), dtype=dtype)
         self._returned = None if part.has_head else torch.zeros(many, *_hidden(job), dtype=dtype)
         self._flying: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._halved: dict[int, tuple[torch.Tensor, pipeline.InputHalf]] = {}
-        self._given: list[torch.Tensor] = []  # of halved passes: their gradients stay until the next step begins
         # The tensors last sent forward and backward: 1F1B's loop holds them until the next send (schedules.py,
         # fwd_sends and bwd_sends).
         self.last_sent: dict[str, torch.Tensor] = {}
-
-    def begin(self) -> None:
-        """Begin a step (stage.py, clear_runtime_states)."""
-        self._given.clear()
 
     def take(self, turn: Turn, sent: list[torch.Tensor] | None, *, last: bool) -> None:
         """Take a turn. ``sent`` collects the sent tensors if these are kept. ``last``: the last turn of its kind."""
         if turn.forward:
             self._forward(turn.micro_batch, sent)
-        elif turn.half == "input":
-            self._backward_input(turn.micro_batch, sent)
-        elif turn.half == "weight":
-            self._backward_weight(turn.micro_batch, last=last)
         else:
             self._backward(turn.micro_batch, sent, last=last)
 
@@ -413,24 +385,6 @@ class TracedChunk:
         with self.handle.losses():
             output.backward(None if self._returned is None else self._returned[number])
         self._send(input, sent)
-
-    def _backward_input(self, number: int, sent: list[torch.Tensor] | None) -> None:
-        input, output = self._flying.pop(number)
-        self.handle.set_half_backward()
-        gradient = None if self._returned is None else self._returned[number]
-        with self.handle.losses():
-            self._halved[number] = (input, pipeline.InputHalf(self.model, input, output, gradient))
-        if not self._part.embeds:
-            self._given.append(input)
-        self._send(input, sent)
-
-    def _backward_weight(self, number: int, *, last: bool) -> None:
-        _, half = self._halved.pop(number)
-        self.handle.set_half_backward()
-        with self.handle.losses():
-            half.finish()
-        if last:
-            self.handle.reduce()
 
     def _send(self, given: torch.Tensor, sent: list[torch.Tensor] | None) -> None:
         if given.grad is not None:

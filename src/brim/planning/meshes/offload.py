@@ -169,10 +169,10 @@ def _uses(mesh: Mesh) -> frozenset[str]:
     """Return the features that a model's layers must support; all support ZeRO's first stage."""
     split = mesh.split
     axes = {name for name in ("tp", "pp", "cp", "ep", "interleave") if getattr(split, name) > 1}
-    kinds = {name for name in ("sequence_parallel", "zero_bubble") if getattr(split, name)}
+    sequence = {"sequence_parallel"} if split.sequence_parallel else set()
     zero = {f"zero {split.zero}"} if split.zero > 1 else set()
     recompute = {mesh.checkpointing} if mesh.checkpointing != RECOMPUTE[0] else set()
-    return frozenset(axes | kinds | zero | recompute)
+    return frozenset(axes | sequence | zero | recompute)
 
 
 def _same_split(mesh: Mesh, other: Mesh) -> bool:
@@ -191,9 +191,9 @@ def _expected(mesh: Mesh, proved: Mapping[Mesh, Proof]) -> tuple[float, float]:
     return proof.bytes + mesh.peak_bytes - nearest.peak_bytes, mesh.step_s * proof.step_s / nearest.step_s
 
 
-def _family(mesh: Mesh) -> tuple[int, bool, bool]:
+def _family(mesh: Mesh) -> tuple[int, bool]:
     """Return a mesh's family; proofs correct estimates within it only."""
-    return mesh.split.tp, mesh.split.pp > 1, mesh.split.zero_bubble
+    return mesh.split.tp, mesh.split.pp > 1
 
 
 def _unlike(mesh: Mesh, other: Mesh) -> tuple[bool, ...]:

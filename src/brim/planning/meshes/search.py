@@ -281,7 +281,6 @@ class Pieces:
             once = self.once_s(split, count, own[stage] * ends.layer_experts)
             stages.append(StageTime(
                 forward_s=cost.forward_s, backward_s=cost.backward_s, communicates_s=cost.sends_s, once_s=once,
-                weight_s=(cost.backward_s - cost.sends_s / 2) / 2,
             ))  # fmt: skip
         return step_time(stages, split)
 

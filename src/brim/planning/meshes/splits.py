@@ -9,7 +9,7 @@ from typing import Any
 
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.ranks.sizes import Shape
-from brim.estimation.ranks.split import Split, check_context, check_experts, check_sizes, cuts_in_halves
+from brim.estimation.ranks.split import Split, check_context, check_experts, check_sizes
 
 _MICRO_BATCHES = (1, 2, 4, 8)
 _CHUNKS = (1, 2, 3, 4, 5, 6, 8)
@@ -37,15 +37,13 @@ def splits(
 
 
 def run_splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
-    """Yield all splits that ``brim train`` runs: also with ZeRO's stages, and zero-bubble pipelines."""
+    """Yield all splits that ``brim train`` runs: also with ZeRO's stages."""
     for split in splits(shape, gpus, gpus_per_node, sequence, batch, sequences_beside=True):
         if split.tp > 1 and shape.whole_tensors:
             continue
         yield split
         for zero in _further_stages(split):
             yield replace(split, zero=zero)
-        if _takes_halves(split):
-            yield replace(split, zero_bubble=True)
 
 
 def _further_stages(split: Split) -> tuple[int, ...]:
@@ -53,11 +51,6 @@ def _further_stages(split: Split) -> tuple[int, ...]:
     if split.shards == 1:
         return ()
     return (3,) if split.pp > 1 or split.micro_batches == 1 else (2, 3)
-
-
-def _takes_halves(split: Split) -> bool:
-    """Return True where PyTorch's zero-bubble pipeline supports the split."""
-    return split.pp > 1 and split.micro_batches % split.pp == 0 and cuts_in_halves(split)
 
 
 def _shared(shape: Shape, gpus: int, tp: int, pp: int, most: int) -> Iterator[dict[str, int]]:

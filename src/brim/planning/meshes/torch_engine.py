@@ -1,4 +1,4 @@
-"""Search meshes under PyTorch's own engine, which ``brim train`` runs: with ZeRO's stages and zero-bubble pipelines.
+"""Search meshes under PyTorch's own engine, which ``brim train`` runs: with ZeRO's stages.
 
 A layer's seconds and saved activations are the difference of traces of one and two layers, computed once per tensor
 split: such a trace takes half a second of a CPU, that of a whole stage many times that. Parameters are those of
@@ -54,7 +54,7 @@ def run_meshes(
     _check_states(shape, gpus, gpu, Pieces(shape, gpu, sequence).parameters())
     meshes = [
         mesh for split in run_splits(shape, gpus, gpus_per_node, sequence, batch)
-        for mesh in pieces.meshes(split) if not (split.zero_bubble and mesh.checkpointing != "none")
+        for mesh in pieces.meshes(split)
     ]  # fmt: skip
     if not meshes:
         raise UsageError(
@@ -205,7 +205,7 @@ class _Traced(Pieces):
         if split.pp == 1:
             return 0
         tokens = split.micro_batch * split.between(self.sequence)
-        ways = (2 * split.interleave - 1) * (1 + (split.interleave > 1 or split.zero_bubble))
+        ways = (2 * split.interleave - 1) * (1 + (split.interleave > 1))
         return ways * split.micro_batches * _WIDTH * tokens * self.shape.hidden
 
     def step(self, split: Split, recompute: str, ends: Ends, layers: tuple[int, ...]) -> StepTime:

@@ -11,7 +11,6 @@ from brim.core.options import build
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.ranks.split import Split, nearest
 from brim.requests.train import RankOptions, Request
-from brim.techniques.parallel.pipeline import check_halves
 
 _PRECISIONS = ("fp32", "bf16-mixed", "bf16")
 _OPTIMIZERS = ("adamw", "adam", "sgd")
@@ -40,8 +39,6 @@ class SplitRequest(RankOptions):
                     f"Cannot use {option} on several ranks.", "It works on one rank only, so far.",
                     "Leave it out: ZeRO, tensor and pipeline parallelism and --checkpointing save memory here.",
                 )  # fmt: skip
-        if self.zero_bubble:
-            check_halves(training.checkpointing)
         over = next((name for name in ("tp", "pp", "ep", "cp") if getattr(self, name) > 1), None)
         if training.method != "full" and over:
             raise UnsupportedError(
@@ -106,7 +103,6 @@ class SplitTraining:
         return {
             "losses": self.losses, "mesh": dict(mesh), "zero": self.split.zero,
             "sequence_parallel": self.split.sequence_parallel, "interleave": self.split.interleave,
-            "zero_bubble": self.split.zero_bubble,
             "micro_batches": self.split.micro_batches, "ranks": ranks, "step_s": self.step_s,
             "output": str(self.output), "notes": self.notes,
             "precision": self.precision, "precision_origin": self.precision_origin,

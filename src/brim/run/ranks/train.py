@@ -12,7 +12,7 @@ import signal
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,12 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
 from brim.core import options
@@ -420,18 +415,8 @@ class _Stage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        if full_backward:
-            self._handle.set_last_backward(last=last_backward)
-        else:
-            self._handle.set_half_backward()
+        self._handle.set_last_backward(last=last_backward)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The second half of a backward pass; gradients are reduced explicitly after the last one."""
-        self._handle.set_half_backward()
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        if last_backward:
-            self._handle.reduce()
 
 
 class _Wrapped(torch.nn.Module):
@@ -447,24 +432,18 @@ class _Wrapped(torch.nn.Module):
 
 
 def _schedule(part: Part, split: Split, mesh: DeviceMesh, device: torch.device, sequence: int) -> Any:
-    """1F1B, interleaved 1F1B where a rank has several chunks, or zero-bubble."""
+    """1F1B, or interleaved 1F1B where a rank has several chunks."""
     group = mesh.get_group("pp")
     tokens = split.between(sequence)
     hidden = torch.empty(split.micro_batch, tokens, part.hidden, dtype=part.dtype, device="meta")
-    stages = [
+    stages: list[Any] = [
         _Stage(chunk, _Wrapped(chunk.module), device=device, group=group, **_shapes(chunk, split, sequence, hidden))
         for chunk in part.chunks
     ]
     settings: dict[str, Any] = {"n_microbatches": split.micro_batches, "loss_fn": _weighed, "scale_grads": False}
-    if split.zero_bubble:
-        return ScheduleInterleavedZeroBubble(_as_base(stages), **settings)
     if split.interleave == 1:
         return Schedule1F1B(stages[0], **settings)
-    return ScheduleInterleaved1F1B(_as_base(stages), **settings)
-
-
-def _as_base(stages: Sequence[Any]) -> list[Any]:
-    return list(stages)
+    return ScheduleInterleaved1F1B(stages, **settings)
 
 
 def _shapes(chunk: Chunk, split: Split, sequence: int, hidden: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -3,9 +3,6 @@
 Huang et al., arXiv 1811.06965; Narayanan et al., arXiv 2104.04473. A stage is the model without the other layers: the
 first has the embedding, the last the head and the loss. ``torch.distributed.pipelining`` runs them; a prediction runs
 a stage's forward and backward on fake tensors, in the same way.
-
-A zero-bubble pipeline (Qi et al., arXiv 2401.10241) computes the gradients of a stage's weights later than those of
-its input, where a rank would wait: backward passes the graph twice, and the graph is kept until the second time.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor, Shard
 
 from brim.errors import UnsupportedError, UsageError
@@ -154,40 +150,6 @@ class Stage(nn.Module):
         self._inner[0](**named, use_cache=False)
         (hidden,), self._sent = self._sent, None
         return hidden.to_local() if isinstance(hidden, DTensor) else hidden
-
-
-class InputHalf:
-    """A backward pass to the stage's input, as in PyTorch's stages (torch/distributed/pipelining/stage.py,
-    backward_one_chunk and backward_weight_one_chunk). ``finish`` computes the gradients of weights.
-
-    A stage whose input has no gradient does all of it there. ``gradient`` is that of the output, None for a loss.
-    """
-
-    def __init__(
-        self, stage: nn.Module, given: torch.Tensor, output: torch.Tensor, gradient: torch.Tensor | None
-    ) -> None:
-        self._stage, self._given, self._output, self._gradient = stage, given, output, gradient
-        self._groups: list[dict[str, Any]] | None = None
-        if given.requires_grad:
-            gradients = None if gradient is None else [gradient]
-            _, self._groups = stage_backward_input([output], gradients, [given], stage.parameters())
-
-    def finish(self) -> None:
-        if self._groups is None:
-            stage_backward((self._output,), (self._gradient,), (self._given,))
-        else:
-            stage_backward_weight(self._stage.parameters(), self._groups)
-
-
-def check_halves(checkpointing: str | None) -> None:
-    """Raise UnsupportedError for checkpointing, which would recompute for each half, and each weight, of a backward
-    pass."""
-    if checkpointing not in (None, "none"):
-        raise UnsupportedError(
-            f"Cannot use --zero-bubble with --checkpointing {checkpointing}.",
-            "Each of its two backward passes would run the forward pass again.",
-            "Leave one of them out.",
-        )
 
 
 def tied_table(model: Any) -> nn.Parameter | None:

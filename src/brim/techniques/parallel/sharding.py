@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 from unittest import mock
 
@@ -39,7 +38,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor.parallel import loss_parallel
@@ -157,23 +155,6 @@ class Sharded:
             if zero in (1, 2):
                 model.set_reshard_after_backward(last)
             model.set_is_last_backward(last)
-
-    def set_half_backward(self) -> None:
-        """Prepare for half of a backward pass: nothing is reduced before ``reduce``, as the second half needs the
-        same weights.
-        """
-        if isinstance(self._model, FSDPModule):
-            self._model.set_requires_gradient_sync(False)
-            self._model.set_reshard_after_backward(False)
-            self._model.set_is_last_backward(False)
-
-    def reduce(self) -> None:
-        """Reduce after the last backward pass of a step with passes in halves, which run no hooks of FSDP2 for
-        weights. PyTorch's stages do it in the same way.
-        """
-        if isinstance(self._model, FSDPModule):
-            holder: Any = SimpleNamespace(submod=self._model)
-            _PipelineStageBase.perform_reduce_grad(holder, 1)
 
     def settle(self) -> None:
         """Turn the complete gradients of experts from sums over ranks into means."""

@@ -142,10 +142,6 @@ def test_without_a_gpu_memory_has_no_end_and_time_is_not_told(model, capsys):
         (["--gpus", "1", "--zero", "3", "--offload-shards"], "--offload-shards with one GPU"),
         (["--gpus", "2", "--zero", "1", "--offload-shards", "--engine", "megatron"], "--engine torch"),
         (["--gpus", "2", "--zero", "1", "--offload-shards", "--ep", "2"], "spread over ranks"),
-        (
-            ["--gpus", "2", "--zero", "1", "--offload-shards", "--pp", "2", "--zero-bubble"],
-            "reduces gradients on the GPU",
-        ),
         (["--engine", "megatron"], "--gpus"),
         (["--gpus", "8", "--batch", "4"], "--micro-batch"),
         (["--gpus", "8", "--tp", "3"], "--gpus 6 or 9"),
@@ -196,7 +192,7 @@ def test_blocks_are_compiled_when_that_is_asked_for(model, capsys):
     ("command", "told"),
     [(["estimate", "MODEL", "--compile"], "Give --gpus 1"),
      (["estimate", "MODEL", "--compile", *SPLIT], "Use --engine torch"),
-     (["estimate", "MODEL", "--compile", "--gpus", "2", "--pp", "2", "--zero-bubble"], "into two halves"),
+     (["estimate", "MODEL", "--compile", "--gpus", "2", "--ep", "2"], "at which a compiled graph ends"),
      (["train", "MODEL", "--data", "text.txt", "--output", "out", "--compile"], "No such option")],
 )  # fmt: skip
 def test_where_nothing_is_compiled_that_is_said(model, command, told, capsys):

@@ -6,13 +6,12 @@ import torch
 from torch import nn
 
 from brim.core import Category
-from brim.estimation.ranks.compose import BACKWARD, FORWARD, OPTIMIZER, Composer, mark_of, traced_order
+from brim.estimation.ranks.compose import BACKWARD, FORWARD, OPTIMIZER, Composer, traced_order
 from brim.estimation.ranks.schedule import Turn, turns
 from brim.estimation.ranks.split import Split
 from brim.estimation.simulation import simulate
 from brim.predict.dispatch import mark
 from brim.predict.tracer import trace
-from brim.techniques.parallel.pipeline import InputHalf
 
 THREE = [Turn(micro_batch=m, chunk=0, forward=forward) for m in range(3) for forward in (True, False)]
 
@@ -127,50 +126,6 @@ def test_chunks_and_weights_that_forwards_share_are_composed_as_they_run(stages,
     composed = Composer(gathering(few, chunks), few).composed(order)
     one, other = (simulate(made, None).peak_bytes for made in (gathering(order, chunks), composed))
     assert (other.allocated, other.reserved) == (one.allocated, one.reserved)
-
-
-def halving(order):
-    """Two layers whose backward passes are in halves, as zero-bubble pipelines take them."""
-
-    def build():
-        model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)).cuda()
-        optimizer = torch.optim.AdamW(model.parameters())
-
-        def step():
-            outputs, halves = {}, {}
-            for turn in order:
-                mark(mark_of(turn))
-                if turn.forward:
-                    given = torch.zeros(256, 512, device="cuda", requires_grad=True)
-                    outputs[turn.micro_batch] = (given, model(given))
-                    del given
-                elif turn.half == "input":
-                    gradient = torch.zeros(256, 512, device="cuda")
-                    halves[turn.micro_batch] = InputHalf(model, *outputs.pop(turn.micro_batch), gradient)
-                    del gradient
-                else:
-                    halves.pop(turn.micro_batch).finish()
-            mark(OPTIMIZER)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    return trace(build, steps=2, target="cuda")
-
-
-@pytest.mark.parametrize(("stages", "stage", "micro_batches"), [(2, 0, 8), (4, 2, 8)])
-def test_backward_passes_in_halves_are_composed_as_they_run(stages, stage, micro_batches):
-    split = Split(gpus=stages, gpus_per_node=stages, pp=stages, global_batch=micro_batches, zero_bubble=True)
-    order = turns(split, stage)
-    few = traced_order(order)
-    assert len(few) < len(order)
-    composer = Composer(halving(few), few)
-    one, other = (simulate(made, None).peak_bytes for made in (halving(order), composer.composed(order)))
-    assert (other.allocated, other.reserved) == (one.allocated, one.reserved)
-    products = [op for op in composer.usual_ops() if op.name in ("aten.addmm.default", "aten.mm.default")]
-    assert len(products) == 6  # two forward, and for each an input's gradient and a weight's
-    assert len([op for op in composer.weight_ops() if op.name == "aten.mm.default"]) == 2
 
 
 def test_few_turns_are_traced_as_they_are():

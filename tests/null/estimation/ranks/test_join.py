@@ -55,10 +55,3 @@ def test_each_kind_of_chunk_is_traced_once_and_tells_the_same(model, split, chec
         assert rank.ram == other.ram
     assert found.step_s == pytest.approx(expected.step_s, rel=1e-7)  # scalars are counted once for each chunk
     assert found.flops == expected.flops
-
-
-@pytest.mark.thorough
-def test_chunks_of_zero_bubble_pipelines_are_traced_together(model):
-    asked = mock.Mock(side_effect=AssertionError)
-    with mock.patch.object(ranks_torch, "of_chunks", asked):
-        estimated(model, {"gpus": 2, "pp": 2, "interleave": 2, "zero": 1, "zero_bubble": True, "global_batch": 4})

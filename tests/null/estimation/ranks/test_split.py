@@ -1,12 +1,10 @@
 """Splits over several GPUs: who sits where, how much is in flight, and what cannot be split that way."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
-from torch.distributed.pipelining import ScheduleInterleavedZeroBubble
 
-from brim.errors import UnsupportedError, UsageError
+from brim.errors import UsageError
 from brim.estimation.ranks.schedule import brief, turns
 from brim.estimation.ranks.split import Sizes, Split, check_sizes, in_flight, nearest, stage_layers
 
@@ -54,21 +52,6 @@ def test_sequence_parallelism_and_interleaving_need_what_they_split():
         Split(gpus=8, interleave=2)
     with pytest.raises(UsageError, match=r"groups of 4 \(--pp\).*\n.*--global-batch 8 or 16"):
         Split(gpus=8, pp=4, interleave=2, global_batch=12)
-    with pytest.raises(UsageError, match=r"--zero-bubble.*\n.*groups of 4 \(--pp\).*\n.*--global-batch 8 or 12"):
-        Split(gpus=4, pp=4, zero_bubble=True, global_batch=10)
-    with pytest.raises(UsageError, match="--zero-bubble was given with --pp 1"):
-        Split(gpus=8, zero_bubble=True)
-    with pytest.raises(UsageError, match="stay whole between the two halves"):
-        Split(gpus=8, pp=4, zero_bubble=True, zero=3)
-
-
-@pytest.mark.parametrize(("pp", "interleave"), [(4, 1), (2, 2)])
-def test_halves_of_backward_are_refused_where_an_inner_stage_sends_a_view(pp, interleave):
-    sizes = {"gpus": 2 * pp, "tp": 2, "pp": pp, "interleave": interleave, "global_batch": 8, "zero_bubble": True}
-    with pytest.raises(UnsupportedError, match=r"--tp 2 --sp and 4 pipeline stages.*\n.*view.*\nLeave out --sp"):
-        Split(**sizes, sequence_parallel=True)
-    assert Split(**sizes).zero_bubble
-    assert Split(gpus=4, tp=2, pp=2, sequence_parallel=True, zero_bubble=True).zero_bubble
 
 
 @pytest.mark.parametrize(
@@ -124,11 +107,8 @@ def test_nearest_is_the_closest_that_works():
 
 # -- schedules -----------------------------------------------------------------------------------------------
 
-HALVED = [Split(gpus=p, gpus_per_node=p, pp=p, interleave=v, global_batch=m, zero_bubble=True)
-          for p, v, m in [(2, 1, 2), (4, 1, 12), (4, 2, 8), (3, 3, 6)]]  # fmt: skip
 SPLITS = [Split(gpus=p, gpus_per_node=p, pp=p, interleave=v, global_batch=m)
           for p, v, m in [(1, 1, 3), (4, 1, 8), (4, 1, 2), (4, 2, 8), (2, 3, 4), (8, 2, 16)]]  # fmt: skip
-SPLITS += HALVED
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.describe())
@@ -136,30 +116,12 @@ def test_every_micro_batch_goes_forward_and_then_back_through_every_chunk_once(s
     for stage in range(split.pp):
         found = turns(split, stage)
         pairs = set(itertools.product(range(split.micro_batches), range(split.interleave)))
-        kinds = [(True, ""), *([(False, "input"), (False, "weight")] if split.zero_bubble else [(False, "")])]
-        for kind in kinds:
-            taken = [(turn.micro_batch, turn.chunk) for turn in found if (turn.forward, turn.half) == kind]
+        for forward in (True, False):
+            taken = [(turn.micro_batch, turn.chunk) for turn in found if turn.forward == forward]
             assert len(taken) == len(pairs) and set(taken) == pairs
-        assert len(found) == len(pairs) * len(kinds)
-        position = {(turn.micro_batch, turn.chunk, turn.forward, turn.half): at for at, turn in enumerate(found)}
-        for (one, other), (m, c) in itertools.product(itertools.pairwise(kinds), pairs):
-            assert position[m, c, *one] < position[m, c, *other]
-
-
-@pytest.mark.parametrize("split", HALVED, ids=lambda split: split.describe())
-def test_a_zero_bubble_pipeline_takes_its_turns_in_pytorchs_order(split):
-    letters = {(True, ""): "F", (False, "input"): "I", (False, "weight"): "W"}
-    chunks = [
-        SimpleNamespace(group_size=split.pp, group_rank=0, num_stages=split.pp * split.interleave, submod=None)
-        for _ in range(split.interleave)
-    ]
-    theirs = ScheduleInterleavedZeroBubble(chunks, split.micro_batches).pipeline_order
-    for stage in range(split.pp):
-        ours = [
-            f"{turn.chunk * split.pp + stage}{letters[turn.forward, turn.half]}{turn.micro_batch}"
-            for turn in turns(split, stage)
-        ]
-        assert ours == [str(action) for action in theirs[stage] if action is not None]
+        assert len(found) == len(pairs) * 2
+        position = {(turn.micro_batch, turn.chunk, turn.forward): at for at, turn in enumerate(found)}
+        assert all(position[m, c, True] < position[m, c, False] for m, c in pairs)
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.describe())
@@ -167,7 +129,7 @@ def test_what_is_in_flight_is_the_closed_form(split):
     for stage in range(split.pp):
         held = most = 0
         for turn in turns(split, stage):
-            held += 1 if turn.forward else -(turn.half != "input")
+            held += 1 if turn.forward else -1
             most = max(most, held)
         assert held == 0
         assert most == in_flight(split, stage)
@@ -189,7 +151,6 @@ def test_a_brief_step_holds_as_much_as_a_whole_one(split):
         pp=split.pp,
         interleave=split.interleave,
         global_batch=32 * split.pp,
-        zero_bubble=split.zero_bubble,
     )
     for stage in range(split.pp):
         assert in_flight(brief(longer, stage), stage) == in_flight(longer, stage)

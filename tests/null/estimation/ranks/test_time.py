@@ -1,4 +1,4 @@
-"""Seconds of a rank: what hides behind kernels, what kernels wait for, and a pipeline's turns, played through."""
+"""Seconds of a rank: what hides behind kernels, what kernels wait for, and a pipeline's bubble."""
 
 from dataclasses import replace
 
@@ -7,9 +7,7 @@ import pytest
 from brim import catalog
 from brim.core import Op, Phase, Trace
 from brim.errors import UsageError
-from brim.estimation.ranks import time as parallel_time
 from brim.estimation.ranks.job import StageFacts
-from brim.estimation.ranks.schedule import turns
 from brim.estimation.ranks.script import Sent
 from brim.estimation.ranks.split import Split
 from brim.estimation.ranks.time import (
@@ -18,7 +16,6 @@ from brim.estimation.ranks.time import (
     crossed_s,
     host_s,
     kernels_s,
-    played_s,
     sent_s,
     stage_time,
     step_time,
@@ -31,7 +28,7 @@ HARDWARE = training_hardware(RTX)[0]
 SECOND = int(HARDWARE.tier("vram").bytes_per_s)  # bytes that a kernel moves in one
 OVER = int(RTX.pcie_bytes_per_s)
 KERNEL = Op(name="aten.relu.default", module="", phase=Phase.BACKWARD, step=1, at=0, read_bytes=SECOND)
-STAGE = StageTime(forward_s=1.0, backward_s=2.0, communicates_s=0.0, once_s=0.5, weight_s=1.0)
+STAGE = StageTime(forward_s=1.0, backward_s=2.0, communicates_s=0.0, once_s=0.5)
 
 
 def sent(kind, bytes):
@@ -83,24 +80,16 @@ def split_of(stages, micro_batches, **more):
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8), (4, 16)])
-def test_pipelines_take_what_their_papers_say(stages, micro_batches):
-    """1F1B: (p - 1) (F + B + W) beside the work (arXiv 2104.04473); ZB-H1: (p - 1) (F + B - W) (arXiv 2401.10241)."""
-    times = [STAGE] * stages
-    assert played_s(times, split_of(stages, micro_batches)) == 3 * micro_batches + 3 * (stages - 1)
-    halved = step_time(times, split_of(stages, micro_batches, zero_bubble=True))
-    assert halved.bubble_s == stages - 1
-    assert halved.step_s == 3 * micro_batches + (stages - 1) + 0.5
-
-
-def test_an_order_that_cannot_go_on_is_told_instead_of_played_for_ever(monkeypatch):
-    monkeypatch.setattr(parallel_time, "turns", lambda split, stage: turns(split, stage)[::-1])
-    with pytest.raises(AssertionError, match="wait for each other in a cycle"):
-        played_s([STAGE] * 2, split_of(2, 4))
+def test_a_pipeline_takes_what_its_paper_says(stages, micro_batches):
+    """1F1B: (p - 1) (F + B) beside the work (arXiv 2104.04473)."""
+    time = step_time([STAGE] * stages, split_of(stages, micro_batches))
+    assert time.bubble_s == 3 * (stages - 1)
+    assert time.step_s == 3 * micro_batches + 3 * (stages - 1) + 0.5
 
 
 def test_chunks_of_a_rank_shorten_its_wait():
     times = [STAGE] * 2
-    one, two = (step_time(times, split_of(2, 8, zero_bubble=True, interleave=chunks)) for chunks in (1, 2))
+    one, two = (step_time(times, split_of(2, 8, interleave=chunks)) for chunks in (1, 2))
     assert 0 < two.bubble_s < one.bubble_s
 
 

@@ -147,26 +147,6 @@ def test_interleaved_stages_keep_what_every_micro_batch_sent(model):
     assert peak(16) - peak(12) == peak(12) - peak(8) == 4 * (received + 3 * hidden)
 
 
-@pytest.mark.thorough
-def test_a_zero_bubble_pipeline_holds_more_and_waits_less(model):
-    split = {"gpus": 2, "pp": 2, "precision": "fp32", "gpu": "A100 80GB"}
-    plain, halved = (estimated(model, **split, global_batch=16, zero_bubble=flag) for flag in (False, True))
-    assert 0 < halved.time.bubble_s < plain.time.bubble_s
-    assert halved.time.compute_s == pytest.approx(plain.time.compute_s, rel=0.02)
-    more = [one.peak_bytes.allocated - other.peak_bytes.allocated
-            for one, other in zip(halved.ranks, plain.ranks, strict=True)]  # fmt: skip
-    assert more[1] > 0
-    hidden = 64 * 128 * 4
-    longer = estimated(model, **split, global_batch=20, zero_bubble=True)
-    for one, other in zip(longer.ranks, halved.ranks, strict=True):  # what each micro-batch receives, and has sent
-        assert one.peak_bytes.allocated - other.peak_bytes.allocated == 4 * 2 * hidden
-
-
-def test_recomputing_for_each_half_of_a_backward_pass_is_refused(model):
-    with pytest.raises(UnsupportedError, match="run the forward pass again"):
-        estimated(model, gpus=2, pp=2, zero_bubble=True, global_batch=4, checkpointing="full")
-
-
 EXPERTS = {
     "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4,
     "num_experts_per_tok": 2,

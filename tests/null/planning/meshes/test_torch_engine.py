@@ -1,7 +1,5 @@
 """Meshes for the engine that ``brim train`` runs: what it refuses is not looked at, what is found is the fastest."""
 
-from dataclasses import replace
-
 import pytest
 from transformers import LlamaConfig
 
@@ -32,22 +30,6 @@ def found():
     return run_meshes(find_model("llama-3-8b"), gpus=8, gpus_per_node=8, gpu=H100, sequence=1024, global_batch=32)
 
 
-def test_zero_bubble_pipelines_join_where_they_run(found):
-    halved = [mesh for mesh in found if mesh.split.zero_bubble]
-    assert halved
-    assert {mesh.checkpointing for mesh in halved} == {"none"}
-    for mesh in halved:
-        split = mesh.split
-        assert split.pp > 1 and split.zero < 2 and split.micro_batches % split.pp == 0
-        assert split.tp == 1 or split.pp * split.interleave == 2
-        plain = next(
-            one for one in found
-            if one.checkpointing == "none"
-            and replace(one.split, stage_layers=()) == replace(split, zero_bubble=False, stage_layers=())
-        )  # fmt: skip
-        assert mesh.time.bubble_s < plain.time.bubble_s
-
-
 def test_all_stages_of_zero_are_looked_at_and_no_way_comes_twice(found):
     assert {mesh.split.zero for mesh in found} == {1, 2, 3}
     assert all(mesh.split.micro_batches > 1 for mesh in found if mesh.split.zero == 2)
@@ -68,7 +50,7 @@ def test_long_sequences_are_split_beside_tensors_and_stages():
     beside = [split for split in of_long if split.tp * split.pp > 1]
     assert {(split.tp > 1, split.pp > 1) for split in beside} == {(True, False), (False, True), (True, True)}
     assert {split.cp for split in beside} == {2, 4}
-    assert {split.zero for split in beside} == {1, 2, 3} and any(split.zero_bubble for split in beside)
+    assert {split.zero for split in beside} == {1, 2, 3}
     assert len(set(of_long)) == len(of_long)
     short = run_splits(shape("llama-3-8b"), 8, 8, 2048, 8)
     assert all(split.tp == split.pp == 1 for split in short if split.cp > 1)
@@ -84,7 +66,7 @@ def test_each_way_goes_through_a_plans_file_and_the_runs_own_checks(tmp_path, mo
         find_model(model), gpus=gpus, gpus_per_node=8, gpu=H100, sequence=sequence, global_batch=batch
     ):
         split = mesh.split
-        looked_at |= {name for name in ("ep", "cp") if getattr(split, name) > 1} | {split.zero_bubble}
+        looked_at |= {name for name in ("ep", "cp") if getattr(split, name) > 1}
         plan = distributed_plan.SplitPlan(
             brim="0", model=model, gpu="H100", engine="torch", precision="bf16-mixed", sequence=sequence, split=split,
             checkpointing=mesh.checkpointing,
@@ -97,7 +79,7 @@ def test_each_way_goes_through_a_plans_file_and_the_runs_own_checks(tmp_path, mo
         assert followed.split(gpus, 8) == split
         check_experts(split)
         check_context(split)
-    assert looked_at >= ({"ep", True, False} if model == "mixtral-8x7b" else {"cp", False})
+    assert looked_at >= ({"ep"} if model == "mixtral-8x7b" else {"cp"})
 
 
 def test_layers_of_two_kinds_are_cut_into_stages_too():

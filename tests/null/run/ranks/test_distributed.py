@@ -53,23 +53,23 @@ def test_two_ranks_have_the_losses_the_weights_and_the_predicted_bytes_of_one(
     RAM are on their way to a GPU that the CPU plays."""
     splits = [
         {"zero": 3, "micro_batch": 6}, OFFLOADED, {"pp": 2, "interleave": 2, "micro_batch": 3},
-        {"pp": 2, "zero_bubble": True, "micro_batch": 3}, {"cp": 2, "zero": 1, "micro_batch": 6},
-        {"tp": 2, "micro_batch": 12, **SP}, {"pp": 2, "micro_batch": 6, "stage_layers": (3, 1)},
+        {"cp": 2, "zero": 1, "micro_batch": 6}, {"tp": 2, "micro_batch": 12, **SP},
+        {"pp": 2, "micro_batch": 6, "stage_layers": (3, 1)},
     ]  # fmt: skip
     tied = {"pp": 2, "micro_batch": 6, "model": str(gpt2)}
     experts = {"ep": 2, "zero": 1, "micro_batch": 3, "model": str(mixtral)}
     lora = {"method": "lora", "zero": 3, "micro_batch": 3}
     made = trained(2, llama, text, tmp_path, *splits, tied, experts, lora)
     check(made, tmp_path, alone, *splits)
-    check_memory(2, llama, made[:5], *splits[:5])
+    check_memory(2, llama, made[:4], *splits[:4])
     _check_timelines(made[:2], tmp_path)
     of_gpt2, of_mixtral, of_lora = made[len(splits) :]
     losses, last = plain(gpt2, text, STEPS, seq=SEQ, batch=BATCH, lr=LR)
     assert of_gpt2["losses"] == pytest.approx(losses, abs=1e-5)
-    assert torch.allclose(weights(tmp_path / "7")[TABLE], last[TABLE], atol=1e-5)
+    assert torch.allclose(weights(tmp_path / "6")[TABLE], last[TABLE], atol=1e-5)
     check_memory(2, gpt2, [of_gpt2], tied)
-    check_losses(of_mixtral, tmp_path / "8", plain(mixtral, text, STEPS, seq=SEQ, batch=BATCH, lr=LR))
-    check_adapter(of_lora["losses"], tmp_path / "9", adapted(llama, text))
+    check_losses(of_mixtral, tmp_path / "7", plain(mixtral, text, STEPS, seq=SEQ, batch=BATCH, lr=LR))
+    check_adapter(of_lora["losses"], tmp_path / "8", adapted(llama, text))
 
 
 def _check_timelines(made: list[Any], output: Path) -> None:

@@ -1,4 +1,4 @@
-"""Longer trainings over ranks: shards in RAM, zero-bubble pipelines, experts and sequences over ranks."""
+"""Longer trainings over ranks: shards in RAM, experts and sequences over ranks."""
 
 from __future__ import annotations
 
@@ -80,14 +80,9 @@ def test_shards_in_ram_are_clipped_and_go_on_from_checkpoints_of_other_ranks(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_zero_bubble_pipelines_and_sequences_of_four_ranks(
-    llama: Path, text: Path, tmp_path: Path, alone: Any
-) -> None:
-    halved = {"pp": 2, "zero_bubble": True}
+def test_sequences_of_four_ranks(llama: Path, text: Path, tmp_path: Path, alone: Any) -> None:
     splits = [
-        {**halved, "zero": 1, "micro_batch": 1}, {**halved, "zero": 0, "micro_batch": 3},
-        {**halved, "tp": 2, "micro_batch": 2, **SP}, {**halved, "pp": 4, "micro_batch": 1},
-        {**halved, "interleave": 2, "zero": 1, "micro_batch": 1}, {"cp": 2, "zero": 3, "micro_batch": 3},
+        {"cp": 2, "zero": 3, "micro_batch": 3},
         {"cp": 4, "zero": 0, "micro_batch": 3}, {"cp": 2, "zero": 2, "micro_batch": 3, "checkpointing": "full"},
     ]  # fmt: skip
     check_trained(4, llama, text, tmp_path, alone, *splits)
@@ -102,7 +97,6 @@ def test_sequences_beside_tensors_and_pipelines(llama: Path, text: Path, tmp_pat
         {**shared, "pp": 2, "zero": 3},
         {**shared, "tp": 2, "zero": 3, "checkpointing": "full", **SP},
         {**shared, "pp": 2, "interleave": 2, "zero": 1, "micro_batch": 1},
-        {**shared, "pp": 2, "zero_bubble": True, "zero": 1},
         {"cp": 4, "micro_batch": 3, "checkpointing": "selective"},
     ]  # fmt: skip
     check_trained(4, llama, text, tmp_path, alone, *splits)
@@ -178,7 +172,6 @@ def test_experts_of_four_ranks(text: Path, tmp_path: Path) -> None:
         {"ep": 4, "zero": 1, "micro_batch": 3}, {"ep": 4, "zero": 0, "micro_batch": 1},
         {"ep": 2, "pp": 2, "zero": 1, "micro_batch": 3},
         {"ep": 4, "zero": 3, "micro_batch": 3, "checkpointing": "full"},
-        {"ep": 2, "pp": 2, "zero": 1, "zero_bubble": True, "micro_batch": 3},
     ]  # fmt: skip
     for chosen in (4, 2):
         folder = save_mixtral(tmp_path / f"of {chosen}", chosen)
@@ -208,14 +201,14 @@ def test_experts_are_clipped_and_go_on_from_a_checkpoint_without_them(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("way", ["ep", "zero_bubble", "cp"])
+@pytest.mark.parametrize("way", ["ep", "cp"])
 def test_a_plan_that_the_search_has_made_is_run(
     way: str, mixtral: Path, llama: Path, text: Path, tmp_path: Path
 ) -> None:
     folder = mixtral if way == "ep" else llama
     sizes = {"gpus": 2, "gpus_per_node": 2, "sequence": SEQ, "global_batch": BATCH}
     found = run_meshes(find_model(str(folder)), gpu=catalog.gpu("H100"), **sizes)
-    mesh = next(mesh for mesh in found if int(getattr(mesh.split, way)) > (way != "zero_bubble"))
+    mesh = next(mesh for mesh in found if getattr(mesh.split, way) > 1)
     made = distributed_plan.SplitPlan(
         brim="0", model=str(folder), gpu="H100", engine="torch", precision="fp32", sequence=SEQ, split=mesh.split,
         checkpointing=mesh.checkpointing, peak_bytes=mesh.peak_bytes, step_s=mesh.step_s,
@@ -225,5 +218,4 @@ def test_a_plan_that_the_search_has_made_is_run(
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout)
     assert told["mesh"] == {name: mesh.split.size(name) for name in ("pp", "dp", "cp", "tp", "ep")}
-    assert told["zero_bubble"] == mesh.split.zero_bubble
     assert told["losses"] == pytest.approx(plain(folder, text, STEPS, seq=SEQ, batch=BATCH, lr=LR)[0], abs=1e-5)

@@ -80,11 +80,6 @@ def _check(job: ParallelJob) -> None:
         raise UnsupportedError(
             "Megatron-LM does not support --offload-shards.", "Only FSDP2 keeps shards in RAM.", "Use --engine torch."
         )
-    if split.zero_bubble:
-        raise UnsupportedError(
-            "Megatron-LM does not support --zero-bubble.", "Its pipelines are 1F1B and interleaved 1F1B.",
-            "Use --engine torch.",
-        )  # fmt: skip
     if split.zero > 1:
         raise UnsupportedError(
             f"Megatron-LM does not support --zero {split.zero}.",
