@@ -142,7 +142,7 @@ class _Proofs:
 
     def _smallest(self, left: Sequence[Mesh]) -> Mesh | None:
         """Return the smallest of the families' unproved smallest meshes; None where proofs rule it out."""
-        least: dict[tuple[int, bool, bool], Mesh] = {}
+        least: dict[tuple[int, bool], Mesh] = {}
         for mesh in self.candidates:
             if not any(_uses(refused) <= _uses(mesh) for refused in self.refused):
                 first = least.setdefault(_family(mesh), mesh)
