@@ -380,7 +380,7 @@ def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") ->
     """Trace a job; of a deep model, trace a few layers and repeat them where that is exact."""
     with quiet():
         depth = find_depth(job.source)
-        if depth is not None and has_equal_layers(job.source, depth.special):
+        if depth is not None and has_equal_layers(job.source, range(depth.special, depth.layers)):
             counts = range(depth.fewest, depth.fewest + 3)
             jobs = [job.with_layers(depth.field, count) for count in counts]
             traces = [_traced_whole(shallow, capability, routing) for shallow in jobs]

@@ -23,11 +23,8 @@ from brim.predict.lowering.cuda.kernels import NOT_ASKED
 from brim.units import format_bytes
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_COUNTED = 3  # dimensions of a weight that holds all experts of a layer
-_LEAST_FLOAT8 = (
-    8,
-    9,
-)  # compute capability with float8 products (transformers/quantizers/quantizer_finegrained_fp8.py)
+_EXPERTS_DIMENSIONS = 3  # of a weight that holds all experts of a layer
+_LEAST_FLOAT8 = (8, 9)  # compute capability with float8 products (quantizer_finegrained_fp8.py of transformers)
 Form = Mapping[str, int]  # bytes of each tensor that a quantized weight consists of, by the end of its name
 Settings = Mapping[str, Any]
 # The settings of the methods that name modules which are not quantized.
@@ -277,16 +274,18 @@ def method_of(source: Source) -> tuple[str, Settings, Method]:
     return name or quantized_by(source), settings, METHODS.get(name, _OTHER)
 
 
-def has_equal_layers(source: Source, first: int) -> bool:
-    """Return whether all layers from number ``first`` on are quantized alike, by headers or settings."""
+def has_equal_layers(source: Source, numbers: range) -> bool:
+    """Return whether the layers of these numbers are quantized alike, by headers or settings."""
+    if not quantized_by(source):
+        return True
     settings = quantization_of(source.config)[1]
     skipped = [(str(name), "") for key in _SKIPPED for name in settings.get(key) or ()]
     tensors = [(name, f"{tensor.dtype} {tensor.shape}") for name, tensor in stored_tensors(source).items()]
     layers: dict[str, dict[int, set[str]]] = {}
     for name, kind in tensors or skipped:
-        if (found := _IN_LAYER.match(name)) is not None and int(found[2]) >= first:
+        if (found := _IN_LAYER.match(name)) is not None and int(found[2]) in numbers:
             layers.setdefault(found[1], {}).setdefault(int(found[2]), set()).add(f"{found[3]} {kind}")
-    return all(len({frozenset(parts) for parts in numbers.values()}) == 1 for numbers in layers.values())
+    return all(len({frozenset(parts) for parts in alike.values()}) == 1 for alike in layers.values())
 
 
 def as_stored(model: nn.Module, source: Source) -> dict[str, str]:
@@ -317,7 +316,7 @@ def as_stored(model: nn.Module, source: Source) -> dict[str, str]:
             become(module, layer, bool(settings.get("bnb_4bit_use_double_quant")))
         else:
             become(module, layer)
-        bytes += sum(form.values())
+        bytes += sum(t.nbytes for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
     if layer is OnceUnpackedLinear:
         model.register_forward_pre_hook(_unpack_all)
     return {name: f"{len(forms):,} weights of {format_bytes(bytes)} as stored; run by {method.by}"}
@@ -372,7 +371,7 @@ def _by_settings(model: nn.Module, source: Source, name: str, settings: Settings
     forms: dict[str, Form] = {}
     for path, module in model.named_modules():
         for key, parameter in module.named_parameters(prefix=path, recurse=False):
-            experts = parameter.dim() == _COUNTED and method.has_experts and "experts" in path
+            experts = parameter.dim() == _EXPERTS_DIMENSIONS and method.has_experts and "experts" in path
             table = is_linear(module) or (name == "mlx" and isinstance(module, nn.Embedding))
             if ((table and key.endswith(".weight") and not method.experts_only) or experts) and chosen(path):
                 *counts, out, inside = parameter.shape
