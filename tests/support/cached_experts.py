@@ -25,7 +25,7 @@ def planned(model: nn.Module, device: str, choice: str, slots: int, weights: Wei
         p = parameters[name]
         return weights.sources.get(name) or TensorSource(name=name, dtype=p.dtype, shape=tuple(p.shape), extents=())
 
-    way = next(w for w in expert_plans(model, hardware, source, {}) if (w.slots, w.choice) == (slots, choice))
+    way = next(w for w in expert_plans(model, hardware, source) if (w.slots, w.choice) == (slots, choice))
     need = Need(step_bytes=0)
     partition = way.partition(find_blocks(model, stay=way.names))
     job = way.job(make_job(model, partition, hardware, need, weights, "generate"), hardware, 1, 1e9)

@@ -395,8 +395,6 @@ def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") ->
 
 def _traced_whole(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
     """Trace every layer. Raises ModelError with a clear message if the model cannot be built or run."""
-    if job.workload.method == "lora":
-        import peft  # noqa: F401  # before a GPU is pretended: it imports bitsandbytes, which would look for the GPU
     try:
         with quiet():
             return trace(

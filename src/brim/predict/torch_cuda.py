@@ -78,6 +78,8 @@ def in_place(cuda: Mapping[str, Any]) -> Iterator[None]:
         for module in (torch.accelerator, getattr(torch.accelerator, "random", torch.accelerator)):
             for name in accelerator.keys() & vars(module).keys():  # PyTorch 2.11 has fewer of them than 2.14
                 stack.enter_context(mock.patch.object(module, name, accelerator[name]))
+        if not hasattr(torch._C, "_cuda_getCurrentRawStream"):  # bitsandbytes looks it up where there is a GPU
+            stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", int, create=True))
         # Checkpointing reads the accelerator once per process and caches it.
         stack.enter_context(mock.patch.object(DefaultDeviceType, "_default_device_type", None))
         yield
