@@ -22,7 +22,7 @@ from brim.errors import UsageError
 from brim.estimation.estimate import traced
 from brim.estimation.models import find_model
 from brim.estimation.steps import PROGRAM, Job
-from brim.estimation.workload import CHECKPOINTING, METHODS, OPTIMIZERS, PRECISIONS, Workload
+from brim.estimation.workload import CHECKPOINTING, METHODS, OPTIMIZERS, PRECISIONS, STORED, Workload
 from brim.models.quantized import open_as
 from brim.planning.request import Request
 from brim.planning.strategy.choice import Choice
@@ -95,7 +95,7 @@ def compare(folder: Path, *, checkpointing: str = "none", **asked: Any) -> None:
     assert (step in steps(made)) == (not differs), differs
 
 
-TRAINED = [precision for precision in PRECISIONS if precision not in ("int8", "int4", "fp8")]
+TRAINED = [precision for precision in PRECISIONS if precision not in ("int8", "int4", "fp8", STORED)]
 
 
 @pytest.mark.parametrize("precision", TRAINED)
@@ -131,7 +131,7 @@ def test_what_brim_train_lacks_or_leaves_to_torchao_is_said(folder: Path, asked:
             Request(model=folder, task="train", **asked).check()
 
 
-@pytest.mark.parametrize("precision", [name for name in PRECISIONS if "mixed" not in name])
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if "mixed" not in name and name != STORED])
 def test_layers_of_a_generation(folder: Path, precision: str) -> None:
     job = Job(find_model(folder), Workload(task="generate", seq=_SEQ, new_tokens=2, precision=precision))
     called, _ = modules_of(lambda: traced(job, _FP8))
