@@ -73,9 +73,10 @@ class Accelerator:
         raise self._lacks("mem_get_info")
 
     def _shares_ram(self) -> bool:
-        """Return whether the device computes in the host's RAM: GB10, Jetson, APUs."""
-        properties = getattr(self.module, "get_device_properties", None)
-        return properties is not None and bool(getattr(properties(self.index), "is_integrated", False))
+        """Return whether a CUDA or ROCm device computes in the host's RAM: GB10, Jetson, APUs."""
+        return self.type == CUDA and bool(
+            getattr(self.module.get_device_properties(self.index), "is_integrated", False)
+        )
 
     def allocated_bytes(self) -> int:
         """Return the bytes that tensors take now."""

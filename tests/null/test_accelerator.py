@@ -79,10 +79,14 @@ def test_free_memory_is_asked_in_each_backends_words(present):
 def test_files_in_the_page_cache_are_free_memory_of_a_device_that_shares_ram(monkeypatch):
     """A GB10 whose driver said 41.5 GiB had 115.7 GiB of RAM available: a file of 60 GiB had been written."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=7 * GIB))
-    words = {"current_device": lambda: 0, "get_device_properties": lambda _: SimpleNamespace(is_integrated=True)}
-    assert xpu(**words).memory_bytes() == (7 * GIB, 8 * GIB)
-    words["get_device_properties"] = lambda _: SimpleNamespace(is_integrated=False)
-    assert xpu(**words).memory_bytes() == (5 * GIB, 8 * GIB)
+    for is_integrated, free_bytes in ((True, 7 * GIB), (False, 5 * GIB)):
+        words = {
+            "current_device": lambda: 0,
+            "get_device_properties": lambda _, integrated=is_integrated: SimpleNamespace(is_integrated=integrated),
+            "mem_get_info": lambda: (5 * GIB, 8 * GIB),
+        }
+        gb10 = Accelerator(type="cuda", module=SimpleNamespace(**words), device=CPU)
+        assert gb10.memory_bytes() == (free_bytes, 8 * GIB)
 
 
 def test_a_limit_is_a_share_of_the_device_and_is_taken_back():
