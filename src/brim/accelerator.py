@@ -74,9 +74,8 @@ class Accelerator:
 
     def _shares_ram(self) -> bool:
         """Return whether a CUDA or ROCm device computes in the host's RAM: GB10, Jetson, APUs."""
-        return self.type == CUDA and bool(
-            getattr(self.module.get_device_properties(self.index), "is_integrated", False)
-        )
+        properties = self.module.get_device_properties(self.index) if self.type == CUDA else None
+        return bool(getattr(properties, "is_integrated", False))
 
     def allocated_bytes(self) -> int:
         """Return the bytes that tensors take now."""
