@@ -96,10 +96,11 @@ def _pipeline(name: str, repository: str, revision: str | None, missing: ModelEr
         folder = _configuration(name, repository, revision, "model_index.json")
     except ModelError:
         raise missing from missing.__cause__
-    for part, entry in json.loads((folder / "model_index.json").read_text(encoding="utf-8")).items():
-        if isinstance(entry, list):
-            with suppress(ModelError):  # tokenizers and schedulers have other files
-                _configuration(name, repository, folder.name, f"{part}/config.json")
+    with suppress(ValueError, AttributeError):  # a damaged index is reported where it is read for its models
+        for part, entry in json.loads((folder / "model_index.json").read_text(encoding="utf-8")).items():
+            if isinstance(entry, list) and part.isidentifier():
+                with suppress(ModelError):  # tokenizers and schedulers have other files
+                    _configuration(name, repository, folder.name, f"{part}/config.json")
     return folder
 
 

@@ -29,13 +29,8 @@ _MOST = 10_000
 _TEXT = re.compile("text|language|llm|decoder|thinker")  # names of the part with most weights in configurations
 _NOT_SIZES = ("model_type", "auto_map", "quantization_config")  # keys of a configuration that is passed in, not sizes
 _CHECKPOINTS = ("model.safetensors", "model.safetensors.index.json")
-_PACKED = (
-    "uint8",
-    "int8",
-    "float8",
-    "int32",
-    "uint32",
-)  # types of quantized weights; masks among the buffers may have them too
+# Types of quantized weights; masks among the buffers may have them too.
+_PACKED = ("uint8", "int8", "float8", "int32", "uint32")
 _PIPELINE = "model_index.json"
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 
@@ -176,7 +171,7 @@ def _of_pipeline(folder: Path) -> Source:
     parts = {
         name: replace(_of_file(folder / name / "config.json", folder / name), architecture=str(kind))
         for name, kind in classes.items()
-        if (folder / name / "config.json").exists()
+        if name.isidentifier() and (folder / name / "config.json").exists()  # no path to another folder
     }
     if not parts:
         raise ModelError(f"{folder} was given as the model.", "None of its models has a config.json.")

@@ -12,6 +12,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 import brim
 from brim.cli import main
+from brim.errors import ModelError
 from support.hub import Hub, hub
 
 __all__ = ["hub"]
@@ -95,6 +96,21 @@ def test_a_pipeline_of_the_hub_needs_its_configurations_only(hub: Hub, tmp_path:
     contents = {name: json.dumps(content).encode() for name, content in files.items()}
     hub.files["org/pipe"] = {name: (content, len(content)) for name, content in contents.items()}
     assert estimated("org/pipe").peak_bytes == estimated(tmp_path).peak_bytes
+
+
+def test_a_pipeline_names_models_of_its_own_folder_alone(tmp_path: Path) -> None:
+    pipeline(tmp_path / "pipe", "StableDiffusionPipeline", unet=unet())
+    pipeline(tmp_path, "StableDiffusionPipeline", vae=autoencoder(4))
+    index = {"../vae": ["diffusers", "AutoencoderKL"], str(tmp_path / "vae"): ["diffusers", "AutoencoderKL"]}
+    (tmp_path / "pipe" / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="None of its models"):
+        estimated(tmp_path / "pipe")
+
+
+def test_a_damaged_index_of_the_hub_is_one_error(hub: Hub) -> None:
+    hub.files["org/pipe"] = {"model_index.json": (b"[1, 2]", 6)}
+    with pytest.raises(ModelError, match="not a pipeline's index"):
+        estimated("org/pipe")
 
 
 def test_a_pipeline_is_not_trained_as_a_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
