@@ -24,7 +24,7 @@ from brim.units import format_bytes
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _EXPERTS_DIMENSIONS = 3  # of a weight that holds all experts of a layer
-_LEAST_FLOAT8 = (8, 9)  # compute capability with float8 products (quantizer_finegrained_fp8.py of transformers)
+_LEAST_FLOAT8 = (8, 9)  # compute capability with float8 products (transformers' FineGrainedFP8HfQuantizer)
 Form = Mapping[str, int]  # bytes of each tensor that a quantized weight consists of, by the end of its name
 Settings = Mapping[str, Any]
 # The settings of the methods that name modules which are not quantized.

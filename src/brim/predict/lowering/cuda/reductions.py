@@ -117,7 +117,7 @@ def take_workspaces(kernel: Kernel, source: torch.Tensor, dims: Sequence[int], p
         kept=_joined(shape, stride, [d for d in range(len(shape)) if d not in dims]),
         part_bytes=part_bytes, multiprocessors=multiprocessors, threads=threads, counters=False,
     )  # fmt: skip
-    for part in _indexed_parts(parts, source) if parts.reduced else ():
+    for part in _indexed_parts(parts, source, set()) if parts.reduced else ():
         counters = replace(part, counters=True)
         # How many parts there are depends on the size, so they are not followed to another.
         take = kernel.workspace if part is parts else lambda bytes, _: kernel.temp(bytes)
@@ -160,8 +160,14 @@ def _last_byte(dimensions: Iterable[tuple[int, int]], source: torch.Tensor) -> i
     return 1 + source.element_size() * sum((size - 1) * step for size, step in dimensions)
 
 
-def _indexed_parts(reduction: Reduction, source: torch.Tensor) -> Iterator[Reduction]:
-    """``SplitUntil32Bit``: the dimension of the largest extent is halved until 32 bits are enough."""
+def _indexed_parts(reduction: Reduction, source: torch.Tensor, walked: set[Reduction]) -> Iterator[Reduction]:
+    """``SplitUntil32Bit``: the dimension of the largest extent is halved until 32 bits are enough.
+
+    Equal parts come once: each frees its workspace before the next takes one, so the allocator is as after the first.
+    """
+    if reduction in walked:
+        return
+    walked.add(reduction)
     dimensions, count = [*reduction.reduced, *reduction.kept], len(reduction.reduced)
     if _last_byte(dimensions, source) <= _MOST_INDEXED_BYTES:
         yield reduction
@@ -171,7 +177,7 @@ def _indexed_parts(reduction: Reduction, source: torch.Tensor) -> Iterator[Reduc
     for part in (size // 2, size - size // 2):
         dimensions[at] = part, step
         smaller = replace(reduction, reduced=tuple(dimensions[:count]), kept=tuple(dimensions[count:]))
-        yield from _indexed_parts(smaller, source)
+        yield from _indexed_parts(smaller, source, walked)
 
 
 def _dimensions(kernel: Kernel, count: int) -> tuple[int, ...]:
