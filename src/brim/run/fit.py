@@ -14,12 +14,18 @@ from torch import nn
 from brim.allocator.config import LARGE_SEGMENT_BYTES
 from brim.core import Hardware, Plan, Timeline
 from brim.core.hardware import RAM
-from brim.errors import UsageError
+from brim.errors import BudgetError, UsageError
 from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.memory.heap import HeapRetention, retention_limits
 from brim.memory.mapped import present_bytes
-from brim.planning.inference.example_shapes import on_host, without_values
+from brim.planning.inference.example_shapes import (
+    PipelineModels,
+    is_pipeline,
+    on_host,
+    pipeline_arguments,
+    without_values,
+)
 from brim.planning.inference.forward_prediction import forward_need, search_forward
 from brim.planning.inference.machine import (
     Device,
@@ -60,7 +66,7 @@ _Example = Mapping[str, Any] | Sequence[Any]
 
 @overload
 def fit(
-    model: nn.Module,
+    model: Any,
     optimizer: None = None,
     *,
     vram: str | int | None = None,
@@ -86,7 +92,7 @@ def fit(
 
 
 def fit(
-    model: nn.Module,
+    model: Any,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     vram: str | int | None = None,
@@ -104,9 +110,12 @@ def fit(
     activations. On a machine without CUDA the model computes in RAM, and tensors that do not fit there are in a
     scratch file (in the folder ``BRIM_SCRATCH``, else in the temporary folder).
 
+    The models of a diffusers pipeline share one budget and one plan, as they run one after another. If no plan fits,
+    the decoder's tiling is switched on.
+
     Args:
-        model: Any module with ordinary parameters. No part of it may be fitted already. A model on a GPU stays on
-            that GPU.
+        model: Any module with ordinary parameters, or a diffusers pipeline. No part of it may be fitted already. A
+            model on a GPU stays on that GPU.
         optimizer: The optimizer that trains it, a ``torch.optim.Optimizer``. None: inference.
         vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"90%"`` of its capacity. None: nine tenths of the free memory
             and of the memory that the model uses there already.
@@ -115,7 +124,8 @@ def fit(
         device: ``"auto"`` (CUDA, else the CPU), ``"cuda"``, ``"xpu"``, ``"npu"``, ``"cuda:1"`` (a GPU by number),
             ``"cpu"``, or ``"emulated"`` (a part of RAM replaces VRAM, to try plans without a GPU).
         example: Inputs of the model: a tensor, a tuple or list of positional inputs, or a dictionary of named ones.
-            Activations are predicted from it; nothing is run.
+            Activations are predicted from it; nothing is run. For a pipeline: the named arguments of its call
+            (None: an empty prompt in the default size).
         activations: Bytes of a step's activations, instead of an example. Without both, an eighth of the budget is
             reserved for them.
         plan: For training: a file from ``brim plan --task train --output``. brim follows it exactly; your loop must
@@ -130,8 +140,18 @@ def fit(
         UnsupportedError: Parameters with more state than their bytes: quantized by another library, sharded, sparse,
             or on the meta device.
     """
+    if is_pipeline(model):
+        if optimizer is not None or plan is not None:
+            raise UsageError(
+                f"Cannot fit the pipeline {type(model).__name__} for training.",
+                "Its models are trained one at a time.",
+                "Fit one of its models with its optimizer.",
+            )
+        return _fit_pipeline(model, vram, ram, device, example, activations)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"Cannot fit a {type(model).__name__}.", "The model must be an nn.Module.")
+        raise UsageError(
+            f"Cannot fit a {type(model).__name__}.", "The model must be an nn.Module or a diffusers pipeline."
+        )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             f"Cannot use a {type(optimizer).__name__} as the optimizer.", "It must be a torch.optim.Optimizer."
@@ -154,9 +174,56 @@ def fit(
                 "brim.fit follows plans in training only.",
                 "Give the optimizer.",
             )
-        need = forward_need(model, budget, hardware, inputs, activations)
-        placed = search_forward(model, hardware, budget, need, inputs, kind)
-        return put_in_force(model, placed.partition, placed.plan, hardware, Weights(), kind)
+        return _fit_inference(model, hardware, budget, kind, inputs, activations)
+
+
+def _fit_inference(
+    model: nn.Module,
+    hardware: Hardware,
+    budget_bytes: Mapping[str, int],
+    device: Device,
+    example: _Example | None,
+    activations: str | int | None,
+    shares: Mapping[str, float] | None = None,
+) -> WeightStreaming:
+    need = forward_need(model, budget_bytes, hardware, example, activations)
+    need = replace(need, shares=shares or {})
+    placed = search_forward(model, hardware, budget_bytes, need, example, device)
+    return put_in_force(model, placed.partition, placed.plan, hardware, Weights(), device)
+
+
+def _fit_pipeline(
+    pipe: Any, vram: str | int | None, ram: str | int | None, device: str, example: Any, activations: str | int | None
+) -> WeightStreaming:
+    models = PipelineModels(pipe)
+    refuse_second(models)
+    refuse_special_tensors(models)
+    arguments = pipeline_arguments(pipe, example) if activations is None else None
+    tiles: list[Any] = [part for part in models.children() if hasattr(part, "enable_tiling") and not part.use_tiling]
+    with on(device, models) as kind, torch.inference_mode(False):
+        hardware = machine(kind)
+        held = held_vram_bytes([models], device=kind), held_ram_bytes([models])
+        budget = budgets(hardware, vram, ram, kind, held_vram_bytes=held[0], held_ram_bytes=held[1])
+
+        def fitted() -> WeightStreaming:
+            calls, shares = (None, None) if arguments is None else models.recorded(pipe, arguments)
+            return _fit_inference(models, hardware, budget, kind, calls, activations, shares)
+
+        try:
+            handle = fitted()
+        except BudgetError:
+            if arguments is None or not tiles:
+                raise
+            for part in tiles:
+                part.enable_tiling()
+            try:
+                handle = fitted()
+            except BaseException:
+                for part in tiles:
+                    part.disable_tiling()
+                raise
+        pipe.brim = handle
+        return handle
 
 
 def fit_training(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from brim.errors import BudgetError, UnsupportedError
 from brim.measure import device_rates as measuring
 from brim.measure.capacity import free_bytes
 from brim.planning.inference.machine import budgets, held_to, held_vram_bytes, machine
+from support.pipelines import small_pipeline
 
 pytestmark = [
     pytest.mark.gpu,
@@ -203,3 +205,20 @@ def test_a_program_s_memory_fraction_bounds_what_is_free():
         assert free_bytes("vram") <= 512 * MIB
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_fitted_pipeline_reserves_what_was_promised(tmp_path: Path) -> None:
+    call = {"prompt": "a", "num_inference_steps": 2, "output_type": "pt"}
+
+    def picture() -> torch.Tensor:
+        return pipe(**call, generator=torch.Generator().manual_seed(1)).images.cpu()
+
+    pipe = small_pipeline(tmp_path)
+    expected = picture()
+    start_anew()
+    before = torch.cuda.memory_reserved()
+    handle = brim.fit(pipe, vram=66 * MIB, ram="1GiB", example=call)
+    for _ in range(2):
+        torch.testing.assert_close(picture(), expected, rtol=0, atol=1e-3)
+    assert torch.cuda.max_memory_reserved() - before == handle.plan.promise.peak_bytes["vram"] <= 66 * MIB
+    handle.remove()

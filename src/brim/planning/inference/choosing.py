@@ -54,7 +54,8 @@ class Need:
     Parameters in ``stay`` are not streamed. ``seconds`` gives a partition's measured seconds (``block_timing``) in
     place of those by rates; ``cpu_seconds`` those of a processor beside the GPU that may compute blocks in RAM, with
     ``cpu_bytes`` for each block and ``cpu_step_bytes`` during its computation. ``cache_experts``: in inference, a
-    mixture's experts may be loaded one by one. ``beside`` is the measured contention of lanes.
+    mixture's experts may be loaded one by one. ``beside`` is the measured contention of lanes. ``shares``: the share
+    of steps that call a child of the model, by its name; 1 for all others.
     """
 
     step_bytes: int
@@ -68,6 +69,7 @@ class Need:
     cpu_step_bytes: int = 0
     cache_experts: bool = True
     beside: Contention | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,7 +400,7 @@ class _Work:
 
     def __init__(self, model: nn.Module, hardware: Hardware, need: Need) -> None:
         self._parameters, self._tokens = dict(model.named_parameters()), need.tokens
-        self._read = reading(model, need.tokens)
+        self._read, self._shares, self._observation = reading(model, need.tokens), need.shares, need.observation
         self._bytes_per_s = hardware.tier(hardware.compute).bytes_per_s
         self._flops_per_s = rate_of(model, hardware)
 
@@ -411,12 +413,16 @@ class _Work:
         return max(flops / self._flops_per_s, read_bytes / self._bytes_per_s)
 
     def likely(self, block: Block) -> float:
-        """Return the probability that a step calls a block; below 1 for an expert that is a module of its own."""
+        """Return the probability that a step calls a block; below 1 for an expert that is a module of its own, and
+        for a model that is called in few steps."""
+        if self._observation is not None and self._observation.uses.keys().isdisjoint(block.tensors):
+            return 0.0
+        share = max(self._shares.get(trigger.partition(".")[0], 1.0) for trigger in block.triggers)
         readings = [self._read.get(name) for name in block.tensors]
         alone = {reading.expert for reading in readings if reading is not None}
         if len(alone) != 1 or None in readings or None in alone:
-            return 1.0
-        return max(reading.share for reading in readings if reading is not None)
+            return share
+        return share * max(reading.share for reading in readings if reading is not None)
 
 
 def rate_of(model: nn.Module, hardware: Hardware) -> float:

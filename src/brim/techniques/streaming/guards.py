@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -31,12 +31,13 @@ class Guards:
     def install(self, handle: Handle, streamed_blocks: StreamedBlocks) -> None:
         """Mark the model as fitted, with ``handle`` for its user to find."""
         model, triggers = self._model, [trigger for s in streamed_blocks for trigger in s.block.triggers]
-        modules = {id(m): m for m in [model, *(model.get_submodule(t) for t in triggers)]}
+        modules = {id(m): m for m in [model, *model.children(), *(model.get_submodule(t) for t in triggers)]}
         for module in modules.values():
             self.replace(module, "__deepcopy__", _refusal("be copied (copy.deepcopy)"))
             self.replace(module, "__reduce_ex__", _refusal("be pickled (pickle, torch.save of a module)"))
             self.replace(module, "_apply", _guarded_apply(module))
-        self.replace(model, HANDLE_ATTRIBUTE, handle)
+        for module in (model, *model.children()):  # the models of a pipeline are fitted again by themselves
+            self.replace(module, HANDLE_ATTRIBUTE, handle)
         self._watch_states(streamed_blocks, [model.get_submodule(trigger) for trigger in triggers])
 
     def _watch_states(self, streamed_blocks: StreamedBlocks, units: Sequence[nn.Module]) -> None:
@@ -47,7 +48,6 @@ class Guards:
             if owned:
                 state = _OwnState(owned)
                 self._hooks.append(module.register_state_dict_post_hook(lambda *args, s=state: s.fill(*args)))
-                self._hooks.append(module.register_load_state_dict_pre_hook(_refuse_assign))
                 self._hooks.append(module.register_load_state_dict_pre_hook(lambda *args, s=state: s.prepare(*args)))
         for module in units:
             self._hooks.append(
@@ -122,8 +122,16 @@ class _OwnState:
             elif streamed.is_hollow(index):
                 state[prefix + name] = streamed.store.value(index)
 
-    def prepare(self, module: nn.Module, state: object, prefix: str, metadata: object, *rest: object) -> None:
-        for streamed, index in self._owned.values():
+    def prepare(
+        self, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *rest: object
+    ) -> None:
+        for streamed, index in [owned for name, owned in self._owned.items() if prefix + name in state]:
+            if metadata.get("assign_to_params_buffers"):
+                raise UnsupportedError(
+                    "load_state_dict(assign=True) was called on a module fitted by brim.",
+                    "It would replace the parameters that brim moves.",
+                    "Leave out assign: the values are copied to where brim keeps them.",
+                )
             streamed.store.settle()  # or a pending save would overwrite the loaded values
             if streamed.is_hollow(index):
                 reveal(streamed.parameters[index], streamed.store.value(index))
@@ -156,12 +164,3 @@ def _guarded_apply(module: nn.Module) -> Callable[..., nn.Module]:
         return module
 
     return apply
-
-
-def _refuse_assign(module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *rest: object) -> None:
-    if metadata.get("assign_to_params_buffers"):
-        raise UnsupportedError(
-            "load_state_dict(assign=True) was called on a module fitted by brim.",
-            "It would replace the parameters that brim moves.",
-            "Leave out assign: the values are copied to where brim keeps them.",
-        )
