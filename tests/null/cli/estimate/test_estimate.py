@@ -222,7 +222,10 @@ def wide(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("asked", "vram"),
-    [(["--seq", "512", "--batch", "4"], "580MiB"), (["--task", "generate", "--seq", "512"], "420MiB")],
+    [
+        (["--seq", "512", "--batch", "4"], "580MiB"),
+        pytest.param(["--task", "generate", "--seq", "512"], "420MiB", marks=pytest.mark.slow),
+    ],
 )
 def test_what_does_not_fit_is_code_3_with_settings_that_do(wide, capsys, asked, vram):
     command = ["estimate", wide, *asked, "--vram", vram]

@@ -108,7 +108,7 @@ SMALL = ["plan", "llama-3.2-1b", "--task", "train", "--gpu", "RTX 3060 12GB", "-
 SMALL_BY_FORMS = [*SMALL, *MEGATRON]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_too_few_gpus_train_with_their_shards_in_ram(capsys):
     assert main([*SMALL_BY_FORMS, "--compare-gpus", "2", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
@@ -152,7 +152,7 @@ def test_ram_that_is_too_small_for_shards_is_told():
     assert "With shards in RAM it does not fit either" in told.found and "--ram" in told.todo
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_bytes_that_are_missing_are_told_where_nothing_fits_in_ram_either():
     error = refused(engine="megatron", seq=32768, global_batch=2).found
     assert "B on each of them, and one has" in error
@@ -196,7 +196,7 @@ def test_the_comparison_of_gpus_takes_experts_over_ranks(capsys):
     assert rows[1]["step_s"] < rows[0]["step_s"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_plan_is_for_the_engine_that_train_runs_and_names_it(capsys, tmp_path, monkeypatch):
     """Where nothing further is proved, it is the first that fits."""
@@ -238,7 +238,7 @@ def half_a_billion(tmp_path_factory):
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", ["torch", "megatron"])
+@pytest.mark.parametrize("engine", [pytest.param("torch", marks=pytest.mark.slow), "megatron"])
 def test_where_nothing_fits_the_nearest_that_does_is_told(capsys, half_a_billion, engine):
     """Closed forms alone rule it out: states take more than a GPU has."""
     asked = ["plan", half_a_billion, "--task", "train", "--gpus", "1", "--gpu", "RTX 3060 Ti", "--seq", "128"]

@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_code_3_with_changes_that_do(llama: str, few_change
     assert told(*words[2:], "--top", "1")["plans"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_in_words(llama: str, tmp_path: Path, few_changes: None) -> None:
     path, page = tmp_path / "plan.json", tmp_path / "plan.html"
     found = said(llama, *TRAIN, *SHORT, "--output", str(path), "--html", str(page))
