@@ -1,0 +1,55 @@
+"""The fixture ``brim_memory`` in a pytest of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TEST = """
+import torch
+
+def build(width=1024, layers=4, batch=64):
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
+    inputs = torch.empty(batch, width)
+    optimizer = torch.optim.{optimizer}(model.parameters())
+    def step():
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return step
+
+def test_memory(brim_memory):
+    assert brim_memory("{limit}", lambda: build({arguments}), gpu="RTX 4090") > 0
+"""
+
+
+def run(folder: Path, *options: str, limit: str = "1GiB", optimizer: str = "SGD", arguments: str = "") -> str:
+    (folder / "test_step.py").write_text(TEST.format(limit=limit, optimizer=optimizer, arguments=arguments))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "brim.integrations.pytest_plugin", *options]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"], cwd=folder, capture_output=True, text=True, timeout=100
+    )
+    return f"{done.returncode} {done.stdout}"
+
+
+@pytest.mark.thorough
+def test_a_peak_that_grows_fails_in_one_line(tmp_path: Path) -> None:
+    assert run(tmp_path, "--brim-update").startswith("0 ")
+    stored = json.loads((tmp_path / "brim_memory.json").read_text())
+    assert stored.keys() == {"test_step.py::test_memory 1"}
+    assert run(tmp_path).startswith("0 ")
+    for grown in ("batch=256", "layers=5", "width=1040"):  # by 2 to 25 percent
+        failed = run(tmp_path, arguments=grown)
+        assert failed.startswith("1 ") and "% more than the" in failed
+        assert "Traceback" not in failed and "def test_memory" not in failed
+
+
+@pytest.mark.thorough
+def test_a_peak_above_the_limit_fails_in_one_line(tmp_path: Path) -> None:
+    failed = run(tmp_path, limit="20MiB", optimizer="AdamW")
+    assert failed.startswith("1 ") and "on RTX 4090, limit 20MiB." in failed
+    assert not (tmp_path / "brim_memory.json").exists()
