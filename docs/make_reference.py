@@ -42,7 +42,6 @@ _SECTIONS: dict[str, list[tuple[str, str, _Members]]] = {
     ],
     "What they take": [
         ("brim.estimation.step_memory", "Inputs", ()),
-        ("brim.techniques.quantization.linear", "Quantization", ()),
         ("brim.estimation.workload", "Workload", ()),
         ("brim.estimation.simulation", "Place", ()),
     ],

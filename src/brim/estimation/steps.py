@@ -504,6 +504,6 @@ def differences(workload: Workload, stored: str, *, language_model: bool) -> dic
 
 def _of_generation(workload: Workload) -> dict[str, str]:
     parts = {"cache": "brim generate allocates the cache once, for all tokens"}
-    if workload.precision in ("int8", "int4", "fp8"):
-        parts["layers"] = f"brim generate uses its own {workload.precision} layers"
+    if workload.precision == "fp8":
+        parts["layers"] = "brim generate does not quantize to fp8"
     return parts

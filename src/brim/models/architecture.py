@@ -31,7 +31,8 @@ _INITIALIZED_BYTES = 128 << 20  # weights that a checkpoint may lack: position t
 class BuiltModule:
     """``tensors`` has each distinct tensor by its first name in the state dict; ``tied`` the other names.
 
-    ``quantization``: the method by which the files quantize weights; ``""`` for floating weights.
+    ``quantization``: the method by which the files quantize weights; ``""`` for floating weights. ``quantizer``: that
+    of weights which are, or are to be, quantized.
     """
 
     module: torch.nn.Module
@@ -40,6 +41,7 @@ class BuiltModule:
     dtype: torch.dtype
     unexpected: tuple[str, ...]
     quantization: str = ""
+    quantizer: Quantizer | None = None
 
 
 def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
@@ -87,13 +89,18 @@ def build_module(
     *,
     dtype: torch.dtype | None,
     trust_remote_code: bool,
+    settings: Any = None,
 ) -> BuiltModule:
-    """Build the module in eval mode, every weight of the checkpoint on meta. Raises ModelError as open_model."""
+    """Build the module in eval mode, every weight of the checkpoint on meta. Raises ModelError as open_model.
+
+    ``settings``: a configuration of bitsandbytes, by which weights are to be quantized.
+    """
     kind = model_class(directory, config, trust_remote_code)
     state = {name: FileTensor.open(source) for name, source in stored.items()}
     method = quantization_of(config.to_dict())[0]
     files = sorted({extent.path for source in stored.values() for extent in source.extents})
-    quantizer = Quantizer(directory, method, files) if method else None
+    asked = "" if settings is None else "bitsandbytes"
+    quantizer = Quantizer(directory, method or asked, files, settings) if method or asked else None
     building = quantizer.building() if quantizer else nullcontext()
     with _quiet(), _NoLargeWeights(), limited_modules(directory, len(stored)), building:
         try:
@@ -105,6 +112,7 @@ def build_module(
                 dtype=dtype or "auto",
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
+                quantization_config=settings,
             )
         except BrimError:
             raise
@@ -127,6 +135,7 @@ def build_module(
         dtype=getattr(module.config, "dtype", None) or torch.get_default_dtype(),
         unexpected=tuple(sorted(info["unexpected_keys"])),
         quantization=method,
+        quantizer=quantizer,
     )
 
 

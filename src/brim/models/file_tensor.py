@@ -55,6 +55,11 @@ class FileTensor(torch.Tensor):
         meta = torch.empty(source.shape, dtype=source.dtype, device="meta")
         return cls(meta, merge_extents(source.extents), (source,))
 
+    @classmethod
+    def of(cls, value: torch.Tensor) -> FileTensor:
+        """A tensor of known values, which is in no file."""
+        return cls(value.to("meta"), None, (), lambda: value)
+
     def materialize(self) -> torch.Tensor:
         """The values, read now, contiguous on the CPU."""
         if self.extents is None:

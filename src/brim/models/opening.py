@@ -15,7 +15,7 @@ from brim.estimation.models import Source, quantization_of, weight_type
 from brim.estimation.workload import ASKED, STORED
 from brim.memory.checkpoint_files import TensorSource, read_checkpoint
 from brim.memory.checksums import read_manifest, verify_hub_blob
-from brim.models.architecture import BuiltModule, build_module, model_class, read_config
+from brim.models.architecture import build_module, model_class, read_config
 from brim.models.converted import convert_tensors
 from brim.models.file_tensor import FileTensor
 from brim.models.gguf import convert_gguf
@@ -69,7 +69,9 @@ def open_model(
     Raises ModelError when files are missing, damaged or do not fit the config, UnsupportedError for a quantized
     checkpoint that cannot run here, or one that needs remote code.
     """
-    directory, name, built = build(model, dtype=dtype, trust_remote_code=trust_remote_code, quantized=quantized)
+    directory, name, config = described_by(model, trust_remote_code=trust_remote_code, quantized=quantized)
+    stored = read_checkpoint(directory)
+    built = build_module(directory, config, stored, dtype=dtype, trust_remote_code=trust_remote_code)
     if not convert:
         check_dtypes(directory, built.tensors, built.dtype)
     sources, checksums = sources_of(directory, built.tensors)
@@ -85,10 +87,8 @@ def open_model(
     )
 
 
-def build(
-    model: str | Path, *, dtype: torch.dtype | None, trust_remote_code: bool, quantized: bool
-) -> tuple[Path, str, BuiltModule]:
-    """MODEL's folder, its name, and the module without weights. Raises as ``open_model``."""
+def described_by(model: str | Path, *, trust_remote_code: bool, quantized: bool) -> tuple[Path, str, Any]:
+    """MODEL's folder, its name and its configuration. Raises as ``open_model``."""
     path = locate(model, trust_remote_code=trust_remote_code)
     name = path.stem if path.is_file() else path.resolve().name if Path(model).exists() else str(model)
     directory = path if path.is_dir() else convert_gguf(path)
@@ -100,8 +100,7 @@ def build(
             "widens, trains nor quantizes them again.",
             "Leave out the precision, or give a checkpoint in float32, bfloat16 or float16.",
         )
-    stored = read_checkpoint(directory)
-    return directory, name, build_module(directory, config, stored, dtype=dtype, trust_remote_code=trust_remote_code)
+    return directory, name, config
 
 
 def prepare(model: str | Path, *, trust_remote_code: bool = False) -> Path:

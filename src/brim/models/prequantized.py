@@ -1,5 +1,7 @@
 """Checkpoints whose weights are quantized: transformers' quantizers build the model, and brim moves its tensors.
 
+The same quantizers also quantize the weights of other checkpoints, one at a time.
+
 Where a method's layers have plain tensors as parameters, these are placed and streamed as they are stored. Where a
 method joins several tensors into one object (bitsandbytes' weight with its statistics, torchao's subclasses), the
 layer gets the tensors of the file as its parameters instead, and joins views of them for each call. So placing,
@@ -10,8 +12,9 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, partialmethod
 from pathlib import Path
@@ -21,6 +24,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from brim.errors import ModelError, UnsupportedError
@@ -29,6 +33,9 @@ from brim.models.file_tensor import FileTensor
 
 _METHODS = ("bitsandbytes", "compressed-tensors", "torchao")  # compared with transformers, bit for bit
 _OTHER = "Give a checkpoint in float32, bfloat16 or float16, or a .gguf file."
+_EVERY_CALL = "bitsandbytes.autograd._functions"  # its logger says at every call that inputs become float16
+_PIECE_VALUES = 1 << 20  # of a weight that are quantized at once: kernels of CPUs take several float32 copies
+_BLOCK_ROWS = 64  # with so many rows a piece has full blocks of values that share a scale, whatever the row's length
 
 Parts = dict[str, FileTensor]  # the tensors of a joined weight, by the end of their names in the file
 Join = Callable[[nn.Module], Mapping[str, Any]]  # a layer -> its attributes during a call
@@ -36,14 +43,23 @@ Join = Callable[[nn.Module], Mapping[str, Any]]  # a layer -> its attributes dur
 
 class Quantizer:
     """transformers' quantizer of a checkpoint, while its model is built. Raises UnsupportedError for a method that
-    brim does not run."""
+    brim does not run.
 
-    def __init__(self, directory: Path, method: str, files: Sequence[str]) -> None:
+    ``settings``: the configuration by which weights that are not quantized yet will be; ``wide`` names them.
+    """
+
+    def __init__(self, directory: Path, method: str, files: Sequence[str], settings: Any = None) -> None:
         self._directory, self._method, self._files = directory, method, files
+        self.settings = settings
         self._quantizer: Any = None
         self._taken: dict[str, Parts] = {}
+        self._blank: dict[str, Any] = {}  # weights as the library wants them, without values
         if method not in _METHODS:
             raise self._unsupported(f"brim runs those of {', '.join(_METHODS)}.")
+
+    @property
+    def wide(self) -> Collection[str]:
+        return self._blank.keys()
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -60,8 +76,7 @@ class Quantizer:
             try:
                 self._quantizer, config, _ = get_quantizer(*args, **kwargs)
             except Exception as error:  # packages raise any exception for what they miss
-                todo = "Install it." if isinstance(error, ImportError) else _OTHER
-                raise self._unsupported(f"transformers cannot load it here: {short(error)}", todo) from error
+                raise self._not_here(error) from error
             if getattr(self._quantizer.quantization_config, "dequantize", False):
                 raise self._unsupported("transformers has no kernels for it on this device, and would widen it.")
             self._leave_apart()
@@ -79,29 +94,109 @@ class Quantizer:
     def _leave_apart(self) -> None:
         if hasattr(self._quantizer, "set_metadata"):  # torchao describes its weights in the files' headers
             self._quantizer.set_metadata(self._files)
-        if "deserialize" in self._quantizer.get_load_operations():
-            operation = _left_apart(self._quantizer, self._taken)
+        operation = _left_apart(self._quantizer, self._taken)
+        if not self._quantizer.pre_quantized:
+            self._quantizer.get_quantize_ops = lambda: operation
+        elif "deserialize" in self._quantizer.get_load_operations():
             self._quantizer.get_load_operations = lambda: {"deserialize": lambda quantizer: operation}
 
     def finish(self, model: nn.Module) -> None:
-        """Give layers the tensors of joined weights as parameters. Raises ModelError where these do not fit."""
+        """Give layers the tensors of joined weights as parameters, or those that will be quantized. Raises ModelError
+        where these do not fit."""
         vars(self._quantizer).pop("get_load_operations", None)
+        if vars(self._quantizer).pop("get_quantize_ops", None) is not None:
+            self._take_wide(model)
+            return
         if self._method == "compressed-tensors":
             _decompress_during_calls(model, self._quantizer.compressor)
-        join_of = self._torchao if self._method == "torchao" else _bitsandbytes
         for name, parts in self._quantized(model).items():
+            self._replace(model, name, parts)
+
+    def _replace(self, model: nn.Module, name: str, parts: Parts) -> None:
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        try:
+            join = (self._torchao if self._method == "torchao" else _bitsandbytes)(module, name, parts)
+        except Exception as error:  # the package's own readers raise any
+            raise ModelError(
+                f"Cannot read {name} of {self._directory}, which is quantized ({self._method}).",
+                f"Its tensors do not fit together: {short(error)}",
+                "Fetch the checkpoint again.",
+            ) from error
+        _take_apart(module, own, {part.replace(".", "_"): tensor for part, tensor in parts.items()})
+        _join_during_calls(module, join)
+
+    def give_layers(self, model: Any) -> None:
+        """Give a model without values the layers and parameters of one that is quantized by the settings.
+
+        Raises UnsupportedError where the package is missing.
+        """
+        from transformers.modeling_utils import local_torch_dtype
+        from transformers.quantizers.auto import AutoHfQuantizer
+
+        dtype = model.dtype
+        try:
+            self._quantizer = AutoHfQuantizer.from_config(self.settings, pre_quantized=False)
+            self._quantizer.validate_environment()
+        except Exception as error:
+            raise self._not_here(error) from error
+        with local_torch_dtype(dtype, type(model).__name__):
+            self._quantizer.preprocess_model(model, device_map=None)
+        for name, weight in model.named_parameters():
+            if self._quantizer.param_needs_quantization(model, name):
+                self._blank[name] = weight
+        model.eval()  # as the replaced layers were
+        for name in self._blank:
+            shape = self._wide_shape(model, name)
+            parts = self.quantized(model, name, torch.empty(shape, dtype=dtype, device="meta"))
+            path = name.removesuffix("weight")
+            self._replace(model, name, {part.removeprefix(path): FileTensor.of(t) for part, t in parts.items()})
+
+    def _wide_shape(self, model: nn.Module, name: str) -> tuple[int, int]:
+        """The shape of a weight before it is quantized: transformers' Conv1D has inputs first."""
+        layer: Any = model.get_submodule(name.rpartition(".")[0])
+        shape = (layer.out_features, layer.in_features)
+        return shape if issubclass(layer.source_cls, nn.Linear) else shape[::-1]
+
+    def _take_wide(self, model: nn.Module) -> None:
+        for name, parts in self._taken.items():
             path, _, own = name.rpartition(".")
             module = model.get_submodule(path)
-            try:
-                join = join_of(module, name, parts)
-            except Exception as error:  # the package's own readers raise any
+            (tensor,) = parts.values()
+            shape = self._wide_shape(model, name)
+            if tensor.shape != shape:
                 raise ModelError(
-                    f"Cannot read {name} of {self._directory}, which is quantized ({self._method}).",
-                    f"Its tensors do not fit together: {short(error)}",
-                    "Fetch the checkpoint again.",
-                ) from error
-            _take_apart(module, own, {part.replace(".", "_"): tensor for part, tensor in parts.items()})
-            _join_during_calls(module, join)
+                    f"{self._directory}: by its config, {name} has the shape {list(shape)}.",
+                    f"In the checkpoint its shape is {list(tensor.shape)}.",
+                    "config.json and weights are of different models: fetch them again.",
+                )
+            self._blank[name] = module._parameters[own]
+            module._parameters[own] = nn.Parameter(tensor, requires_grad=False)
+
+    def quantized(self, model: nn.Module, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors of the weight ``name`` of ``value``, by their names in a file; of a ``value`` without data
+        (meta), tensors of the same shapes.
+
+        Raises ModelError where scales are not finite.
+        """
+        path, _, own = name.rpartition(".")
+        module: Any = model.get_submodule(path)
+        before, module._parameters[own] = module._parameters[own], self._blank[name]
+        with _InPieces(has_values=not value.is_meta):
+            value = torch.empty_like(value, device="cpu") if value.is_meta else value
+            operation = self._quantizer.get_quantize_ops()
+            module._parameters[own] = operation.convert({name: value}, model=model, full_layer_name=name)[name]
+        saved = module.state_dict(prefix=f"{path}.").items()
+        module._parameters[own] = before
+        module.quant_state = None
+        parts = {part: tensor for part, tensor in saved if not tensor.is_meta}
+        if not all(bool(tensor.isfinite().all()) for tensor in parts.values() if tensor.is_floating_point()):
+            raise ModelError(
+                f"Cannot quantize {name}.",
+                "It has values that are not finite, or too large for float16.",
+                "Fetch the checkpoint again, or leave out the precision.",
+            )
+        return parts
 
     def _quantized(self, model: nn.Module) -> dict[str, Parts]:
         """The tensors of each joined weight; of bitsandbytes also weights without any statistics beside them."""
@@ -111,11 +206,14 @@ class Quantizer:
         bare = [name for name in names if self._quantizer.param_needs_quantization(model, name)]
         return self._taken | {name: {} for name in bare}
 
+    def _not_here(self, error: Exception) -> UnsupportedError:
+        todo = "Install it." if isinstance(error, ImportError) else _OTHER
+        return self._unsupported(f"transformers cannot run it here: {short(error)}", todo)
+
     def _unsupported(self, problem: str, todo: str = _OTHER) -> UnsupportedError:
+        state = "are quantized" if self.settings is None else "are to be quantized"
         return UnsupportedError(
-            f"{self._directory} was given as the model.",
-            f"Its weights are quantized ({self._method}). {problem}",
-            todo,
+            f"{self._directory} was given as the model.", f"Its weights {state} ({self._method}). {problem}", todo
         )
 
     def _torchao(self, module: nn.Module, name: str, parts: Parts) -> Join:
@@ -146,17 +244,42 @@ def _left_apart(quantizer: Any, taken: dict[str, Parts]) -> Any:
             return self
 
         def convert(self, input_dict: Any, *patterns: Any, **options: Any) -> Any:
-            if len(input_dict) == 1:  # a weight that is not quantized
+            weights = {options["full_layer_name"]: input_dict}
+            if not quantizer.pre_quantized:
+                weights = {name: {"weight": tensors} for name, tensors in input_dict.items()}
+            elif len(input_dict) == 1:  # a weight that is not quantized
                 return input_dict
-            name, model, missing = (options[key] for key in ("full_layer_name", "model", "missing_keys"))
-            taken[name] = {part: tensors[0] for part, tensors in input_dict.items()}
-            module = model.get_submodule(name.rpartition(".")[0])
-            for owner in (module, *module.parameters(recurse=False)):
-                owner._is_hf_initialized = True
-            missing.discard(name)
+            for name, parts in weights.items():
+                taken[name] = {
+                    p: tensors[0] if isinstance(tensors, list) else tensors for p, tensors in parts.items()
+                }
+                module = options["model"].get_submodule(name.rpartition(".")[0])
+                for owner in (module, *module.parameters(recurse=False)):
+                    owner._is_hf_initialized = True
+                options["missing_keys"].discard(name)
             return {}
 
     return LeftApart()
+
+
+class _InPieces(TorchDispatchMode):
+    """Quantizes some rows of a weight at a time, as whole ones take several float32 copies; without ``has_values``
+    only the shapes of the results are right."""
+
+    def __init__(self, *, has_values: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._has_values = has_values
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() not in ("bitsandbytes::quantize_4bit", "bitsandbytes::int8_vectorwise_quant"):
+            return func(*args, **(kwargs or {}))
+        weight, *rest = args
+        if not self._has_values:
+            shapes = func(weight.to("meta"), *rest, **(kwargs or {}))
+            return tuple(None if t is None else torch.zeros_like(t, device="cpu") for t in shapes)
+        rows = max(_PIECE_VALUES // weight.shape[1] // _BLOCK_ROWS, 1) * _BLOCK_ROWS
+        pieces = [func(piece, *rest, **(kwargs or {})) for piece in weight.split(rows)]
+        return tuple(None if parts[0] is None else torch.cat(parts) for parts in zip(*pieces, strict=True))
 
 
 def _take_apart(module: nn.Module, own: str, parts: Mapping[str, torch.Tensor]) -> None:
@@ -221,6 +344,7 @@ def _bitsandbytes(module: Any, name: str, parts: Parts) -> Join:
 
 
 def _of_8_bits(module: Any, parts: Parts) -> Join:
+    logging.getLogger(_EVERY_CALL).setLevel(logging.ERROR)
     parts.pop("weight_format", None)
     shape = (module.out_features, module.in_features)
     _require(parts["weight"].dtype == torch.int8 and parts["weight"].shape == shape, f"its shape is not {shape}")

@@ -31,15 +31,15 @@ from brim.estimation.models import (
     transformers_config,
     weight_type,
 )
+from brim.estimation.quantization import quantize
 from brim.models.opening import prepare
 from brim.planning.factory import made_by
-from brim.planning.request import PRECISIONS_OF, Answer, Request
+from brim.planning.request import LOSSY, PRECISIONS_OF, Answer, Request
 from brim.planning.strategy.choice import ACTIVATIONS, CHECKPOINTING, GRADIENTS, OFFLOADED, PRECISION, STATES
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.experts import technique as experts
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.optimizer_offload import technique as optimizer_offload
-from brim.techniques.quantization.technique import SCHEMES, quantize_meta
 from brim.techniques.streaming import weight_streaming
 from brim.techniques.streaming.weight_streaming import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT, RING_SLOTS
 from brim.units import format_bytes
@@ -114,8 +114,9 @@ def write(path: str | Path, answer: Answer, index: int = 0) -> None:
     precision = chosen.precision or answer.request.precision
     request = replace(answer.request, model=str(answer.request.model), precision=precision)
     model = described(request.model)
-    if request.task == "generate" and precision in SCHEMES:
-        quantize_meta(model, precision)
+    if request.task == "generate" and precision in LOSSY:
+        with torch.device("meta"):
+            quantize(model, precision, training=False)
     file = PlanFile(
         brim=__version__,
         request=request,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation.extrapolation import find_depth
 from brim.estimation.hub import hub_model, is_hub_id
 from brim.estimation.models import Source, check_not_quantized, weight_type
+from brim.estimation.quantization import quantize
 from brim.estimation.silence import quiet
 from brim.estimation.step_memory import Inputs
 from brim.estimation.steps import Job as Workshop
 from brim.estimation.workload import STORED, Workload
+from brim.measure.probe import probe
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.pool import PAGE_BYTES, round_up
 from brim.models.opening import DTYPES, dtype_name, open_model, open_tokenizer, prepare
+from brim.models.quantized import give_quantized_layers
 from brim.models.weights import by_parameter, materialize
 from brim.planning.factory import is_factory
 from brim.planning.file import described_source
@@ -31,7 +35,6 @@ from brim.planning.inference.warm_up import SLACK_BYTES, most_grown, spent, warm
 from brim.planning.request import Machine, Request
 from brim.planning.subject import Subject
 from brim.techniques.blocks import tensor_bytes
-from brim.techniques.quantization.technique import quantize_meta
 from brim.techniques.streaming.weight_streaming import Weights
 
 # The assumed bytes of a process beside weights and activations on another machine: the module, tokenizer and
@@ -165,7 +168,10 @@ def _described_subject(request: Request, machine: Machine, inputs: Inputs, preci
         new_tokens=inputs.total - inputs.prompt,
         precision="bf16" if wide == "fp16" else wide,
     )
-    module = _shaped(source, workload, meant, wide)
+    here = probe()
+    is_here = (here.name, here.compute) == (machine.hardware.name, machine.hardware.compute)
+    shaped = partial(_shaped, workload=workload, meant=meant, wide=wide, runs=is_here)
+    module = shaped(source)
     _check_generates(module, source.name, inputs)
     return Subject(
         name=source.name,
@@ -177,7 +183,7 @@ def _described_subject(request: Request, machine: Machine, inputs: Inputs, preci
         machine=machine,
         host_compute=request.host_compute,
         spent_bytes=_IMAGINED_SPENT,
-        shallow=_shallow(source, workload, meant, wide, module),
+        shallow=_shallow(source, shaped, module),
     )
 
 
@@ -186,30 +192,27 @@ def _stated_precision(source: Source) -> str:
     return next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{stated}"), "fp32")
 
 
-def _shaped(source: Source, workload: Workload, meant: str, wide: str) -> nn.Module:
-    """Build the module in precision ``meant``, with unquantized parts in ``wide``; its parameters hold no memory."""
+def _shaped(source: Source, *, workload: Workload, meant: str, wide: str, runs: bool) -> nn.Module:
+    """Build the module in precision ``meant``, with unquantized parts in ``wide``; its parameters hold no memory.
+
+    ``runs``: it can be called. Else quantized layers are those of an estimate, which need no package.
+    """
     with quiet(), torch.device("meta"):
         module = Workshop(source, workload).module().to(DTYPES[wide]).eval().requires_grad_(False)
-    if meant not in DTYPES:
-        quantize_meta(module, meant)
-        module.requires_grad_(False)
+    if meant not in DTYPES and runs:
+        give_quantized_layers(module, source.name, meant)
+    elif meant not in DTYPES:
+        with torch.device("meta"):
+            quantize(module, meant, training=False)
     _give_shapes(module)
     return module
 
 
-def _shallow(source: Source, workload: Workload, meant: str, wide: str, module: nn.Module) -> Shallow | None:
+def _shallow(source: Source, shaped: Callable[[Source], nn.Module], module: nn.Module) -> Shallow | None:
     depth = find_depth(source, module)
     if depth is None:
         return None
-    few, more = (
-        _shaped(
-            replace(source, config={**source.config, depth.field: depth.fewest + add}),
-            workload,
-            meant,
-            wide,
-        )
-        for add in (0, 1)
-    )
+    few, more = (shaped(replace(source, config={**source.config, depth.field: depth.fewest + add})) for add in (0, 1))
     return Shallow(stack=depth, few=few, more=more)
 
 

@@ -37,7 +37,7 @@ class Request:
     device: Device = device_option()
     precision: str | None = option(
         None,
-        "fp32, bf16, fp16, int8, int4 or fp8; weights are converted once. Default: as stored.",
+        "fp32, bf16, fp16, int8 or int4; weights are converted once. Default: as stored.",
         names=PRECISIONS_OF["generate"],
     )
     plan: str | Path | None = option(None, "Run exactly the plan in this file, which brim plan wrote.")

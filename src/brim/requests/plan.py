@@ -11,7 +11,7 @@ from brim.core.options import PRECISIONS, Method, check, option, words
 from brim.errors import UsageError
 from brim.predict.formulas.optimizers import MADE
 
-LOSSY = ("fp8", "int8", "int4")  # of weights that were trained in 16 bits or more
+LOSSY = ("int8", "int4")  # of weights that were trained in 16 bits or more
 PRECISIONS_OF = {"generate": ("fp32", "bf16", "fp16", *LOSSY), "train": PRECISIONS}
 
 

@@ -73,7 +73,7 @@ def refuse_gradients(tensors: Iterable[object], *problem: str) -> None:
 # A parameter class that defines one of these has further data, which moving its bytes would lose.
 _OVERRIDES = ("__torch_function__", "__torch_dispatch__", "to", "cuda", "cpu")
 _LOAD_PLAIN = (
-    "Give the model in float32, bfloat16 or float16; brim.load(folder, quantization='int8') (int4, fp8) quantizes it."
+    "Give the model in float32, bfloat16 or float16; brim.load(folder, quantization='int8') (or 'int4') quantizes it."
 )
 
 

@@ -32,7 +32,6 @@ from brim.planning.inference.warm_up import spent, warm_up
 from brim.planning.proof import search
 from brim.planning.seconds.drives import reading_from
 from brim.techniques.kv_offload import cache as kv_cache
-from brim.techniques.quantization.technique import Quantization
 from brim.techniques.streaming.placement import FROM_DISK
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
@@ -48,7 +47,7 @@ def load(
     device: Device | str = "auto",
     inputs: Inputs | None = None,
     dtype: torch.dtype | None = None,
-    quantization: str | Quantization | None = None,
+    quantization: str | None = None,
     host_compute: bool = True,
     trust_remote_code: bool = False,
 ) -> nn.Module:
@@ -70,9 +69,9 @@ def load(
         inputs: The largest step to reserve memory for. None: one sequence of 1,024 tokens, or fewer if the budget is
             small.
         dtype: Type of the weights. None: as in the configuration.
-        quantization: ``"int8"``, ``"int4"``, ``"fp8"`` or a ``Quantization``: linear layers in fewer bits, which
-            take less memory and time to move, but change results. The quantized weights are stored in the user's
-            cache folder. None: as in the checkpoint.
+        quantization: ``"int8"`` or ``"int4"``: linear layers in fewer bits, by bitsandbytes (LLM.int8, or NF4 with
+            a scale per 64 weights), which take less memory and time to move, but change results. The quantized model
+            is stored in the user's cache folder. None: as in the checkpoint.
         host_compute: True lets the CPU compute blocks that are in RAM, if that is faster than moving them to the GPU.
             Its kernels round differently; with False results are equal to the GPU's bit for bit.
         trust_remote_code: True lets Python code in the model's folder run.

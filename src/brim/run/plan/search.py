@@ -89,7 +89,7 @@ def plan(
         batch: Sequences of a step.
         seq: Tokens of a training sequence, or of the prompt.
         new_tokens: Tokens to generate.
-        precision: For generating ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"fp8"``, ``"int8"`` or ``"int4"``; for
+        precision: For generating ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"`` or ``"int4"``; for
             training ``"fp32"``, ``"tf32"``, ``"bf16-mixed"``, ``"fp16-mixed"``, ``"bf16"``, ``"bf16-stochastic"``,
             ``"bf16-master"`` or ``"fp8"``. None: the planner's choice.
         optimizer: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"sgd-momentum"``, ``"adafactor"``, ``"rmsprop"``,

@@ -128,6 +128,7 @@ def test_without_a_cache_there_is_one_warning_and_the_same_answer(
     place: str, saved_llama: Path, known_machine: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine's figures and the int8 weights are what would have been kept."""
+    pytest.importorskip("bitsandbytes")
     monkeypatch.setattr(probing, "_measure", lambda *_: known_machine)
     cache = tmp_path / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))

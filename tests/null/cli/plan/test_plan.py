@@ -192,6 +192,7 @@ def test_the_smallest_comes_first_where_memory_is_preferred(llama: str) -> None:
 
 @pytest.mark.thorough
 def test_the_precisions_are_shown_for_each_kind_of_block(llama: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
     page = tmp_path / "plan.html"
     found = told(llama, *GENERATE, "--top", "1", "--precisions", "--html", str(page))
     assert found["precisions"]

@@ -1,1 +1,0 @@
-"""Linear layers in 8 and 4 bits, moved as they are stored."""
