@@ -1,1 +1,1 @@
-"""Where other libraries call brim; none of them is imported unless it is used."""
+"""Modules that other libraries load; none of them is imported unless it is used."""
