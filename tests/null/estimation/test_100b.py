@@ -10,6 +10,7 @@ from brim.estimation.ranks.estimate import estimate_ranks
 from brim.estimation.ranks.split import Split
 from brim.predict import formulas
 from brim.units import GIB, format_bytes, format_seconds
+from support import published_formulas
 
 pytestmark = pytest.mark.thorough
 
@@ -35,13 +36,13 @@ def table(first):
 
 
 def test_what_is_worked_out_by_hand_is_what_the_closed_forms_say():
-    parameters = formulas.gpt_parameters(**GPT3)
+    parameters = published_formulas.gpt_parameters(**GPT3)
     assert parameters.arithmetic.removesuffix(" parameters") in TEXT
     states = formulas.megatron_states(parameters.value).value
     assert f"{states:,} B = {format_bytes(states)}" in TEXT
     assert f"{-(-states // catalog.gpu('H100').capacity_bytes)} of them" in TEXT
     for stage, told in ((1, "654 GiB"), (3, "5.1 GiB")):
-        zero = formulas.zero_states(parameters.value, gpus=512, stage=stage).value
+        zero = published_formulas.zero_states(parameters.value, gpus=512, stage=stage).value
         assert f"{zero / GIB:.{1 if stage == 3 else 0}f} GiB" == told
         assert told in TEXT
 
@@ -51,7 +52,7 @@ def test_activations_by_hand_are_those_of_the_paper():
         sequence=2048, micro_batch=1, hidden=12288, heads=96, tensor_parallel=8, sequence_parallel=True,
         recompute="selective",
     )  # fmt: skip
-    stage = formulas.activations_first_stage(
+    stage = published_formulas.activations_first_stage(
         layer, layers=96, sequence=2048, micro_batch=1, hidden=12288, vocabulary=51200, tensor_parallel=8,
         pipeline_parallel=16,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 
 from brim import catalog
 from brim.predict import formulas
+from support import published_formulas
 
 GPT = {"sequence": 2048, "micro_batch": 4, "hidden": 6144, "heads": 64}
 LLAMA, GEMMA = catalog.model("llama-3-70b").config, catalog.model("gemma-2-9b").config
@@ -16,7 +17,7 @@ LLAMA, GEMMA = catalog.model("llama-3-70b").config, catalog.model("gemma-2-9b").
 def first_stage(**split):
     layer = formulas.activations_per_layer(**GPT, tensor_parallel=8, sequence_parallel=True)
     sizes = {"layers": 48, "sequence": 2048, "micro_batch": 4, "hidden": 6144, "vocabulary": 51200}
-    return formulas.activations_first_stage(layer, **sizes, tensor_parallel=8, **split)
+    return published_formulas.activations_first_stage(layer, **sizes, tensor_parallel=8, **split)
 
 
 RESULTS = [
@@ -28,10 +29,10 @@ RESULTS = [
     first_stage(),
     first_stage(pipeline_parallel=8),
     first_stage(pipeline_parallel=8, interleave=3),
-    formulas.zero_states(7_500_000_000, gpus=64, stage=2),
+    published_formulas.zero_states(7_500_000_000, gpus=64, stage=2),
     formulas.megatron_states(10**9, data_parallel=7, distributed_optimizer=True),
-    formulas.gpt_parameters(layers=96, hidden=12288, vocabulary=51200, sequence=2048),
-    formulas.gpt_flops(layers=96, hidden=12288, vocabulary=51200, sequence=2048, batch=3),
+    published_formulas.gpt_parameters(layers=96, hidden=12288, vocabulary=51200, sequence=2048),
+    published_formulas.gpt_flops(layers=96, hidden=12288, vocabulary=51200, sequence=2048, batch=3),
     formulas.kv_cache_of_config(LLAMA),
     formulas.kv_cache_of_config(LLAMA, tokens=4096, batch=3, dtype="int4"),
     formulas.kv_cache_of_config(GEMMA, tokens=100_000, batch=2),

