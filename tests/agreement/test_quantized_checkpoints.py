@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -17,7 +18,8 @@ import brim
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError
 from brim.estimation.step_memory import Inputs, watch_inference
-from brim.models.opening import OpenedModel, open_model
+from brim.models.opening import open_model
+from brim.models.training_model import open_training_model, with_adapters
 from brim.models.weights import by_parameter, materialize, verifier
 from brim.planning.inference.choosing import Need, make_plan
 from brim.planning.inference.machine import machine, put_in_force
@@ -116,16 +118,14 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder
 
 
-def streamed_from_disk(opened: OpenedModel, share: float) -> Any:
-    """The model in ``share`` of its bytes, beside what a pass takes."""
-    materialize(opened.module, opened)
-    step_bytes = watch_inference(opened.module, INPUTS).step_bytes
-    weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
-    budget, hardware = {RAM: int(opened.bytes * share) + step_bytes}, machine("cpu")
-    need = Need(step_bytes=step_bytes)
-    partition, plan = make_plan(opened.module, hardware, budget, need, weights, task="generate")
+def streamed_from_disk(module: Any, weights: Weights, weights_bytes: int, adapters: frozenset[str] | None) -> Any:
+    """The model in ``weights_bytes``, beside what a pass takes; with ``adapters`` for training."""
+    step_bytes = watch_inference(module, INPUTS).step_bytes if adapters is None else 0
+    budget, hardware = {RAM: weights_bytes + step_bytes}, machine("cpu")
+    need = Need(step_bytes=step_bytes, stay=adapters or frozenset())
+    partition, plan = make_plan(module, hardware, budget, need, weights, task="generate")
     assert FROM_DISK in plan.choices("weight_streaming").values()
-    return put_in_force(opened.module, partition, plan, hardware, weights, "cpu")
+    return put_in_force(module, partition, plan, hardware, weights, "cpu", training=adapters is not None)
 
 
 @torch.no_grad()
@@ -133,7 +133,9 @@ def test_logits_are_those_of_transformers(checkpoint: Path) -> None:
     whole = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     expected = [whole(ids).logits for ids in (IDS, IDS[:1, :1])]
     opened = open_model(checkpoint)
-    handle = streamed_from_disk(opened, 0.5)
+    materialize(opened.module, opened)
+    weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
+    handle = streamed_from_disk(opened.module, weights, opened.bytes // 2, None)
     for _ in range(2):
         for ids, logits in zip((IDS, IDS[:1, :1]), expected, strict=True):
             assert torch.equal(opened.module(ids).logits, logits)
@@ -174,6 +176,35 @@ def test_what_a_call_allocates_was_traced(checkpoint: Path) -> None:
     held = [*accumulate(event.nbytes() for event in events if event.name() == "[memory]")]
     assert max(held) <= traced_bytes + ONEDNN_BYTES
     model.brim.remove()
+
+
+def trained(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of five steps, and the adapters after them."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    losses = []
+    for step in range(5):
+        ids = (IDS + step) % 99
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def with_peft(checkpoint: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    return with_adapters(peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False), 0).train()
+
+
+def test_adapters_train_as_with_transformers_and_peft(checkpoint: Path) -> None:
+    losses, adapters = trained(with_peft(checkpoint))
+    model = open_training_model(checkpoint, method="lora", precision="fp32", seed=0)
+    handle = streamed_from_disk(model.module, model.weights, model.opened.bytes // 2, model.stay)
+    streamed_losses, streamed_adapters = trained(model.module)
+    assert streamed_losses == losses
+    assert all(torch.equal(streamed_adapters[name], value) for name, value in adapters.items())
+    handle.remove()
 
 
 def storages(owner: Any) -> dict[int, int]:

@@ -93,7 +93,7 @@ def build_module(
     state = {name: FileTensor.open(source) for name, source in stored.items()}
     method = quantization_of(config.to_dict())[0]
     files = sorted({extent.path for source in stored.values() for extent in source.extents})
-    quantizer = Quantizer(directory, method, files) if method else None
+    quantizer = Quantizer(directory, method, files, dtype) if method else None
     building = quantizer.building() if quantizer else nullcontext()
     with _quiet(), _NoLargeWeights(), limited_modules(directory, len(stored)), building:
         try:

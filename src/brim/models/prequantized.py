@@ -31,15 +31,16 @@ _METHODS = ("bitsandbytes", "compressed-tensors", "torchao")  # compared with tr
 _OTHER = "Give a checkpoint in float32, bfloat16 or float16, or a .gguf file."
 
 Parts = dict[str, FileTensor]  # the tensors of a joined weight, by the end of their names in the file
-Join = Callable[[nn.Module], Mapping[str, Any]]  # a layer -> its attributes during a call
+Tensors = Mapping[str, torch.Tensor]
+Join = Callable[[nn.Module, Tensors], Mapping[str, Any]]  # a layer and its tensors -> its attributes during a call
 
 
 class Quantizer:
-    """transformers' quantizer of a checkpoint, while its model is built. Raises UnsupportedError for a method that
-    brim does not run."""
+    """transformers' quantizer of a checkpoint, while its model is built; weights that are not quantized are in
+    ``dtype``, or as they are stored. Raises UnsupportedError for a method that brim does not run."""
 
-    def __init__(self, directory: Path, method: str, files: Sequence[str]) -> None:
-        self._directory, self._method, self._files = directory, method, files
+    def __init__(self, directory: Path, method: str, files: Sequence[str], dtype: torch.dtype | None) -> None:
+        self._directory, self._method, self._files, self._dtype = directory, method, files, dtype
         self._quantizer: Any = None
         self._taken: dict[str, Parts] = {}
         if method not in _METHODS:
@@ -80,7 +81,7 @@ class Quantizer:
         if hasattr(self._quantizer, "set_metadata"):  # torchao describes its weights in the files' headers
             self._quantizer.set_metadata(self._files)
         if "deserialize" in self._quantizer.get_load_operations():
-            operation = _left_apart(self._quantizer, self._taken)
+            operation = _left_apart(self._quantizer, self._taken, self._dtype)
             self._quantizer.get_load_operations = lambda: {"deserialize": lambda quantizer: operation}
 
     def finish(self, model: nn.Module) -> None:
@@ -128,14 +129,14 @@ class Quantizer:
         inner, context = weight.__tensor_flatten__()
         _require(weight.shape == getattr(module, own).shape, f"its shape is {list(weight.shape)}")
 
-        def join(module: nn.Module) -> Mapping[str, Any]:
-            values = {part: module._parameters[f"_{own}_{part}"] for part in inner}
+        def join(module: nn.Module, tensors: Tensors) -> Mapping[str, Any]:
+            values = {part: tensors[f"_{own}_{part}"] for part in inner}
             return {own: type(weight).__tensor_unflatten__(values, context, weight.shape, weight.stride())}
 
         return join
 
 
-def _left_apart(quantizer: Any, taken: dict[str, Parts]) -> Any:
+def _left_apart(quantizer: Any, taken: dict[str, Parts], dtype: torch.dtype | None) -> Any:
     """An operation for the loading code of transformers that adds a weight's tensors to ``taken``, and joins none."""
     from transformers.core_model_loading import ConversionOps
 
@@ -147,7 +148,7 @@ def _left_apart(quantizer: Any, taken: dict[str, Parts]) -> Any:
 
         def convert(self, input_dict: Any, *patterns: Any, **options: Any) -> Any:
             if len(input_dict) == 1:  # a weight that is not quantized
-                return input_dict
+                return {key: [tensor.to(dtype) for tensor in tensors] for key, tensors in input_dict.items()}
             name, model, missing = (options[key] for key in ("full_layer_name", "model", "missing_keys"))
             taken[name] = {part: tensors[0] for part, tensors in input_dict.items()}
             module = model.get_submodule(name.rpartition(".")[0])
@@ -180,15 +181,51 @@ def _join_during_calls(module: nn.Module, join: Join) -> None:
 def _joined_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     own = vars(self)
     join, forward = own["_brim_joined"]
-    during = join(self)
+    tensors = {name: tensor for name, tensor in {**self._parameters, **self._buffers}.items() if tensor is not None}
+    during = join(self, tensors)
     before = {name: own[name] for name in during if name in own}
     own.update(during)  # before the parameters of that name
     try:
-        return forward(*args, **kwargs)
+        output = forward(*args, **kwargs)
     finally:
         for name in during:
             del own[name]
         own.update(before)
+    node = _node_of(output)
+    return output if node is None else _Rejoined.apply(output, node, self, [*tensors], *tensors.values())
+
+
+def _node_of(output: torch.Tensor) -> Any:
+    """The node of a product of bitsandbytes in the graph of ``output``, or None. A cast may be after it."""
+    nodes = [output.grad_fn, *(node for node, _ in output.grad_fn.next_functions)] if output.grad_fn else []
+    return next((node for node in nodes if type(node).__module__.startswith("bitsandbytes.")), None)
+
+
+class _Rejoined(torch.autograd.Function):
+    """Changes nothing; in backward gives the product before it the layer's tensors as they are then.
+
+    bitsandbytes keeps its weight as attributes of the node, not as saved tensors, which are brought back: by the time
+    of backward a streamed weight's memory has the values of another.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: torch.Tensor, node: Any, module: nn.Module, names: list[str], *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.node, ctx.module, ctx.names = node, module, names
+        ctx.save_for_backward(*tensors)
+        ctx.mark_dirty(output)  # not a view, which could not be changed in place
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        during = vars(ctx.module)["_brim_joined"][0](ctx.module, tensors)
+        if "state" in during:
+            ctx.node.state.CB, ctx.node.state.SCB = during["weight"].CB, during["weight"].SCB
+        else:
+            ctx.node.tensors, ctx.node.state = (None, during["weight"].view(-1, 1)), during["weight"].quant_state
+        return gradient, *(None for _ in range(3 + len(tensors)))
 
 
 def _decompress_during_calls(model: nn.Module, compressor: Any) -> None:
@@ -208,9 +245,10 @@ def _decompress_during_calls(model: nn.Module, compressor: Any) -> None:
             _join_during_calls(module, partial(_decompressed, kind=kind, scheme=scheme, known=known, during=during))
 
 
-def _decompressed(module: nn.Module, *, kind: Any, scheme: Any, known: Any, during: Any) -> Mapping[str, Any]:
-    tensors = {**module._parameters, **module._buffers}
-    stored = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None} | known
+def _decompressed(
+    module: nn.Module, tensors: Tensors, *, kind: Any, scheme: Any, known: Any, during: Any
+) -> Mapping[str, Any]:
+    stored = {name: tensor.detach() for name, tensor in tensors.items()} | known
     changed = {n: value for n, value in kind.decompress(stored, scheme).items() if value is not stored.get(n)}
     return {**changed, **during}
 
@@ -226,8 +264,8 @@ def _of_8_bits(module: Any, parts: Parts) -> Join:
     _require(parts["weight"].dtype == torch.int8 and parts["weight"].shape == shape, f"its shape is not {shape}")
     _require(parts["SCB"].shape == shape[:1], "it has a wrong number of scales")
 
-    def join(module: Any) -> Mapping[str, Any]:
-        codes, scales = module._parameters["weight"], module._parameters["SCB"]
+    def join(module: Any, tensors: Tensors) -> Mapping[str, Any]:
+        codes, scales = tensors["weight"], tensors["SCB"]
         weight: Any = codes.detach()
         weight.CB, weight.SCB, weight.has_fp16_weights = codes.detach(), scales.detach(), False
         return {"weight": weight, "state": copy.copy(module.state)}
@@ -249,13 +287,12 @@ def _of_4_bits(module: Any, parts: Parts) -> Join:
     if state.nested:
         state.state2.absmax = state.state2.code = None
 
-    def join(module: Any) -> Mapping[str, Any]:
-        tensors = module._parameters
+    def join(module: Any, tensors: Tensors) -> Mapping[str, Any]:
         weight: Any = tensors["weight"].detach()
         weight.quant_state = joined = copy.copy(state)
         joined.absmax, joined.code = tensors["weight_absmax"].detach(), tensors["weight_quant_map"].detach()
         if state.nested:
-            joined.offset, joined.state2 = module.weight_offset, copy.copy(state.state2)
+            joined.offset, joined.state2 = tensors["weight_offset"], copy.copy(state.state2)
             joined.state2.absmax = tensors["weight_nested_absmax"].detach()
             joined.state2.code = tensors["weight_nested_quant_map"].detach()
         return {"weight": weight}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from torch import nn
 
 from brim.core.options import Method
 from brim.errors import ModelError
+from brim.estimation.models import quantization_of
+from brim.models.architecture import read_config
 from brim.models.opening import OpenedModel, open_model
 from brim.models.weights import by_parameter, materialize, verifier
 from brim.techniques import optimizers
@@ -50,19 +53,18 @@ def open_training_model(
 ) -> TrainingModel:
     """Open the model in ``folder`` for training by ``method``; adapters are initialised from ``seed``.
 
-    What is trained is held in float32, except in pure ``bf16``; a base that is only read stays as it is stored.
-    Raises ModelError for what ``open_model`` refuses or a model without a loss of its own, UnsupportedError where
-    peft cannot add adapters.
+    What is trained is held in float32, except in pure ``bf16``; a base that is only read stays as it is stored. Of a
+    quantized base, tensors that are not quantized are in float32 too, as PEFT's ``prepare_model_for_kbit_training``
+    has them. Raises ModelError for what ``open_model`` refuses or a model without a loss of its own,
+    UnsupportedError where peft cannot add adapters, and for full training of quantized weights.
     """
-    dtype = (
-        None
-        if method == "lora"
-        else torch.bfloat16
-        if precision.startswith("bf16") and _pure(precision)
-        else torch.float32
-    )
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    quantized = bool(quantization_of(config.to_dict())[0])
+    pure = precision.startswith("bf16") and _pure(precision)
+    widens = method == "full" or (quantized and not pure)
+    dtype = None if not widens else torch.bfloat16 if pure else torch.float32
     opened = open_model(
-        folder, dtype=dtype, trust_remote_code=trust_remote_code, convert=method == "full", quantized=False
+        folder, dtype=dtype, trust_remote_code=trust_remote_code, convert=widens, quantized=method == "lora"
     )
     if not opened.module.can_generate():  # type: ignore[operator]  # a transformers model
         raise ModelError(
@@ -101,8 +103,12 @@ def _renaming(
 def with_adapters(module: nn.Module, seed: int) -> Any:
     """``module`` with LoRA adapters of rank 8, initialised from ``seed``."""
     config: Any = module.config
+    quantized = {type(part) for part in module.modules() if type(part).__module__.startswith("bitsandbytes.")}
+    layers = {kind: getattr(importlib.import_module("peft.tuners.lora.bnb"), kind.__name__) for kind in quantized}
     torch.manual_seed(seed)
-    return add_lora(module, type(module).__name__, model_type=config.model_type, r=_RANK, task_type="CAUSAL_LM")
+    return add_lora(
+        module, type(module).__name__, model_type=config.model_type, layers=layers, r=_RANK, task_type="CAUSAL_LM"
+    )
 
 
 def make_optimizer(name: str, module: nn.Module, lr: float) -> torch.optim.Optimizer:
