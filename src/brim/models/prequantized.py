@@ -12,7 +12,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, partialmethod
 from pathlib import Path
 from types import MethodType
@@ -179,20 +179,39 @@ def _join_during_calls(module: nn.Module, join: Join) -> None:
 
 
 def _joined_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    own = vars(self)
-    join, forward = own["_brim_joined"]
-    tensors = {name: tensor for name, tensor in {**self._parameters, **self._buffers}.items() if tensor is not None}
-    during = join(self, tensors)
+    with _joined(self):
+        output = vars(self)["_brim_joined"][1](*args, **kwargs)
+    node, tensors = _node_of(output), _tensors(self)
+    return output if node is None else _Rejoined.apply(output, node, self, [*tensors], *tensors.values())
+
+
+@contextmanager
+def _joined(module: nn.Module) -> Iterator[None]:
+    own = vars(module)
+    during = own["_brim_joined"][0](module, _tensors(module))
     before = {name: own[name] for name in during if name in own}
     own.update(during)  # before the parameters of that name
     try:
-        output = forward(*args, **kwargs)
+        yield
     finally:
         for name in during:
             del own[name]
         own.update(before)
-    node = _node_of(output)
-    return output if node is None else _Rejoined.apply(output, node, self, [*tensors], *tensors.values())
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+@contextmanager
+def joined(model: nn.Module) -> Iterator[None]:
+    """While open, let the layers have their joined weights, for code that looks at these."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if "_brim_joined" in vars(module):
+                stack.enter_context(_joined(module))
+        yield
 
 
 def _node_of(output: torch.Tensor) -> Any:
@@ -290,6 +309,7 @@ def _of_4_bits(module: Any, parts: Parts) -> Join:
     def join(module: Any, tensors: Tensors) -> Mapping[str, Any]:
         weight: Any = tensors["weight"].detach()
         weight.quant_state = joined = copy.copy(state)
+        weight.quant_type, weight.compress_statistics = state.quant_type, state.nested  # PEFT asks for them
         joined.absmax, joined.code = tensors["weight_absmax"].detach(), tensors["weight_quant_map"].detach()
         if state.nested:
             joined.offset, joined.state2 = tensors["weight_offset"], copy.copy(state.state2)

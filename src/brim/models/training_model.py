@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +11,11 @@ import torch
 from torch import nn
 
 from brim.core.options import Method
-from brim.errors import ModelError
+from brim.errors import ModelError, UnsupportedError
 from brim.estimation.models import quantization_of
 from brim.models.architecture import read_config
 from brim.models.opening import OpenedModel, open_model
+from brim.models.prequantized import joined
 from brim.models.weights import by_parameter, materialize, verifier
 from brim.techniques import optimizers
 from brim.techniques.lora import add_lora
@@ -53,15 +53,14 @@ def open_training_model(
 ) -> TrainingModel:
     """Open the model in ``folder`` for training by ``method``; adapters are initialised from ``seed``.
 
-    What is trained is held in float32, except in pure ``bf16``; a base that is only read stays as it is stored. Of a
-    quantized base, tensors that are not quantized are in float32 too, as PEFT's ``prepare_model_for_kbit_training``
-    has them. Raises ModelError for what ``open_model`` refuses or a model without a loss of its own,
+    What is trained is held in float32, except in pure ``bf16``; a base that is only read stays as it is stored. Of one
+    that bitsandbytes quantized, tensors that are not quantized are in float32 too, except in pure ``bf16``, as PEFT's
+    ``prepare_model_for_kbit_training`` has them. Raises ModelError for what ``open_model`` refuses or a model without a loss of its own,
     UnsupportedError where peft cannot add adapters, and for full training of quantized weights.
     """
     config = read_config(folder, trust_remote_code=trust_remote_code)
-    quantized = bool(quantization_of(config.to_dict())[0])
     pure = precision.startswith("bf16") and _pure(precision)
-    widens = method == "full" or (quantized and not pure)
+    widens = method == "full" or (quantization_of(config.to_dict())[0] == "bitsandbytes" and not pure)
     dtype = None if not widens else torch.bfloat16 if pure else torch.float32
     opened = open_model(
         folder, dtype=dtype, trust_remote_code=trust_remote_code, convert=widens, quantized=method == "lora"
@@ -71,6 +70,12 @@ def open_training_model(
             f"Cannot train {opened.name} on text.",
             f"{type(opened.module).__name__} is not a language model that computes its own loss.",
             "Give a causal language model, or use brim.fit in your own loop.",
+        )
+    if any(_rounds_inputs(part) for part in opened.module.modules()):
+        raise UnsupportedError(
+            f"Cannot train adapters on {opened.name}.",
+            f"Its layers round their inputs too ({opened.quantization}), and have no backward pass.",
+            "Give a checkpoint of which only the weights are quantized.",
         )
     sources = by_parameter(opened)
     verify = verifier(opened)
@@ -90,6 +95,10 @@ def open_training_model(
     return TrainingModel(module=module.train(), weights=weights, opened=opened, method=method)
 
 
+def _rounds_inputs(part: Any) -> bool:
+    return getattr(getattr(part, "quantization_scheme", None), "input_activations", None) is not None
+
+
 def _pure(precision: str) -> bool:
     return "mixed" not in precision
 
@@ -103,12 +112,9 @@ def _renaming(
 def with_adapters(module: nn.Module, seed: int) -> Any:
     """``module`` with LoRA adapters of rank 8, initialised from ``seed``."""
     config: Any = module.config
-    quantized = {type(part) for part in module.modules() if type(part).__module__.startswith("bitsandbytes.")}
-    layers = {kind: getattr(importlib.import_module("peft.tuners.lora.bnb"), kind.__name__) for kind in quantized}
     torch.manual_seed(seed)
-    return add_lora(
-        module, type(module).__name__, model_type=config.model_type, layers=layers, r=_RANK, task_type="CAUSAL_LM"
-    )
+    with joined(module):
+        return add_lora(module, type(module).__name__, model_type=config.model_type, r=_RANK, task_type="CAUSAL_LM")
 
 
 def make_optimizer(name: str, module: nn.Module, lr: float) -> torch.optim.Optimizer:
