@@ -28,6 +28,7 @@ from support.tiny_model import save_tokenizer
 
 IDS = torch.arange(14).view(2, 7)
 INPUTS = Inputs(batch=2, prompt=7, total=8)
+STEP_BYTES = 2 << 20  # of activations and gradients, more than a training step of these models takes
 ONEDNN_BYTES = 128 << 10  # its buffers for products of bfloat16, which a trace does not have
 
 
@@ -178,9 +179,9 @@ def test_what_a_call_allocates_was_traced(checkpoint: Path) -> None:
     model.brim.remove()
 
 
-def trained(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(model: Any, optimizer: torch.optim.Optimizer | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses of five steps, and the adapters after them."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     losses = []
     for step in range(5):
         ids = (IDS + step) % 99
@@ -207,11 +208,33 @@ def test_adapters_train_as_with_transformers_and_peft(checkpoint: Path) -> None:
         return
     losses, adapters = trained(with_peft(checkpoint))
     model = open_training_model(checkpoint, method="lora", precision="fp32", seed=0)
-    handle = streamed_from_disk(model.module, model.weights, model.opened.bytes // 2, model.stay)
+    handle = streamed_from_disk(model.module, model.weights, 2 * model.opened.bytes // 5, model.stay)
     streamed_losses, streamed_adapters = trained(model.module)
     assert streamed_losses == losses
     assert all(torch.equal(streamed_adapters[name], value) for name, value in adapters.items())
     handle.remove()
+
+
+def test_fit_trains_adapters_over_a_loaded_model_of_bitsandbytes(checkpoint: Path) -> None:
+    model = with_peft(checkpoint)
+    if model.config.quantization_config.quant_method != "bitsandbytes":
+        pytest.skip("PEFT's model has ordinary weights, or those of a class that brim.fit refuses")
+    losses, adapters = trained(model)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    model = with_peft(checkpoint)
+    weights = {name: value.clone() for name, value in model.state_dict().items() if "lora" not in name}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    ram = STEP_BYTES + sum(value.nbytes for value in weights.values()) * 3 // 5
+    handle = brim.fit(model, optimizer, ram=ram, device="cpu", activations=STEP_BYTES)
+    assert FROM_DISK in handle.plan.choices("weight_streaming").values()
+    fitted_losses, fitted_adapters = trained(model, optimizer)
+    assert fitted_losses == losses
+    assert all(torch.equal(fitted_adapters[name], value) for name, value in adapters.items())
+    handle.remove()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items() if name in weights)
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, expected)
 
 
 def storages(owner: Any) -> dict[int, int]:

@@ -30,7 +30,7 @@ from brim.models.file_tensor import FileTensor
 _METHODS = ("bitsandbytes", "compressed-tensors", "torchao")  # compared with transformers, bit for bit
 _OTHER = "Give a checkpoint in float32, bfloat16 or float16, or a .gguf file."
 
-Parts = dict[str, FileTensor]  # the tensors of a joined weight, by the end of their names in the file
+Parts = dict[str, Any]  # the tensors of a joined weight, by the end of their names in the file
 Tensors = Mapping[str, torch.Tensor]
 Join = Callable[[nn.Module, Tensors], Mapping[str, Any]]  # a layer and its tensors -> its attributes during a call
 
@@ -181,8 +181,10 @@ def _join_during_calls(module: nn.Module, join: Join) -> None:
 def _joined_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with _joined(self):
         output = vars(self)["_brim_joined"][1](*args, **kwargs)
-    node, tensors = _node_of(output), _tensors(self)
-    return output if node is None else _Rejoined.apply(output, node, self, [*tensors], *tensors.values())
+    if not _is_of_bitsandbytes(self) or not output.requires_grad or not output.numel():
+        return output
+    tensors = _tensors(self)
+    return _Rejoined.apply(output, _node_of(output), self, [*tensors], *tensors.values())
 
 
 @contextmanager
@@ -204,6 +206,50 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
+class TakenApart:
+    """The layers of bitsandbytes in a model that transformers loaded, with plain tensors as parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers: list[tuple[Any, Any, dict[str, Any]]] = []
+        for name, module in model.named_modules():
+            weight: Any = module._parameters.get("weight")
+            if type(weight).__name__ not in ("Params4bit", "Int8Params"):
+                continue
+            parts: Parts = {part: tensor for part, tensor in module.state_dict().items() if part != "bias"}
+            if len(parts) == 1:  # not quantized yet
+                continue
+            self._layers.append((module, weight, dict(vars(module))))
+            join = _bitsandbytes(module, name, parts)
+            _take_apart(module, "weight", {part.replace(".", "_"): tensor for part, tensor in parts.items()})
+            _join_during_calls(module, join)
+            _hold(module, weight, torch.empty(0, dtype=weight.dtype))
+
+    def remove(self) -> None:
+        """Join the weights again, in the objects that the layers had. A second call does nothing."""
+        while self._layers:
+            module, weight, before = self._layers.pop()
+            with _joined(module):
+                joined = vars(module)["weight"]
+            for name in ("forward", "_brim_joined", "_save_to_state_dict", "_load_from_state_dict"):
+                del vars(module)[name]
+                vars(module).update({name: before[name]} if name in before else {})
+            module._buffers.pop("weight_offset", None)
+            bias = module._parameters["bias"]
+            module._parameters.clear()
+            module._parameters.update(weight=weight, bias=bias)
+            _hold(module, weight, joined)
+
+
+def _hold(module: Any, weight: Any, joined: Any) -> None:
+    """Give the weight of a layer of bitsandbytes the tensors of ``joined``."""
+    weight.data = joined.data
+    if hasattr(module, "quant_state"):
+        module.quant_state = weight.quant_state = getattr(joined, "quant_state", None)
+    else:
+        module.state.CB = module.state.SCB = module.state.idx = None
+        weight.CB, weight.SCB = getattr(joined, "CB", None), getattr(joined, "SCB", None)
+
+
 @contextmanager
 def joined(model: nn.Module) -> Iterator[None]:
     """While open, let the layers have their joined weights, for code that looks at these."""
@@ -214,10 +260,16 @@ def joined(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def _is_of_bitsandbytes(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("bitsandbytes.")
+
+
 def _node_of(output: torch.Tensor) -> Any:
-    """The node of a product of bitsandbytes in the graph of ``output``, or None. A cast may be after it."""
-    nodes = [output.grad_fn, *(node for node, _ in output.grad_fn.next_functions)] if output.grad_fn else []
-    return next((node for node in nodes if type(node).__module__.startswith("bitsandbytes.")), None)
+    """The node of bitsandbytes' product that gave ``output``; a cast may have followed."""
+    last: Any = output.grad_fn
+    nodes = [node for node in (last, last.next_functions[0][0]) if hasattr(node, "state")]
+    assert nodes, f"bitsandbytes has no known product before {last}"
+    return nodes[0]
 
 
 class _Rejoined(torch.autograd.Function):
@@ -297,8 +349,10 @@ def _of_4_bits(module: Any, parts: Parts) -> Join:
 
     described = next((part for part in parts if part.startswith("weight.quant_state.")), "")
     _require(bool(described), "the description of its quantization is missing")
-    described_by = {described: parts.pop(described).materialize()}
-    state = QuantState.from_dict({**{n: t for n, t in parts.items() if n != "weight"}, **described_by}, device="cpu")
+    description = parts.pop(described)
+    described_by = {described: description.materialize() if isinstance(description, FileTensor) else description}
+    statistics = {name: tensor for name, tensor in parts.items() if name != "weight"} | described_by
+    state = QuantState.from_dict(statistics, device=parts["weight"].device)
     _check_4_bits(module, parts, state)
     if state.nested:
         module.register_buffer("weight_offset", state.offset, persistent=False)
