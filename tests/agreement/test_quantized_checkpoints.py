@@ -1,11 +1,15 @@
-"""Checkpoints that another library quantized give the logits of transformers, bit for bit, in half of their bytes."""
+"""Checkpoints that another library quantized give transformers' logits and PEFT's adapters, bit for bit."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,8 @@ from brim.models.training_model import open_training_model, with_adapters
 from brim.models.weights import by_parameter, materialize, verifier
 from brim.planning.inference.choosing import Need, make_plan
 from brim.planning.inference.machine import machine, put_in_force
+from brim.requests.train import Request
+from brim.run.train.setup import open_batches
 from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, Weights
 from support.tiny_model import save_tokenizer
 
@@ -47,9 +53,9 @@ def bitsandbytes(plain: Path, folder: Path, **options: Any) -> None:
     AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(folder)
 
 
-def of_4_bits(kind: str, *, nested: bool) -> Callable[[Path, Path], None]:
+def of_4_bits(kind: str, *, nested: bool, **options: Any) -> Callable[[Path, Path], None]:
     return lambda plain, folder: bitsandbytes(
-        plain, folder, load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=nested
+        plain, folder, load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=nested, **options
     )
 
 
@@ -98,6 +104,11 @@ def of_int4(plain: Path, folder: Path) -> None:
 KINDS: dict[str, tuple[str, torch.dtype, Callable[[Path, Path], None]]] = {
     "nf4 nested": ("bitsandbytes", torch.float32, of_4_bits("nf4", nested=True)),
     "nf4 nested bf16": ("bitsandbytes", torch.bfloat16, of_4_bits("nf4", nested=True)),
+    "nf4 and biases": (
+        "bitsandbytes",
+        torch.bfloat16,
+        of_4_bits("nf4", nested=False, bnb_4bit_compute_dtype=torch.bfloat16),
+    ),
     "fp4": ("bitsandbytes", torch.float32, of_4_bits("fp4", nested=False)),
     "int8": ("bitsandbytes", torch.bfloat16, lambda plain, folder: bitsandbytes(plain, folder, load_in_8bit=True)),
     "W4A16": ("compressed_tensors", torch.bfloat16, partial(compressed, preset="W4A16")),
@@ -114,7 +125,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     folder: Path = tmp_path_factory.mktemp(request.param.replace(" ", "-"))
-    quantize(save_plain(tmp_path_factory.mktemp("plain"), dtype), folder)
+    quantize(save_plain(tmp_path_factory.mktemp("plain"), dtype, attention_bias="biases" in request.param), folder)
     save_tokenizer(folder)
     return folder
 
@@ -179,13 +190,14 @@ def test_what_a_call_allocates_was_traced(checkpoint: Path) -> None:
     model.brim.remove()
 
 
-def trained(model: Any, optimizer: torch.optim.Optimizer | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(
+    model: Any, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses of five steps, and the adapters after them."""
     optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     losses = []
-    for step in range(5):
-        ids = (IDS + step) % 99
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    for batch in batches or [{"input_ids": (IDS + step) % 99, "labels": (IDS + step) % 99} for step in range(5)]:
+        loss = model(**batch, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -215,6 +227,7 @@ def test_adapters_train_as_with_transformers_and_peft(checkpoint: Path) -> None:
     handle.remove()
 
 
+@pytest.mark.thorough
 def test_fit_trains_adapters_over_a_loaded_model_of_bitsandbytes(checkpoint: Path) -> None:
     model = with_peft(checkpoint)
     if model.config.quantization_config.quant_method != "bitsandbytes":
@@ -235,6 +248,41 @@ def test_fit_trains_adapters_over_a_loaded_model_of_bitsandbytes(checkpoint: Pat
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items() if name in weights)
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, expected)
+
+
+@pytest.mark.thorough
+def test_a_training_killed_and_resumed_in_less_than_its_weights_is_that_of_peft(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    model, text = tmp_path / "quantized", tmp_path / "text.txt"
+    of_4_bits("nf4", nested=True)(save_plain(tmp_path / "plain", torch.bfloat16, vocab_size=40_000), model)
+    save_tokenizer(model)
+    text.write_text("".join(chr(97 + number * number % 26) for number in range(2000)))
+    settings: dict[str, Any] = {"data": text, "method": "lora", "seq": 32, "batch": 1, "lr": 1e-2, "steps": 10}
+    words = [f"--{name}={value}" for name, value in (settings | {"ram": "140MiB", "save-every": 2}).items()]
+    words += ["--checkpointing=full", "--offload-activations=0", "--report-to=none", "--json"]
+
+    def started(name: str, *more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "brim", "train", str(model), *words, f"--output={tmp_path / name}", *more]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def adapter(name: str) -> bytes:
+        return (tmp_path / name / "adapter_model.safetensors").read_bytes()
+
+    killed = started("killed")
+    while not (tmp_path / "killed" / "step-000004").exists():
+        assert killed.poll() is None, killed.communicate()
+        time.sleep(0.05)
+    killed.kill()
+    killed.communicate()
+    whole, resumed = (started(*each).communicate() for each in (("whole",), ("killed", "--resume")))
+    assert adapter("whole") == adapter("killed"), (whole, resumed)
+    found, go_on = json.loads(whole[0]), json.loads(resumed[0])
+    assert found["losses"][-len(go_on["losses"]) :] == go_on["losses"]
+    assert any(decision["choice"] == "stream:disk" for decision in found["plan"]["decisions"])
+    assert found["measured_bytes"]["ram"] <= found["promised_bytes"]["ram"] <= 140 << 20
+    batches = open_batches(Request(model=model, output=tmp_path / "none", **settings), model)
+    losses, _ = trained(with_peft(model), batches=islice(batches, 10))
+    assert found["losses"] == pytest.approx(losses, abs=1e-5)
 
 
 def storages(owner: Any) -> dict[int, int]:

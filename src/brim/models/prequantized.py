@@ -211,18 +211,24 @@ class TakenApart:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: list[tuple[Any, Any, dict[str, Any]]] = []
-        for name, module in model.named_modules():
-            weight: Any = module._parameters.get("weight")
-            if type(weight).__name__ not in ("Params4bit", "Int8Params"):
-                continue
-            parts: Parts = {part: tensor for part, tensor in module.state_dict().items() if part != "bias"}
-            if len(parts) == 1:  # not quantized yet
-                continue
-            self._layers.append((module, weight, dict(vars(module))))
-            join = _bitsandbytes(module, name, parts)
-            _take_apart(module, "weight", {part.replace(".", "_"): tensor for part, tensor in parts.items()})
-            _join_during_calls(module, join)
-            _hold(module, weight, torch.empty(0, dtype=weight.dtype))
+        try:
+            for name, module in model.named_modules():
+                if isinstance(module, nn.Linear) and _is_of_bitsandbytes(module):
+                    self._take_apart(name, module)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _take_apart(self, name: str, module: nn.Module) -> None:
+        parts: Parts = {part: tensor for part, tensor in module.state_dict().items() if part != "bias"}
+        if len(parts) == 1:  # not quantized yet
+            return
+        weight: Any = module.weight
+        join = _bitsandbytes(module, name, parts)
+        self._layers.append((module, weight, dict(vars(module))))
+        _take_apart(module, "weight", {part.replace(".", "_"): tensor for part, tensor in parts.items()})
+        _join_during_calls(module, join)
+        _hold(module, weight, torch.empty(0, dtype=weight.dtype))
 
     def remove(self) -> None:
         """Join the weights again, in the objects that the layers had. A second call does nothing."""

@@ -249,7 +249,11 @@ def fingerprint(model: nn.Module, request: Request) -> dict[str, int]:
 def quantized_module(request: Request) -> nn.Module | None:
     """The module of a quantized checkpoint in a folder, opened as in a run; None for any other model."""
     folder = Path(request.model).expanduser()
-    if is_factory(request.model) or not any(folder.glob("*.safetensors")) or not quantized_by(described_source(folder)):
+    if (
+        is_factory(request.model)
+        or not any(folder.glob("*.safetensors"))
+        or not quantized_by(described_source(folder))
+    ):
         return None
     if request.task == "generate":
         return open_model(folder).module
