@@ -191,12 +191,13 @@ def test_what_a_call_allocates_was_traced(checkpoint: Path) -> None:
 
 
 def trained(
-    model: Any, optimizer: torch.optim.Optimizer | None = None
+    model: Any, optimizer: torch.optim.Optimizer | None = None, batches: Iterable[dict[str, torch.Tensor]] = ()
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of five steps, and the adapters after them."""
+    """The losses of steps over ``batches``, or of five, and the adapters after them."""
     optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     losses = []
-    for batch in batches or [{"input_ids": (IDS + step) % 99, "labels": (IDS + step) % 99} for step in range(5)]:
+    made = ((IDS + step) % 99 for step in range(5))
+    for batch in batches or ({"input_ids": ids, "labels": ids} for ids in made):
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         optimizer.step()
@@ -251,6 +252,7 @@ def test_fit_trains_adapters_over_a_loaded_model_of_bitsandbytes(checkpoint: Pat
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(900)
 def test_a_training_killed_and_resumed_in_less_than_its_weights_is_that_of_peft(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     model, text = tmp_path / "quantized", tmp_path / "text.txt"
@@ -268,12 +270,12 @@ def test_a_training_killed_and_resumed_in_less_than_its_weights_is_that_of_peft(
     def adapter(name: str) -> bytes:
         return (tmp_path / name / "adapter_model.safetensors").read_bytes()
 
-    killed = started("killed")
-    while not (tmp_path / "killed" / "step-000004").exists():
-        assert killed.poll() is None, killed.communicate()
-        time.sleep(0.05)
-    killed.kill()
-    killed.communicate()
+    with started("killed") as killed:
+        try:
+            while killed.poll() is None and not (tmp_path / "killed" / "step-000004").exists():
+                time.sleep(0.05)
+        finally:
+            killed.kill()
     whole, resumed = (started(*each).communicate() for each in (("whole",), ("killed", "--resume")))
     assert adapter("whole") == adapter("killed"), (whole, resumed)
     found, go_on = json.loads(whole[0]), json.loads(resumed[0])

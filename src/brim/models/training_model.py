@@ -53,8 +53,8 @@ def open_training_model(
 ) -> TrainingModel:
     """Open the model in ``folder`` for training by ``method``; adapters are initialised from ``seed``.
 
-    What is trained is held in float32, except in pure ``bf16``; a base that is only read stays as it is stored. Of one
-    that bitsandbytes quantized, tensors that are not quantized are in float32 too, except in pure ``bf16``, as PEFT's
+    What is trained is held in float32, except in pure ``bf16``; a base that is only read stays as it is stored. If
+    bitsandbytes quantized the base, its other tensors are in float32 too, except in pure ``bf16``, as PEFT's
     ``prepare_model_for_kbit_training`` has them. Raises ModelError for what ``open_model`` refuses or a model without
     a loss of its own, UnsupportedError where peft cannot add adapters, and for full training of quantized weights.
     """

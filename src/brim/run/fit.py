@@ -128,8 +128,8 @@ def fit(
     Raises:
         BudgetError: Nothing fits; ``smallest_bytes`` is a sufficient budget.
         UsageError: An argument has the wrong type or value, or the model is fitted already.
-        UnsupportedError: Parameters with more state than their bytes: quantized by another library, sharded, sparse,
-            or on the meta device.
+        UnsupportedError: Parameters with more state than their bytes: quantized by another library (in training only
+            bitsandbytes' layers are taken), sharded, sparse, or on the meta device.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"Cannot fit a {type(model).__name__}.", "The model must be an nn.Module.")
