@@ -184,7 +184,8 @@ def _joined_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not _is_of_bitsandbytes(self) or not output.requires_grad or not output.numel():
         return output
     tensors = _tensors(self)
-    return _Rejoined.apply(output, _node_of(output), self, [*tensors], *tensors.values())
+    node = _node_of(output)
+    return _Rejoined.apply(output, node, self, [*tensors], *tensors.values())  # type: ignore[no-untyped-call]
 
 
 @contextmanager

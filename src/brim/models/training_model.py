@@ -58,9 +58,9 @@ def open_training_model(
     ``prepare_model_for_kbit_training`` has them. Raises ModelError for what ``open_model`` refuses or a model without
     a loss of its own, UnsupportedError where peft cannot add adapters, and for full training of quantized weights.
     """
-    config = read_config(folder, trust_remote_code=trust_remote_code)
+    stored = read_config(folder, trust_remote_code=trust_remote_code).to_dict()
     pure = precision.startswith("bf16") and _pure(precision)
-    widens = method == "full" or (quantization_of(config.to_dict())[0] == "bitsandbytes" and not pure)
+    widens = method == "full" or (quantization_of(stored)[0] == "bitsandbytes" and not pure)
     dtype = None if not widens else torch.bfloat16 if pure else torch.float32
     opened = open_model(
         folder, dtype=dtype, trust_remote_code=trust_remote_code, convert=widens, quantized=method == "lora"

@@ -147,6 +147,7 @@ def fit(
     except BaseException:
         taken_apart.remove()
         raise
+    assert isinstance(fitted, Fitted), "there is an optimizer"
     fitted.hold(taken_apart, longest=True)
     return fitted
 
@@ -160,7 +161,7 @@ def _fit(
     example: torch.Tensor | Mapping[str, Any] | Sequence[Any] | None,
     activations: str | int | None,
     plan: str | Path | None,
-) -> Any:
+) -> WeightStreaming | Fitted:
     refuse_special_tensors(model)
     inputs = None if example is None else as_arguments(example)
     # Tensors created in inference mode could never be changed outside of it.
