@@ -1,4 +1,4 @@
-"""Checkpoints that another library quantized give the logits of transformers, bit for bit, in half of their bytes."""
+"""Checkpoints that another library quantized give transformers' logits and PEFT's adapters, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import (
@@ -26,19 +28,23 @@ from transformers import (
 
 import brim
 from brim.core.hardware import RAM, VRAM
-from brim.errors import BudgetError
+from brim.errors import BudgetError, UnsupportedError
 from brim.estimation.step_memory import Inputs, watch_inference
-from brim.models.opening import OpenedModel, open_model
+from brim.models.opening import open_model
 from brim.models.quantized import open_quantized
+from brim.models.training_model import open_training_model, with_adapters
 from brim.models.weights import by_parameter, materialize, verifier
 from brim.planning.inference.choosing import Need, make_plan
 from brim.planning.inference.machine import machine, put_in_force
 from brim.requests.plan import LOSSY
+from brim.requests.train import Request
+from brim.run.train.setup import open_batches
 from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, Weights
 from support.tiny_model import save_tokenizer
 
 IDS = torch.arange(14).view(2, 7)
 INPUTS = Inputs(batch=2, prompt=7, total=8)
+STEP_BYTES = 2 << 20  # of activations and gradients, more than a training step of these models takes
 ONEDNN_BYTES = 128 << 10  # its buffers for products of bfloat16, which a trace does not have
 
 
@@ -58,9 +64,9 @@ def bitsandbytes(plain: Path, folder: Path, **options: Any) -> None:
     AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(folder)
 
 
-def of_4_bits(kind: str, *, nested: bool) -> Callable[[Path, Path], None]:
+def of_4_bits(kind: str, *, nested: bool, **options: Any) -> Callable[[Path, Path], None]:
     return lambda plain, folder: bitsandbytes(
-        plain, folder, load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=nested
+        plain, folder, load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=nested, **options
     )
 
 
@@ -109,6 +115,11 @@ def of_int4(plain: Path, folder: Path) -> None:
 KINDS: dict[str, tuple[str, torch.dtype, Callable[[Path, Path], None]]] = {
     "nf4 nested": ("bitsandbytes", torch.float32, of_4_bits("nf4", nested=True)),
     "nf4 nested bf16": ("bitsandbytes", torch.bfloat16, of_4_bits("nf4", nested=True)),
+    "nf4 and biases": (
+        "bitsandbytes",
+        torch.bfloat16,
+        of_4_bits("nf4", nested=False, bnb_4bit_compute_dtype=torch.bfloat16),
+    ),
     "fp4": ("bitsandbytes", torch.float32, of_4_bits("fp4", nested=False)),
     "int8": ("bitsandbytes", torch.bfloat16, lambda plain, folder: bitsandbytes(plain, folder, load_in_8bit=True)),
     "W4A16": ("compressed_tensors", torch.bfloat16, partial(compressed, preset="W4A16")),
@@ -124,22 +135,20 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     package, dtype, quantize = KINDS[request.param]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    folder: Path = tmp_path_factory.mktemp("quantized")
-    quantize(save_plain(tmp_path_factory.mktemp("plain"), dtype), folder)
+    folder: Path = tmp_path_factory.mktemp(request.param.replace(" ", "-"))
+    quantize(save_plain(tmp_path_factory.mktemp("plain"), dtype, attention_bias="biases" in request.param), folder)
     save_tokenizer(folder)
     return folder
 
 
-def streamed_from_disk(opened: OpenedModel, share: float) -> Any:
-    """The model in ``share`` of its bytes, beside what a pass takes."""
-    materialize(opened.module, opened)
-    step_bytes = watch_inference(opened.module, INPUTS).step_bytes
-    weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
-    budget, hardware = {RAM: int(opened.bytes * share) + step_bytes}, machine("cpu")
-    need = Need(step_bytes=step_bytes)
-    partition, plan = make_plan(opened.module, hardware, budget, need, weights, task="generate")
+def streamed_from_disk(module: Any, weights: Weights, weights_bytes: int, adapters: frozenset[str] | None) -> Any:
+    """The model in ``weights_bytes``, beside what a pass takes; with ``adapters`` for training."""
+    step_bytes = watch_inference(module, INPUTS).step_bytes if adapters is None else 0
+    budget, hardware = {RAM: weights_bytes + step_bytes}, machine("cpu")
+    need = Need(step_bytes=step_bytes, stay=adapters or frozenset())
+    partition, plan = make_plan(module, hardware, budget, need, weights, task="generate")
     assert FROM_DISK in plan.choices("weight_streaming").values()
-    return put_in_force(opened.module, partition, plan, hardware, weights, "cpu")
+    return put_in_force(module, partition, plan, hardware, weights, "cpu", training=adapters is not None)
 
 
 @torch.no_grad()
@@ -147,7 +156,9 @@ def test_logits_are_those_of_transformers(checkpoint: Path) -> None:
     whole = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     expected = [whole(ids).logits for ids in (IDS, IDS[:1, :1])]
     opened = open_model(checkpoint)
-    handle = streamed_from_disk(opened, 0.5)
+    materialize(opened.module, opened)
+    weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
+    handle = streamed_from_disk(opened.module, weights, opened.bytes // 2, None)
     for _ in range(2):
         for ids, logits in zip((IDS, IDS[:1, :1]), expected, strict=True):
             assert torch.equal(opened.module(ids).logits, logits)
@@ -260,6 +271,103 @@ def test_what_a_call_allocates_was_traced(checkpoint: Path) -> None:
     held = [*accumulate(event.nbytes() for event in events if event.name() == "[memory]")]
     assert max(held) <= traced_bytes + ONEDNN_BYTES
     model.brim.remove()
+
+
+def trained(
+    model: Any, optimizer: torch.optim.Optimizer | None = None, batches: Iterable[dict[str, torch.Tensor]] = ()
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of steps over ``batches``, or of five, and the adapters after them."""
+    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    losses = []
+    made = ((IDS + step) % 99 for step in range(5))
+    for batch in batches or ({"input_ids": ids, "labels": ids} for ids in made):
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def with_peft(checkpoint: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model(IDS)  # compressed-tensors widens all weights: PEFT knows no others of its layers
+    if model.quantization_method == "bitsandbytes":
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return with_adapters(model, 0).train()
+
+
+def test_adapters_train_as_with_transformers_and_peft(checkpoint: Path) -> None:
+    if any(name in checkpoint.name for name in ("W8A8", "FP8")):
+        with pytest.raises(UnsupportedError, match="no backward pass"):
+            open_training_model(checkpoint, method="lora", precision="fp32", seed=0)
+        return
+    losses, adapters = trained(with_peft(checkpoint))
+    model = open_training_model(checkpoint, method="lora", precision="fp32", seed=0)
+    handle = streamed_from_disk(model.module, model.weights, 2 * model.opened.bytes // 5, model.stay)
+    streamed_losses, streamed_adapters = trained(model.module)
+    assert streamed_losses == losses
+    assert all(torch.equal(streamed_adapters[name], value) for name, value in adapters.items())
+    handle.remove()
+
+
+@pytest.mark.thorough
+def test_fit_trains_adapters_over_a_loaded_model_of_bitsandbytes(checkpoint: Path) -> None:
+    model = with_peft(checkpoint)
+    if model.config.quantization_config.quant_method != "bitsandbytes":
+        pytest.skip("PEFT's model has ordinary weights, or those of a class that brim.fit refuses")
+    losses, adapters = trained(model)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    model = with_peft(checkpoint)
+    weights = {name: value.clone() for name, value in model.state_dict().items() if "lora" not in name}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    ram = STEP_BYTES + sum(value.nbytes for value in weights.values()) * 3 // 5
+    handle = brim.fit(model, optimizer, ram=ram, device="cpu", activations=STEP_BYTES)
+    assert FROM_DISK in handle.plan.choices("weight_streaming").values()
+    fitted_losses, fitted_adapters = trained(model, optimizer)
+    assert fitted_losses == losses
+    assert all(torch.equal(fitted_adapters[name], value) for name, value in adapters.items())
+    handle.remove()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items() if name in weights)
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, expected)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_a_training_killed_and_resumed_in_less_than_its_weights_is_that_of_peft(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    model, text = tmp_path / "quantized", tmp_path / "text.txt"
+    of_4_bits("nf4", nested=True)(save_plain(tmp_path / "plain", torch.bfloat16, vocab_size=40_000), model)
+    save_tokenizer(model)
+    text.write_text("".join(chr(97 + number * number % 26) for number in range(2000)))
+    settings: dict[str, Any] = {"data": text, "method": "lora", "seq": 32, "batch": 1, "lr": 1e-2, "steps": 10}
+    words = [f"--{name}={value}" for name, value in (settings | {"ram": "140MiB", "save-every": 2}).items()]
+    words += ["--checkpointing=full", "--offload-activations=0", "--report-to=none", "--json"]
+
+    def started(name: str, *more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "brim", "train", str(model), *words, f"--output={tmp_path / name}", *more]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def adapter(name: str) -> bytes:
+        return (tmp_path / name / "adapter_model.safetensors").read_bytes()
+
+    with started("killed") as killed:
+        try:
+            while killed.poll() is None and not (tmp_path / "killed" / "step-000004").exists():
+                time.sleep(0.05)
+        finally:
+            killed.kill()
+    whole, resumed = (started(*each).communicate() for each in (("whole",), ("killed", "--resume")))
+    assert adapter("whole") == adapter("killed"), (whole, resumed)
+    found, go_on = json.loads(whole[0]), json.loads(resumed[0])
+    assert found["losses"][-len(go_on["losses"]) :] == go_on["losses"]
+    assert any(decision["choice"] == "stream:disk" for decision in found["plan"]["decisions"])
+    assert found["measured_bytes"]["ram"] <= found["promised_bytes"]["ram"] <= 140 << 20
+    batches = open_batches(Request(model=model, output=tmp_path / "none", **settings), model)
+    losses, _ = trained(with_peft(model), batches=islice(batches, 10))
+    assert found["losses"] == pytest.approx(losses, abs=1e-5)
 
 
 def storages(owner: Any) -> dict[int, int]:

@@ -43,7 +43,7 @@ def stated(plain: Path) -> Path:
         lambda folder: open_as(folder, "bf16"),
         lambda folder: open_as(folder, "int8"),
         lambda folder: open_as(folder, None, quantized=False),
-        lambda folder: open_training_model(folder, method="lora", precision="fp32", seed=0),
+        lambda folder: open_training_model(folder, method="full", precision="fp32", seed=0),
     ],
     ids=["--precision bf16", "--precision int8", "over ranks", "training"],
 )

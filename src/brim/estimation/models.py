@@ -247,7 +247,7 @@ def check_not_quantized(source: Source) -> None:
         raise UnsupportedError(
             f"{source.name} was given as the model.",
             f"Its weights are quantized ({method}). brim estimate takes them as they are stored, on one GPU; brim "
-            "generate, and brim plan for it, from a folder on this machine.",
+            "generate and brim train --method lora, and brim plan for them, from a folder on this machine.",
             "Give --precision bf16, or another, for the unpacked model.",
         )
 

@@ -100,7 +100,7 @@ def build_module(
     method = quantization_of(config.to_dict())[0]
     files = sorted({extent.path for source in stored.values() for extent in source.extents})
     asked = "" if settings is None else "bitsandbytes"
-    quantizer = Quantizer(directory, method or asked, files, settings) if method or asked else None
+    quantizer = Quantizer(directory, method or asked, files, settings, dtype) if method or asked else None
     building = quantizer.building() if quantizer else nullcontext()
     with _quiet(), _NoLargeWeights(), limited_modules(directory, len(stored)), building:
         try:

@@ -96,9 +96,9 @@ def described_by(model: str | Path, *, trust_remote_code: bool, quantized: bool)
     if not quantized and (method := quantization_of(config.to_dict())[0]):
         raise UnsupportedError(
             f"{directory} was given as the model.",
-            f"Its weights are quantized ({method}). brim generates with them as they are, on one device, and neither "
-            "widens, trains nor quantizes them again.",
-            "Leave out the precision, or give a checkpoint in float32, bfloat16 or float16.",
+            f"Its weights are quantized ({method}). brim runs them as they are, on one device, and trains adapters "
+            "over them; it neither widens, trains nor quantizes them again.",
+            "Leave out the precision, train by --method lora, or give a checkpoint in float32, bfloat16 or float16.",
         )
     return directory, name, config
 

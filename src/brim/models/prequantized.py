@@ -15,7 +15,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, partialmethod
 from pathlib import Path
 from types import MethodType
@@ -37,19 +37,28 @@ _EVERY_CALL = "bitsandbytes.autograd._functions"  # its logger says at every cal
 _PIECE_VALUES = 1 << 20  # of a weight that are quantized at once: kernels of CPUs take several float32 copies
 _BLOCK_ROWS = 64  # with so many rows a piece has full blocks of values that share a scale, whatever the row's length
 
-Parts = dict[str, FileTensor]  # the tensors of a joined weight, by the end of their names in the file
-Join = Callable[[nn.Module], Mapping[str, Any]]  # a layer -> its attributes during a call
+Parts = dict[str, Any]  # the tensors of a joined weight, by the end of their names in the file
+Tensors = Mapping[str, torch.Tensor]
+Join = Callable[[nn.Module, Tensors], Mapping[str, Any]]  # a layer and its tensors -> its attributes during a call
 
 
 class Quantizer:
     """transformers' quantizer of a checkpoint, while its model is built. Raises UnsupportedError for a method that
     brim does not run.
 
-    ``settings``: the configuration by which weights that are not quantized yet will be; ``wide`` names them.
+    ``settings``: the configuration by which weights that are not quantized yet will be; ``wide`` names them. Weights
+    that are not quantized are in ``dtype``, or as they are stored.
     """
 
-    def __init__(self, directory: Path, method: str, files: Sequence[str], settings: Any = None) -> None:
-        self._directory, self._method, self._files = directory, method, files
+    def __init__(
+        self,
+        directory: Path,
+        method: str,
+        files: Sequence[str],
+        settings: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._directory, self._method, self._files, self._dtype = directory, method, files, dtype
         self.settings = settings
         self._quantizer: Any = None
         self._taken: dict[str, Parts] = {}
@@ -82,9 +91,7 @@ class Quantizer:
             self._leave_apart()
             return self._quantizer, config, None
 
-        without_bars = partialmethod(
-            tqdm.__init__, disable=True
-        )  # compressed-tensors shows one for each of its steps
+        without_bars = partialmethod(tqdm.__init__, disable=True)  # compressed-tensors shows one for each step
         with (
             mock.patch.object(modeling_utils, "get_hf_quantizer", get),
             mock.patch.object(tqdm, "__init__", without_bars),
@@ -94,7 +101,7 @@ class Quantizer:
     def _leave_apart(self) -> None:
         if hasattr(self._quantizer, "set_metadata"):  # torchao describes its weights in the files' headers
             self._quantizer.set_metadata(self._files)
-        operation = _left_apart(self._quantizer, self._taken)
+        operation = _left_apart(self._quantizer, self._taken, self._dtype)
         if not self._quantizer.pre_quantized:
             self._quantizer.get_quantize_ops = lambda: operation
         elif "deserialize" in self._quantizer.get_load_operations():
@@ -226,14 +233,14 @@ class Quantizer:
         inner, context = weight.__tensor_flatten__()
         _require(weight.shape == getattr(module, own).shape, f"its shape is {list(weight.shape)}")
 
-        def join(module: nn.Module) -> Mapping[str, Any]:
-            values = {part: module._parameters[f"_{own}_{part}"] for part in inner}
+        def join(module: nn.Module, tensors: Tensors) -> Mapping[str, Any]:
+            values = {part: tensors[f"_{own}_{part}"] for part in inner}
             return {own: type(weight).__tensor_unflatten__(values, context, weight.shape, weight.stride())}
 
         return join
 
 
-def _left_apart(quantizer: Any, taken: dict[str, Parts]) -> Any:
+def _left_apart(quantizer: Any, taken: dict[str, Parts], dtype: torch.dtype | None) -> Any:
     """An operation for the loading code of transformers that adds a weight's tensors to ``taken``, and joins none."""
     from transformers.core_model_loading import ConversionOps
 
@@ -248,7 +255,7 @@ def _left_apart(quantizer: Any, taken: dict[str, Parts]) -> Any:
             if not quantizer.pre_quantized:
                 weights = {name: {"weight": tensors} for name, tensors in input_dict.items()}
             elif len(input_dict) == 1:  # a weight that is not quantized
-                return input_dict
+                return {key: [tensor.to(dtype) for tensor in tensors] for key, tensors in input_dict.items()}
             for name, parts in weights.items():
                 taken[name] = {
                     p: tensors[0] if isinstance(tensors, list) else tensors for p, tensors in parts.items()
@@ -301,17 +308,131 @@ def _join_during_calls(module: nn.Module, join: Join) -> None:
 
 
 def _joined_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    own = vars(self)
-    join, forward = own["_brim_joined"]
-    during = join(self)
+    with _joined(self):
+        output = vars(self)["_brim_joined"][1](*args, **kwargs)
+    if not _is_of_bitsandbytes(self) or not output.requires_grad or not output.numel():
+        return output
+    tensors = _tensors(self)
+    node = _node_of(output)
+    return _Rejoined.apply(output, node, self, [*tensors], *tensors.values())  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _joined(module: nn.Module) -> Iterator[None]:
+    own = vars(module)
+    during = own["_brim_joined"][0](module, _tensors(module))
     before = {name: own[name] for name in during if name in own}
     own.update(during)  # before the parameters of that name
     try:
-        return forward(*args, **kwargs)
+        yield
     finally:
         for name in during:
             del own[name]
         own.update(before)
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+class TakenApart:
+    """The layers of bitsandbytes in a model that transformers loaded, with plain tensors as parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers: list[tuple[Any, Any, dict[str, Any]]] = []
+        try:
+            for name, module in model.named_modules():
+                if isinstance(module, nn.Linear) and _is_of_bitsandbytes(module):
+                    self._take_apart(name, module)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _take_apart(self, name: str, module: nn.Module) -> None:
+        parts: Parts = {part: tensor for part, tensor in module.state_dict().items() if part != "bias"}
+        if len(parts) == 1:  # not quantized yet
+            return
+        weight: Any = module.weight
+        join = _bitsandbytes(module, name, parts)
+        self._layers.append((module, weight, dict(vars(module))))
+        _take_apart(module, "weight", {part.replace(".", "_"): tensor for part, tensor in parts.items()})
+        _join_during_calls(module, join)
+        _hold(module, weight, torch.empty(0, dtype=weight.dtype))
+
+    def remove(self) -> None:
+        """Join the weights again, in the objects that the layers had. A second call does nothing."""
+        while self._layers:
+            module, weight, before = self._layers.pop()
+            with _joined(module):
+                joined = vars(module)["weight"]
+            for name in ("forward", "_brim_joined", "_save_to_state_dict", "_load_from_state_dict"):
+                del vars(module)[name]
+                vars(module).update({name: before[name]} if name in before else {})
+            module._buffers.pop("weight_offset", None)
+            bias = module._parameters["bias"]
+            module._parameters.clear()
+            module._parameters.update(weight=weight, bias=bias)
+            _hold(module, weight, joined)
+
+
+def _hold(module: Any, weight: Any, joined: Any) -> None:
+    """Give the weight of a layer of bitsandbytes the tensors of ``joined``."""
+    weight.data = joined.data
+    if hasattr(module, "quant_state"):
+        module.quant_state = weight.quant_state = getattr(joined, "quant_state", None)
+    else:
+        module.state.CB = module.state.SCB = module.state.idx = None
+        weight.CB, weight.SCB = getattr(joined, "CB", None), getattr(joined, "SCB", None)
+
+
+@contextmanager
+def joined(model: nn.Module) -> Iterator[None]:
+    """While open, let the layers have their joined weights, for code that looks at these."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if "_brim_joined" in vars(module):
+                stack.enter_context(_joined(module))
+        yield
+
+
+def _is_of_bitsandbytes(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("bitsandbytes.")
+
+
+def _node_of(output: torch.Tensor) -> Any:
+    """The node of bitsandbytes' product that gave ``output``; a cast may have followed."""
+    last: Any = output.grad_fn
+    nodes = [node for node in (last, last.next_functions[0][0]) if hasattr(node, "state")]
+    assert nodes, f"bitsandbytes has no known product before {last}"
+    return nodes[0]
+
+
+class _Rejoined(torch.autograd.Function):
+    """Changes nothing; in backward gives the product before it the layer's tensors as they are then.
+
+    bitsandbytes keeps its weight as attributes of the node, not as saved tensors, which are brought back: by the time
+    of backward a streamed weight's memory has the values of another.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: torch.Tensor, node: Any, module: nn.Module, names: list[str], *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.node, ctx.module, ctx.names = node, module, names
+        ctx.save_for_backward(*tensors)
+        ctx.mark_dirty(output)  # not a view, which could not be changed in place
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        during = vars(ctx.module)["_brim_joined"][0](ctx.module, tensors)
+        if "state" in during:
+            ctx.node.state.CB, ctx.node.state.SCB = during["weight"].CB, during["weight"].SCB
+        else:
+            ctx.node.tensors, ctx.node.state = (None, during["weight"].view(-1, 1)), during["weight"].quant_state
+        return gradient, *(None for _ in range(3 + len(tensors)))
 
 
 def _decompress_during_calls(model: nn.Module, compressor: Any) -> None:
@@ -331,9 +452,10 @@ def _decompress_during_calls(model: nn.Module, compressor: Any) -> None:
             _join_during_calls(module, partial(_decompressed, kind=kind, scheme=scheme, known=known, during=during))
 
 
-def _decompressed(module: nn.Module, *, kind: Any, scheme: Any, known: Any, during: Any) -> Mapping[str, Any]:
-    tensors = {**module._parameters, **module._buffers}
-    stored = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None} | known
+def _decompressed(
+    module: nn.Module, tensors: Tensors, *, kind: Any, scheme: Any, known: Any, during: Any
+) -> Mapping[str, Any]:
+    stored = {name: tensor.detach() for name, tensor in tensors.items()} | known
     changed = {n: value for n, value in kind.decompress(stored, scheme).items() if value is not stored.get(n)}
     return {**changed, **during}
 
@@ -350,8 +472,8 @@ def _of_8_bits(module: Any, parts: Parts) -> Join:
     _require(parts["weight"].dtype == torch.int8 and parts["weight"].shape == shape, f"its shape is not {shape}")
     _require(parts["SCB"].shape == shape[:1], "it has a wrong number of scales")
 
-    def join(module: Any) -> Mapping[str, Any]:
-        codes, scales = module._parameters["weight"], module._parameters["SCB"]
+    def join(module: Any, tensors: Tensors) -> Mapping[str, Any]:
+        codes, scales = tensors["weight"], tensors["SCB"]
         weight: Any = codes.detach()
         weight.CB, weight.SCB, weight.has_fp16_weights = codes.detach(), scales.detach(), False
         return {"weight": weight, "state": copy.copy(module.state)}
@@ -364,8 +486,10 @@ def _of_4_bits(module: Any, parts: Parts) -> Join:
 
     described = next((part for part in parts if part.startswith("weight.quant_state.")), "")
     _require(bool(described), "the description of its quantization is missing")
-    described_by = {described: parts.pop(described).materialize()}
-    state = QuantState.from_dict({**{n: t for n, t in parts.items() if n != "weight"}, **described_by}, device="cpu")
+    description = parts.pop(described)
+    described_by = {described: description.materialize() if isinstance(description, FileTensor) else description}
+    statistics = {name: tensor for name, tensor in parts.items() if name != "weight"} | described_by
+    state = QuantState.from_dict(statistics, device=parts["weight"].device)
     _check_4_bits(module, parts, state)
     if state.nested:
         module.register_buffer("weight_offset", state.offset, persistent=False)
@@ -373,13 +497,13 @@ def _of_4_bits(module: Any, parts: Parts) -> Join:
     if state.nested:
         state.state2.absmax = state.state2.code = None
 
-    def join(module: Any) -> Mapping[str, Any]:
-        tensors = module._parameters
+    def join(module: Any, tensors: Tensors) -> Mapping[str, Any]:
         weight: Any = tensors["weight"].detach()
         weight.quant_state = joined = copy.copy(state)
+        weight.quant_type, weight.compress_statistics = state.quant_type, state.nested  # PEFT asks for them
         joined.absmax, joined.code = tensors["weight_absmax"].detach(), tensors["weight_quant_map"].detach()
         if state.nested:
-            joined.offset, joined.state2 = module.weight_offset, copy.copy(state.state2)
+            joined.offset, joined.state2 = tensors["weight_offset"], copy.copy(state.state2)
             joined.state2.absmax = tensors["weight_nested_absmax"].detach()
             joined.state2.code = tensors["weight_nested_quant_map"].detach()
         return {"weight": weight}

@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from brim.core.options import Method
-from brim.errors import ModelError
+from brim.errors import ModelError, UnsupportedError
+from brim.estimation.models import quantization_of
+from brim.models.architecture import read_config
 from brim.models.opening import OpenedModel, open_model
+from brim.models.prequantized import joined
 from brim.models.weights import by_parameter, materialize, verifier
 from brim.techniques import optimizers
 from brim.techniques.lora import add_lora
@@ -50,25 +53,29 @@ def open_training_model(
 ) -> TrainingModel:
     """Open the model in ``folder`` for training by ``method``; adapters are initialised from ``seed``.
 
-    What is trained is held in float32, except in pure ``bf16``; a base that is only read stays as it is stored.
-    Raises ModelError for what ``open_model`` refuses or a model without a loss of its own, UnsupportedError where
-    peft cannot add adapters.
+    What is trained is held in float32, except in pure ``bf16``; a base that is only read stays as it is stored. If
+    bitsandbytes quantized the base, its other tensors are in float32 too, except in pure ``bf16``, as PEFT's
+    ``prepare_model_for_kbit_training`` has them. Raises ModelError for what ``open_model`` refuses or a model without
+    a loss of its own, UnsupportedError where peft cannot add adapters, and for full training of quantized weights.
     """
-    dtype = (
-        None
-        if method == "lora"
-        else torch.bfloat16
-        if precision.startswith("bf16") and _pure(precision)
-        else torch.float32
-    )
+    stored = read_config(folder, trust_remote_code=trust_remote_code).to_dict()
+    pure = precision.startswith("bf16") and _pure(precision)
+    widens = method == "full" or (quantization_of(stored)[0] == "bitsandbytes" and not pure)
+    dtype = None if not widens else torch.bfloat16 if pure else torch.float32
     opened = open_model(
-        folder, dtype=dtype, trust_remote_code=trust_remote_code, convert=method == "full", quantized=False
+        folder, dtype=dtype, trust_remote_code=trust_remote_code, convert=widens, quantized=method == "lora"
     )
     if not opened.module.can_generate():  # type: ignore[operator]  # a transformers model
         raise ModelError(
             f"Cannot train {opened.name} on text.",
             f"{type(opened.module).__name__} is not a language model that computes its own loss.",
             "Give a causal language model, or use brim.fit in your own loop.",
+        )
+    if any(_rounds_inputs(part) for part in opened.module.modules()):
+        raise UnsupportedError(
+            f"Cannot train adapters on {opened.name}.",
+            f"Its layers round their inputs too ({opened.quantization}), and have no backward pass.",
+            "Give a checkpoint of which only the weights are quantized.",
         )
     sources = by_parameter(opened)
     verify = verifier(opened)
@@ -88,6 +95,10 @@ def open_training_model(
     return TrainingModel(module=module.train(), weights=weights, opened=opened, method=method)
 
 
+def _rounds_inputs(part: Any) -> bool:
+    return getattr(getattr(part, "quantization_scheme", None), "input_activations", None) is not None
+
+
 def _pure(precision: str) -> bool:
     return "mixed" not in precision
 
@@ -102,7 +113,8 @@ def with_adapters(module: nn.Module, seed: int) -> Any:
     """``module`` with LoRA adapters of rank 8, initialised from ``seed``."""
     config: Any = module.config
     torch.manual_seed(seed)
-    return add_lora(module, type(module).__name__, model_type=config.model_type, r=_RANK, task_type="CAUSAL_LM")
+    with joined(module):
+        return add_lora(module, type(module).__name__, model_type=config.model_type, r=_RANK, task_type="CAUSAL_LM")
 
 
 def make_optimizer(name: str, module: nn.Module, lr: float) -> torch.optim.Optimizer:

@@ -28,12 +28,14 @@ from brim.estimation.models import (
     class_of,
     find_model,
     keep_apart,
+    quantized_by,
     transformers_config,
     weight_type,
 )
 from brim.estimation.quantization import quantize
-from brim.models.opening import prepare
-from brim.planning.factory import made_by
+from brim.models.opening import open_model, prepare
+from brim.models.training_model import open_training_model
+from brim.planning.factory import is_factory, made_by
 from brim.planning.request import LOSSY, PRECISIONS_OF, Answer, Request
 from brim.planning.strategy.choice import ACTIVATIONS, CHECKPOINTING, GRADIENTS, OFFLOADED, PRECISION, STATES
 from brim.techniques.checkpointing import technique as checkpointing
@@ -113,7 +115,7 @@ def write(path: str | Path, answer: Answer, index: int = 0) -> None:
     chosen = answer.proposals[index]
     precision = chosen.precision or answer.request.precision
     request = replace(answer.request, model=str(answer.request.model), precision=precision)
-    model = described(request.model)
+    model = quantized_module(request) or described(request.model)
     if request.task == "generate" and precision in LOSSY:
         with torch.device("meta"):
             quantize(model, precision, training=False)
@@ -243,6 +245,20 @@ def fingerprint(model: nn.Module, request: Request) -> dict[str, int]:
         key = f"{re.sub(r'(?<=[.])[0-9]+(?=[.])', '*', plain)} {dtype}{list(parameter.shape)}"
         counts[key] = counts.get(key, 0) + 1
     return counts
+
+
+def quantized_module(request: Request) -> nn.Module | None:
+    """The module of a quantized checkpoint in a folder, opened as in a run; None for any other model."""
+    folder = Path(request.model).expanduser()
+    if (
+        is_factory(request.model)
+        or not any(folder.glob("*.safetensors"))
+        or not quantized_by(described_source(folder))
+    ):
+        return None
+    if request.task == "generate":
+        return open_model(folder).module
+    return open_training_model(folder, method=request.method, precision=request.precision or "fp32", seed=0).module
 
 
 def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:

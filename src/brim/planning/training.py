@@ -27,7 +27,7 @@ from brim.memory.pool import PAGE_BYTES
 from brim.models.training_model import make_optimizer, with_adapters
 from brim.planning import factory
 from brim.planning.factory import is_factory
-from brim.planning.file import described, parameter_count
+from brim.planning.file import described, parameter_count, quantized_module
 from brim.planning.inference.warm_up import most_grown, warm_up
 from brim.planning.request import PLAN_FILE, Machine, Proposal, Request
 from brim.planning.seconds.block_timing import block_seconds
@@ -250,6 +250,8 @@ def program_bytes(start_bytes: int) -> dict[str, int]:
 
 def _model(request: Request, precision: str) -> nn.Module:
     """Build the model in train mode, on meta."""
+    if (opened := quantized_module(replace(request, precision=precision))) is not None:
+        return opened
     model: Any = described(request.model, weights_dtype(request.method, precision))
     if not model.can_generate():
         raise ModelError(

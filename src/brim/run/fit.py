@@ -19,6 +19,7 @@ from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.memory.heap import HeapRetention, retention_limits
 from brim.memory.mapped import present_bytes
+from brim.models.prequantized import TakenApart
 from brim.planning.inference.example_shapes import (
     PipelineModels,
     is_pipeline,
@@ -137,8 +138,8 @@ def fit(
     Raises:
         BudgetError: Nothing fits; ``smallest_bytes`` is a sufficient budget.
         UsageError: An argument has the wrong type or value, or the model is fitted already.
-        UnsupportedError: Parameters with more state than their bytes: quantized by another library, sharded, sparse,
-            or on the meta device.
+        UnsupportedError: Parameters with more state than their bytes: quantized by another library (in training only
+            bitsandbytes' layers are taken), sharded, sparse, or on the meta device.
     """
     if is_pipeline(model):
         if optimizer is not None or plan is not None:
@@ -158,6 +159,29 @@ def fit(
         )
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper calls the module inside
     refuse_second(model)
+    if optimizer is None:
+        return _fit(model, None, vram, ram, device, example, activations, plan)
+    taken_apart = TakenApart(model)
+    try:
+        fitted = _fit(model, optimizer, vram, ram, device, example, activations, plan)
+    except BaseException:
+        taken_apart.remove()
+        raise
+    assert isinstance(fitted, Fitted), "there is an optimizer"
+    fitted.hold(taken_apart, longest=True)
+    return fitted
+
+
+def _fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    vram: str | int | None,
+    ram: str | int | None,
+    device: Device | str,
+    example: torch.Tensor | Mapping[str, Any] | Sequence[Any] | None,
+    activations: str | int | None,
+    plan: str | Path | None,
+) -> WeightStreaming | Fitted:
     refuse_special_tensors(model)
     inputs = None if example is None else as_arguments(example)
     # Tensors created in inference mode could never be changed outside of it.

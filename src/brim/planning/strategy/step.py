@@ -140,9 +140,9 @@ class Fitted:
         moving = [b for b in partition.blocks if self.choice.streaming.get(b.name, RESIDENT) != RESIDENT]
         return any(not trained.isdisjoint(block.tensors) for block in moving)
 
-    def hold(self, handle: Any) -> Any:
-        """Remove ``handle`` together with this one; the last one held is removed first."""
-        self._handles.append(handle)
+    def hold(self, handle: Any, *, longest: bool = False) -> Any:
+        """Remove ``handle`` together with this one: before those that are held already, or after them."""
+        self._handles.insert(0 if longest else len(self._handles), handle)
         return handle
 
     def step(self, micros: Sequence[MicroBatch], *, clip_norm: float | None = None) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path

@@ -89,6 +89,11 @@ def open_whole(recipe: Recipe) -> TrainingModel:
 
 def check(training_model: TrainingModel, recipe: Recipe) -> None:
     """Raise UsageError for sizes that do not divide, UnsupportedError for models that cannot be split."""
+    if training_model.opened.quantization:
+        raise UnsupportedError(
+            f"Cannot train {training_model.opened.name} over ranks.",
+            f"Its weights are quantized ({training_model.opened.quantization}): that trains on one device.",
+        )
     split, config = recipe.split, training_model.module.config
     check_sizes(split, sizes_of(config, recipe.sequence))
     check_experts(split)
