@@ -192,7 +192,9 @@ def test_what_brim_quantizes_has_the_logits_of_transformers_quantizer(
     MODELS[name]().bfloat16().save_pretrained(tmp_path)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).eval()
     opened = open_quantized(tmp_path, precision)
-    handle = streamed_from_disk(opened, 0.5)
+    materialize(opened.module, opened)
+    weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
+    handle = streamed_from_disk(opened.module, weights, opened.bytes // 2, None)
     for ids in (IDS, IDS[:1, :1]):
         assert torch.equal(opened.module(ids).logits, whole(ids).logits)
     handle.remove()

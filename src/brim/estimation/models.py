@@ -246,8 +246,8 @@ def check_not_quantized(source: Source) -> None:
     if method := quantized_by(source):
         raise UnsupportedError(
             f"{source.name} was given as the model.",
-            f"Its weights are quantized ({method}). brim estimate takes them as they are stored, on one GPU; brim "
-            "generate and brim train --method lora, and brim plan for them, from a folder on this machine.",
+            f"Its weights are quantized ({method}). brim estimate and brim plan take them as they are stored, to "
+            "generate on one GPU; brim train --method lora and plan files need them in a folder on this machine.",
             "Give --precision bf16, or another, for the unpacked model.",
         )
 

@@ -86,10 +86,10 @@ class PackedLinear(nn.Linear):
         tensors = [torch.empty(form[name], dtype=torch.uint8) for name in names]
         self.weight = nn.Parameter(tensors[0], requires_grad=False)
         for number, tensor in enumerate(tensors[1:]):
-            self.register_buffer(f"packed_{number}", tensor)
+            self.register_parameter(f"packed_{number}", nn.Parameter(tensor, requires_grad=False))
 
     def packed(self) -> list[torch.Tensor]:
-        return [self.weight, *(tensor for name, tensor in self._buffers.items() if tensor is not None)]
+        return [tensor for name, tensor in self._parameters.items() if name != "bias" and tensor is not None]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and input.requires_grad:
@@ -145,12 +145,12 @@ class _PackedProduct(torch.autograd.Function):
 def _pack_parameter(module: nn.Module, name: str, form: Form, dtype: torch.dtype) -> None:
     """Replace a parameter by packed tensors; the module's own code reads it as a weight that takes no memory."""
     shape = list(module._parameters.pop(name).shape)  # type: ignore[union-attr]
-    buffers = [f"{name}_packed_{number}" for number in range(len(form))]
-    for buffer, bytes in zip(buffers, form.values(), strict=True):
-        module.register_buffer(buffer, torch.empty(bytes, dtype=torch.uint8))
+    parts = [f"{name}_packed_{number}" for number in range(len(form))]
+    for part, bytes in zip(parts, form.values(), strict=True):
+        module.register_parameter(part, nn.Parameter(torch.empty(bytes, dtype=torch.uint8), requires_grad=False))
 
     def read(self: nn.Module) -> torch.Tensor:
-        weight: torch.Tensor = torch.ops.brim.read_packed([self._buffers[b] for b in buffers], shape, dtype)
+        weight: torch.Tensor = torch.ops.brim.read_packed([self._parameters[part] for part in parts], shape, dtype)
         return weight
 
     kind = type(module)
@@ -288,8 +288,13 @@ def has_equal_layers(source: Source, numbers: range) -> bool:
     return all(len({frozenset(parts) for parts in alike.values()}) == 1 for alike in layers.values())
 
 
-def as_stored(model: nn.Module, source: Source) -> dict[str, str]:
+def as_stored(
+    model: nn.Module, source: Source, capability: tuple[int, int], *, by_brim: bool = False
+) -> dict[str, str]:
     """Replace the weights that the checkpoint has quantized by tensors as large as its files have them.
+
+    ``capability``: the compute capability of the GPU. ``by_brim``: brim runs the model, which unpacks at every call
+    the weights that others unpack once.
 
     Returns notes by subject. Raises UnsupportedError where the files' headers are unknown and the method's settings
     do not tell the sizes.
@@ -299,8 +304,8 @@ def as_stored(model: nn.Module, source: Source) -> dict[str, str]:
     if source.library != "transformers":
         check_not_quantized(source)
     name, settings, method = method_of(source)
-    layer = method.layer
-    if name in ("fp8", "fbgemm_fp8") and torch.cuda.get_device_capability() < _LEAST_FLOAT8:
+    layer = UnpackedLinear if by_brim and method.layer is OnceUnpackedLinear else method.layer
+    if name in ("fp8", "fbgemm_fp8") and capability < _LEAST_FLOAT8:
         return {name: "transformers unpacks the weights to 16 bits: this GPU has no float8 products"}
     stored = stored_tensors(source)
     forms = _by_headers(model, stored) if stored else _by_settings(model, source, name, settings, method)

@@ -180,7 +180,7 @@ class Job:
         if precision in SCHEMES:
             self.notes[precision] = quantize(model, precision, training=self.workload.task == "train")
         elif precision == STORED:
-            self.notes |= as_stored(model, self.source)
+            self.notes |= as_stored(model, self.source, torch.cuda.get_device_capability())
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

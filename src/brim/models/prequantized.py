@@ -31,7 +31,7 @@ from brim.errors import ModelError, UnsupportedError
 from brim.estimation.models import short
 from brim.models.file_tensor import FileTensor
 
-_METHODS = ("bitsandbytes", "compressed-tensors", "torchao")  # compared with transformers, bit for bit
+METHODS = ("bitsandbytes", "compressed-tensors", "torchao")  # compared with transformers, bit for bit
 _OTHER = "Give a checkpoint in float32, bfloat16 or float16, or a .gguf file."
 _EVERY_CALL = "bitsandbytes.autograd._functions"  # its logger says at every call that inputs become float16
 _PIECE_VALUES = 1 << 20  # of a weight that are quantized at once: kernels of CPUs take several float32 copies
@@ -63,8 +63,8 @@ class Quantizer:
         self._quantizer: Any = None
         self._taken: dict[str, Parts] = {}
         self._blank: dict[str, Any] = {}  # weights as the library wants them, without values
-        if method not in _METHODS:
-            raise self._unsupported(f"brim runs those of {', '.join(_METHODS)}.")
+        if method not in METHODS:
+            raise self._unsupported(f"brim runs those of {', '.join(METHODS)}.")
 
     @property
     def wide(self) -> Collection[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +17,8 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation.extrapolation import find_depth
 from brim.estimation.hub import hub_model, is_hub_id
-from brim.estimation.models import Source, check_not_quantized, weight_type
+from brim.estimation.models import Source, quantized_by, weight_type
+from brim.estimation.packed_weights import as_stored, has_equal_layers
 from brim.estimation.quantization import quantize
 from brim.estimation.silence import quiet
 from brim.estimation.step_memory import Inputs
@@ -26,11 +28,13 @@ from brim.measure.probe import probe
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.pool import PAGE_BYTES, round_up
 from brim.models.opening import DTYPES, dtype_name, open_model, open_tokenizer, prepare
+from brim.models.prequantized import METHODS
 from brim.models.quantized import give_quantized_layers
 from brim.models.weights import by_parameter, materialize
 from brim.planning.factory import is_factory
 from brim.planning.file import described_source
 from brim.planning.inference.depth import Shallow
+from brim.planning.inference.machine import capability
 from brim.planning.inference.warm_up import SLACK_BYTES, most_grown, spent, warm_up
 from brim.planning.request import Machine, Request
 from brim.planning.subject import Subject
@@ -156,11 +160,11 @@ def _spent(subject: Subject, opened: Any, start_bytes: int) -> Mapping[str, int]
 
 def _described_subject(request: Request, machine: Machine, inputs: Inputs, precision: str | None) -> Subject:
     source = described_source(request.model)
-    if precision is None:
-        check_not_quantized(source)
-    own = _stated_precision(source)
+    own, stated = STORED if quantized_by(source) else _stated_precision(source), _stated_precision(source)
     meant = precision or own
-    wide = meant if meant in DTYPES else own
+    if meant == STORED and quantized_by(source) not in METHODS:
+        warnings.warn(f"brim generate does not run weights of {quantized_by(source)}: this predicts.", stacklevel=2)
+    wide = meant if meant in DTYPES else stated
     workload = Workload(
         task="generate",
         batch=inputs.batch,
@@ -170,7 +174,9 @@ def _described_subject(request: Request, machine: Machine, inputs: Inputs, preci
     )
     here = probe()
     is_here = (here.name, here.compute) == (machine.hardware.name, machine.hardware.compute)
-    shaped = partial(_shaped, workload=workload, meant=meant, wide=wide, runs=is_here)
+    shaped = partial(
+        _shaped, workload=workload, meant=meant, wide=wide, runs=is_here, capability=capability(machine.hardware)
+    )
     module = shaped(source)
     _check_generates(module, source.name, inputs)
     return Subject(
@@ -184,6 +190,7 @@ def _described_subject(request: Request, machine: Machine, inputs: Inputs, preci
         host_compute=request.host_compute,
         spent_bytes=_IMAGINED_SPENT,
         shallow=_shallow(source, shaped, module),
+        measures=meant != STORED,
     )
 
 
@@ -192,14 +199,20 @@ def _stated_precision(source: Source) -> str:
     return next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{stated}"), "fp32")
 
 
-def _shaped(source: Source, *, workload: Workload, meant: str, wide: str, runs: bool) -> nn.Module:
+def _shaped(
+    source: Source, *, workload: Workload, meant: str, wide: str, runs: bool, capability: tuple[int, int]
+) -> nn.Module:
     """Build the module in precision ``meant``, with unquantized parts in ``wide``; its parameters hold no memory.
 
-    ``runs``: it can be called. Else quantized layers are those of an estimate, which need no package.
+    ``runs``: it can be called. Else, and in ``STORED``, quantized layers are those of an estimate, which need no
+    package.
     """
     with quiet(), torch.device("meta"):
         module = Workshop(source, workload).module().to(DTYPES[wide]).eval().requires_grad_(False)
-    if meant not in DTYPES and runs:
+    if meant == STORED:
+        with torch.device("meta"):
+            as_stored(module, source, capability, by_brim=True)
+    elif meant not in DTYPES and runs:
         give_quantized_layers(module, source.name, meant)
     elif meant not in DTYPES:
         with torch.device("meta"):
@@ -210,7 +223,7 @@ def _shaped(source: Source, *, workload: Workload, meant: str, wide: str, runs: 
 
 def _shallow(source: Source, shaped: Callable[[Source], nn.Module], module: nn.Module) -> Shallow | None:
     depth = find_depth(source, module)
-    if depth is None:
+    if depth is None or not has_equal_layers(source, range(depth.special, depth.layers)):
         return None
     few, more = (shaped(replace(source, config={**source.config, depth.field: depth.fewest + add})) for add in (0, 1))
     return Shallow(stack=depth, few=few, more=more)

@@ -30,7 +30,7 @@ class Seen:
 class Subject:
     """A model in a precision. ``module`` has no values; ``spent_bytes`` is the program's own share per tier.
 
-    ``shallow`` is the model with a few of its layers, if they represent it.
+    ``shallow`` is the model with a few of its layers, if they represent it. ``measures``: its blocks can be timed.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Subject:
     host_compute: bool = True
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
     shallow: Shallow | None = field(default=None, compare=False)
+    measures: bool = True
     seen: Seen = field(default_factory=Seen, compare=False)
 
     def on(self, machine: Machine) -> Subject:
@@ -57,7 +58,7 @@ class Subject:
     @cached_property
     def _seconds(self) -> PassSeconds:
         return PassSeconds(
-            module=self.module, hardware=self.machine.hardware, measures=True, host_compute=self.host_compute
+            module=self.module, hardware=self.machine.hardware, measures=self.measures, host_compute=self.host_compute
         )
 
     @property

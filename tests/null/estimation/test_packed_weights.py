@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 import brim
 from brim.cli import main
+from brim.planning.opening import open_subject
+from brim.planning.request import Request, machine_of
 from support.hub import Hub, hub, tensor_bytes
 
 __all__ = ["hub"]
@@ -153,6 +156,23 @@ def test_weights_are_as_large_as_stored(kind: str, headers: bool, hub: Hub) -> N
         scales = {name: entry for name, entry in tensors.items() if name.endswith(("_scale", "_shape"))}
         stored_bytes = sum(tensor_bytes(*entry) for entry in (llama_tensors(dense) | scales).values())
     assert result.at_peak_bytes["parameters"] - stored_bytes in range(1024)  # its buffers
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_moves_weights_as_large_as_stored(kind: str, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    settings, linear = KINDS[kind]
+    tensors = llama_tensors(linear, everything=kind == "mlx")
+    hub.add("org/packed", CONFIG | {"quantization_config": settings}, tensors)
+    request = Request(model="org/packed", task="generate", gpu="RTX 4090", seq=8, new_tokens=2, prefer="memory")
+    subject = open_subject(request, machine_of(request))
+    assert subject.precision == "stored"
+    stored_bytes = sum(tensor_bytes(*entry) for entry in tensors.values())
+    assert sum(source.bytes for source in subject.weights.sources.values()) - stored_bytes in range(-1024, 1)
+    words = ["--gpu", "RTX 4090", "--seq", "8", "--new-tokens", "2", "--json"]
+    assert main(["plan", "org/packed", *words]) == 0
+    first = json.loads(capsys.readouterr().out)["plans"][0]
+    assert stored_bytes < first["peak_bytes"]["vram"]
 
 
 def dense(out: int, inside: int) -> Tensors:

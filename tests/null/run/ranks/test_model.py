@@ -16,7 +16,7 @@ def test_products_that_several_are_one_of_are_not_split_by_tensors():
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
         vocab_size=128, pad_token_id=0,
     )  # fmt: skip
-    training_model = SimpleNamespace(module=Phi3ForCausalLM(config))
+    training_model = SimpleNamespace(module=Phi3ForCausalLM(config), opened=SimpleNamespace(quantization=""))
 
     def recipe(**sizes):
         split = Split(gpus=2, **sizes)
