@@ -81,7 +81,7 @@ def main() -> None:
                     if args.show:
                         print("  predicted", predicted, "\n  measured", measured)
         except BrimError as error:
-            print(f"{name:40} refused: {error.asked}")
+            print(f"{name:40} refused: {error.request}")
         except Exception as error:
             print(f"{name:40} {type(error).__name__}: {str(error)[:100]!r}")
         if worst[0]:

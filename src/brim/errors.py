@@ -17,8 +17,8 @@ class BrimError(Exception):
     """Base of all errors that brim raises on purpose.
 
     Attributes:
-        asked: The request that failed.
-        found: The reason.
+        request: The request that failed.
+        reason: The reason.
         todo: The remedy.
         exit_code: The exit code of the command line.
     """
@@ -26,11 +26,11 @@ class BrimError(Exception):
     exit_code = 1
 
     def __init__(self, request: str, reason: str = "", todo: str = "") -> None:
-        self.asked, self.found, self.todo = request, reason, todo
+        self.request, self.reason, self.todo = request, reason, todo
         super().__init__(request, reason, todo)
 
     def __str__(self) -> str:
-        return printable("\n".join(part for part in (self.asked, self.found, self.todo) if part))
+        return printable("\n".join(part for part in (self.request, self.reason, self.todo) if part))
 
 
 class UsageError(BrimError, ValueError):

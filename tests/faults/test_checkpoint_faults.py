@@ -58,7 +58,7 @@ def refused(action: Callable[[], object], *words: str, kind: type[BrimError] = M
     for word in words:
         assert word in message, message
     assert caught.value.exit_code == 2
-    assert caught.value.found
+    assert caught.value.reason
     return message
 
 

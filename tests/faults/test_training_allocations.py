@@ -58,7 +58,7 @@ def test_wherever_memory_ends_a_training_ends_right_or_with_one_error(
         try:
             found = run(tiny, text, output, options)
         except BudgetError as error:  # while the model is opened
-            assert "Cannot allocate" in error.asked and error.smallest_bytes
+            assert "Cannot allocate" in error.request and error.smallest_bytes
             refused = output
             del error
         else:

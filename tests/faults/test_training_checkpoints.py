@@ -84,7 +84,7 @@ def test_a_disk_that_fails_at_any_call_costs_no_earlier_checkpoint(
                 save_now(root, step, 30)
             except TransferError as error:
                 failed = True
-                assert error.found
+                assert error.reason
         left = latest(root)
         assert is_whole(left)
         assert left.state["seed"] in ((20, 30) if failed else (30,)), number

@@ -36,4 +36,4 @@ def test_json_stays_json() -> None:
 def test_errors_are_printable_and_keep_what_they_were_given() -> None:
     error = BrimError("Cannot read \x1b[2J.", "It is\x07 gone.\nReally.", "")
     assert str(error) == "Cannot read \\u001b[2J.\nIt is\\u0007 gone.\nReally."
-    assert error.asked == "Cannot read \x1b[2J."
+    assert error.request == "Cannot read \x1b[2J."

@@ -155,7 +155,7 @@ def _proposals(planner: Callable[[Request, Machine], list[Any]], asked: Request,
     try:
         found = planner(asked, on)
     except BudgetError as error:
-        return {"needs_bytes": dict(error.smallest_bytes), "refusal": error.asked}
+        return {"needs_bytes": dict(error.smallest_bytes), "refusal": error.request}
     return [_plan(one.plan) | {"limited_by": one.limited_by} for one in found[: asked.top]]
 
 

@@ -73,12 +73,12 @@ class Op:
 class Reduction:
     """The shape of a reduction, from which the bytes of its workspace follow at other sizes.
 
-    ``reduced`` and ``kept``: (size, stride) of the dimensions, in elements, from the smallest stride up.
+    ``reduced`` and ``outer``: (size, stride) of the dimensions, in elements, from the smallest stride up.
     ``counters``: the workspace holds the counters, not the partial results. ``threads``: of one multiprocessor.
     """
 
     reduced: tuple[tuple[int, int], ...]
-    kept: tuple[tuple[int, int], ...]
+    outer: tuple[tuple[int, int], ...]
     part_bytes: int
     multiprocessors: int
     threads: int

@@ -110,7 +110,7 @@ class KernelAnswers:
                 if select.select([process.stdout], [], [], _LONGEST_WAIT_S)[0]:
                     return json.loads(process.stdout.readline())
             except BrimError as error:
-                self.problem = error.found
+                self.problem = error.reason
             except (OSError, ValueError):
                 pass
             self.close()

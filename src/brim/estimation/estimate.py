@@ -420,7 +420,7 @@ def _failed(job: Job, error: BaseException) -> ModelError:
         package = str(error.name).partition(".")[0]
         return ModelError(asked, f"{package} is not installed.", f"Run pip install {package}.")
     if isinstance(error, Exception) and (refusal := failed_import(error)) is not None:
-        return ModelError(asked, f"{refusal.asked} {refusal.found}", refusal.todo)
+        return ModelError(asked, f"{refusal.request} {refusal.reason}", refusal.todo)
     library = f"{job.source.library} {version(job.source.library)}"
     todo = f"Its sizes may contradict each other. If they are as published, try another version than {library}."
     return ModelError(asked, f"It fails: {short(error)}", todo)

@@ -96,7 +96,7 @@ def solve(tracer: Tracer, job: Job, trace: Trace) -> Growth:
     try:
         larger = _Solver(tracer, *tracer.again(replace(job.workload, batch=base)))
     except BrimError as error:
-        return replace(growth, why_not=error.found or error.asked)
+        return replace(growth, why_not=error.reason or error.request)
     by_batch = larger.by_batch()
     if by_batch is None:
         return replace(growth, why_not=larger.failure or _NOT_ALIKE)
@@ -149,7 +149,7 @@ class _Solver:
         try:
             trace = self.tracer.sample(workload, template)
         except BrimError as error:  # the requested size is estimated nevertheless
-            self.failure = error.found or error.asked
+            self.failure = error.reason or error.request
             return None
         if structure(trace) != structure(self._trace if template is None else template.trace):
             return None
@@ -309,7 +309,7 @@ def numbers(storages: Sequence[Storage]) -> list[int]:
     sizes = [0 if storage.reduction is not None else storage.bytes for storage in storages]
     for storage in storages:
         if storage.reduction is not None:
-            sizes += itertools.chain(*storage.reduction.reduced, *storage.reduction.kept)
+            sizes += itertools.chain(*storage.reduction.reduced, *storage.reduction.outer)
     return sizes
 
 
@@ -322,8 +322,8 @@ def with_workspaces(sizes: Sizes, storages: Sequence[Storage]) -> Sizes:
         bytes, shapes = numbers[: len(storages)], iter(numbers[len(storages) :])
         pairs = zip(shapes, shapes, strict=True)
         for index, reduction in reductions:
-            reduced, kept = (tuple(itertools.islice(pairs, len(o))) for o in (reduction.reduced, reduction.kept))
-            bytes[index] = workspace_bytes(replace(reduction, reduced=reduced, kept=kept))
+            reduced, outer = (tuple(itertools.islice(pairs, len(o))) for o in (reduction.reduced, reduction.outer))
+            bytes[index] = workspace_bytes(replace(reduction, reduced=reduced, outer=outer))
         return bytes
 
     return bytes_at
@@ -340,7 +340,7 @@ def structure(trace: Trace) -> tuple[list[tuple[int, bool]], list[tuple[int, int
         indices = [index for _, index, _ in group]
         lifetimes += [(index, born) for index in (indices if born else sorted(indices))]
     return lifetimes, [
-        (index, len(storage.reduction.reduced), len(storage.reduction.kept))
+        (index, len(storage.reduction.reduced), len(storage.reduction.outer))
         for index, storage in enumerate(trace.storages)
         if storage.reduction is not None
     ]

@@ -74,7 +74,7 @@ def hub_model(name: str) -> HubModel:
     except ModelError as error:
         if isinstance(error.__cause__, SafetensorsParsingError):
             raise
-        return replace(model, problem=error.found)
+        return replace(model, problem=error.reason)
 
 
 def _configuration(name: str, repository: str, revision: str | None, file: str) -> Path:

@@ -112,9 +112,9 @@ def _of_hub(name: str) -> Source:
         model = hub_model(name)
     except ModelError as error:
         try:
-            return replace(_of_catalog(name), assumed=f"configuration: that of the catalog is used. {error.found}")
+            return replace(_of_catalog(name), assumed=f"configuration: that of the catalog is used. {error.reason}")
         except UsageError as unknown_name:
-            raise ModelError(error.asked, error.found, f"{error.todo} {unknown_name.todo}") from error
+            raise ModelError(error.request, error.reason, f"{error.todo} {unknown_name.todo}") from error
     source = _of_file(model.folder / "config.json", model.folder)
     folder = model.folder if model.has_weights else None
     assumed = f"weights: as the configuration describes them, their headers are unknown. {model.problem}"

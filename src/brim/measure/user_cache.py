@@ -208,7 +208,7 @@ def _warn(folder: Path, error: OSError | TransferError) -> None:
     if root in _warned:
         return
     _warned.add(root)
-    reason = (error.strerror or str(error)) if isinstance(error, OSError) else error.found.rstrip(".")
+    reason = (error.strerror or str(error)) if isinstance(error, OSError) else error.reason.rstrip(".")
     warnings.warn(
         f"brim could not save its cache in {folder} ({reason}), so the next run measures and computes again. "
         "Set XDG_CACHE_HOME to a writable folder.",

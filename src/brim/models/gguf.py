@@ -66,7 +66,7 @@ def _run_child(path: Path, folder: Path) -> None:
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode == _REFUSED:
         error = json.loads(child.stdout.splitlines()[-1])
-        raise _ERRORS[error["kind"]](error["asked"], error["found"], error["todo"])
+        raise _ERRORS[error["kind"]](error["request"], error["reason"], error["todo"])
     if child.returncode:
         last = next(iter(reversed(child.stderr.strip().splitlines())), f"exit code {child.returncode}")
         raise _damaged(path, f"The conversion ended with: {last:.300}")
@@ -84,7 +84,7 @@ def _main(path: Path, folder: Path) -> int:
 
 
 def _refuse(error: BrimError) -> int:
-    facts = {"kind": type(error).__name__, "asked": error.asked, "found": error.found, "todo": error.todo}
+    facts = {"kind": type(error).__name__, "request": error.request, "reason": error.reason, "todo": error.todo}
     print(json.dumps(facts))
     return _REFUSED
 

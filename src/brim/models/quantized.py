@@ -74,7 +74,7 @@ def open_quantized(
     try:
         opened = _opened(folder, dtype, trust_remote_code)
     except ModelError as error:
-        warnings.warn(f"{folder} is damaged, so the model is quantized again. {error.found}", stacklevel=2)
+        warnings.warn(f"{folder} is damaged, so the model is quantized again. {error.reason}", stacklevel=2)
         discard(folder)
         opened = _opened(work.written(), dtype, trust_remote_code)
     return replace(opened, path=directory, name=f"{name} ({precision})")

@@ -140,7 +140,7 @@ def read(path: str | Path) -> PlanFile:
         return file
     except FormatError as error:
         todo = "Make a new one: brim plan MODEL ... --output FILE."
-        raise FormatError(f"{path} is not a valid plan.", f"{error.asked} {error.found}", todo) from error
+        raise FormatError(f"{path} is not a valid plan.", f"{error.request} {error.reason}", todo) from error
 
 
 def _check_decisions(file: PlanFile) -> None:

@@ -142,13 +142,13 @@ def _result(search: _Search, request: MeshRequest, proofs: _Proofs) -> _Result:
 
 def _refusal(on_gpus: _Result, in_ram: _Result, refusals: list[BudgetError], answer: Meshes) -> BudgetError:
     """Join the errors of both searches, with the smallest bytes."""
-    why = [on_gpus.refused.found if on_gpus.refused else f"{answer.none()}."]
+    why = [on_gpus.refused.reason if on_gpus.refused else f"{answer.none()}."]
     if in_ram.refused or in_ram.looked_at:
-        reason = in_ram.refused.found if in_ram.refused else f"{answer.none()}."
+        reason = in_ram.refused.reason if in_ram.refused else f"{answer.none()}."
         why.append(f"With shards in RAM it does not fit either: {reason}")
     least = {tier: count for error in refusals for tier, count in error.smallest_bytes.items()}
     todo = " ".join(error.todo for error in refusals)
-    return BudgetError(refusals[0].asked, "\n".join(why), todo, smallest_bytes=least)
+    return BudgetError(refusals[0].request, "\n".join(why), todo, smallest_bytes=least)
 
 
 def _on_gpus(request: MeshRequest, proofs: _Proofs) -> tuple[list[Mesh], int]:
@@ -260,7 +260,7 @@ def infeasible(request: MeshRequest, refusal: BudgetError) -> Infeasible:
     for search in (_more_gpus, _larger_gpus, _shorter, _more_ram):
         for changed, description in search(request, refusal.smallest_bytes, prover.fits):
             changes.append(Nearest(change=description, command=changed.command()))
-    why = " ".join(part for part in (refusal.asked, refusal.found) if part)
+    why = " ".join(part for part in (refusal.request, refusal.reason) if part)
     return Infeasible(why=why, needs_bytes=refusal.smallest_bytes, nearest=tuple(changes))
 
 

@@ -47,7 +47,7 @@ def of_log(source: Source, settings: tuple[str, ...]) -> Explained:
             messages = read_oom(log)
     except FormatError as error:
         raise FormatError(
-            f"Cannot read an out-of-memory message in {source.name}.", error.found, error.todo
+            f"Cannot read an out-of-memory message in {source.name}.", error.reason, error.todo
         ) from None
     chosen = primary(messages)
     others = [message for message in messages if message is not chosen]

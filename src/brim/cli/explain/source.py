@@ -66,7 +66,7 @@ def _piped(stream: BinaryIO, name: str, path: Path) -> Iterator[Source]:
             yield Source(name=name, kind=kind, path=Path(file.name))
         except FormatError as error:  # names the copy
             raise FormatError(
-                *(text.replace(file.name, name) for text in (error.asked, error.found, error.todo))
+                *(text.replace(file.name, name) for text in (error.request, error.reason, error.todo))
             ) from error
 
 

@@ -93,7 +93,7 @@ def _row(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
     try:
         return _alone(model, batch, options) if count == 1 else _split(model, count, batch, options)
     except (BudgetError, UsageError) as error:
-        return Row(gpus=count, summary=f"does not fit: {error.found}".splitlines()[0], tokens=tokens)
+        return Row(gpus=count, summary=f"does not fit: {error.reason}".splitlines()[0], tokens=tokens)
 
 
 def _alone(model: str, batch: int, options: dict[str, Any]) -> Row:
@@ -247,7 +247,7 @@ def _show_nearest(request: MeshRequest, refusal: BudgetError, *, as_json: bool) 
 
     console = Console(highlight=False, soft_wrap=True)
     if not as_json:  # printed before the slower part
-        why = " ".join(part for part in (refusal.asked, refusal.found) if part)
+        why = " ".join(part for part in (refusal.request, refusal.reason) if part)
         console.print(f"Nothing fits. {why}")
         for text in assumed(request):
             console.print(f"assumed: {text}")

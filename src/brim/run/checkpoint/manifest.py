@@ -74,7 +74,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = codec.from_json(Manifest, document, VERSION)
     except FormatError as error:
-        raise ModelError(asked, f"{MANIFEST_NAME}: {error.found}", error.todo) from error
+        raise ModelError(asked, f"{MANIFEST_NAME}: {error.reason}", error.todo) from error
     outside = next((name for name in manifest.files if name == ".." or Path(name).name != name), None)
     if outside is not None:
         raise ModelError(asked, f"{MANIFEST_NAME} lists {outside!r}, which is not a file of this folder.")

@@ -116,7 +116,7 @@ def latest(folder: str | Path) -> Checkpoint:
         try:
             return replace(read(path), skipped=tuple(skipped))
         except BrimError as error:
-            skipped.append(f"{path.name} is skipped: {error.found}")
+            skipped.append(f"{path.name} is skipped: {error.reason}")
     raise ModelError(
         f"Cannot read a training checkpoint from {root}.",
         " ".join(skipped) or "There is none.",

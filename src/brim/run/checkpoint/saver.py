@@ -184,7 +184,7 @@ def _disk_errors(problem: str, todo: str) -> Iterator[None]:
     except OSError as error:
         raise TransferError(problem, f"{error.strerror or error}.", todo) from error
     except ModelError as error:  # the bytes that were read back differ from those written
-        raise TransferError(problem, error.found, "Earlier checkpoints are intact. Check the disk.") from error
+        raise TransferError(problem, error.reason, "Earlier checkpoints are intact. Check the disk.") from error
 
 
 def _plan(tensors: Tensors, files: MutableMapping[str, bytes | Path]) -> list[PlannedFile]:

@@ -195,7 +195,7 @@ def _infeasible(request: Request, machine: Machine, error: BudgetError, planner:
         proposals=(),
         needs_bytes=needs,
         nearest=changes,
-        refusal=" ".join(part for part in (error.asked, error.found) if part),
+        refusal=" ".join(part for part in (error.request, error.reason) if part),
     )
 
 

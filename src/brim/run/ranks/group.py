@@ -316,18 +316,18 @@ def _loopback_store(port: int) -> Store:
 
 def _text_of(error: BaseException, rank: int) -> str:
     if isinstance(error, BrimError):
-        parts = {"asked": error.asked, "found": error.found, "todo": error.todo, "exit_code": error.exit_code}
+        parts = {"request": error.request, "reason": error.reason, "todo": error.todo, "exit_code": error.exit_code}
         return json.dumps(parts)
     reason = " ".join(str(error).split())
     return json.dumps({
-        "asked": f"Rank {rank} cannot do its part.", "found": f"It fails: {type(error).__name__}: {reason:.500}",
+        "request": f"Rank {rank} cannot do its part.", "reason": f"It fails: {type(error).__name__}: {reason:.500}",
         "todo": "", "exit_code": 1,
     })  # fmt: skip
 
 
 def _error_of(text: str) -> RankError:
     parts: Mapping[str, str] = json.loads(text)
-    return RankError(parts["asked"], parts["found"], parts["todo"], exit_code=int(parts["exit_code"]))
+    return RankError(parts["request"], parts["reason"], parts["todo"], exit_code=int(parts["exit_code"]))
 
 
 class Reader(pickle.Unpickler):

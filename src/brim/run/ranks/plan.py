@@ -54,7 +54,7 @@ def read(path: str | Path) -> SplitPlan:
         return codec.read(SplitPlan, path, VERSION)
     except FormatError as error:
         raise FormatError(
-            f"{path} is not a valid plan for several ranks.", f"{error.asked} {error.found}",
+            f"{path} is not a valid plan for several ranks.", f"{error.request} {error.reason}",
             "Make one: brim plan MODEL --task train --gpus N --gpu NAME --output FILE.",
         ) from error  # fmt: skip
 

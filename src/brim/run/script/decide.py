@@ -176,7 +176,7 @@ class Decisions:
         try:
             return example_of(model, call)
         except UnsupportedError as error:
-            self._note(f"cannot predict a step of {type(model).__name__}: {error.asked} {error.found}")
+            self._note(f"cannot predict a step of {type(model).__name__}: {error.request} {error.reason}")
             return None
 
     def _add_partners(self, case: _Case) -> None:
@@ -296,7 +296,7 @@ class Decisions:
         except BudgetError as error:
             self._cannot(case, outcome, " ".join(str(error).split("\n")), error)
         except UnsupportedError as error:
-            self._cannot(case, outcome, " ".join((error.asked, error.found)), error)
+            self._cannot(case, outcome, " ".join((error.request, error.reason)), error)
         except Exception as error:  # the program's own classes may raise anything on tensors without values
             why = f"{type(error).__name__}: {first_line(error)}"
             self._cannot(case, outcome, why, UnsupportedError(f"Cannot plan {case.name}.", why))
@@ -435,7 +435,7 @@ class Decisions:
         compute = self.hardware.compute
         budget = self._sufficient(case, outcome, holds, error)
         flags = " ".join(f"--{tier} {count // MIB}MiB" for tier, count in budget.items())
-        why = f"no plan was found: {error.asked} {error.found}"
+        why = f"no plan was found: {error.request} {error.reason}"
         if isinstance(error, BudgetError) and budget != self._budget_for(case, {compute: holds}):
             why = "a plan was found for " + ", ".join(f"{format_bytes(n)} of {t.upper()}" for t, n in budget.items())
         raise BudgetError(

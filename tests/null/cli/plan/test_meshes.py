@@ -149,12 +149,12 @@ def refused(**others):
 
 def test_ram_that_is_too_small_for_shards_is_told():
     told = refused(engine="megatron", ram=8 << 30)
-    assert "With shards in RAM it does not fit either" in told.found and "--ram" in told.todo
+    assert "With shards in RAM it does not fit either" in told.reason and "--ram" in told.todo
 
 
 @pytest.mark.slow
 def test_bytes_that_are_missing_are_told_where_nothing_fits_in_ram_either():
-    error = refused(engine="megatron", seq=32768, global_batch=2).found
+    error = refused(engine="megatron", seq=32768, global_batch=2).reason
     assert "B on each of them, and one has" in error
     told = "With shards in RAM it does not fit either: None of 1 traced meshes fits, of 9 compared; they take "
     assert told in error and "B on a GPU and" in error and "B of a node's RAM at least" in error
@@ -162,7 +162,7 @@ def test_bytes_that_are_missing_are_told_where_nothing_fits_in_ram_either():
 
 @pytest.mark.slow
 def test_ram_that_is_too_small_is_told_beside_what_was_traced():
-    error = refused(ram=8 << 30).found
+    error = refused(ram=8 << 30).reason
     assert "traced meshes fits, of 83 compared; they take" in error
     assert "With shards in RAM it does not fit either: The states of the ranks of one node need" in error
 

@@ -47,7 +47,7 @@ def test_a_plan_of_another_engine_is_refused_with_what_to_do(plan: Path, tmp_pat
     distributed_plan.write(tmp_path / "megatron.json", made)
     with pytest.raises(UnsupportedError) as told:
         distributed_plan.with_plan(request(tmp_path / "megatron.json"), 8)
-    assert "made for the engine megatron, and brim train uses torch" in told.value.found
+    assert "made for the engine megatron, and brim train uses torch" in told.value.reason
     assert "brim plan llama --task train --gpus 8 --gpu 'H100 SXM' --engine torch" in told.value.todo
 
 

@@ -32,17 +32,17 @@ _MULTIPROCESSORS = {(7, 0): (80, 2048), (7, 5): (40, 1024), (8, 0): (108, 2048),
 @cache
 def workspace_bytes(reduction: Reduction) -> int:
     """Bytes of the partial results, or of the counters, by ``setReduceConfig``; 0 where one block is enough."""
-    reduced, kept = reduction.reduced, reduction.kept
-    inputs, outputs = prod(size for size, _ in reduced), prod(size for size, _ in kept)
+    reduced, outer = reduction.reduced, reduction.outer
+    inputs, outputs = prod(size for size, _ in reduced), prod(size for size, _ in outer)
     if not reduced or not inputs or not outputs:
         return 0
-    fastest = not kept or reduced[0][1] < kept[0][1]
+    fastest = not outer or reduced[0][1] < outer[0][1]
     first, second = (inputs, outputs) if fastest else (outputs, inputs)
     vector = 1
-    if fastest and reduced[0][1] == 1 and first > 128 and len(reduced) + len(kept) == 1:
+    if fastest and reduced[0][1] == 1 and first > 128 and len(reduced) + len(outer) == 1:
         first //= _VECTOR
-    elif not fastest and kept[0][1] == 1:
-        vector = _output_vector(kept, reduced)
+    elif not fastest and outer[0][1] == 1:
+        vector = _output_vector(outer, reduced)
         first //= vector
     most = _MOST_THREADS // vector
     width, height = min(_power(first, most), _WARP), 0
@@ -114,7 +114,7 @@ def take_workspaces(kernel: Kernel, source: torch.Tensor, dims: Sequence[int], p
     shape, stride = tuple(source.shape), tuple(source.stride())
     parts = Reduction(
         reduced=_joined(shape, stride, [d for d in range(len(shape)) if d in dims]),
-        kept=_joined(shape, stride, [d for d in range(len(shape)) if d not in dims]),
+        outer=_joined(shape, stride, [d for d in range(len(shape)) if d not in dims]),
         part_bytes=part_bytes, multiprocessors=multiprocessors, threads=threads, counters=False,
     )  # fmt: skip
     for part in _indexed_parts(parts, source, set()) if parts.reduced else ():
@@ -168,7 +168,7 @@ def _indexed_parts(reduction: Reduction, source: torch.Tensor, walked: set[Reduc
     if reduction in walked:
         return
     walked.add(reduction)
-    dimensions, count = [*reduction.reduced, *reduction.kept], len(reduction.reduced)
+    dimensions, count = [*reduction.reduced, *reduction.outer], len(reduction.reduced)
     if _last_byte(dimensions, source) <= _MOST_INDEXED_BYTES:
         yield reduction
         return
@@ -176,7 +176,7 @@ def _indexed_parts(reduction: Reduction, source: torch.Tensor, walked: set[Reduc
     size, step = dimensions[at]
     for part in (size // 2, size - size // 2):
         dimensions[at] = part, step
-        smaller = replace(reduction, reduced=tuple(dimensions[:count]), kept=tuple(dimensions[count:]))
+        smaller = replace(reduction, reduced=tuple(dimensions[:count]), outer=tuple(dimensions[count:]))
         yield from _indexed_parts(smaller, source, walked)
 
 
