@@ -18,7 +18,7 @@ from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation.extrapolation import find_depth
 from brim.estimation.hub import hub_model, is_hub_id
 from brim.estimation.models import Source, quantized_by, weight_type
-from brim.estimation.packed_weights import as_stored, has_equal_layers
+from brim.estimation.packed_weights import as_stored, has_equal_layers, method_of
 from brim.estimation.quantization import quantize
 from brim.estimation.silence import quiet
 from brim.estimation.step_memory import Inputs
@@ -163,7 +163,8 @@ def _described_subject(request: Request, machine: Machine, inputs: Inputs, preci
     own, stated = STORED if quantized_by(source) else _stated_precision(source), _stated_precision(source)
     meant = precision or own
     if meant == STORED and quantized_by(source) not in METHODS:
-        warnings.warn(f"brim generate does not run weights of {quantized_by(source)}: this predicts.", stacklevel=2)
+        method = method_of(source)[0]
+        warnings.warn(f"brim generate does not run weights quantized by {method}: this predicts.", stacklevel=2)
     wide = meant if meant in DTYPES else stated
     workload = Workload(
         task="generate",

@@ -109,13 +109,13 @@ def machine(device: Device) -> Hardware:
 
 
 def capability(hardware: Hardware) -> tuple[int, int]:
-    """Compute capability of the GPU: the driver's if the GPU is present, else the catalog's."""
+    """Compute capability of the GPU: the driver's if the GPU is present, else the catalog's; 8.0 without a GPU."""
     # Imported late, for GPUs that are not present: a command that generates starts sooner without the predictor.
     from brim.estimation.simulation import capability_of, place_of
 
     if torch.cuda.is_available() and torch.cuda.get_device_name() == hardware.name:
         return torch.cuda.get_device_capability()
-    return capability_of(place_of(hardware))
+    return capability_of(place_of(hardware if hardware.compute == VRAM else None))
 
 
 def emulated_hardware(measured: Hardware) -> Hardware:
