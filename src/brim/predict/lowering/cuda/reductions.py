@@ -23,6 +23,7 @@ _CONVERTS = (_aten.sum, _aten.prod, _aten.mean)  # make_reduction: other types t
 _COUNTS, _TRUTHS = (_aten.count_nonzero,), (_aten.any, _aten.all)
 _KNOWN_IN_PARTS = (_aten.sum, _aten.mean, _aten.max, _aten.min, _aten.amax, _aten.amin, _aten.argmax, _aten.argmin)
 _MOST_INDEXED_BYTES = (1 << 31) - 1
+_LARGEST_BYTES = 1 << 42  # no GPU holds a larger tensor, so its parts need not all be listed
 _LEAST_VALUES, _MOST_VALUES = 16, 256  # per thread
 # Multiprocessors of the largest common card of each capability, and threads of each.
 _MULTIPROCESSORS = {(7, 0): (80, 2048), (7, 5): (40, 1024), (8, 0): (108, 2048), (8, 6): (84, 1536),
@@ -117,7 +118,8 @@ def take_workspaces(kernel: Kernel, source: torch.Tensor, dims: Sequence[int], p
         outer=_joined(shape, stride, [d for d in range(len(shape)) if d not in dims]),
         part_bytes=part_bytes, multiprocessors=multiprocessors, threads=threads, counters=False,
     )  # fmt: skip
-    for part in _indexed_parts(parts, source, set()) if parts.reduced else ():
+    too_large = _last_byte(zip(shape, stride, strict=True), source) > _LARGEST_BYTES
+    for part in _indexed_parts(parts, source, set() if too_large else None) if parts.reduced else ():
         counters = replace(part, counters=True)
         # How many parts there are depends on the size, so they are not followed to another.
         take = kernel.workspace if part is parts else lambda bytes, _: kernel.temp(bytes)
@@ -160,14 +162,15 @@ def _last_byte(dimensions: Iterable[tuple[int, int]], source: torch.Tensor) -> i
     return 1 + source.element_size() * sum((size - 1) * step for size, step in dimensions)
 
 
-def _indexed_parts(reduction: Reduction, source: torch.Tensor, walked: set[Reduction]) -> Iterator[Reduction]:
+def _indexed_parts(reduction: Reduction, source: torch.Tensor, walked: set[Reduction] | None) -> Iterator[Reduction]:
     """``SplitUntil32Bit``: the dimension of the largest extent is halved until 32 bits are enough.
 
-    Equal parts come once: each frees its workspace before the next takes one, so the allocator is as after the first.
+    With ``walked`` equal parts come once: each frees its workspace before the next takes one, the peak is the same.
     """
-    if reduction in walked:
-        return
-    walked.add(reduction)
+    if walked is not None:
+        if reduction in walked:
+            return
+        walked.add(reduction)
     dimensions, count = [*reduction.reduced, *reduction.outer], len(reduction.reduced)
     if _last_byte(dimensions, source) <= _MOST_INDEXED_BYTES:
         yield reduction
