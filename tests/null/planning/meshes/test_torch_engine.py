@@ -82,6 +82,7 @@ def test_each_way_goes_through_a_plans_file_and_the_runs_own_checks(tmp_path, mo
     assert looked_at >= ({"ep"} if model == "mixtral-8x7b" else {"cp"})
 
 
+@pytest.mark.slow
 def test_layers_of_two_kinds_are_cut_into_stages_too():
     found = run_meshes(
         find_model("deepseek-v3"), gpus=256, gpus_per_node=8, gpu=H100, sequence=1024, global_batch=256
