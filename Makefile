@@ -46,7 +46,7 @@ unit: $(VENV)/.ready
 reference: $(VENV)/.ready
 	$(BIN)/python docs/make_reference.py
 
-# Tests of more than two seconds each, half an hour together: before a change lands.
+# Tests of more than two seconds each, an hour together: before a change lands.
 thorough: $(VENV)/.ready
 	$(PYTEST) -m 'thorough and not slow and not rehearsal'
 

@@ -31,7 +31,7 @@ class Limit:
 
 
 LIMITS = {
-    "lines": Limit(86_983, 66_000),
+    "lines": Limit(86_986, 66_000),
     "tokens": Limit(643_321, 490_000),
     "modules in the largest folder": Limit(18, 20),
     "pairs of folders that import each other": Limit(0, 0),

@@ -24,7 +24,6 @@ from brim.estimation.silence import quiet
 from brim.estimation.step_memory import Inputs
 from brim.estimation.steps import Job as Workshop
 from brim.estimation.workload import STORED, Workload
-from brim.measure.probe import probe
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.pool import PAGE_BYTES, round_up
 from brim.models.opening import DTYPES, dtype_name, open_model, open_tokenizer, prepare
@@ -35,6 +34,7 @@ from brim.planning.factory import is_factory
 from brim.planning.file import described_source
 from brim.planning.inference.depth import Shallow
 from brim.planning.inference.machine import capability
+from brim.planning.inference.pass_seconds import is_this_machine
 from brim.planning.inference.warm_up import SLACK_BYTES, most_grown, spent, warm_up
 from brim.planning.request import Machine, Request
 from brim.planning.subject import Subject
@@ -160,7 +160,8 @@ def _spent(subject: Subject, opened: Any, start_bytes: int) -> Mapping[str, int]
 
 def _described_subject(request: Request, machine: Machine, inputs: Inputs, precision: str | None) -> Subject:
     source = described_source(request.model)
-    own, stated = STORED if quantized_by(source) else _stated_precision(source), _stated_precision(source)
+    stated = _stated_precision(source)
+    own = STORED if quantized_by(source) else stated
     meant = precision or own
     if meant == STORED and quantized_by(source) not in METHODS:
         method = method_of(source)[0]
@@ -173,11 +174,10 @@ def _described_subject(request: Request, machine: Machine, inputs: Inputs, preci
         new_tokens=inputs.total - inputs.prompt,
         precision="bf16" if wide == "fp16" else wide,
     )
-    here = probe()
-    is_here = (here.name, here.compute) == (machine.hardware.name, machine.hardware.compute)
     shaped = partial(
-        _shaped, workload=workload, meant=meant, wide=wide, runs=is_here, capability=capability(machine.hardware)
-    )
+        _shaped, workload=workload, meant=meant, wide=wide, runs=is_this_machine(machine.hardware),
+        capability=capability(machine.hardware),
+    )  # fmt: skip
     module = shaped(source)
     _check_generates(module, source.name, inputs)
     return Subject(

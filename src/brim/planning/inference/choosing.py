@@ -415,13 +415,12 @@ class _Work:
     def likely(self, block: Block) -> float:
         """Return the probability that a step calls a block; below 1 for an expert that is a module of its own, and
         for a model that is called in few steps."""
-        if self._observation is not None and self._observation.uses.keys().isdisjoint(block.tensors):
-            return 0.0
         share = max(self._shares.get(trigger.partition(".")[0], 1.0) for trigger in block.triggers)
         readings = [self._read.get(name) for name in block.tensors]
         alone = {reading.expert for reading in readings if reading is not None}
         if len(alone) != 1 or None in readings or None in alone:
-            return share
+            called = self._observation is None or not self._observation.uses.keys().isdisjoint(block.tensors)
+            return share if called else 0.0
         return share * max(reading.share for reading in readings if reading is not None)
 
 

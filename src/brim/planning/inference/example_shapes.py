@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -88,9 +89,8 @@ class PipelineModels(nn.Module):
             for name, part in self.named_children():
                 for method in _METHODS:
                     if hasattr(part, method):
-                        original = getattr(part, method)
-                        vars(part)[method] = calls.recording(name, part, method, original)
-                        stack.callback(vars(part).pop, method)
+                        recording = calls.recording(name, part, method, getattr(part, method))
+                        stack.enter_context(mock.patch.dict(vars(part), {method: recording}))
             try:
                 pipe(**arguments)
             except (RuntimeError, UnsupportedError) as error:  # fake kernels raise RuntimeError and subclasses

@@ -54,8 +54,7 @@ class PassSeconds:
     @cached_property
     def is_here(self) -> bool:
         """True where ``hardware`` is this machine, so that blocks can be timed."""
-        here = probe()
-        return (here.name, here.compute) == (self.hardware.name, self.hardware.compute)
+        return is_this_machine(self.hardware)
 
     def paced(
         self,
@@ -188,3 +187,8 @@ def processor_of(hardware: Hardware) -> Hardware:
     links = tuple(link for link in hardware.links if VRAM not in (link.source, link.target))
     rates = {"float32": _HOST_FLOPS_PER_S, "bfloat16": _HOST_FLOPS_PER_S}
     return replace(hardware, compute=RAM, tiers=tiers, links=links, flops_per_s=rates, name=f"{hardware.name}'s host")
+
+
+def is_this_machine(hardware: Hardware) -> bool:
+    here = probe()
+    return (here.name, here.compute) == (hardware.name, hardware.compute)
