@@ -1,4 +1,7 @@
-"""brim: virtual memory for PyTorch that knows the future."""
+"""brim: virtual memory for PyTorch that knows the future.
+
+PYTEST_DONT_REWRITE: pytest warns of a plugin's package that is imported before it (``brim run -m pytest``).
+"""
 
 from __future__ import annotations
 

@@ -53,3 +53,11 @@ def test_a_peak_above_the_limit_fails_in_one_line(tmp_path: Path) -> None:
     failed = run(tmp_path, limit="20MiB", optimizer="AdamW")
     assert failed.startswith("1 ") and "on RTX 4090, limit 20MiB." in failed
     assert not (tmp_path / "brim_memory.json").exists()
+
+
+@pytest.mark.thorough
+def test_pytest_within_brim_run_warns_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "test_nothing.py").write_text("def test_nothing(): pass")
+    command = [sys.executable, "-W", "error", "-m", "brim", "run", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "warning" not in done.stdout, done.stdout
