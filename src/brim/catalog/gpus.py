@@ -56,12 +56,9 @@ class Gpu:
     measured_bytes_per_s: float | None
     flops_per_s: Mapping[str, float]
     measured_flops_per_s: Mapping[str, float]
-    pcie_generation: int | None
-    pcie_lanes: int | None
     pcie_bytes_per_s: float | None
     nvlink_bytes_per_s: float | None
     cublas_workspace_bytes: int | None
-    cublaslt_workspace_bytes: int | None
     contexts: tuple[Context, ...]
     sources: Mapping[str, str]
 

@@ -140,7 +140,7 @@ def test_figures_are_sourced_and_fit_one_another(name):
 @pytest.mark.parametrize("name", [*SHARED, "Apple M4 Max 128GB"])
 def test_memory_that_cpu_and_gpu_share_is_not_counted_as_vram_and_ram(name):
     card = catalog.gpu(name)
-    assert (card.pcie_generation, card.pcie_lanes, card.pcie_bytes_per_s) == (None, None, None)
+    assert card.pcie_bytes_per_s is None
     assert name not in catalog.node_gpus(), "its host has no RAM beside it"
     assert [tier.name for tier in card.hardware().tiers] == ["vram"]
     with pytest.raises(UsageError, match="link to the host"):
