@@ -200,15 +200,13 @@ class Batches:
     batch has the same number of examples, and the position is the only state.
     """
 
-    def __init__(
-        self, dataset: Dataset, batch: int, *, seed: int = 0, shuffle: bool = True, pad_to: int | None = None
-    ) -> None:
+    def __init__(self, dataset: Dataset, batch: int, *, seed: int = 0, pad_to: int | None = None) -> None:
         """pad_to: length of every batch (``seq`` gives the promised shape); None pads to the batch's longest
         example."""
         if batch < 1:
             raise UsageError(f"Cannot make batches of {batch} examples.", "A batch has at least one.")
         self._dataset, self._batch, self._pad_to = dataset, batch, pad_to
-        self._seed, self._shuffle = seed, shuffle
+        self._seed = seed
         self.position = 0  # examples returned so far
 
     @property
@@ -232,9 +230,7 @@ class Batches:
 
     def _example(self, position: int) -> Example:
         epoch, index = divmod(position, len(self._dataset))
-        if self._shuffle:
-            index = shuffled(index, len(self._dataset), f"{self._seed} {epoch}")
-        return self._dataset.example(index)
+        return self._dataset.example(shuffled(index, len(self._dataset), f"{self._seed} {epoch}"))
 
     def steps(self, epochs: float) -> int:
         """Number of batches that cover every example ``epochs`` times."""
@@ -247,12 +243,7 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
-            "position": self.position,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "identity": self._dataset.identity,
-        }
+        return {"position": self.position, "seed": self._seed, "identity": self._dataset.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at ``state``'s position, in its order; the batch size may differ.
@@ -265,7 +256,7 @@ class Batches:
                 "The data, the tokenizer or the length of sequences has changed since the checkpoint was written.",
                 "Resume with the same data and --seq, or train anew from the checkpoint's model.",
             )
-        self.position, self._seed, self._shuffle = state["position"], state["seed"], state["shuffle"]
+        self.position, self._seed = state["position"], state["seed"]
 
 
 def one_pass(dataset: Dataset, batch: int, *, pad_to: int) -> Iterator[dict[str, torch.Tensor]]:

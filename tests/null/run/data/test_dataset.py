@@ -358,7 +358,7 @@ def test_going_on_with_other_data_is_refused(tmp_path: Path, tokenizer: Any) -> 
 def test_a_bad_example_leaves_the_position_where_it_was(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "d.jsonl", chat("a", "b"), chat("a", "b", system="s"))
     tokenizer.chat_template = STRICT
-    batches = Batches(open_data(path, tokenizer, 100), 2, shuffle=False)
+    batches = Batches(open_data(path, tokenizer, 100), 2)
     refused(lambda: next(batches), "line 2")
     assert batches.position == 0
 
