@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from brim.core import Category
-from brim.errors import UnsupportedError, UsageError, first_line
+from brim.errors import UnsupportedError, UsageError
 from brim.model_cache import cache_input, cache_of
 from brim.model_inputs import map_tensors
 from brim.predict.dispatch import RecordingMode
@@ -23,6 +23,7 @@ from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Recorder
 from brim.predict.values.assumptions import Values
 from brim.techniques.blocks import Partition
+from brim.techniques.dry_run import not_predictable
 
 PROMPT, TOKEN = "prompt", "token"  # passes of a generation
 
@@ -164,11 +165,7 @@ def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], StepWatch], 
         try:
             run(call, watch)
         except (RuntimeError, UnsupportedError) as error:  # fake kernels raise RuntimeError and subclasses
-            raise UnsupportedError(
-                f"Cannot predict the activations of {type(model).__name__} without running it.",
-                first_line(error),
-                "Give their size, for instance activations='512MiB'.",
-            ) from error
+            raise not_predictable(f"a step of {type(model).__name__}", error) from error
     uses = {name: frozenset(readers) for name, readers in watch.uses.items()}
     return Observation(step_bytes=watch.peak_bytes(), uses=uses, passes=watch.passes())
 

@@ -20,25 +20,18 @@ from brim.memory import heap
 from brim.memory.heap import HeapRetention, retention_limits
 from brim.memory.mapped import present_bytes
 from brim.models.prequantized import TakenApart
-from brim.planning.inference.example_shapes import (
-    PipelineModels,
-    is_pipeline,
-    on_host,
-    pipeline_arguments,
-    without_values,
-)
+from brim.planning.inference.example_shapes import on_host, without_values
 from brim.planning.inference.forward_prediction import forward_need, search_forward
 from brim.planning.inference.machine import (
     Device,
     budgets,
     capability,
-    held_ram_bytes,
-    held_vram_bytes,
     machine,
     make_memory,
     on,
     put_in_force,
 )
+from brim.planning.inference.pipelines import PipelineModels, is_pipeline, pipeline_arguments
 from brim.planning.proof import plan_or_smallest_budget
 from brim.planning.strategy.case import TrainingStrategy
 from brim.planning.strategy.choice import MICRO_BATCH, Choice
@@ -187,9 +180,7 @@ def _fit(
     # Tensors created in inference mode could never be changed outside of it.
     with on(device, model) as kind, torch.inference_mode(False):
         hardware = machine(kind)
-        owners = [model], [] if optimizer is None else [optimizer]
-        held_vram, held_ram = held_vram_bytes(*owners, kind), held_ram_bytes(*owners)
-        budget = budgets(hardware, vram, ram, kind, held_vram_bytes=held_vram, held_ram_bytes=held_ram)
+        budget = budgets(hardware, vram, ram, kind, [model] if optimizer is None else [model, optimizer])
         if optimizer is not None:
             return fit_training(model, optimizer, hardware, budget, kind, inputs, activations, plan)
         if plan is not None:
@@ -226,8 +217,7 @@ def _fit_pipeline(
     tiles: list[Any] = [part for part in models.children() if hasattr(part, "enable_tiling") and not part.use_tiling]
     with on(device, models) as kind, torch.inference_mode(False):
         hardware = machine(kind)
-        held = held_vram_bytes([models], device=kind), held_ram_bytes([models])
-        budget = budgets(hardware, vram, ram, kind, held_vram_bytes=held[0], held_ram_bytes=held[1])
+        budget = budgets(hardware, vram, ram, kind, [models])
 
         def fitted() -> WeightStreaming:
             calls, shares = (None, None) if arguments is None else models.recorded(pipe, arguments)

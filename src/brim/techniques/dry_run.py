@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from brim.errors import UsageError
+from brim.errors import UnsupportedError, UsageError, first_line
 from brim.model_inputs import map_tensors
 
 
@@ -45,6 +45,12 @@ def dry_run(model: nn.Module, example: Any) -> Iterator[Any]:
             finally:
                 for module, buffers in before:
                     module._buffers.update(buffers)
+
+
+def not_predictable(call: str, error: Exception) -> UnsupportedError:
+    """The error of ``call``, which raised ``error`` on fake tensors."""
+    fix = "Give the size of its activations, for instance activations='512MiB'."
+    return UnsupportedError(f"Cannot predict {call} without running it.", first_line(error), fix)
 
 
 def as_arguments(example: Any) -> dict[str, Any] | tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import cast, get_args
@@ -157,14 +157,12 @@ def budgets(
     vram: str | int | None,
     ram: str | int | None,
     device: str = "auto",
-    *,
-    held_vram_bytes: int = 0,
-    held_ram_bytes: int = 0,
+    owners: Sequence[nn.Module | torch.optim.Optimizer] = (),
 ) -> dict[str, int]:
     """The budget of every tier that compute or weights use: as given, else nine tenths of the free memory.
 
-    A budget covers the entire model, so ``held_vram_bytes`` and ``held_ram_bytes``, which it holds already, count as
-    free. ``"80%"`` is a share of the tier's capacity, used or not: the same budget at every start.
+    A budget covers everything of its ``owners``, so what they hold already counts as free. ``"80%"`` is a share of
+    the tier's capacity, used or not: the same budget at every start.
     If RAM is the compute tier, ``vram`` is a budget for it too: the smaller of the two holds.
     """
     given = {RAM: ram, VRAM: vram}
@@ -174,8 +172,9 @@ def budgets(
         budget = {RAM: min(amounts) if amounts else int(free_bytes(RAM) * FREE_SHARE)}
     else:
         on = computing(device)
-        free = {RAM: free_bytes(RAM), VRAM: held_vram_bytes}
-        free[VRAM] += free[RAM] if on is None else device_free_bytes(on)
+        free = {RAM: free_bytes(RAM)}
+        held_bytes = 0 if on is None else _held_bytes(owners, torch.device(on.type, on.index))
+        free[VRAM] = held_bytes + (free[RAM] if on is None else device_free_bytes(on))
         budget = {
             tier: int(free[tier] * FREE_SHARE)
             if value is None
@@ -189,7 +188,7 @@ def budgets(
                 f"This machine has only {format_bytes(hardware.tier(tier).capacity_bytes)}.",
                 "Give that or less.",
             )
-    check_room(budget[RAM], held_ram_bytes)
+    check_room(budget[RAM], _held_bytes(owners, torch.device("cpu")))
     return budget
 
 
@@ -215,28 +214,15 @@ def held_to(budget_bytes: Mapping[str, int], device: str) -> Callable[[], Abstra
     return functools.partial(here.limited, here.allocated_bytes() + budget_bytes[VRAM])
 
 
-def held_vram_bytes(
-    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer] = (), device: str = "auto"
-) -> int:
-    """Bytes that models, their gradients and their optimizers' states hold on ``device`` now."""
-    on = computing(device)
-    return 0 if on is None else _held_bytes(models, optimizers, torch.device(on.type, on.index))
-
-
-def held_ram_bytes(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()) -> int:
-    """Bytes that models, their gradients and their optimizers' states hold in RAM now."""
-    return _held_bytes(models, optimizers, torch.device("cpu"))
-
-
-def _held_bytes(
-    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], device: torch.device
-) -> int:
+def _held_bytes(owners: Iterable[nn.Module | torch.optim.Optimizer], device: torch.device) -> int:
+    """Bytes that models, their gradients and optimizers' states hold on ``device`` now."""
     tensors: list[torch.Tensor] = []
-    for model in models:
-        tensors += [*model.parameters(), *model.buffers()]
-        tensors += [p.grad for p in model.parameters() if p.grad is not None]
-    for optimizer in optimizers:
-        tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    for owner in owners:
+        if isinstance(owner, nn.Module):
+            tensors += [*owner.parameters(), *owner.buffers()]
+            tensors += [p.grad for p in owner.parameters() if p.grad is not None]
+        else:
+            tensors += [v for state in owner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     on_device = [t.untyped_storage() for t in tensors if t.device == device and has_storage(t)]
     return sum({storage._cdata: storage.nbytes() for storage in on_device}.values())
 

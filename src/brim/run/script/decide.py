@@ -27,8 +27,6 @@ from brim.planning.inference.forward_prediction import forward_need, search_forw
 from brim.planning.inference.machine import (
     Device,
     budgets,
-    held_ram_bytes,
-    held_vram_bytes,
     machine,
     on,
     put_in_force,
@@ -122,12 +120,8 @@ class Decisions:
         if self.hardware is None:
             self.hardware = machine(self._device)
             models = [model, *call.others, *(m for o in self._bounded if o.model is not None and (m := o.model()))]
-            optimizers = living_optimizers(call)  # the budget covers all of them
-            self._budget = budgets(
-                self.hardware, self._settings.vram, self._settings.ram, self._device,
-                held_vram_bytes=held_vram_bytes(models, optimizers, self._device),
-                held_ram_bytes=held_ram_bytes(models, optimizers),
-            )  # fmt: skip
+            owners: list[nn.Module | torch.optim.Optimizer] = [*models, *living_optimizers(call)]
+            self._budget = budgets(self.hardware, self._settings.vram, self._settings.ram, self._device, owners)
             if self.hardware.compute == VRAM:
                 self._respect_the_program()
         if self.outcomes:

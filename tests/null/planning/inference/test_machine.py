@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from brim.core import Hardware, Tier
 from brim.core.hardware import RAM, VRAM
@@ -34,7 +36,8 @@ def test_nothing_given_is_what_is_free_less_a_tenth() -> None:
 def test_a_budget_that_the_container_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "_limits", lambda proc: iter([(600 << 20, 350 << 20)]))
     assert budgets(CPU, None, 300 << 20) == {RAM: 300 << 20}
-    assert budgets(CPU, None, 590 << 20, held_ram_bytes=240 << 20) == {RAM: 590 << 20}, "the model's own counts"
+    own = nn.Embedding.from_pretrained(torch.empty(60 << 10, 1 << 10))  # 240 MiB
+    assert budgets(CPU, None, 590 << 20, owners=[own]) == {RAM: 590 << 20}, "the model's own counts"
     for vram, ram in ((None, "590MiB"), ("590MiB", None)):
         with pytest.raises(UsageError, match="350 MiB of that are free"):
             budgets(CPU, vram, ram)

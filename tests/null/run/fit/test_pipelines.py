@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 
 import brim
 from brim.errors import BudgetError, UnsupportedError, UsageError
-from brim.planning.inference.example_shapes import PipelineModels
+from brim.planning.inference.pipelines import PipelineModels
 from support.pipelines import autoencoder, small_pipeline
 
 STEPS = 3
