@@ -444,34 +444,6 @@ def _config(folder: Path) -> tuple[Target, list[bytes]]:
     return read, [json.dumps(config).encode() for config in (llama, parts)]
 
 
-def _nsight(folder: Path) -> tuple[Target, list[bytes]]:
-    from brim.profiles.nsight import read as read_nsight
-    from support.nsight_database import write
-
-    path = folder / "report.sqlite"
-
-    def read(data: bytes) -> object:
-        path.write_bytes(data)
-        return read_nsight(path)
-
-    made = write(folder / "made.sqlite", _kernels(3))
-    return read, [made.read_bytes()]
-
-
-def _kernels(count: int) -> dict[str, list[dict[str, Any]]]:
-    from support.nsight_database import THREAD, on_device
-
-    kernels = [on_device(10 * n, 10 * n + 5, n, demangledName=n, shortName=n) for n in range(count)]
-    calls = [
-        {"start": 10 * n - 9, "end": 10 * n - 8, "globalTid": THREAD, "correlationId": n, "nameId": n}
-        for n in range(count)
-    ]
-    names = [{"id": n, "value": f"kernel {n}"} for n in range(count)]
-    return {
-        "StringIds": names, "CUPTI_ACTIVITY_KIND_KERNEL": kernels, "CUPTI_ACTIVITY_KIND_RUNTIME": calls
-    }  # fmt: skip
-
-
 def _prompts(folder: Path) -> tuple[Target, list[bytes]]:
     from brim.run.generate.inputs import read_prompts
 
@@ -536,7 +508,6 @@ READERS: dict[str, Callable[[Path], tuple[Target, list[bytes]]]] = {
     "training data": _data,
     "conversation": _conversation,
     "template": _template,
-    "nsight": _nsight,
     "prompts": _prompts,
     "cache": _cache,
 }
@@ -638,13 +609,6 @@ def _manifest_of(count: int) -> bytes:
     return json.dumps(document).encode()
 
 
-def _nsight_of(count: int) -> bytes:
-    from support.nsight_database import write
-
-    with tempfile.TemporaryDirectory() as folder:
-        return write(Path(folder) / "made.sqlite", _kernels(count)).read_bytes()
-
-
 def _log_of(count: int) -> bytes:
     line = "step {}: loss 1.0, torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB\n"
     return "".join(line.format(n) for n in range(count)).encode()
@@ -711,7 +675,6 @@ GROWTHS: dict[str, tuple[str, int, Callable[[int], bytes]]] = {
     "words without a line": ("training data", 1_000_000, lambda n: b"a b\n\n" * (n // 4)),
     "turns of a conversation": ("conversation", 500, _turns),
     "text of a template": ("template", 2_000, lambda n: b"{{ 1 }}a" * n),
-    "kernels of Nsight": ("nsight", 4_000, _nsight_of),
     "prompts": ("prompts", 100_000, lambda n: b'{"prompt": "a"}\n' * n),
     "figures of the cache": ("cache", 20_000, _figures_of),
 }

@@ -37,12 +37,6 @@ def read_profile(path: Path) -> Any:
     return profile.read(path)
 
 
-def read_nsight(path: Path) -> Any:
-    from brim.profiles import nsight
-
-    return nsight.read(path)
-
-
 def read_timeline(path: Path) -> Any:
     from brim.core import Timeline
     from brim.report.explain import summary
@@ -55,7 +49,6 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "log": read_log,
     "snapshot": read_snapshot,
     "trace": read_profile,
-    "database": read_nsight,
     "timeline": read_timeline,
 }
 

@@ -1,1 +1,1 @@
-"""Profiles of PyTorch's profiler and Nsight Systems as figures and Timelines."""
+"""Profiles of PyTorch's profiler as figures and Timelines."""

@@ -1,7 +1,4 @@
-"""A profiler's recording as columns: activities of the devices, calls and operations of the host.
-
-Both readers (PyTorch's traces, Nsight Systems' databases) fill these; everything after them is common.
-"""
+"""A profiler's recording as columns: activities of the devices, calls and operations of the host."""
 
 from __future__ import annotations
 
@@ -96,7 +93,6 @@ def _activities() -> Columns:
         bytes="q",
         name="i",
         unified="b",
-        cause="b",
     )
 
 
@@ -104,8 +100,8 @@ def _activities() -> Columns:
 class Activity:
     """Everything that was recorded.
 
-    ``device`` rows: a kernel, copy or memset; ``key`` joins it with the ``call`` that launched it, -1: not known;
-    ``cause`` is CUPTI's unified-memory migration cause (0: unknown). ``operations``: those of the host's threads.
+    ``device`` rows: a kernel, copy or memset; ``key`` joins it with the ``call`` that launched it, -1: not known.
+    ``operations``: those of the host's threads.
     ``memory``: allocations (``bytes`` above 0) and frees by PyTorch, ``total`` and ``reserved`` after each, -1: not
     known; ``device`` -1 is the host. ``steps`` and ``loads``: annotated training steps and data loading.
     """
@@ -121,7 +117,6 @@ class Activity:
     )
     steps: Columns = field(default_factory=lambda: Columns(start="d", duration="d"))
     loads: Columns = field(default_factory=lambda: Columns(start="d", duration="d"))
-    page_faults_gpu: dict[int, int] = field(default_factory=dict)
     device_names: dict[int, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -139,7 +134,7 @@ class DeviceRows:
         self.start, self.duration = every["start"][chosen], every["duration"][chosen]
         self.kind, self.stream, self.key = every["kind"][chosen], every["stream"][chosen], every["key"][chosen]
         self.bytes, self.name = every["bytes"][chosen], every["name"][chosen]
-        self.unified, self.cause = every["unified"][chosen] != 0, every["cause"][chosen]
+        self.unified = every["unified"][chosen] != 0
         self.computing = self.kind == COMPUTE
         self.collective = self.kind == COLLECTIVE
         self.memory = self.kind >= MEMSET

@@ -17,8 +17,7 @@ from typing import Any
 from brim.core.json_stream import JsonStream
 from brim.errors import FormatError
 from brim.profiles.activity import D2D, D2H, H2D, H2H, MEMSET, P2P, UNKNOWN_COPY, Activity, call_kind, kernel_kind
-from brim.profiles.device import profile_of
-from brim.profiles.figures import Profile
+from brim.profiles.figures import Profile, profile_of
 
 Event = dict[str, Any]
 ODD = (KeyError, TypeError, ValueError, OverflowError, AttributeError)
@@ -99,7 +98,7 @@ class _Reader:
         activity = self.activity
         if self.backwards:
             activity.facts["negative_durations"] = self.backwards
-        return profile_of(activity, source=self.source, kind="pytorch", events=self.event_count, request=self.request)
+        return profile_of(activity, source=self.source, events=self.event_count, request=self.request)
 
     def document(self) -> None:
         stream = self.stream
@@ -149,7 +148,7 @@ class _Reader:
     def on_device(self, event: Event, kind: int) -> None:
         name = event["name"]
         args = event.get("args") or {}
-        time, took, what, device, stream, key, size, text, unified, cause = self.device_columns
+        time, took, what, device, stream, key, size, text, unified = self.device_columns
         start, seconds = self.span(event)
         time(start)
         took(seconds)
@@ -160,7 +159,6 @@ class _Reader:
         size(args.get("bytes", 0))
         text(self.number(name))
         unified("Managed" in name if kind >= MEMSET else 0)
-        cause(0)
 
     def kernel(self, event: Event) -> None:
         self.on_device(event, self.kernel_kind(event["name"]))

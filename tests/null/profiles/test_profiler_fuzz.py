@@ -1,4 +1,4 @@
-"""Whatever is in a trace or a database, reading it gives a result or one kind of error, within bounds of memory.
+"""Whatever is in a trace, reading it gives a result or one kind of error, within bounds of memory.
 
 A campaign goes on for so long and has new examples each time; ten minutes of it:
 ``BRIM_FUZZ_SECONDS=600 pytest tests/null/profiles/test_profiler_fuzz.py -k campaign``.
@@ -16,7 +16,6 @@ import tempfile
 import time
 import tracemalloc
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from brim.errors import FormatError
-from brim.profiles import nsight
 from brim.profiles import profiler as profile
 from brim.profiles.figures import Profile
 from brim.units import KIB
 from support import synthetic_trace
 from support.damaged import changed
-from support.nsight_database import NAMES, PROCESS, TABLES, call, copy, kernel, on_device, write
 from support.profiles import called, copied, memory, operation
 from support.profiles import kernel as kernel_event
 
@@ -40,16 +37,16 @@ SHORT = settings(max_examples=60, deadline=None, suppress_health_check=list(Heal
 
 
 # What a reader may take at most, beside what it takes for a file with nothing in it: so many times the text, and some
-# more for devices and errors. Rows of a database are shorter than the text of events.
-TIMES = {profile.read: 4, nsight.read: 8}
+# more for devices and errors.
+TIMES = 4
 SPARE_BYTES = 256 * KIB
 
 
-def peak_bytes(read: Callable[[Path], Profile], path: Path) -> tuple[Profile | None, int]:
+def peak_bytes(path: Path) -> tuple[Profile | None, int]:
     """What was read, None if it was refused, and what that took."""
     tracemalloc.start()
     try:
-        return read(path), tracemalloc.get_traced_memory()[1]
+        return profile.read(path), tracemalloc.get_traced_memory()[1]
     except FormatError:
         return None, tracemalloc.get_traced_memory()[1]
     finally:
@@ -57,15 +54,12 @@ def peak_bytes(read: Callable[[Path], Profile], path: Path) -> tuple[Profile | N
 
 
 @functools.cache
-def fixed_bytes(read: Callable[[Path], Profile]) -> int:
+def fixed_bytes() -> int:
     """For a file with nothing in it. The first call imports, so the second one counts."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "empty"
-        if read is profile.read:
-            path.write_bytes(gzip.compress(b"[]"))
-        else:
-            write(path, {"StringIds": NAMES})
-        return [peak_bytes(read, path)[1] for _ in range(2)][1]
+        path.write_bytes(gzip.compress(b"[]"))
+        return [peak_bytes(path)[1] for _ in range(2)][1]
 
 
 def text_bytes(path: Path) -> int:
@@ -77,10 +71,10 @@ def text_bytes(path: Path) -> int:
     return max(count, path.stat().st_size)
 
 
-def judged(read: Callable[[Path], Profile], path: Path) -> bool:
+def judged(path: Path) -> bool:
     """Whether ``path`` was accepted. Raises for any error but one, a result that is not whole, and for memory."""
-    most = fixed_bytes(read) + TIMES[read] * text_bytes(path) + SPARE_BYTES
-    found, taken_bytes = peak_bytes(read, path)
+    most = fixed_bytes() + TIMES * text_bytes(path) + SPARE_BYTES
+    found, taken_bytes = peak_bytes(path)
     assert taken_bytes <= most, (taken_bytes, most, path.stat().st_size)
     if found is not None:
         json.dumps(found.to_json(), allow_nan=False)
@@ -88,8 +82,6 @@ def judged(read: Callable[[Path], Profile], path: Path) -> bool:
             assert sum(device.idle_by_cause.values()) == pytest.approx(device.idle_s, rel=1e-6, abs=1e-9)
     return found is not None
 
-
-# -- traces
 
 numbers = st.one_of(st.integers(-5, 100), st.integers(), st.floats(), st.floats(0, 1e6))
 numbers |= st.sampled_from([1 << 62, -(1 << 63), 1 << 64])
@@ -146,7 +138,7 @@ def judge_trace(data: bytes) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         path.write_bytes(data)
-        return judged(profile.read, path)
+        return judged(path)
 
 
 @SHORT
@@ -184,102 +176,29 @@ def test_changed_packed_traces(seed):
     judge_trace(changed(random.Random(seed), gzip.compress(trace(), mtime=0)))
 
 
-# -- databases
-
-
-def database() -> bytes:
-    rows = {
-        "StringIds": NAMES,
-        "TARGET_INFO_GPU": [{"id": 0, "name": "GPU"}],
-        "CUPTI_ACTIVITY_KIND_KERNEL": [kernel(at * 100, at * 100 + 70, at) for at in range(20)],
-        "CUPTI_ACTIVITY_KIND_MEMCPY": [copy(at * 50, at * 50 + 9, 4096, at % 14, at % 6) for at in range(20)],
-        "CUPTI_ACTIVITY_KIND_MEMSET": [on_device(7, 9, bytes=64, memKind=2, value=0)],
-        "CUPTI_ACTIVITY_KIND_RUNTIME": [call(at * 90, at * 90 + 20, 2 + at % 2, at) for at in range(20)],
-        "CUDA_UM_CPU_PAGE_FAULT_EVENTS": [{"start": 1, "globalPid": PROCESS, "address": 4096}],
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        return write(Path(folder) / "report.sqlite", rows).read_bytes()
-
-
-DATABASE = database()
-
-
-def judge_database(data: bytes) -> bool:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "report.sqlite"
-        path.write_bytes(data)
-        return judged(nsight.read, path)
-
-
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_long_trace_takes_little_beside_its_text(name, tmp_path):
     path = tmp_path / name
     synthetic_trace.write(path, 8_000)
     assert text_bytes(path) > 4 * SPARE_BYTES
-    assert judged(profile.read, path)
-
-
-def test_a_long_database_takes_little_beside_its_rows(tmp_path):
-    rows = {
-        "StringIds": NAMES,
-        "CUPTI_ACTIVITY_KIND_KERNEL": [kernel(at * 100, at * 100 + 70, at) for at in range(10_000)],
-        "CUPTI_ACTIVITY_KIND_RUNTIME": [call(at * 90, at * 90 + 20, 2, at) for at in range(10_000)],
-    }
-    path = write(tmp_path / "report.sqlite", rows)
-    assert path.stat().st_size > 4 * SPARE_BYTES
-    assert judged(nsight.read, path)
-
-
-@SHORT
-@given(st.integers())
-def test_changed_databases(seed):
-    judge_database(changed(random.Random(seed), DATABASE))
-
-
-integers = st.integers(0, 200) | st.integers(-(1 << 63), (1 << 63) - 1)
-cells = integers | st.none() | st.floats(allow_nan=False) | st.binary(max_size=4) | st.text(max_size=4)  # NaN is NULL
-tables = st.dictionaries(
-    st.sampled_from(sorted(TABLES.keys() - {"META_DATA_EXPORT"})),
-    st.lists(st.lists(cells, min_size=20, max_size=20), max_size=6),
-    max_size=5,
-)
-
-
-@pytest.mark.thorough
-@SHORT
-@given(tables)
-def test_any_values_in_the_tables(found):
-    """As SQLite lets them be: the kind of a column is only a wish there."""
-    made = {}
-    for table, rows in found.items():
-        names = [part.split()[0] for part in TABLES[table].split(",")]
-        needed = {part.split()[0] for part in TABLES[table].split(",") if "NOT NULL" in part}
-        made[table] = [
-            {name: 1 if value is None and name in needed else value for name, value in zip(names, row, strict=False)}
-            for row in rows
-        ]
-    if "StringIds" in made:
-        made["StringIds"] = [row | {"id": number} for number, row in enumerate(made["StringIds"])]
-    with tempfile.TemporaryDirectory() as folder:
-        judged(nsight.read, write(Path(folder) / "report.sqlite", made))
+    assert judged(path)
 
 
 @pytest.mark.skipif(not SECONDS, reason="BRIM_FUZZ_SECONDS asks for a campaign")
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("judge", [judge_trace, judge_database], ids=["trace", "database"])
-def test_campaign(judge, capsys):
+def test_campaign(capsys):
     """Changes upon changes: what was accepted is changed again."""
     seed = time.time_ns()
     random_ = random.Random(seed)
-    origin = trace() if judge is judge_trace else DATABASE
+    origin = trace()
     pool, accepted, tried = [origin], 0, 0
     end_s = time.monotonic() + SECONDS
     while time.monotonic() < end_s:
         data = changed(random_, random_.choice(pool))
-        if judge is judge_trace and tried % 10 == 9:
+        if tried % 10 == 9:
             data = gzip.compress(data)
         tried += 1
-        if judge(data):
+        if judge_trace(data):
             accepted += 1
             if len(data) < 100_000 and not data.startswith(b"\x1f\x8b"):
                 pool = [*pool[-200:], data, origin]

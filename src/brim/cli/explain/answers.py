@@ -166,13 +166,11 @@ def _waits(idle: Mapping[str, Any]) -> Rows:
 
 
 def of_profile(source: Source, settings: tuple[str, ...]) -> Explained:
-    from brim.profiles import nsight
-    from brim.profiles import profiler as profile
+    from brim.profiles import profiler
     from brim.report.idle import attribute
 
-    read = nsight.read if source.kind == explain_source.NSIGHT else profile.read
-    recorded: Profile = read(source.path)
-    body = recorded.to_json() | {"source": source.name, "profiler": recorded.kind, "kind": source.kind}
+    recorded: Profile = profiler.read(source.path)
+    body = recorded.to_json() | {"source": source.name}
     tables: list[Rows] = []
     for device, plain in zip(recorded.devices, body["devices"], strict=True):
         plain["waits"] = attribute(device.timeline).to_json()["waits"][:20]
@@ -197,15 +195,11 @@ def _profile_tables(device: Mapping[str, Any]) -> list[Rows]:
         (row["kind"], row["unified"], row["count"], row["bytes"], row["seconds"]) for row in device["copies"]
     )
     kernels = tuple((row["name"], row["count"], row["seconds"]) for row in device["kernels"])
-    migrations = tuple(
-        (cause, row["count"], row["bytes"], row["seconds"]) for cause, row in device["migrations"].items()
-    )
     tables: list[Rows] = [
         (f"Idle by cause, {name}", ("cause", "time_s"), idle),
         (f"The longest gaps, {name}", ("start_s", "duration_s", "cause", "waited for"), gaps),
         (f"Copies, {name}", ("kind", "unified memory", "count", "bytes", "time_s"), copies),
         (f"Kernels, {name}", ("kernel", "count", "time_s"), kernels),
-        (f"Migrations of unified memory, {name}", ("cause", "count", "bytes", "time_s"), migrations),
     ]
     return [table for table in tables if table[2]]
 
@@ -215,12 +209,10 @@ BY_KIND: dict[str, Callable[[Source, tuple[str, ...]], Explained]] = {
     explain_source.SNAPSHOT: of_snapshot,
     explain_source.TIMELINE: of_timeline,
     explain_source.PROFILE: of_profile,
-    explain_source.NSIGHT: of_profile,
 }
 
 
 _RUNS = (explain_source.SNAPSHOT, explain_source.TIMELINE)
-_PROFILES = (explain_source.PROFILE, explain_source.NSIGHT)
 MOST_LINES = 8
 _BREAKDOWNS = ("by_category", "by_module", "by_label", "by_stack", "by_segment_size")
 
@@ -230,7 +222,7 @@ def compared(before: Source, after: Source) -> Explained:
     kinds = {before.kind, after.kind}
     if kinds <= set(_RUNS):
         return _runs(before, after)
-    if kinds <= set(_PROFILES):
+    if kinds == {explain_source.PROFILE}:
         return _profiles(before, after)
     problem = f"{before.name} is of the kind {before.kind}, {after.name} of the kind {after.kind}"
     if kinds == {explain_source.LOG}:

@@ -39,8 +39,8 @@ def explain(options: ExplainOptions) -> None:
     """Explain the memory of a run: why it ran out, what used it, what would help.
 
     FILE is a log with an out-of-memory message, a snapshot of torch.cuda.memory._dump_snapshot() or brim.watch (no
-    code in it is run), a trace of PyTorch's profiler, a report of Nsight Systems (sqlite) or a timeline of brim; brim
-    recognizes the kind by the content. "-" reads from the standard input.
+    code in it is run), a trace of PyTorch's profiler or a timeline of brim; brim recognizes the kind by the
+    content. "-" reads from the standard input.
     """
     sources, settings = options.sources, options.what_if
     if options.diff:

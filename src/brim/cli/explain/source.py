@@ -18,7 +18,7 @@ from typing import BinaryIO
 from brim.core.timeline import Timeline
 from brim.errors import FormatError, UsageError
 
-SNAPSHOT, TIMELINE, PROFILE, NSIGHT, LOG = "snapshot", "timeline", "profile", "nsight", "oom"
+SNAPSHOT, TIMELINE, PROFILE, LOG = "snapshot", "timeline", "profile", "oom"
 _FIRST_BYTES_WITHIN_S = 5.0
 HEAD_BYTES = 1 << 16  # enough to recognise a file
 _ARTEFACTS = ("Hardware", "Trace", "Plan")  # files of brim without a run
@@ -72,13 +72,10 @@ def _piped(stream: BinaryIO, name: str, path: Path) -> Iterator[Source]:
 
 def kind_of(head: bytes, name: str) -> str:
     """Return the kind of a file by its first bytes."""
-    from brim.profiles import nsight
-    from brim.profiles import profiler as profile
+    from brim.profiles import profiler
 
     if head.startswith(b"\x80"):  # a pickle of protocol 2 or later
         return SNAPSHOT
-    if nsight.is_sqlite(head):
-        return NSIGHT
     start = head.lstrip()
     if start.startswith(b"{"):
         text = start[:4096].decode("utf-8", "replace").replace(" ", "")
@@ -87,7 +84,7 @@ def kind_of(head: bytes, name: str) -> str:
         for artefact in _ARTEFACTS:
             if f'"kind":"{artefact}"' in text:
                 raise UsageError(f"Cannot explain {name}.", f"It is a {artefact}, which does not record a run.")
-    return PROFILE if profile.is_trace(head) else LOG
+    return PROFILE if profiler.is_trace(head) else LOG
 
 
 def timeline_of(source: Source) -> Timeline:

@@ -260,11 +260,6 @@ def _profiled(device: Mapping[str, Any]) -> _Lines:
         lines.append(
             f"  {kind}: {copy['count']:,} copies, {format_bytes(copy['bytes'])}, {format_seconds(copy['seconds'])}"
         )
-    for cause, migration in device["migrations"].items():
-        lines.append(
-            f"  migrated by {cause}: {migration['count']:,}, {format_bytes(migration['bytes'])}, "
-            f"{format_seconds(migration['seconds'])}"
-        )
     if device["gaps"]:
         lines.append("longest gaps:")
     for gap in device["gaps"][:MOST_LINES]:

@@ -13,7 +13,6 @@ import io
 import json
 import os
 import random
-import tempfile
 import time
 import tracemalloc
 from collections import Counter
@@ -29,7 +28,6 @@ from brim.recordings.timeline import recorded_run
 from brim.report.explain import summary
 from brim.report.oom.reader import read_oom
 from brim.units import KIB, MIB
-from support import nsight_database
 from support.damaged import changed
 from support.profiles import called, copied, kernel, memory, operation
 from support.simulated_recording import Recording
@@ -57,18 +55,7 @@ def traces() -> list[bytes]:
     return [plain, gzip.compress(plain, mtime=0)]
 
 
-def databases() -> list[bytes]:
-    rows = {
-        "StringIds": nsight_database.NAMES,
-        "CUPTI_ACTIVITY_KIND_KERNEL": [nsight_database.kernel(at * 100, at * 100 + 70, at) for at in range(9)],
-        "CUPTI_ACTIVITY_KIND_MEMCPY": [nsight_database.copy(at * 50, at * 50 + 9, 64, at, at % 6) for at in range(9)],
-        "CUPTI_ACTIVITY_KIND_RUNTIME": [nsight_database.call(at * 90, at * 90 + 20, 2, at) for at in range(9)],
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        return [nsight_database.write(Path(folder) / "report.sqlite", rows).read_bytes()]
-
-
-FILES = {"trace": traces, "database": databases}
+FILES = {"trace": traces}
 
 
 def refused_constant(name: str) -> None:

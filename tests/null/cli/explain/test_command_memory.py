@@ -22,7 +22,7 @@ import pytest
 
 from brim.core import EventKind, Timeline
 from brim.units import KIB, MIB
-from support import nsight_database, synthetic_snapshot, synthetic_trace
+from support import synthetic_snapshot, synthetic_trace
 from support.simulated_recording import Recording
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a high water of RAM")
@@ -107,15 +107,6 @@ def with_stacks(folder: Path, events: int) -> bytes:
     return (folder / "stacks.pickle").read_bytes()
 
 
-def database(folder: Path, count: int) -> bytes:
-    rows = {
-        "StringIds": nsight_database.NAMES,
-        "CUPTI_ACTIVITY_KIND_KERNEL": [nsight_database.kernel(at * 100, at * 100 + 70, at) for at in range(count)],
-        "CUPTI_ACTIVITY_KIND_RUNTIME": [nsight_database.call(at * 90, at * 90 + 20, 2, at) for at in range(count)],
-    }
-    return nsight_database.write(folder / f"{count}.sqlite", rows).read_bytes()
-
-
 # Kind, its least example, the file, and how many bytes it has at least (of a packed one: its text).
 CASES: dict[str, tuple[str, Callable[[Path], bytes], int]] = {
     "log, few messages": ("log", lambda folder: messages(20, 20), 3 * KIB),
@@ -132,8 +123,6 @@ CASES: dict[str, tuple[str, Callable[[Path], bytes], int]] = {
     "trace, small": ("trace", lambda folder: trace(folder, 60), 10 * KIB),
     "trace": ("trace", lambda folder: trace(folder, 30_000), 5 * MIB),
     "trace, packed": ("trace", lambda folder: trace(folder, 30_000, "trace.json.gz"), 5 * MIB),
-    "database, small": ("database", lambda folder: database(folder, 100), 20 * KIB),
-    "database": ("database", lambda folder: database(folder, 60_000), 4 * MIB),
     "timeline, small": ("timeline", lambda folder: timeline(200), 8 * KIB),
     "timeline": ("timeline", lambda folder: timeline(120_000), 5 * MIB),
 }
@@ -141,7 +130,6 @@ LEAST: dict[str, Callable[[Path], bytes]] = {
     "log": lambda folder: messages(1, 1),
     "snapshot": lambda folder: recorded(1),
     "trace": lambda folder: trace(folder, 30),
-    "database": lambda folder: database(folder, 5),
     "timeline": lambda folder: timeline(3),
 }
 
