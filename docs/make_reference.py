@@ -38,7 +38,7 @@ _Members = tuple[str, ...] | None
 _SECTIONS: dict[str, list[tuple[str, str, _Members]]] = {
     "Functions": [
         ("brim", name, None)
-        for name in ("estimate", "plan", "load", "fit", "rehearse", "watch", "probe", "trace", "simulate")
+        for name in ("estimate", "plan", "load", "fit", "rehearse", "explain", "watch", "probe", "trace", "simulate")
     ],
     "What they take": [
         ("brim.estimation.step_memory", "Inputs", ()),
@@ -58,6 +58,7 @@ _SECTIONS: dict[str, list[tuple[str, str, _Members]]] = {
         ("brim.planning.strategy.step", "Fitted", ("clip_grad_norm_", "timeline", "close", "remove")),
         ("brim.rehearsal.rehearse", "Rehearsal", None),
         ("brim.rehearsal.rehearse", "DevicePeak", ()),
+        ("brim.cli.explain.answers", "Explained", None),
     ],
     "brim.core: what is read and written": [
         ("brim.core", "Hardware", ("tier", "link")),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from brim.version import __version__
 
 if TYPE_CHECKING:
+    from brim.cli.explain.answers import explain as explain
     from brim.estimation.estimate import estimate as estimate
     from brim.estimation.simulation import simulate as simulate
     from brim.measure.probe import probe as probe
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 # The verbs of the public interface and where each lives. Loaded on first use (PEP 562): `import brim` costs nothing.
 _EXPORTS = {
     "estimate": "brim.estimation.estimate",
+    "explain": "brim.cli.explain.answers",
     "fit": "brim.run.fit",
     "load": "brim.run.generate.load",
     "plan": "brim.run.plan.search",
@@ -34,7 +36,9 @@ _EXPORTS = {
     "watch": "brim.measure.watch",
 }
 
-__all__ = ["__version__", "estimate", "fit", "load", "plan", "probe", "rehearse", "simulate", "trace", "watch"]
+__all__ = [
+    "__version__", "estimate", "explain", "fit", "load", "plan", "probe", "rehearse", "simulate", "trace", "watch"
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

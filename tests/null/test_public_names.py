@@ -12,6 +12,7 @@ def test_the_exported_names_are_pinned():
     assert brim.__all__ == [
         "__version__",
         "estimate",
+        "explain",
         "fit",
         "load",
         "plan",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from brim.cli.explain import source as explain_source
 from brim.cli.explain import text as explain_text
@@ -28,7 +31,16 @@ Rows = tuple[str, tuple[str, ...], tuple[tuple[Cell, ...], ...]]  # title, colum
 
 @dataclass(frozen=True, kw_only=True)
 class Explained:
-    """``body`` is the JSON document, ``lines`` the text; ``views``, ``notes`` and ``tables`` make the report."""
+    """The explanation of a failure or of a recorded run.
+
+    Attributes:
+        title: A name for a report's head.
+        body: The document of ``brim explain --json``.
+        lines: The text of ``brim explain``.
+        views: The runs with their names, to draw.
+        notes: Sentences of the HTML report, the verdict first.
+        tables: Tables of the HTML report: title, columns and rows.
+    """
 
     title: str
     body: dict[str, Any]
@@ -38,22 +50,60 @@ class Explained:
     tables: Sequence[Rows] = field(default_factory=list)
 
 
+def explain(source: BaseException | str | Path, what_if: Sequence[str] = ()) -> Explained:
+    """Explain why memory ran out, or the memory of a recorded run, as ``brim explain`` does.
+
+    Args:
+        source: An out-of-memory exception, the text of its message, or a file: a log, a memory snapshot of PyTorch, a
+            file of ``brim.watch``, a trace of PyTorch's profiler or a timeline of brim.
+        what_if: Allocator settings to replay a snapshot under: ``"expandable_segments:True"``, or ``"best"``.
+
+    Returns:
+        The answer, with the text that ``brim explain`` prints and the document of its ``--json``.
+
+    Raises:
+        FormatError: The exception, the text or the file says nothing about memory, or the file cannot be read.
+        UsageError: ``what_if`` was given for anything but a snapshot, or the file is one of brim that records no run.
+    """
+    text = "".join(traceback.format_exception(source)) if isinstance(source, BaseException) else str(source)
+    if isinstance(source, BaseException) or "\n" in text:
+        name = type(source).__name__ if isinstance(source, BaseException) else "the text"
+        _refuse_settings(what_if, name)
+        return _of_messages(name, text)
+    if isinstance(source, str) and not what_if:
+        with contextlib.suppress(FormatError):  # a message of one line, or the name of a file
+            return _of_messages("the text", text)
+    with explain_source.opened(Path(text)) as opened:
+        if opened.kind != explain_source.SNAPSHOT:
+            _refuse_settings(what_if, opened.name)
+        return BY_KIND[opened.kind](opened, tuple(what_if))
+
+
+def _refuse_settings(settings: Sequence[str], name: str) -> None:
+    if settings:
+        raise UsageError(
+            f"Cannot use --what-if with {name}.", "It has no run that can be replayed.", "Give a memory snapshot."
+        )
+
+
 def of_log(source: Source, settings: tuple[str, ...]) -> Explained:
     """Explain the most informative out-of-memory message of a log, and name the others."""
+    with explain_source.log_of(source) as log:
+        return _of_messages(source.name, log)
+
+
+def _of_messages(name: str, log: str | BinaryIO) -> Explained:
     from brim.report.oom.reader import primary, read_oom
 
     try:
-        with explain_source.log_of(source) as log:
-            messages = read_oom(log)
+        messages = read_oom(log)
     except FormatError as error:
-        raise FormatError(
-            f"Cannot read an out-of-memory message in {source.name}.", error.reason, error.todo
-        ) from None
+        raise FormatError(f"Cannot read an out-of-memory message in {name}.", error.reason, error.todo) from None
     chosen = primary(messages)
     others = [message for message in messages if message is not chosen]
-    body = {"kind": source.kind, "source": source.name} | chosen.to_json()
+    body = {"kind": explain_source.LOG, "source": name} | chosen.to_json()
     return Explained(
-        title=f"{source.name}: {chosen.cause.replace('_', ' ')}",
+        title=f"{name}: {chosen.cause.replace('_', ' ')}",
         body=body | {"others": [message.to_json() for message in others]},
         lines=explain_text.of_message(chosen, others),
         notes=[chosen.why, chosen.text],

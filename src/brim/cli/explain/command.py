@@ -46,7 +46,9 @@ def explain(options: ExplainOptions) -> None:
     if options.diff:
         explained = _compared(sources, settings)
     elif len(sources) == 1:
-        explained = _explain_file(sources[0], settings)
+        from brim.cli.explain.answers import explain as explain_file
+
+        explained = explain_file(sources[0], settings)
     else:
         raise UsageError(f"Cannot explain {len(sources)} files.", todo="Give one, or --diff and two: BEFORE AFTER.")
     if options.html is not None:
@@ -56,20 +58,6 @@ def explain(options: ExplainOptions) -> None:
         return
     for line in explained.lines:
         click.echo(readable(line))  # names in an unknown file are of any origin
-
-
-def _explain_file(path: Path, settings: tuple[str, ...]) -> Explained:
-    from brim.cli.explain import answers as explained
-    from brim.cli.explain import source as explain_source
-
-    with explain_source.opened(path) as source:
-        if settings and source.kind != explain_source.SNAPSHOT:
-            raise UsageError(
-                f"Cannot use --what-if with {source.name}.",
-                "It has no run that can be replayed.",
-                "Give a memory snapshot.",
-            )
-        return explained.BY_KIND[source.kind](source, settings)
 
 
 def _compared(sources: tuple[Path, ...], settings: tuple[str, ...]) -> Explained:
