@@ -28,6 +28,8 @@ The Python interface. Made from the docstrings by `make reference`; do not edit 
 * Amounts of memory are bytes, or texts: `"8GiB"`, `"512MB"`, `"90%"`.
 * Names end in their unit: `_bytes`, `_s` (seconds), `_bytes_per_s`. A GiB is 2^30 bytes.
 * Every error that brim raises on purpose is a [`BrimError`](#brimerror): what was asked, what was found, what to do.
+* An `Estimate`, an `Answer`, a `Trace`, a `Timeline` and an `Explained` have `summary()`, the text that the command
+  prints. Notebooks show it.
 * `to_json()` and `from_json()` of a type are each other's inverse; `read(path)` reads its file.
 """
 

@@ -1,9 +1,14 @@
-"""Escape control characters in names, paths and messages of any origin, which a terminal would obey."""
+"""Texts for terminals and notebooks: names of any origin without control characters, and results as text."""
 
 from __future__ import annotations
 
+import contextlib
+import html
+import importlib
+import io
 import re
 import sys
+from typing import ClassVar
 
 # Control characters of ASCII (except tab, line feed and CR LF) and Latin 1, Unicode's line ends and bidirectional
 # controls ("Bidi_Control" in PropList.txt), and surrogates, which no terminal can show.
@@ -27,3 +32,27 @@ def write_note(text: str, *, red: bool = False) -> None:
     """Write a line of brim's to the standard error of the user's program."""
     begin, end = ("\033[31m", "\033[0m") if red and sys.stderr.isatty() else ("", "")
     sys.stderr.write(f"{begin}brim: {printable(text)}{end}\n")
+
+
+class Readable:
+    """A result that reads in a terminal and in a notebook as the command line prints it.
+
+    ``_PRINTER`` names the command's function: the command line is above every package, and loaded when it prints.
+    ``_TITLE`` names the attribute that ``repr`` shows: a summary can take seconds.
+    """
+
+    _PRINTER: ClassVar[str]
+    _TITLE: ClassVar[str] = "title"
+
+    def summary(self) -> str:
+        """Return the text that brim's command prints."""
+        module, _, function = self._PRINTER.partition(":")
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            getattr(importlib.import_module(module), function)(self)
+        return text.getvalue().rstrip()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {getattr(self, self._TITLE)}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.summary())}</pre>"

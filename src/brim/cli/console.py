@@ -29,7 +29,8 @@ class Console(rich.console.Console):
     """rich's console, with texts taken literally: no markup, and no control characters."""
 
     def __init__(self, *, stderr: bool = False, highlight: bool = True, soft_wrap: bool = False) -> None:
-        super().__init__(stderr=stderr, highlight=highlight, soft_wrap=soft_wrap, markup=False, emoji=False)
+        plain: dict[str, Any] = {"markup": False, "emoji": False, "force_jupyter": False}
+        super().__init__(stderr=stderr, highlight=highlight, soft_wrap=soft_wrap, **plain)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Segments of text without control characters; rich's own control segments as they are."""

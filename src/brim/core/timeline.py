@@ -18,6 +18,7 @@ from brim.core import codec
 from brim.core.hardware import RAM, VRAM
 from brim.core.json_stream import JsonStream
 from brim.errors import FormatError
+from brim.printable import Readable
 
 VERSION = 2
 CONTEXT_BYTES = "context_bytes"  # the fact that PeakBytes.process adds: memory outside of the allocator
@@ -86,7 +87,7 @@ _TEXTS = ("tier", "source", "label", "category", "stack")
 _CODES = _NUMBERS | dict.fromkeys(_TEXTS, "i")
 
 
-class Timeline:
+class Timeline(Readable):
     """The ordered events of a run, predicted or measured. Iterates over ``Event``.
 
     Attributes:
@@ -94,6 +95,8 @@ class Timeline:
         measured: True for a measurement, False for a prediction.
         facts: Numbers of the whole run: ``budget_bytes.ram``, ``peak_rss_bytes``, ...
     """
+
+    _PRINTER, _TITLE = "brim.cli.explain.answers:print_run", "name"
 
     def __init__(self, name: str, *, measured: bool, facts: dict[str, float] | None = None) -> None:
         self.name, self.measured = name, measured

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from brim.core.codec import Document
 from brim.core.leak import Leak
+from brim.printable import Readable
 
 EMPTY_CACHE = "torch.cuda.empty_cache"  # the name of an Op by which a step gives cached memory back to the device
 FIRST_GRAPH_POOL = 1 << 16  # streams from this number on stand for the private pools of captured CUDA graphs
@@ -114,8 +115,8 @@ class Storage:
     reduction: Reduction | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trace(Document):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Trace(Readable, Document):
     """The operations of a step in order, and the life of every storage. No addresses and no seconds.
 
     The start of each operation, each allocation and each release takes one tick of one clock. This preserves the
@@ -133,6 +134,7 @@ class Trace(Document):
     """
 
     _VERSION = 4
+    _PRINTER, _TITLE = "brim.cli.explain.answers:print_run", "model"
 
     model: str
     target: str

@@ -32,6 +32,7 @@ from brim.estimation.workload import ASKED, DEFAULT_NEW_TOKENS, Workload
 from brim.predict import cost
 from brim.predict.lowering.kernel import TEMPORARIES
 from brim.predict.tracer import trace
+from brim.printable import Readable
 from brim.units import format_bytes
 
 _OTHER_MODEL = 0.01  # of the bytes in files: a configuration further off may be of another model
@@ -58,14 +59,15 @@ class PeakBytes:
     process: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Estimate(Readable):
     """The memory and time of a step. A step that does not fit is described as if memory were unlimited.
 
     Attributes:
         model: The model's name.
         workload: The request, with a value for every setting.
         gpu: The card's name; ``""`` without one.
+        total_bytes: Memory of the GPU. None without one.
         peak_bytes: Allocated, reserved and process bytes at their peaks.
         upper_bound_bytes: A safe bound: ``peak_bytes.process`` and all ``margins``.
         margins: Additions to the prediction that are possible, each with its bytes and its reason.
@@ -113,6 +115,9 @@ class Estimate:
     differs: Mapping[str, str] = field(default_factory=dict)
     leak: Leak | None = None
     stored_bytes: int | None = None
+    total_bytes: int | None = None
+
+    _PRINTER = "brim.cli.estimate.command:print_estimate"
 
     @property
     def title(self) -> str:
@@ -256,6 +261,7 @@ class Study:
             model=self.source.name,
             workload=self.workload,
             gpu=self.place.name,
+            total_bytes=self.place.total_bytes,
             peak_bytes=PeakBytes(allocated=peaks.allocated, reserved=peaks.reserved, process=peaks.process),
             upper_bound_bytes=peaks.process + sum(margin.bytes for margin in added),
             margins=added,

@@ -19,6 +19,7 @@ from brim.memory.scratch import scratch_folder
 from brim.planning.inference.machine import budgets
 from brim.planning.seconds.drives import reading_from
 from brim.planning.strategy.effects import Effect
+from brim.printable import Readable
 from brim.requests.plan import LOSSY as LOSSY
 from brim.requests.plan import PRECISIONS_OF as PRECISIONS_OF
 from brim.requests.plan import Request as Request
@@ -152,8 +153,8 @@ class Nearest:
     command: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Answer(Readable):
     """The answer of ``brim.plan``.
 
     Attributes:
@@ -177,6 +178,13 @@ class Answer:
     took_s: float = 0.0
     precisions: Sequence[Row] = ()
     precision: tuple[str, str] = ("", "")
+
+    _PRINTER = "brim.cli.plan.command:print_answer"
+
+    @property
+    def title(self) -> str:
+        """The model, the task and the machine."""
+        return f"{self.request.model}: {self.request.task} on {self.machine.hardware.name}"
 
     def tokens_per_s(self, proposal: Proposal) -> float:
         """Return the tokens per second of ``proposal`` (a step generates one for each sequence)."""

@@ -146,7 +146,6 @@ def _refuse_beside_program(model: str) -> None:
 
 
 def _report_program(options: EstimateOptions) -> int | None:
-    from brim.estimation.growth import NOTHING
     from brim.estimation.simulation import place_of
     from brim.report.html.page import View
 
@@ -155,11 +154,11 @@ def _report_program(options: EstimateOptions) -> int | None:
     click.echo("By rehearsal: the program really runs, and the files that it writes are kept.", err=True)
     estimate, timeline = rehearsed(options.model, options.arguments, place, options.alloc_conf, environment)
     if options.html is not None:
-        _write_page(options.html, [] if timeline is None else [View(timeline=timeline)], estimate, place.total_bytes)
+        _write_page(options.html, [] if timeline is None else [View(timeline=timeline)], estimate)
     if options.as_json:
         print_json(estimate.to_json() | {"fits_with": []})  # a program has its own settings
     else:
-        _print(estimate, NOTHING, place.total_bytes)
+        print_estimate(estimate)
     return _exit_code(estimate)
 
 
@@ -199,7 +198,7 @@ def _report(options: EstimateOptions) -> int | None:
         print_json(estimate.to_json() | {"fits_with": [other.to_json() for other in others]})
     else:
         assert growth is not None
-        _print(estimate, growth, study.place.total_bytes, others, _plan_command(options, estimate))
+        print_estimate(estimate, growth, others, _plan_command(options, estimate))
     return _exit_code(estimate)
 
 
@@ -225,14 +224,13 @@ def _write_html(
         rest = simulate(study.trace, endless, study.alloc_conf)
         title = f"{estimate.model} (predicted with unlimited memory)"
         views.append(View(timeline=rest, title=title, phases=phases(study.trace, rest)))
-    _write_page(path, views, estimate, study.place.total_bytes, growth, others)
+    _write_page(path, views, estimate, growth, others)
 
 
 def _write_page(
     path: Path,
     views: list[View],
     estimate: Estimate,
-    total_bytes: int | None,
     growth: Growth | None = None,
     others: Sequence[Alternative] = (),
 ) -> None:
@@ -251,7 +249,7 @@ def _write_page(
         columns=("note",),
         rows=tuple((note,) for note in (*estimate.notes, estimate.program)),
     )
-    sentence = verdict.of_estimate(estimate, total_bytes, growth.largest_batch if growth else None)
+    sentence = verdict.of_estimate(estimate, estimate.total_bytes, growth.largest_batch if growth else None)
     notes = [estimate.settings, *failed]
     if estimate.precision_origin:
         notes.insert(1, verdict.of_precision(estimate.workload.precision, estimate.precision_origin))
@@ -290,10 +288,9 @@ def _explain(model: str, settings: Mapping[str, Any], as_json: bool) -> None:
         console.print(f"{name.replace('_', ' ')}: {form.arithmetic}{told}")
 
 
-def _print(
+def print_estimate(
     estimate: Estimate,
-    growth: Growth,
-    total_bytes: int | None,
+    growth: Growth | None = None,
     others: Sequence[Alternative] = (),
     command: str = "",
 ) -> None:
@@ -301,9 +298,10 @@ def _print(
 
     from brim.cli.console import Console
     from brim.cli.explain.text import of_leak
+    from brim.estimation.growth import NOTHING
 
-    console = Console(highlight=False)
-    sentence = verdict.of_estimate(estimate, total_bytes, growth.largest_batch)
+    console, growth = Console(highlight=False), growth or NOTHING
+    sentence = verdict.of_estimate(estimate, estimate.total_bytes, growth.largest_batch)
     console.print(sentence, soft_wrap=True, style="bold")
     console.print(estimate.describe(), soft_wrap=True)
     if estimate.precision_origin:

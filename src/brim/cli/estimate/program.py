@@ -134,6 +134,7 @@ def _estimate(name: str, rehearsal: Rehearsal, timeline: Timeline | None, place:
         model=name,
         workload=Workload(),
         gpu=place.name,
+        total_bytes=place.total_bytes,
         peak_bytes=peak,
         upper_bound_bytes=peak.process + sum(margin.bytes for margin in added),
         margins=added,

@@ -13,13 +13,15 @@ from brim.cli.explain import source as explain_source
 from brim.cli.explain import text as explain_text
 from brim.cli.explain.source import Source
 from brim.cli.explain.text import short
+from brim.cli.options import readable
+from brim.core import Timeline, Trace
 from brim.errors import FormatError, UsageError
+from brim.printable import Readable
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from brim.cli.explain.source import Source
     from brim.core.leak import Leak
-    from brim.core.timeline import Timeline
     from brim.profiles.figures import Profile
     from brim.report.explain import Difference
     from brim.report.oom.reader import OomMessage
@@ -29,8 +31,8 @@ Cell = str | int | float | bool | None
 Rows = tuple[str, tuple[str, ...], tuple[tuple[Cell, ...], ...]]  # title, columns, rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class Explained:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Explained(Readable):
     """The explanation of a failure or of a recorded run.
 
     Attributes:
@@ -49,13 +51,27 @@ class Explained:
     notes: Sequence[str] = ()
     tables: Sequence[Rows] = field(default_factory=list)
 
+    def summary(self) -> str:
+        """Return the text that ``brim explain`` prints."""
+        return "\n".join(map(readable, self.lines))  # names in an unknown file are of any origin
 
-def explain(source: BaseException | str | Path, what_if: Sequence[str] = ()) -> Explained:
+    def plot(self) -> str:
+        """Return the HTML page that ``brim explain --html`` writes, with a chart of each run."""
+        from brim.report.html.page import Table, View, page
+
+        views = [View(timeline=timeline, title=title) for title, timeline in self.views]
+        tables = [Table(title=title, columns=columns, rows=rows) for title, columns, rows in self.tables]
+        first, *rest = [*self.notes, ""]
+        notes = [note for note in rest if note]
+        return page(views, title=self.title, verdict=first, tables=tables, notes=notes)
+
+
+def explain(source: BaseException | Timeline | str | Path, what_if: Sequence[str] = ()) -> Explained:
     """Explain why memory ran out, or the memory of a recorded run, as ``brim explain`` does.
 
     Args:
-        source: An out-of-memory exception, the text of its message, or a file: a log, a memory snapshot of PyTorch, a
-            file of ``brim.watch``, a trace of PyTorch's profiler or a timeline of brim.
+        source: An out-of-memory exception, the text of its message, a timeline, or a file: a log, a memory snapshot
+            of PyTorch, a file of ``brim.watch``, a trace of PyTorch's profiler or a timeline of brim.
         what_if: Allocator settings to replay a snapshot under: ``"expandable_segments:True"``, or ``"best"``.
 
     Returns:
@@ -65,6 +81,9 @@ def explain(source: BaseException | str | Path, what_if: Sequence[str] = ()) -> 
         FormatError: The exception, the text or the file says nothing about memory, or the file cannot be read.
         UsageError: ``what_if`` was given for anything but a snapshot, or the file is one of brim that records no run.
     """
+    if isinstance(source, Timeline):
+        _refuse_settings(what_if, source.name)
+        return _of_timeline(source, source.name)
     text = "".join(traceback.format_exception(source)) if isinstance(source, BaseException) else str(source)
     if isinstance(source, BaseException) or "\n" in text:
         name = type(source).__name__ if isinstance(source, BaseException) else "the text"
@@ -180,16 +199,26 @@ def _what_if_table(runs: Sequence[Mapping[str, Any]], name: str) -> Rows:
     return f"Replayed under other settings, {name}", columns, rows
 
 
+def print_run(run: Timeline | Trace) -> None:
+    """Print a run; of a trace, on a GPU of unlimited memory."""
+    from brim.estimation.simulation import simulate
+
+    print(explain(simulate(run) if isinstance(run, Trace) else run).summary())
+
+
 def of_timeline(source: Source, settings: tuple[str, ...]) -> Explained:
+    return _of_timeline(explain_source.timeline_of(source), source.name)
+
+
+def _of_timeline(timeline: Timeline, name: str) -> Explained:
     from brim.report.explain import summary
     from brim.report.idle import attribute
 
-    timeline = explain_source.timeline_of(source)
     peak, idle = summary(timeline), attribute(timeline)
     failed = timeline.out_of_memory
     body: dict[str, Any] = {
-        "kind": source.kind,
-        "source": source.name,
+        "kind": explain_source.TIMELINE,
+        "source": name,
         "name": timeline.name,
         "measured": timeline.measured,
         "events": len(timeline),
@@ -201,7 +230,7 @@ def of_timeline(source: Source, settings: tuple[str, ...]) -> Explained:
     }
     headline = explain_text.timeline_headline(body)
     return Explained(
-        title=timeline.name or source.name,
+        title=timeline.name or name,
         body=body | {"headline": headline},
         lines=[headline, *explain_text.of_peak(body["peak"]), *explain_text.of_idle(body["idle"])],
         views=[("", timeline)],

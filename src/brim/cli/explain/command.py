@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from brim.cli.options import command, html_field, json_field, print_json, readable, write_html
+from brim.cli.options import command, html_field, json_field, print_json, write_html
 from brim.core.options import option
 from brim.errors import UsageError
 
@@ -52,12 +52,11 @@ def explain(options: ExplainOptions) -> None:
     else:
         raise UsageError(f"Cannot explain {len(sources)} files.", todo="Give one, or --diff and two: BEFORE AFTER.")
     if options.html is not None:
-        _write_html(options.html, explained)
+        write_html(options.html, explained.plot())
     if options.as_json:
         print_json(explained.body)
         return
-    for line in explained.lines:
-        click.echo(readable(line))  # names in an unknown file are of any origin
+    click.echo(explained.summary())
 
 
 def _compared(sources: tuple[Path, ...], settings: tuple[str, ...]) -> Explained:
@@ -76,13 +75,3 @@ def _compared(sources: tuple[Path, ...], settings: tuple[str, ...]) -> Explained
         raise UsageError("Cannot compare the standard input with itself.", todo="Give at least one file.")
     with explain_source.opened(sources[0]) as before, explain_source.opened(sources[1]) as after:
         return explained.compared(before, after)
-
-
-def _write_html(path: Path, explained: Explained) -> None:
-    from brim.report.html.page import Table, View, page
-
-    views = [View(timeline=timeline, title=title) for title, timeline in explained.views]
-    tables = [Table(title=title, columns=columns, rows=rows) for title, columns, rows in explained.tables]
-    first, *rest = [*explained.notes, ""]
-    notes = [note for note in rest if note]
-    write_html(path, page(views, title=explained.title, verdict=first, tables=tables, notes=notes))

@@ -125,7 +125,7 @@ def _show(answer: Answer, output: Path | None, html: Path | None, as_json: bool)
     if as_json:
         print_json(answer.to_json())
     else:
-        _print(answer, output)
+        print_answer(answer, output)
     return None if answer.proposals else BudgetError.exit_code
 
 
@@ -145,14 +145,14 @@ def _with_files(answer: Answer, output: Path | None) -> Answer:
     return replace(answer, proposals=[named(proposal, index) for index, proposal in enumerate(answer.proposals)])
 
 
-def _print(answer: Answer, output: Path | None) -> None:
+def print_answer(answer: Answer, output: Path | None = None) -> None:
     from brim.cli.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
-    request, machine = answer.request, answer.machine
+    machine = answer.machine
     budget = ", ".join(f"{format_bytes(n)} of {tier.upper()}" for tier, n in machine.budget_bytes.items())
     console.print(verdict.of_plans(answer), style="bold")
-    console.print(f"{request.model}: {request.task} on {machine.hardware.name} with {budget}")
+    console.print(f"{answer.title} with {budget}")
     console.print(verdict.of_precision(*answer.precision))
     for assumed in machine.assumed:
         console.print(f"assumed: {assumed}")

@@ -11,6 +11,7 @@ import torch
 
 import brim
 from brim.cli import main
+from brim.core import EventKind, Timeline
 from brim.errors import FormatError, UsageError
 
 MESSAGE = (
@@ -74,3 +75,47 @@ def test_other_exceptions_texts_and_files_are_refused(tmp_path):
         brim.explain(Path("missing.log"))
     with pytest.raises(FormatError, match=r"missing\.log"):
         brim.explain("missing.log")
+
+
+def run(name: str = "run") -> Timeline:
+    timeline = Timeline(name, measured=True)
+    timeline.add(EventKind.ALLOC, "vram", 3 << 30, label="<b>\x1b[31m", category="parameter")
+    return timeline
+
+
+def test_a_timeline_is_explained_like_its_file(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(run().to_json()))
+    assert brim.explain(run()).lines == brim.explain(path).lines
+
+
+def test_results_read_as_the_command_prints_them(tmp_path, capsys):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(run().to_json()))
+    assert main(["explain", str(path)]) == 0
+    printed = capsys.readouterr().out.rstrip("\n")
+    assert run().summary() == brim.explain(path).summary() == printed
+    assert "\\u001b[31m" in printed
+    assert repr(run()) == "<Timeline: run>"
+    assert repr(brim.explain(run())) == "<Explained: run>"
+    shown = run()._repr_html_()
+    assert shown.startswith("<pre>Measured: 3 GiB allocated") and "&lt;b&gt;" in shown and "<b>" not in shown
+    assert not capsys.readouterr().out
+
+
+def test_a_trace_reads_as_its_simulation():
+    def build():
+        weight = torch.empty(1 << 20, requires_grad=True)
+        return lambda: (weight * 2).sum().backward()
+
+    trace = brim.trace(build, model="doubled")
+    assert repr(trace) == "<Trace: doubled>"
+    assert trace.summary() == brim.simulate(trace).summary()
+    assert trace.summary().startswith("Predicted: ")
+
+
+def test_the_page_is_that_of_the_command(tmp_path):
+    path, page = tmp_path / "run.json", tmp_path / "run.html"
+    path.write_text(json.dumps(run().to_json()))
+    assert main(["explain", str(path), "--html", str(page)]) == 0
+    assert page.read_text() == brim.explain(path).plot()
