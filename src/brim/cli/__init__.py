@@ -35,6 +35,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "generate": ("brim.cli.generate:generate", "Generate text with a model that may be larger than memory."),
     "gpus": ("brim.cli.catalog:gpus", "List the GPUs of the catalog."),
+    "mcp": (
+        "brim.cli.mcp:mcp",
+        "Serve estimate, plan, rehearse and explain to a program, by the Model Context Protocol.",
+    ),
     "models": ("brim.cli.catalog:models", "List the model configurations of the catalog."),
     "plan": ("brim.cli.plan.command:plan", "Find the fastest plans to train or run a model that fit a machine."),
     "probe": ("brim.cli.probe:probe", "Measure this machine: memory, disk, links, matrix rates."),

@@ -56,9 +56,9 @@ class BrimCallback(TrainerCallback):
         """Wait for the first batch: a loader that is asked for one more would give other batches to the training."""
         self._stop()
         self.predicted = None
+        self._hook_before, sys.excepthook = sys.excepthook, self._on_exception
         if not state.is_world_process_zero:
             return
-        self._hook_before, sys.excepthook = sys.excepthook, self._on_exception
         model, optimizer = kwargs["model"], kwargs["optimizer"]
 
         def before_call(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
