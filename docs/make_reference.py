@@ -28,8 +28,8 @@ The Python interface. Made from the docstrings by `make reference`; do not edit 
 * Amounts of memory are bytes, or texts: `"8GiB"`, `"512MB"`, `"90%"`.
 * Names end in their unit: `_bytes`, `_s` (seconds), `_bytes_per_s`. A GiB is 2^30 bytes.
 * Every error that brim raises on purpose is a [`BrimError`](#brimerror): what was asked, what was found, what to do.
-* An `Estimate`, an `Answer`, a `Trace`, a `Timeline` and an `Explained` have `summary()`, the text that the command
-  prints. Notebooks show it.
+* `Estimate`, `Answer`, `Trace`, `Timeline`, `Explained` and `Fitted` have `summary()`: the text that the command
+  prints, which notebooks show.
 * `to_json()` and `from_json()` of a type are each other's inverse; `read(path)` reads its file.
 """
 
@@ -57,7 +57,7 @@ _SECTIONS: dict[str, list[tuple[str, str, _Members]]] = {
         ("brim.planning.request", "Nearest", ()),
         ("brim.planning.request", "Machine", ()),
         ("brim.techniques.streaming.weight_streaming", "WeightStreaming", ("misses", "timeline", "close", "remove")),
-        ("brim.planning.strategy.step", "Fitted", ("clip_grad_norm_", "timeline", "close", "remove")),
+        ("brim.planning.strategy.step", "Fitted", ("summary", "clip_grad_norm_", "timeline", "close", "remove")),
         ("brim.rehearsal.rehearse", "Rehearsal", None),
         ("brim.rehearsal.rehearse", "DevicePeak", ()),
         ("brim.cli.explain.answers", "Explained", None),

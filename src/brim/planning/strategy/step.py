@@ -20,6 +20,7 @@ from brim.memory.checkpoint_writing import Layout
 from brim.memory.tiers import Memory
 from brim.planning.strategy import state as training_state
 from brim.planning.strategy.choice import Choice
+from brim.printable import Readable
 from brim.techniques import precision
 from brim.techniques.activation_offload import inplace as inplace_activations
 from brim.techniques.activation_offload import technique as activation_offload
@@ -33,6 +34,7 @@ from brim.techniques.optimizer_offload.state_blocks import BLOCK_BYTES
 from brim.techniques.streaming import weight_streaming
 from brim.techniques.streaming.weight_streaming import RESIDENT, Weights, WeightStreaming
 from brim.techniques.weights import place_weights
+from brim.units import format_bytes
 
 _LEAST_UPDATE_BYTES = 64 << 10
 
@@ -75,7 +77,7 @@ def _complete(plan: Plan, partition: Partition) -> Plan:
     return replace(plan, decisions=plan.decisions + added)
 
 
-class Fitted:
+class Fitted(Readable):
     """The handle of a model that ``brim.fit`` has fitted for training.
 
     Attributes:
@@ -92,6 +94,26 @@ class Fitted:
         self.offload: optimizer_offload.OptimizerOffload | None = None
         self.in_place: tuple[str, ...] = ()
         self._handles: list[Handle] = []
+
+    @property
+    def title(self) -> str:
+        return f"{self.plan.model}, {self.summary()}"
+
+    def summary(self) -> str:
+        """Return the techniques in force and the promised peaks, in a line."""
+        choice, words = self.choice, []
+        if choice.in_place:
+            words.append("activations in place")
+        if choice.checkpointing:
+            words.append(f"{next(iter(choice.checkpointing.values()))} checkpointing")
+        if choice.states != "keep":
+            words.append(f"optimizer states in {choice.states}{', one at a time' if choice.brief_buffer else ''}")
+        if choice.activations:
+            words.append("activations offloaded")
+        if choice.streams:
+            words.append("weights streamed")
+        promised = ", ".join(f"{format_bytes(n)} of {t.upper()}" for t, n in self.plan.promise.peak_bytes.items())
+        return f"{', '.join(words) or 'everything in memory'} ({promised})"
 
     @property
     def is_partly_updated(self) -> bool:

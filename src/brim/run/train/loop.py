@@ -27,11 +27,10 @@ from brim.run.train.finite import check_loss, explain_overflow
 from brim.run.train.report import EvaluationReport, Metrics, StepReport, finished
 from brim.run.train.request import Request, Training
 from brim.run.train.saving import Saver
-from brim.run.train.session import Session, Terms
+from brim.run.train.session import Terms
 from brim.run.train.setup import Setup, claim, open_batches, open_dataset, set_up, steps_of
 from brim.techniques.micro_batch import split
 from brim.techniques.optimizers import set_lr
-from brim.units import format_bytes
 
 
 def train(
@@ -261,7 +260,8 @@ class _Run:
             self._metrics.close()
             self._metrics = self._new_metrics()
             self.evaluations = [evaluation for evaluation in self.evaluations if evaluation.step <= self._next]
-        plan = _in_words(self.session)
+        fitted = self.session.fitted
+        plan = f"micro-batches of {fitted.choice.micro_batch}, {fitted.summary()}"
         self._note(f"step {step + 1}: memory ran out ({failure:.300}). Continuing with {plan}, from {where}.")
         self.session_plan = self.session.plan
 
@@ -323,21 +323,3 @@ def _gpu_use() -> float | None:
     if not torch.cuda.is_initialized():
         return None
     return busy_share(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
-
-
-def _in_words(session: Session) -> str:
-    """A short description of the plan in force."""
-    choice = session.fitted.choice
-    words = [f"micro-batches of {choice.micro_batch}"]
-    if choice.in_place:
-        words.append("activations in place")
-    if choice.checkpointing:
-        words.append(f"{next(iter(choice.checkpointing.values()))} checkpointing")
-    if choice.states != "keep":
-        words.append(f"optimizer states in {choice.states}{', one at a time' if choice.brief_buffer else ''}")
-    if choice.activations:
-        words.append("activations offloaded")
-    if choice.streams:
-        words.append("weights streamed")
-    promised = ", ".join(f"{format_bytes(n)} of {t.upper()}" for t, n in session.plan.promise.peak_bytes.items())
-    return f"{', '.join(words)} ({promised})"

@@ -54,6 +54,10 @@ def test_the_loop_stays_and_so_do_its_numbers(
     assert model.brim is optimizer.brim is handle
     assert handle.plan.choices("optimizer_offload")[""] == states
     assert handle.plan.task == "train"
+    words = "everything in memory" if states == "keep" else f"optimizer states in {states}"
+    assert words in handle.summary()
+    assert repr(handle) == f"<Fitted: Sequential, {handle.summary()}>"
+    assert handle.summary() in handle._repr_html_()
     assert loop(model, optimizer) == wanted
     handle.remove()
     for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
