@@ -8,8 +8,9 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,23 @@ def stored_tensors(source: Source) -> Mapping[str, Stored]:
         )
         for name, tensor in read_checkpoint(source.folder).items()
     }
+
+
+def check_shapes(model: Any, source: Source) -> None:
+    """Raise ModelError where a tensor of the files has another size than the model gives it; some are transposed."""
+    stored = stored_tensors(source)
+    for name, parameter in model.named_parameters():
+        tensor = stored.get(name)
+        if tensor and tensor.dtype in ("F32", "F16", "BF16") and prod(tensor.shape) != parameter.numel():
+            raise other_shape(source.name, name, parameter.shape, tensor.shape)
+
+
+def other_shape(model: Any, name: str, described: Sequence[int], stored: Sequence[int]) -> ModelError:
+    return ModelError(
+        f"{model}: by its config, {name} has the shape {list(described)}.",
+        f"In the checkpoint its shape is {list(stored)}.",
+        "config.json and weights are of different models: fetch them again.",
+    )
 
 
 def keep_apart(config: Any, kind: Any, source: Source) -> None:
