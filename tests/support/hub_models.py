@@ -1,4 +1,4 @@
-"""Forty published checkpoints of 2024 to 2026: the catalog's configuration, and how their maker stores it."""
+"""Published checkpoints of 2023 to 2026: the catalog's configuration, and how their maker stores it."""
 
 from __future__ import annotations
 
