@@ -8,15 +8,16 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from brim import catalog
 from brim.catalog.names import key, unknown
 from brim.core.files import regular
-from brim.errors import ModelError, UnsupportedError, UsageError
+from brim.errors import BrimError, ModelError, UnsupportedError, UsageError
 from brim.estimation.hub import Stored, hub_model, is_hub_id
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
@@ -52,10 +53,10 @@ class WeightType:
 class Source:
     """A model to be built.
 
-    ``architecture`` is its class in ``library``; ``factory`` replaces both for user code. ``quantization`` is the
-    method that quantizes its weights. ``folder`` holds its weights if they are on this machine; ``stored`` has the
-    headers of weights on the hub. ``assumed`` says what stands for something that the hub did not give. ``parts``
-    has the models of a pipeline of diffusers, by their names in it.
+    ``architecture`` is its class in ``library``; ``factory`` replaces both for user code. ``folder`` holds its
+    weights if they are on this machine; ``stored`` has the headers of weights on the hub. ``assumed`` says what
+    stands for something that the hub did not give. ``parts`` has the models of a pipeline of diffusers, by their
+    names in it.
     """
 
     name: str
@@ -64,7 +65,6 @@ class Source:
     config: Mapping[str, Any] = field(default_factory=dict)
     factory: Callable[[], Any] | None = None
     file: str = ""  # the file that defines the factory
-    quantization: str = ""
     folder: Path | None = None
     stored: Mapping[str, Stored] | None = None
     assumed: str = ""
@@ -115,7 +115,12 @@ def _of_hub(name: str) -> Source:
             return replace(_of_catalog(name), assumed=f"configuration: that of the catalog is used. {error.reason}")
         except UsageError as unknown_name:
             raise ModelError(error.request, error.reason, f"{error.todo} {unknown_name.todo}") from error
-    source = _of_file(model.folder / "config.json", model.folder)
+    path = model.folder / "config.json"
+    try:
+        source = _of_file(path, model.folder)
+    except BrimError as error:  # the user knows no folder of the hub's cache
+        error.request = error.request.replace(str(path), name)
+        raise
     folder = model.folder if model.has_weights else None
     assumed = f"weights: as the configuration describes them, their headers are unknown. {model.problem}"
     return replace(
@@ -156,7 +161,6 @@ def _of_file(path: Path, argument: Path) -> Source:
     if isinstance(config.get("_class_name"), str):
         return Source(
             name=name, library="diffusers", architecture=config["_class_name"], config=config,
-            quantization=quantization_of(config)[0],
         )  # fmt: skip
     return replace(_of_transformers(path, name, config), folder=path.parent)
 
@@ -186,35 +190,29 @@ def _of_transformers(path: Path, name: str, config: dict[str, Any]) -> Source:
         raise ModelError(
             f"Cannot read {path}.", "It names no model_type.", "Give the config.json of a transformers model."
         )
-    from transformers import CONFIG_MAPPING
-
-    if kind not in CONFIG_MAPPING:
-        if "auto_map" in config:
-            raise UnsupportedError(
-                f"{path} was given as the model.",
-                f"It needs custom Python code ({kind}), which brim does not run.",
-                "Build the model in a file of yours and give it as file.py:function.",
-            )
-        import transformers
-
-        nearest = unknown("model_type", kind, list(CONFIG_MAPPING)).todo
-        known = f"transformers {transformers.__version__} has no model_type {kind!r}."
-        raise UsageError(f"Cannot build the model of {path}.", known, f"Install a newer version of it. {nearest}")
     names = config.get("architectures") or [""]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"Cannot read {path}.", f"Its architectures are {names!r:.100}, not a list of class names.")
+    import transformers
+
     architecture = names[0]
     if config.get("auto_map"):
         architecture = _native_class(names[0])
         if not architecture:
             raise UnsupportedError(
                 f"{path} was given as the model.",
-                f"Its class {names[0]} is custom Python code, which brim does not run.",
+                f"Its class {names[0] or kind} is custom Python code, which brim does not run.",
                 "Build the model in a file of yours and give it as file.py:function.",
             )
+        if kind not in transformers.CONFIG_MAPPING:  # Kimi K2 is DeepSeek V3 by another name
+            kind = getattr(transformers, architecture).config_class.model_type
+            config = config | {"model_type": kind}
+    if kind not in transformers.CONFIG_MAPPING:
+        nearest = unknown("model_type", kind, list(transformers.CONFIG_MAPPING)).todo
+        known = f"transformers {transformers.__version__} has no model_type {kind!r}."
+        raise UsageError(f"Cannot build the model of {path}.", known, f"Install a newer version of it. {nearest}")
     return Source(
         name=name, library="transformers", architecture=architecture, config=config,
-        quantization=quantization_of(config)[0],
     )  # fmt: skip
 
 
@@ -238,7 +236,7 @@ def quantized_by(source: Source) -> str:
     """
     dtypes = stored_dtypes(source).items()
     packed = (dtype for name, dtype in dtypes if name.endswith("weight") and dtype.startswith(_PACKED))
-    return source.quantization or next(packed, "")
+    return quantization_of(source.config)[0] or next(packed, "")
 
 
 def check_not_quantized(source: Source) -> None:
@@ -319,6 +317,23 @@ def stored_tensors(source: Source) -> Mapping[str, Stored]:
     }
 
 
+def check_shapes(model: Any, source: Source) -> None:
+    """Raise ModelError where a tensor of the files has another size than the model gives it; some are transposed."""
+    stored = stored_tensors(source)
+    for name, parameter in model.named_parameters():
+        tensor = stored.get(name)
+        if tensor and tensor.dtype in ("F32", "F16", "BF16") and prod(tensor.shape) != parameter.numel():
+            raise other_shape(source.name, name, parameter.shape, tensor.shape)
+
+
+def other_shape(model: Any, name: str, described: Sequence[int], stored: Sequence[int]) -> ModelError:
+    return ModelError(
+        f"{model}: by its config, {name} has the shape {list(described)}.",
+        f"In the checkpoint its shape is {list(stored)}.",
+        "config.json and weights are of different models: fetch them again.",
+    )
+
+
 def keep_apart(config: Any, kind: Any, source: Source) -> None:
     """Change ``config`` not to tie weights of which the files have both, unless the configuration states it.
 
@@ -336,7 +351,8 @@ def _native_class(name: str) -> str:
     """Return transformers' name of the class, which may have other punctuation than in custom code; "" for none."""
     import transformers
 
-    return name if hasattr(transformers, name) else next((n for n in dir(transformers) if key(n) == key(name)), "")
+    alike = [name, *(candidate for candidate in dir(transformers) if key(candidate) == key(name))]
+    return next((name for name in alike if hasattr(getattr(transformers, name, None), "config_class")), "")
 
 
 def transformers_config(source: Source) -> Any:

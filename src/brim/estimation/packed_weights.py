@@ -7,8 +7,10 @@ configuration do. Layers run as transformers 5 runs them, with the kernels of th
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.models import Source, check_not_quantized, quantization_of, quantized_by, stored_tensors
-from brim.estimation.quantization import Linear4bit, Linear8bit, become, choice, is_linear
+from brim.estimation.quantization import Linear4bit, Linear8bit, become, choice, define, is_linear
 from brim.predict.lowering.cuda.kernels import NOT_ASKED
 from brim.units import format_bytes
 
@@ -35,39 +37,20 @@ _IN_LAYER = re.compile(r"(.*?\.)?(\d+)\.(.*)")
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("brim::packed_mm", mutates_args=())
-def _packed_mm(input: torch.Tensor, packed: Sequence[torch.Tensor], width: int) -> torch.Tensor:
-    raise UnsupportedError("Cannot run a layer with packed weights.", "It exists for traces only.")
-
-
-@_packed_mm.register_fake
-def _(input: torch.Tensor, packed: Sequence[torch.Tensor], width: int) -> torch.Tensor:
-    return input.new_empty((*input.shape[:-1], width))
+define(
+    "packed_mm(Tensor input, Tensor[] packed, int width) -> Tensor",
+    lambda input, packed, width: input.new_empty((*input.shape[:-1], width)),
+)
+for _name in ("unpacked", "read_packed"):
+    define(
+        f"{_name}(Tensor[] packed, SymInt[] shape, ScalarType dtype) -> Tensor",
+        lambda packed, shape, dtype: packed[0].new_empty(shape, dtype=dtype),
+    )
 
 
 @register_flop_formula(torch.ops.brim.packed_mm, get_raw=True)
 def _packed_mm_flops(input: torch.Tensor, packed: object, width: int, **_: object) -> int:
     return 2 * input.numel() * width
-
-
-@torch.library.custom_op("brim::unpacked", mutates_args=())
-def _unpacked(packed: Sequence[torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    raise UnsupportedError("Cannot unpack a weight.", "It exists for traces only.")
-
-
-@_unpacked.register_fake
-def _(packed: Sequence[torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return packed[0].new_empty(shape, dtype=dtype)
-
-
-@torch.library.custom_op("brim::read_packed", mutates_args=())
-def _read_packed(packed: Sequence[torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    raise UnsupportedError("Cannot read a packed weight.", "It exists for traces only.")
-
-
-@_read_packed.register_fake
-def _(packed: Sequence[torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return packed[0].new_empty(shape, dtype=dtype)
 
 
 # A kernel that multiplies packed weights makes no tensor of unpacked ones.
@@ -142,19 +125,19 @@ class _PackedProduct(torch.autograd.Function):
         return torch.matmul(grad, ctx.layer.unpacked(grad.dtype)), None
 
 
-def _pack_parameter(module: nn.Module, name: str, form: Form, dtype: torch.dtype) -> None:
-    """Replace a parameter by packed tensors; the module's own code reads it as a weight that takes no memory."""
-    shape = list(module._parameters.pop(name).shape)  # type: ignore[union-attr]
-    parts = [f"{name}_packed_{number}" for number in range(len(form))]
-    for part, bytes in zip(parts, form.values(), strict=True):
-        module.register_parameter(part, nn.Parameter(torch.empty(bytes, dtype=torch.uint8), requires_grad=False))
+def _pack_parameter(owners: Sequence[tuple[nn.Module, str]], form: Form, dtype: torch.dtype) -> None:
+    """Replace a parameter by packed tensors; its modules' own code reads it as a weight that takes no memory."""
+    tensors = [nn.Parameter(torch.empty(bytes, dtype=torch.uint8), requires_grad=False) for bytes in form.values()]
+    for module, name in owners:
+        shape = list(module._parameters.pop(name).shape)  # type: ignore[union-attr]
+        parts = {f"{name}_packed_{number}": tensor for number, tensor in enumerate(tensors)}
+        module._parameters |= parts
+        kind, weight = type(module), property(partial(_read, list(parts), shape, dtype))
+        module.__class__ = type(kind.__name__, (kind,), {name: weight, "__module__": kind.__module__})
 
-    def read(self: nn.Module) -> torch.Tensor:
-        weight: torch.Tensor = torch.ops.brim.read_packed([self._parameters[part] for part in parts], shape, dtype)
-        return weight
 
-    kind = type(module)
-    module.__class__ = type(kind.__name__, (kind,), {name: property(read), "__module__": kind.__module__})
+def _read(parts: list[str], shape: list[int], dtype: torch.dtype, module: nn.Module) -> Any:
+    return torch.ops.brim.read_packed([module._parameters[part] for part in parts], shape, dtype)
 
 
 # -- methods ---------------------------------------------------------------------------------------------------------
@@ -236,9 +219,7 @@ _GPTQMODEL = "gptqmodel, whose kernels multiply packed weights"
 METHODS = {
     "bitsandbytes_4bit": Method(by="bitsandbytes", layer=Linear4bit, form=lambda *_: {}, has_experts=False),
     "bitsandbytes_8bit": Method(by="bitsandbytes", layer=Linear8bit, form=lambda *_: {}, has_experts=False),
-    "gptq": Method(by=_GPTQMODEL, layer=PackedLinear, form=_gptq),
-    "awq": Method(by=_GPTQMODEL, layer=PackedLinear, form=_gptq),
-    "auto-round": Method(by=_GPTQMODEL, layer=PackedLinear, form=_gptq),
+    **dict.fromkeys(("gptq", "awq", "auto-round"), Method(by=_GPTQMODEL, layer=PackedLinear, form=_gptq)),
     "compressed-tensors": Method(
         by="compressed-tensors, which unpacks each weight to 16 bits in the first pass and keeps it so; engines with "
         "kernels for it, as vLLM, keep it packed", layer=OnceUnpackedLinear, form=_compressed_tensors,
@@ -309,25 +290,28 @@ def as_stored(
         return {name: "transformers unpacks the weights to 16 bits: this GPU has no float8 products"}
     stored = stored_tensors(source)
     forms = _by_headers(model, stored) if stored else _by_settings(model, source, name, settings, method)
-    modules, bytes = dict(model.named_modules()), 0
-    for path, form in forms.items():
-        owner, _, parameter = path.rpartition(".")
-        module = modules[owner]
-        if parameter != "weight" or not is_linear(module) or layer is None:
-            _pack_parameter(module, parameter, form, model.dtype)  # type: ignore[arg-type]
+    owners: dict[Any, list[tuple[nn.Module, str]]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, key = path.rpartition(".")
+        owners.setdefault(parameter, []).append((model.get_submodule(owner), key))
+    modules, places = set(), [owners[model.get_parameter(path)] for path in forms]
+    for ((module, key), *tied), form in zip(places, forms.values(), strict=True):
+        modules.add(module)
+        if tied or key != "weight" or not is_linear(module) or layer is None:
+            _pack_parameter([(module, key), *tied], form, model.dtype)  # type: ignore[arg-type]
         elif issubclass(layer, PackedLinear):
             become(module, layer, form)
         elif layer is Linear4bit:
             become(module, layer, bool(settings.get("bnb_4bit_use_double_quant")))
         else:
             become(module, layer)
-        bytes += sum(t.nbytes for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    bytes = sum(t.nbytes for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)))
     if layer is OnceUnpackedLinear:
         model.register_forward_pre_hook(_unpack_all)
     return {name: f"{len(forms):,} weights of {format_bytes(bytes)} as stored; run by {method.by}"}
 
 
-def _by_headers(model: Any, stored: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+def _by_headers(model: Any, stored: Mapping[str, Any]) -> dict[str, Form]:
     """Return the forms of the quantized weights by the names of their parameters."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -335,29 +319,32 @@ def _by_headers(model: Any, stored: Mapping[str, Any]) -> dict[str, dict[str, in
     transforms: list[Any] = get_model_conversion_mapping(model)
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     renamings = [transform for transform in transforms if not isinstance(transform, WeightConverter)]
-    state, parameters = model.state_dict(), {name for name, _ in model.named_parameters()}
-    forms: dict[str, dict[str, int]] = {}
+    state, parameters = model.state_dict(), dict(model.named_parameters())
+    forms: dict[str, Counter[str]] = defaultdict(Counter)
     packed = set()
     for name, tensor in stored.items():
         for candidate in _weights_of(name):
             target = rename_source_key(candidate, renamings, converters, model.base_model_prefix, state)[0]
             if target in state:
                 if target in parameters and ".quant_state." not in name:  # settings as text, which stay on the host
-                    form = forms.setdefault(target, {})
-                    part = name.rpartition(".")[2]
-                    form[part] = form.get(part, 0) + tensor.bytes
-                    packed |= {target} if tensor.dtype not in _FLOATS else set()
+                    forms[target][name.rpartition(".")[2]] += tensor.bytes
+                    if tensor.dtype not in _FLOATS:
+                        packed.add(target)
                 break
     return {target: form for target, form in forms.items() if target in packed}
 
 
 def _weights_of(name: str) -> Iterator[str]:
     """Yield the names of the weights that a tensor of a file may be a part of, likely ones first."""
+    name = name.replace(".switch_mlp.", ".experts.0.")  # MLX joins the experts of a layer
     module, _, part = name.rpartition(".")
     yield name
     yield f"{module}.weight"
     yield f"{name.partition('.weight.')[0]}.weight"  # bitsandbytes' x.weight.absmax
     yield f"{module}.{part.rpartition('_')[0]}"  # MXFP4's x.experts.down_proj_blocks
+    if name.startswith("language_model."):  # MLX's order of both
+        ours = name.removeprefix("language_model.")
+        yield from _weights_of(ours.replace("model.", "model.language_model.", 1))
 
 
 def _by_settings(model: nn.Module, source: Source, name: str, settings: Settings, method: Method) -> dict[str, Form]:
@@ -374,12 +361,13 @@ def _by_settings(model: nn.Module, source: Source, name: str, settings: Settings
         skipped += get_keys_to_not_convert(model)
     chosen = choice(model, skipped if skipped or name == "mlx" else None)
     forms: dict[str, Form] = {}
-    for path, module in model.named_modules():
-        for key, parameter in module.named_parameters(prefix=path, recurse=False):
-            experts = parameter.dim() == _EXPERTS_DIMENSIONS and method.has_experts and "experts" in path
-            table = is_linear(module) or (name == "mlx" and isinstance(module, nn.Embedding))
-            if ((table and key.endswith(".weight") and not method.experts_only) or experts) and chosen(path):
-                *counts, out, inside = parameter.shape
-                form = method.form(settings, out, inside)
-                forms[key] = {part: bytes * (counts[0] if counts else 1) for part, bytes in form.items()}
+    for key, parameter in model.named_parameters():
+        path = key.rpartition(".")[0]
+        module = model.get_submodule(path)
+        experts = parameter.dim() == _EXPERTS_DIMENSIONS and method.has_experts and "experts" in path
+        table = is_linear(module) or (name == "mlx" and isinstance(module, nn.Embedding))
+        if ((table and key.endswith(".weight") and not method.experts_only) or experts) and chosen(path):
+            *counts, out, inside = parameter.shape
+            form = method.form(settings, out, inside)
+            forms[key] = {part: bytes * (counts[0] if counts else 1) for part, bytes in form.items()}
     return forms

@@ -35,26 +35,24 @@ _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # -- kernels that PyTorch does not have ------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("brim::dequantize_4bit", mutates_args=())
-def _dequantize_4bit(
-    packed: torch.Tensor, absmax: torch.Tensor, shape: list[int], like: torch.Tensor
-) -> torch.Tensor:
-    raise UnsupportedError("Cannot run a layer of 4 bits.", "It exists for traces only.")
+# Defined by hand: ``custom_op`` adds autograd and checks to every call.
+_LIBRARY = torch.library.Library("brim", "FRAGMENT")
 
 
-@_dequantize_4bit.register_fake
-def _(packed: torch.Tensor, absmax: torch.Tensor, shape: list[int], like: torch.Tensor) -> torch.Tensor:
-    return like.new_empty(shape)
+def define(schema: str, on_fake_tensors: Callable[..., torch.Tensor]) -> None:
+    """Define an operator of the namespace ``brim`` that exists for traces only."""
+    _LIBRARY.define(schema)
+    torch.library.register_fake(f"brim::{schema.partition('(')[0]}", on_fake_tensors, lib=_LIBRARY)
 
 
-@torch.library.custom_op("brim::gemm_4bit", mutates_args=())
-def _gemm_4bit(input: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, width: int) -> torch.Tensor:
-    raise UnsupportedError("Cannot run a layer of 4 bits.", "It exists for traces only.")
-
-
-@_gemm_4bit.register_fake
-def _(input: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, width: int) -> torch.Tensor:
-    return input.new_empty((*input.shape[:-1], width))
+define(
+    "dequantize_4bit(Tensor packed, Tensor absmax, SymInt[] shape, Tensor like) -> Tensor",
+    lambda packed, absmax, shape, like: like.new_empty(shape),
+)
+define(
+    "gemm_4bit(Tensor input, Tensor packed, Tensor absmax, int width) -> Tensor",
+    lambda input, packed, absmax, width: input.new_empty((*input.shape[:-1], width)),
+)
 
 
 @register_flop_formula(torch.ops.brim.gemm_4bit, get_raw=True)

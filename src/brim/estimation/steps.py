@@ -19,6 +19,7 @@ from brim.estimation.models import (
     Source,
     WeightType,
     check_not_quantized,
+    check_shapes,
     class_of,
     keep_apart,
     parts_of,
@@ -113,6 +114,7 @@ class Job:
                 config, dtype=torch.float32 if as_stored else _weights_dtype(self.workload)
             )
         model.tie_weights()  # type: ignore[operator]  # left out where weights are not initialised
+        check_shapes(model, self.source)
         self._resolve(model, config)
         self.differs = differences(self.workload, stored.dtype, language_model=model.can_generate())  # type: ignore[operator]
         return model

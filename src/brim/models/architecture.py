@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from brim.core.files import regular
 from brim.errors import BrimError, ModelError, UnsupportedError
-from brim.estimation.models import class_of, quantization_of, wrong_size
+from brim.estimation.models import class_of, other_shape, quantization_of, wrong_size
 from brim.memory.checkpoint_files import TensorSource
 from brim.models.file_tensor import FileTensor
 from brim.models.prequantized import Quantizer
@@ -210,11 +210,7 @@ def model_class(directory: Path, config: Any, trust_remote_code: bool) -> Any:
 
 def _check_fit(directory: Path, module: Any, info: dict[str, Any]) -> None:
     for name, stored_shape, model_shape in sorted(info["mismatched_keys"]):
-        raise ModelError(
-            f"{directory}: by its config, {name} has the shape {list(model_shape)}.",
-            f"In the checkpoint its shape is {list(stored_shape)}.",
-            "config.json and weights are of different models: fetch them again.",
-        )
+        raise other_shape(directory, name, model_shape, stored_shape)
     missing = sorted(info["missing_keys"])
     if missing:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from brim.errors import ModelError, UnsupportedError
-from brim.estimation.models import short
+from brim.estimation.models import other_shape, short
 from brim.models.file_tensor import FileTensor
 
 METHODS = ("bitsandbytes", "compressed-tensors", "torchao")  # compared with transformers, bit for bit
@@ -172,11 +172,7 @@ class Quantizer:
             (tensor,) = parts.values()
             shape = self._wide_shape(model, name)
             if tensor.shape != shape:
-                raise ModelError(
-                    f"{self._directory}: by its config, {name} has the shape {list(shape)}.",
-                    f"In the checkpoint its shape is {list(tensor.shape)}.",
-                    "config.json and weights are of different models: fetch them again.",
-                )
+                raise other_shape(self._directory, name, shape, tensor.shape)
             self._blank[name] = module._parameters[own]
             module._parameters[own] = nn.Parameter(tensor, requires_grad=False)
 

@@ -18,7 +18,7 @@ from brim.core import Plan
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.core.options import Method, build
 from brim.errors import BudgetError, UsageError
-from brim.estimation.models import weight_type
+from brim.estimation.models import quantized_by, weight_type
 from brim.estimation.workload import ASKED, STORED
 from brim.measure.user_cache import fingerprint
 from brim.memory.scratch import scratch_folder
@@ -164,7 +164,7 @@ def _precision(request: Request, machine: Machine, subjects: Subjects) -> tuple[
     if request.precision is not None:
         return request.precision, ASKED
     precision, source = subjects.open(request, machine).precision, described_source(request.model)
-    by_settings = f"by quantization_config of its configuration ({source.quantization})"
+    by_settings = f"by quantization_config of its configuration ({quantized_by(source)})"
     return precision, by_settings if precision == STORED else weight_type(source).origin_and_type
 
 
