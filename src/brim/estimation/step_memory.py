@@ -18,6 +18,7 @@ from brim.core import Category
 from brim.errors import UnsupportedError, UsageError
 from brim.model_cache import cache_input, cache_of
 from brim.model_inputs import map_tensors
+from brim.predict.compiled.torch_compile import as_written
 from brim.predict.dispatch import RecordingMode
 from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Recorder
@@ -159,7 +160,7 @@ def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], StepWatch], 
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, torch.Tensor) and watch.life_of(tensor) is None:
                     watch.adopt(tensor, Category.INPUT)
-            with watch.modules.watching(), watch:
+            with watch.modules.watching(), as_written(watch.recorder.not_modelled), watch:
                 return torch.func.functional_call(model, parameters | buffers, args, kwargs)
 
         try:

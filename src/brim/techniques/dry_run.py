@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from brim.errors import UnsupportedError, UsageError, first_line
 from brim.model_inputs import map_tensors
+from brim.predict.compiled.torch_compile import as_written
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def dry_run(model: nn.Module, example: Any) -> Iterator[Any]:
     before = [(module, dict(module._buffers)) for module in model.modules()]
     with _disable_current_modes():
         inputs = map_tensors(example, fake)
-        with mode:
+        with as_written(set()), mode:
             if not own and (first := next(model.parameters(), None)) is not None:
                 inputs = map_tensors(inputs, lambda tensor: tensor.to(first.device))
             try:

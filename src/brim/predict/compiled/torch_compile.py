@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from brim.predict.recorder import Recorder
-
 NOTE = "torch.compile: run as it is written"
 _FRAMES = "torch._dynamo.eval_frame"  # torch/_dynamo/eval_frame.py decides before every compiled call what to do
 _DECISION = "_callback_from_stance"
@@ -88,18 +86,21 @@ def note_not_compiled(module: nn.Module, why: str) -> None:
 
 
 @contextmanager
-def as_written(recorder: Recorder) -> Iterator[None]:
-    """Compile nothing during one trace, neither functions wrapped before it nor within it."""
+def as_written(not_modelled: set[str]) -> Iterator[None]:
+    """Compile nothing during one trace, neither functions wrapped before it nor within it.
+
+    A note is added to ``not_modelled`` where something would be compiled.
+    """
 
     def eagerly(callback: Any) -> None:
         if callback not in (None, False):
-            recorder.not_modelled.add(NOTE)
+            not_modelled.add(NOTE)
 
     def compile(model: Any = None, *, backend: Any = _FUSES, **options: Any) -> Any:
         if model is None:  # as a decorator with options
             return lambda function: compile(function, backend=backend)
         if getattr(backend, "__name__", backend) != "eager":
-            recorder.not_modelled.add(NOTE)
+            not_modelled.add(NOTE)
         fuses = backend == _FUSES
         if not isinstance(model, torch.nn.Module):
             return _fused(model) if fuses else model

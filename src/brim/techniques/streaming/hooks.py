@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from brim import accelerator
@@ -137,7 +138,7 @@ class Turns:
             )
 
     def taking(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A replacement for ``call`` that holds the lock, except in compiled code, which knows no locks."""
+        """A replacement for ``call`` that holds the lock."""
 
         def locked(*args: Any, **kwargs: Any) -> Any:
             self.check_process()  # first: the lock may have been forked while another thread held it
@@ -150,17 +151,44 @@ class Turns:
             with self.lock, autocast_cache(False):  # of resident weights, too: the budget has no room for casts
                 return call(*args, **kwargs)
 
-        return _unless_compiling(call, locked)
+        return locked
+
+
+class BlockCompilation:
+    """``torch.compile`` of a streamed model, as a graph per block: brim loads the weights between the graphs.
+
+    The compiler, a callback that PyTorch calls for each frame, is off between blocks and on within each.
+    """
+
+    def __init__(self) -> None:
+        self._compiler: Any = None
+
+    def replacement(self, call: Callable[..., Any], *, is_block: bool) -> Callable[..., Any]:
+        """A replacement for ``call``, of a block or of the model."""
+        from torch._dynamo.decorators import skip  # imported late: it takes seconds
+
+        def _call_impl(*args: Any, **kwargs: Any) -> Any:
+            outer, compiler = self._compiler, set_eval_frame(None)
+            if is_block:
+                set_eval_frame(compiler or outer)
+            else:
+                self._compiler = compiler
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._compiler = outer
+                set_eval_frame(compiler)
+
+        replacement: Callable[..., Any] = skip(_call_impl)
+        return replacement
 
 
 def without_casts(call: Callable[..., Any]) -> Callable[..., Any]:
     """``call`` of a model without streamed weights; autocast keeps no 16-bit copies of its weights."""
-    return _unless_compiling(call, autocast_cache(False)(call))
+    without = autocast_cache(False)(call)
 
-
-def _unless_compiling(call: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     def _call_impl(*args: Any, **kwargs: Any) -> Any:
-        return (call if torch.compiler.is_compiling() else replacement)(*args, **kwargs)
+        return (call if torch.compiler.is_compiling() else without)(*args, **kwargs)
 
     return _call_impl
 

@@ -23,7 +23,15 @@ from brim.techniques.blocks import Block, Partition
 from brim.techniques.streaming.backward_streaming import BackwardStreaming
 from brim.techniques.streaming.block_state import StreamedBlock
 from brim.techniques.streaming.guards import Guards
-from brim.techniques.streaming.hooks import BlockHooks, Turns, check_rows, note_steps, settle_first, without_casts
+from brim.techniques.streaming.hooks import (
+    BlockCompilation,
+    BlockHooks,
+    Turns,
+    check_rows,
+    note_steps,
+    settle_first,
+    without_casts,
+)
 from brim.techniques.streaming.offloaded_parameter import reveal
 from brim.techniques.streaming.placement import (
     COMPUTE_RAM,
@@ -101,7 +109,7 @@ class WeightStreaming:
         }
         self._devices = {name: p.device for name, p in self._parameters.items()}
         self._hooks: list[BlockHooks | torch.utils.hooks.RemovableHandle] = []
-        self.turns = Turns(model)
+        self.turns, self._compilation = Turns(model), BlockCompilation()
         self._streamed_blocks = StreamedBlocks(memory, self._placement.verify, training=training)
         self._backward = BackwardStreaming(self._streamed_blocks, self.settle) if training else None
         self._companions: list[Companion] = []
@@ -304,7 +312,18 @@ class WeightStreaming:
             recover = torch.compiler.disable(lambda module, args: self._begin_step())
             self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
         if not self.memory.fake:
-            self._guards.replace(self.model, "_call_impl", self.turns.taking(self.model._call_impl))
+            self._compile_blocks()
+            call = self._compilation.replacement(self.turns.taking(self.model._call_impl), is_block=False)
+            self._guards.replace(self.model, "_call_impl", call)
+
+    def _compile_blocks(self) -> None:
+        """Let ``torch.compile`` of the model compile each block that the compute tier computes once in a step."""
+        streamed = {s.block.name: s for s in self._streamed_blocks}
+        computed = [b for b in self.partition.blocks if b.name not in streamed or self._passes(streamed[b.name])]
+        for module in {self.model.get_submodule(trigger) for block in computed for trigger in block.triggers}:
+            if module is not self.model and "forward" not in vars(module):  # which checkpointing replaces
+                call = self._compilation.replacement(module._call_impl, is_block=True)
+                self._guards.replace(module, "_call_impl", call)
 
     def _watch_lookup(self, table: nn.Module, streamed: StreamedBlock) -> None:
         """Let look-ups read rows of ``table`` at rest."""
