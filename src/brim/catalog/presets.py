@@ -17,7 +17,8 @@ class Preset:
     """A model's configuration, enough to build it without a download.
 
     ``architecture`` is the class in ``library`` (``transformers`` or ``diffusers``) and ``config`` the content of its
-    config.json. ``parameters`` is the published count (tied weights once), None if none is exact.
+    config.json. ``parameters`` is the published count (tied weights once), None if none is exact. ``quantized`` is
+    the format of the published weights (``"MXFP4"``) if ``config`` describes them in 16 bits.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Preset:
     hub_ids: tuple[str, ...]
     parameters: int | None
     config: Mapping[str, Any]
+    quantized: str = ""
 
 
 def model(name: str) -> Preset:

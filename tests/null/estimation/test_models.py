@@ -158,3 +158,8 @@ def test_a_module_of_the_users_own_keeps_its_type(tmp_path):
 def test_a_window_is_found_in_the_part_that_has_it(config, windows):
     source = Source(name="mine", library="transformers", config=config)
     assert Job(source, Workload()).has_windows == windows
+
+
+def test_a_short_name_of_a_quantized_checkpoint_says_what_it_counts() -> None:
+    assert "MXFP4 as openai/gpt-oss-20b has them" in find_model("gpt-oss-20b").assumed
+    assert find_model("gpt2").assumed == ""
