@@ -11,7 +11,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from brim.integrations.transformers import BrimCallback
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 
 
 @pytest.mark.parametrize("more", [{}, {"bf16": True}, {"gradient_accumulation_steps": 2}])
