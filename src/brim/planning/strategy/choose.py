@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 
 from torch import nn
 
@@ -16,7 +18,7 @@ from brim.core import Plan
 from brim.errors import BudgetError, UnsupportedError
 from brim.planning import proof
 from brim.planning.inference.choosing import Need, make_plan
-from brim.planning.proof import Bytes, fits, prove_within
+from brim.planning.proof import Bytes, fits, plan_or_smallest_budget, prove_within
 from brim.planning.solver.step_profile import KEEP, OFFLOAD, Assignment, Limits
 from brim.planning.strategy.case import TrainingCase, TrainingStrategy
 from brim.planning.strategy.choice import Choice
@@ -272,12 +274,14 @@ def stream_weights(search: TrainingSearch, base: TrainingStrategy, rung: int = -
         streamed = replace(choice, streaming=plan.choices(STREAMING), streaming_settings=plan.settings)
         return search.proved(streamed, partition)
 
-    def refuse(peaks: Bytes) -> BudgetError:
-        return too_small(peaks, budget)
+    takes: Callable[[TrainingStrategy], Bytes] = attrgetter("prediction.peak_bytes")
+    refuse = partial(too_small, budget_bytes=budget)
 
-    margin = min(_MARGIN_BYTES, budget[compute] // 64)
-    strategy, _ = prove_within(budget, attempt, lambda s: s.prediction.peak_bytes, refuse, margin_bytes=margin)
-    return replace(strategy, rung=rung)
+    def search_in(budget_bytes: Bytes) -> TrainingStrategy:
+        margin = min(_MARGIN_BYTES, budget_bytes[compute] // 64)
+        return prove_within(budget_bytes, attempt, takes, refuse, margin_bytes=margin)[0]
+
+    return replace(plan_or_smallest_budget(search_in, takes, budget, refuse), rung=rung)
 
 
 def _fits(search: TrainingSearch, strategy: TrainingStrategy) -> bool:
