@@ -396,7 +396,7 @@ def test_fifty_steps_of_a_real_model_are_those_of_peft(tmp_path: Path) -> None:
     of_4_bits("nf4", nested=True)(plain, model)
     AutoTokenizer.from_pretrained(plain).save_pretrained(model)
     text = (Path(__file__).parents[1] / "support" / "prose.txt").read_text()
-    killed_and_resumed(tmp_path, model, text, ram="400MiB", steps=50, lr=1e-3)
+    killed_and_resumed(tmp_path, model, text, ram="260MiB", steps=50, lr=1e-3)
 
 
 def storages(owner: Any) -> dict[int, int]:
