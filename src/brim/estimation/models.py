@@ -130,7 +130,8 @@ def _of_hub(name: str) -> Source:
 
 def _of_catalog(name: str) -> Source:
     preset = catalog.model(name)
-    assumed = f"weights: in 16 bits, not in {preset.quantized} as {preset.hub_ids[0]} has them; give that name for it"
+    published = next(iter(preset.hub_ids), "")
+    assumed = f"weights: in 16 bits, not in {preset.quantized} as {published} has them; give that name for it"
     return Source(
         name=preset.name, library=preset.library, architecture=preset.architecture, config=preset.config,
         assumed=assumed if preset.quantized else "",
