@@ -38,9 +38,7 @@ STATED_BYTES = {
 }
 DEEPSEEK_FILES_BYTES = 688_586_727_753  # of DeepSeek-V3's 163 files, with their headers
 OFTEN = (  # the others are slow
-    "meta-llama/Llama-3.2-1B-Instruct", "unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit",
-    "hugging-quants/Meta-Llama-3.1-8B-Instruct-GPTQ-INT4", "RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w4a16",
-    "Qwen/Qwen3-8B-FP8", "openai/gpt-oss-20b", "mlx-community/Qwen3-4B-4bit",
+    "RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w4a16", "openai/gpt-oss-20b", "mlx-community/Qwen3-4B-4bit",
 )  # fmt: skip
 FLOATS = ("F32", "F16", "BF16")
 BUFFERS_BYTES = 1 << 16  # of rotary embeddings, positions and the biases of routers

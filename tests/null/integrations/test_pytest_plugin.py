@@ -36,7 +36,7 @@ def run(folder: Path, *options: str, limit: str = "1GiB", optimizer: str = "SGD"
     return f"{done.returncode} {done.stdout}"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_peak_that_grows_fails_in_one_line(tmp_path: Path) -> None:
     assert run(tmp_path, "--brim-update").startswith("0 ")
     stored = json.loads((tmp_path / "brim_memory.json").read_text())
