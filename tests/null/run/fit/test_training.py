@@ -73,6 +73,24 @@ def test_nothing_fits_says_what_would() -> None:
     assert caught.value.smallest_bytes["ram"] > 64 << 10
 
 
+@pytest.mark.thorough
+def test_the_budget_of_a_refusal_is_what_the_plan_within_it_takes() -> None:
+    def fit(ram: int) -> Any:
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(8)], nn.Linear(256, 8))
+        for index, part in enumerate(model):
+            part.requires_grad_(index in (3, 8))  # frozen weights stream, as below adapters
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        return brim.fit(model, optimizer, ram=ram, device="cpu", example=(torch.zeros(64, 256),))
+
+    with pytest.raises(BudgetError, match="with 1 MiB of RAM") as caught:
+        fit(MIB)
+    smallest_bytes = caught.value.smallest_bytes["ram"]
+    handle = fit(smallest_bytes)
+    assert handle.plan.promise.peak_bytes["ram"] == smallest_bytes
+    assert "stream:disk" in handle.plan.choices("weight_streaming").values()
+    handle.remove()
+
+
 def test_only_an_optimizer_is_taken_for_one() -> None:
     model, _ = make()
     with pytest.raises(UsageError, match="Linear"):
