@@ -39,10 +39,10 @@ def mcp(options: McpOptions) -> None:
     commands: click.Group = click.get_current_context().find_root().command  # type: ignore[assignment]
     server = MCPServer("brim", version=__version__, instructions=_INSTRUCTIONS, log_level="WARNING")
     for name in TOOLS:
-        told = commands.get_command(click.Context(commands), name)
-        assert told is not None, "it is among the commands"
-        described = told.get_help(click.Context(told, info_name=f"brim {name}"))
-        server.tool(name=name, description=described, structured_output=False)(_tool(name))
+        subcommand = commands.get_command(click.Context(commands), name)
+        assert subcommand is not None, "it is among the commands"
+        description = subcommand.get_help(click.Context(subcommand, info_name=f"brim {name}"))
+        server.tool(name=name, description=description, structured_output=False)(_tool(name))
     server.run()
 
 

@@ -104,9 +104,8 @@ class BrimCallback(TrainerCallback):
     def _predict(self, args: TrainingArguments, model: nn.Module, optimizer: Any, example: Example) -> None:
         try:
             passes = min(2, args.gradient_accumulation_steps)  # a second one adds to gradients, as all further ones
-            timeline = step_memory(model, optimizer, example, passes=passes, clip_norm=args.max_grad_norm)
-            self.predicted = timeline
-            _note(_in_words(model, timeline))
+            self.predicted = step_memory(model, optimizer, example, passes, args.max_grad_norm)
+            _note(_in_words(model, self.predicted))
             if torch.cuda.is_initialized():
                 torch.cuda.reset_peak_memory_stats()
         except BrimError as error:
@@ -123,14 +122,7 @@ def _note_unpredicted(reason: str) -> None:
     _note(f"the memory of a step is not predicted: {reason.rstrip('.')}")
 
 
-def step_memory(
-    model: nn.Module,
-    optimizer: Any,
-    example: Example,
-    *,
-    passes: int = 1,
-    clip_norm: float | None = None,
-) -> Timeline:
+def step_memory(model: nn.Module, optimizer: Any, example: Example, passes: int, clip_norm: float | None) -> Timeline:
     """Predict the memory of two training steps of a copy of ``model`` without values, each of ``passes`` batches.
 
     Raises UnsupportedError, and whatever the model's own code raises.
