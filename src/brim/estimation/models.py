@@ -112,7 +112,9 @@ def _of_hub(name: str) -> Source:
         model = hub_model(name)
     except ModelError as error:
         try:
-            return replace(_of_catalog(name), assumed=f"configuration: that of the catalog is used. {error.reason}")
+            source = _of_catalog(name)
+            assumed = f"configuration: that of the catalog is used. {error.reason} {source.assumed}"
+            return replace(source, assumed=assumed.strip())
         except UsageError as unknown_name:
             raise ModelError(error.request, error.reason, f"{error.todo} {unknown_name.todo}") from error
     path = model.folder / "config.json"
@@ -131,7 +133,7 @@ def _of_hub(name: str) -> Source:
 def _of_catalog(name: str) -> Source:
     preset = catalog.model(name)
     published = next(iter(preset.hub_ids), "")
-    assumed = f"weights: in 16 bits, not in {preset.quantized} as {published} has them; give that name for it"
+    assumed = f"weights: counted in 16 bits; those of {published} are in {preset.quantized}."
     return Source(
         name=preset.name, library=preset.library, architecture=preset.architecture, config=preset.config,
         assumed=assumed if preset.quantized else "",

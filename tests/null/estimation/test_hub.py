@@ -129,6 +129,9 @@ def test_a_catalog_s_configuration_stands_for_a_gated_model(hub: Hub, capsys: py
     hub.errors["meta-llama/Llama-3.2-1B"] = 403, "GatedRepo"
     found = estimate(capsys, "meta-llama/Llama-3.2-1B")
     assert any(note.startswith("configuration: ") and "gated" in note for note in found["notes"])
+    hub.errors["openai/gpt-oss-20b"] = 403, "GatedRepo"
+    assumed = find_model("openai/gpt-oss-20b").assumed
+    assert "gated" in assumed and assumed.endswith("those of openai/gpt-oss-20b are in MXFP4.")
 
 
 def test_cut_connections_and_damaged_files_have_a_sentence(hub: Hub) -> None:
