@@ -114,6 +114,13 @@ class Storage:
     in_ram: bool = False
     reduction: Reduction | None = None
 
+    def moved(self, *, id: int, bytes: int, module: str, born: int, died: int | None) -> Storage:
+        """Return a copy elsewhere in a trace, in a third of the time of ``dataclasses.replace``."""
+        return Storage(
+            id=id, bytes=bytes, category=self.category, module=module, born=born, died=died, dtype=self.dtype,
+            stream=self.stream, in_ram=self.in_ram, reduction=self.reduction,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Trace(Readable, Document):

@@ -12,6 +12,7 @@ import torch
 
 from brim.errors import BrimError
 from brim.estimation.estimate import Study
+from brim.estimation.simulation import Replay
 from brim.estimation.workload import STORED, Workload
 from brim.techniques import optimizers
 
@@ -32,16 +33,16 @@ class Alternative:
         return asdict(self)
 
 
-def alternatives(study: Study, largest_batch: int | None) -> tuple[Alternative, ...]:
+def alternatives(study: Study, parameters_bytes: int, largest_batch: int | None) -> tuple[Alternative, ...]:
     """The first settings that fit where ``study`` does not, smallest changes first.
 
-    ``largest_batch``, the largest batch known to fit, is among them. A program and a user's own step contain their
-    settings, so they get no suggestions.
+    ``parameters_bytes`` are those of its parameters. ``largest_batch``, the largest batch known to fit, is among the
+    settings. A program and a user's own step contain their settings, so they get no suggestions.
     """
     available = study.place.available_bytes
     if study.source.library == "python" or available is None:
         return ()
-    count, found, traced = _parameters(study), list[Alternative](), 0
+    count, found, traced = _parameters(study.workload, parameters_bytes), list[Alternative](), 0
     for changes in _changes(study.workload, largest_batch):
         workload = _changed(study.workload, changes)
         if workload is None or _least_bytes(workload, count) > available:
@@ -93,12 +94,9 @@ def _changed(workload: Workload, changes: dict[str, Any]) -> Workload | None:
     return None if changed == workload else changed
 
 
-def _parameters(study: Study) -> int:
+def _parameters(workload: Workload, bytes: int) -> int:
     """The model's number of parameters; 0 if some are quantized, because their bytes do not show it."""
-    if study.workload.precision not in _FLOATING:
-        return 0
-    held = study.estimate().at_peak_bytes["parameters"]
-    return held * 8 // _BITS[study.workload.precision]
+    return bytes * 8 // _BITS[workload.precision] if workload.precision in _FLOATING else 0
 
 
 def _least_bytes(workload: Workload, parameters: int) -> int:
@@ -116,10 +114,11 @@ def _process_bytes(study: Study, workload: Workload) -> int | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first estimate has warned already
-            found = Study(study.source, workload, study.place, None, study.alloc_conf).estimate()
+            trace = Study(study.source, workload, study.place, None, study.alloc_conf, checked=False).trace
     except BrimError:
         return None
-    return found.peak_bytes.process if found.fits else None
+    peaks = Replay(trace, study.alloc_conf).peaks(None, study.place, ends=True)
+    return None if peaks.out_of_memory else peaks.reserved_bytes + study.place.context.bytes
 
 
 def _options(changes: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from brim import catalog
 from brim.allocator.device_memory import SimulatedDevice
 from brim.core import Category, Op, Storage, Timeline, Trace
-from brim.estimation.simulation import Place, simulate
+from brim.estimation.simulation import Place, Replay
 from brim.predict.cost import base_name
 from brim.units import MIB, format_bytes
 
@@ -55,17 +55,17 @@ def margins(
     if trace.target == "cpu":
         return ()
     candidates = (
-        _addresses(trace, timeline, alloc_conf),
+        _addresses(trace, timeline, place, alloc_conf),
         context_margin(place),
         _convolutions(trace, timeline, place, alloc_conf),
         _not_modelled(trace),
-        _routing(crowded, timeline, alloc_conf),
+        _routing(crowded, timeline, place, alloc_conf),
     )
     return tuple(margin for margin in candidates if margin.bytes)
 
 
-def _addresses(trace: Trace, timeline: Timeline, alloc_conf: str) -> Margin:
-    other = simulate(trace, None, alloc_conf, device=_AscendingDevice()).peak_bytes.reserved
+def _addresses(trace: Trace, timeline: Timeline, place: Place, alloc_conf: str) -> Margin:
+    other = Replay(trace, alloc_conf).peaks(None, place, device=_AscendingDevice()).reserved_bytes
     return Margin(
         name="fragmentation",
         bytes=max(other - timeline.peak_bytes.reserved, 0),
@@ -89,7 +89,7 @@ def _convolutions(trace: Trace, timeline: Timeline, place: Place, alloc_conf: st
         return Margin(name="convolution workspaces", bytes=0, why="")
     reserved = timeline.peak_bytes.reserved
     margins_by_engine = [
-        (simulate(with_workspaces(trace, engine), None, alloc_conf).peak_bytes.reserved - reserved, engine)
+        (Replay(with_workspaces(trace, engine), alloc_conf).peaks(None, place).reserved_bytes - reserved, engine)
         for engine in ENGINES
     ]
     most, engine = max(margins_by_engine, key=lambda entry: entry[0])
@@ -112,11 +112,11 @@ def _not_modelled(trace: Trace) -> Margin:
     )
 
 
-def _routing(crowded: Trace | None, timeline: Timeline, alloc_conf: str) -> Margin:
+def _routing(crowded: Trace | None, timeline: Timeline, place: Place, alloc_conf: str) -> Margin:
     """Simulate the same step with every token at the same experts. Grouped experts need no additional memory."""
     if crowded is None:
         return Margin(name="routing", bytes=0, why="")
-    worst = simulate(crowded, None, alloc_conf).peak_bytes.reserved
+    worst = Replay(crowded, alloc_conf).peaks(None, place).reserved_bytes
     return Margin(
         name="routing",
         bytes=max(worst - timeline.peak_bytes.reserved, 0),

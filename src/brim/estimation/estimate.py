@@ -231,8 +231,9 @@ class Study:
     """A model and workload on one GPU: one trace, and several answers from it."""
 
     def __init__(
-        self, source: Source, workload: Workload, place: Place, hardware: Hardware | None, alloc_conf: str
-    ) -> None:
+        self, source: Source, workload: Workload, place: Place, hardware: Hardware | None, alloc_conf: str, *,
+        checked: bool = True,
+    ) -> None:  # fmt: skip
         device = SimulatedDevice(place.available_bytes, place.total_bytes)
         CachingAllocator(AllocatorConfig.parse(alloc_conf), device=device)  # reports a mistake before the trace
         self.source, self.place, self.hardware, self.alloc_conf = source, place, hardware, alloc_conf
@@ -240,7 +241,7 @@ class Study:
         begin(self.capability)
         _check_float8(workload, place, self.capability)
         self.job = Job(source, workload)
-        self.trace = traced(self.job, self.capability)
+        self.trace = traced(self.job, self.capability, checked=checked)
         _check_bytes(self.trace, source)
         for ignored in self.job.ignored:
             warnings.warn(ignored, stacklevel=4)
@@ -350,7 +351,7 @@ class Study:
         if template is None:
             return traced(job, self.capability, checked=False)
         with quiet():
-            return _traced_whole(job.with_layers(template.field, template.layers), self.capability)
+            return _traced_whole(_brief(job).with_layers(template.field, template.layers), self.capability)
 
     def _again(self, workload: Workload) -> tuple[Job, Trace]:
         job = Job(self.source, workload)
@@ -363,23 +364,34 @@ def traced(job: Job, capability: tuple[int, int], routing: str = "balanced", *, 
 
     ``checked=False``: assume that this size repeats exactly, because another size of this workload does.
     """
-    workload = job.workload
-    new = workload.new_tokens or DEFAULT_NEW_TOKENS
-    if workload.task != "generate" or job.source.library != "transformers" or new <= TRACED_TOKENS + 1:
+    brief = _brief(job)
+    if brief is job:
         return _traced(job, capability, routing)
-    brief = Job(job.source, replace(workload, new_tokens=TRACED_TOKENS), full=workload)
+    new = job.workload.new_tokens or DEFAULT_NEW_TOKENS
     few = _traced(brief, capability, routing)
     job.adopt(brief)
-    job.template = None  # the shallow trace is not a template for the longer generation
     if brief.workload.new_tokens is None:  # generates no text
         return few
     job.workload = replace(brief.workload, new_tokens=new)
     far = None
     if checked or job.has_windows:
-        later = Job(job.source, brief.workload, full=workload, later=new - TRACED_TOKENS)
+        later = Job(job.source, brief.workload, full=brief.full, later=new - TRACED_TOKENS)
         far = _traced(later, capability, routing)
-    trace = extend_tokens(few, new, far)
-    return trace if trace is not None else _traced(Job(job.source, job.workload), capability, routing)
+    extended = extend_tokens(few, new, far)
+    if extended is None:
+        return _traced(Job(job.source, job.workload), capability, routing)
+    if brief.template is not None and not job.has_windows:
+        job.template = brief.template.longer(extended[1])
+    return extended[0]
+
+
+def _brief(job: Job) -> Job:
+    """Return the job of a few tokens that a long generation repeats; the job itself where there is none."""
+    workload = job.workload
+    new = workload.new_tokens or DEFAULT_NEW_TOKENS
+    if workload.task != "generate" or job.source.library != "transformers" or new <= TRACED_TOKENS + 1:
+        return job
+    return Job(job.source, replace(workload, new_tokens=TRACED_TOKENS), full=workload)
 
 
 def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
@@ -394,7 +406,8 @@ def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") ->
             if extended is not None:
                 job.adopt(jobs[0])
                 trace, storages = extended
-                job.template = Template(field=depth.field, layers=counts[1], trace=traces[1], storages=storages)
+                origins = tuple((position, position, position, 0) for position in storages)
+                job.template = Template(field=depth.field, layers=counts[1], trace=traces[1], storages=origins)
                 return trace
     return _traced_whole(job, capability, routing)
 

@@ -168,9 +168,14 @@ def same_settings(settings: Mapping[str, Any], others: Mapping[str, Any], first:
 # -- from three depths to any depth --------------------------------------------------------------------------------
 
 
+# A storage's position in a shorter trace, those of two storages that are a token apart, and the tokens that are left
+# out there: the difference of the two sizes is added for each of them.
+Origin = tuple[int, int, int, int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """The trace of a shallow model whose storages are copied for a deep one: ``storages`` are positions in it.
+    """The trace of a shallow model whose storages are copied for a deep one: ``storages`` are their origins in it.
 
     The shallow model is the deep one with ``layers`` in its configuration's ``field``.
     """
@@ -178,7 +183,21 @@ class Template:
     field: str
     layers: int
     trace: Trace
-    storages: tuple[int, ...]
+    storages: tuple[Origin, ...]
+
+    def longer(self, origins: Sequence[Origin]) -> Template:
+        """Return the template of more tokens, whose storages have ``origins`` in the trace of this one."""
+        own = [origin[0] for origin in self.storages]
+        storages = tuple((own[at], own[first], own[then], tokens) for at, first, then, tokens in origins)
+        return replace(self, storages=storages)
+
+    def extended(self, storages: Sequence[Storage]) -> list[Storage]:
+        """Return the deep model's storages at another size, from the shallow one's; their ticks mean nothing."""
+        return [
+            replace(storages[at], bytes=storages[at].bytes + tokens * (storages[then].bytes - storages[first].bytes))
+            if tokens and storages[then].bytes != storages[first].bytes else storages[at]
+            for at, first, then, tokens in self.storages
+        ]  # fmt: skip
 
 
 Place = tuple[int, int]  # (index of the event in the second trace, copy)
@@ -377,7 +396,7 @@ class _Rules:
     def apply(self, places: Iterator[Place], copies: int) -> tuple[Trace, tuple[int, ...]]:
         """The trace with ``copies`` copies, whose events are at ``places``, and the template of each storage."""
         ops: list[Op] = []
-        storages: list[Storage] = []
+        born: list[tuple[Storage, str, int]] = []
         templates: list[int] = []
         births: dict[Place, int] = {}
         deaths: dict[int, int] = {}
@@ -392,17 +411,20 @@ class _Rules:
                 work: dict[str, Any] = dict(zip(_WORK, amounts, strict=True))
                 ops.append(replace(item, module=module, at=tick, **work))
             elif rule.event.kind == "born":
-                births[index, copy] = len(storages)
+                births[index, copy] = len(born)
                 copied = self._events[1][index].item
                 assert isinstance(copied, Storage)
                 templates.append(self._positions[copied.id])
-                storages.append(replace(item, id=len(storages), module=module, born=tick))
+                born.append((item, module, tick))
             else:
                 deaths[births[rule.birth(copy, copies)]] = tick
         trace = replace(
             self._trace,
             ops=tuple(ops),
-            storages=tuple(replace(storage, died=deaths.get(storage.id)) for storage in storages),
+            storages=tuple(
+                item.moved(id=number, bytes=item.bytes, module=module, born=tick, died=deaths.get(number))
+                for number, (item, module, tick) in enumerate(born)
+            ),
             step_starts=tuple(starts[step] for step in range(len(self._trace.step_starts))),
         )
         return trace, tuple(templates)
@@ -447,8 +469,9 @@ def _other_copy(copy: int, copies: int, reverse: bool, shift: int) -> int | None
 # -- from a few tokens to many -------------------------------------------------------------------------------------
 
 
-def extend_tokens(trace: Trace, tokens: int, far: Trace | None = None) -> Trace | None:
-    """The trace of ``TRACED_TOKENS`` tokens extended to ``tokens``; None if its periods do not repeat.
+def extend_tokens(trace: Trace, tokens: int, far: Trace | None = None) -> tuple[Trace, list[Origin]] | None:
+    """The trace of ``TRACED_TOKENS`` tokens extended to ``tokens``, with the origins of its storages; None if its
+    periods do not repeat.
 
     ``far`` is a trace of as many tokens after a prompt that is longer by the tokens that are left out: its last sizes
     must be those that are extrapolated here (a window of attention may have filled up in between).
@@ -476,23 +499,27 @@ def extend_tokens(trace: Trace, tokens: int, far: Trace | None = None) -> Trace 
     work = {tick: (op, next_ops[tick]) for tick, op in ops.items() if tick in next_ops}
     seam, shift = starts[4], copies * length  # the copies are inserted after the fourth token
 
-    def extended_storages() -> Iterator[tuple[int, int | None, int, Storage]]:
-        """Yield each storage with its ticks and its bytes."""
-        for storage in trace.storages:
-            born, died, count = storage.born, storage.died, storage.bytes
+    at = {storage.id: position for position, storage in enumerate(trace.storages)}
+    pairs = {tick: (at[storage.id], at[after[tick].id]) for tick, storage in storages.items()}
+
+    def extended_storages() -> Iterator[tuple[int, int | None, Origin]]:
+        """Yield the ticks and the origin of each storage."""
+        for own, storage in enumerate(trace.storages):
+            born, died = storage.born, storage.died
             if born >= seam:
                 later = None if died is None else died + shift
-                yield born + shift, later, count + copies * growth.get((born - seam) % length, 0), storage
+                yield born + shift, later, (own, *pairs.get((born - seam) % length, (own, own)), copies)
             elif died is None or died < seam or (born >= starts[2] and died < seam + length):
-                yield born, died, count, storage  # the last: freed by the next token, which is now a copy
+                yield born, died, (own, own, own, 0)  # the last: freed by the next token, which is now a copy
             else:
-                yield born, died + shift, count, storage
+                yield born, died + shift, (own, own, own, 0)
         for copy in range(1, copies + 1):
             for tick, storage in storages.items():
                 died = storage.died
                 if died is not None:  # or freed at the end of the step
                     died += copy * length if died < seam + length else shift
-                yield storage.born + copy * length, died, storage.bytes + copy * growth[tick], storage
+                own, then = pairs[tick]
+                yield storage.born + copy * length, died, (own, own, then, copy)
 
     def extended_ops() -> Iterator[Op]:
         for op in trace.ops:
@@ -502,14 +529,19 @@ def extend_tokens(trace: Trace, tokens: int, far: Trace | None = None) -> Trace 
             yield from (_grown(pair[0], pair, copy, copy * length) for pair in work.values())
 
     ordered = sorted(extended_storages(), key=lambda entry: entry[0])
-    return replace(
+    bytes = [storage.bytes for storage in trace.storages]
+    extended = replace(
         trace,
         storages=tuple(
-            replace(storage, id=index, bytes=count, born=born, died=died)
-            for index, (born, died, count, storage) in enumerate(ordered)
+            trace.storages[own].moved(
+                id=index, bytes=bytes[own] + left_out * (bytes[then] - bytes[first]),
+                module=trace.storages[own].module, born=born, died=died,
+            )
+            for index, (born, died, (own, first, then, left_out)) in enumerate(ordered)
         ),
         ops=tuple(sorted(extended_ops(), key=lambda op: op.at)),
-    )
+    )  # fmt: skip
+    return extended, [origin for *_, origin in ordered]
 
 
 def _periods(trace: Trace) -> tuple[list[int], int]:
@@ -539,4 +571,7 @@ def _grown(op: Op, pair: tuple[Op, Op], tokens: int, shift: int) -> Op:
     """``op`` some tokens later, with the growth of its work from one of ``pair`` to the other for each."""
     first, second = pair
     work = {name: getattr(op, name) + tokens * (getattr(second, name) - getattr(first, name)) for name in _WORK}
-    return replace(op, at=op.at + shift, **work)
+    return Op(
+        name=op.name, module=op.module, phase=op.phase, step=op.step, at=op.at + shift, **work, dtype=op.dtype,
+        in_ram=op.in_ram,
+    )  # fmt: skip

@@ -154,7 +154,7 @@ class _Solver:
         if structure(trace) != structure(self._trace if template is None else template.trace):
             return None
         storages = trace.storages
-        return numbers(storages if template is None else [storages[position] for position in template.storages])
+        return numbers(storages if template is None else template.extended(storages))
 
     def _powers(self, batch: int, seq: int | None) -> Sizes | None:
         here, there = self._sample(self.batch, self.seq), self._sample(batch, seq)

@@ -235,12 +235,15 @@ class Replay:
         self._signs = np.array([1 if born else -1 for index, born in self._changes if index >= 0])
         self._order = np.array([index for index, _ in self._changes if index >= 0], dtype=np.int64)
 
-    def peaks(self, sizes: Sequence[int] | None, place: Place, *, ends: bool = False) -> Peaks:
+    def peaks(
+        self, sizes: Sequence[int] | None, place: Place, *, ends: bool = False, device: DeviceMemory | None = None
+    ) -> Peaks:
         """Peaks with ``sizes`` by the storage's position (None: the trace's). ``ends``: limit memory to the GPU's."""
         sizes = list(self._sizes if sizes is None else sizes)
         for index in self._cublas:
             sizes[index] = place.cublas_workspace_bytes or sizes[index]
-        device = SimulatedDevice(place.available_bytes if ends else None, place.total_bytes)
+        if device is None:
+            device = SimulatedDevice(place.available_bytes if ends else None, place.total_bytes)
         allocator = CachingAllocator(self._config, device=device)
         blocks: dict[int, Block] = {}
         failed = False

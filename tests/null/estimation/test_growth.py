@@ -92,6 +92,22 @@ def test_a_deep_model_grows_as_its_whole_trace_does(folder, monkeypatch):
 
 
 @pytest.mark.thorough
+def test_a_long_generation_grows_as_each_size_by_itself(folder):
+    """A few tokens of a shallow model have the sizes of all tokens and layers."""
+    source = find_model(folder("llama", num_hidden_layers=12))
+    workload = Workload(task="generate", batch=2, seq=64, new_tokens=24)
+    study = Study(source, workload, place_of(None), None, "")
+    assert study.job.template is not None
+    growth = study.growth()
+    assert [point.batch for point in growth.batches] == [2, 4, 8, 16]
+    assert [point.seq for point in growth.lengths] == [64, 128, 256, 512, 1024]
+    for point in (growth.batches[1], growth.lengths[2]):
+        changed = dataclasses.replace(workload, batch=point.batch, seq=point.seq)
+        peaks = Study(source, changed, place_of(None), None, "").estimate().peak_bytes
+        assert (point.allocated_bytes, point.reserved_bytes) == (peaks.allocated, peaks.reserved), point
+
+
+@pytest.mark.thorough
 def test_batches_of_few_tokens_are_told_too(folder):
     gpu = Hardware(name="small", compute="vram", tiers=(Tier(name="vram", capacity_bytes=700 << 20),))
     source = find_model(folder("gpt2"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from brim.report.html.page import View
 
 _MOST_MODULES = 12
+_GARBAGE_EVERY = 100_000  # objects: traces have millions and no cycles, and visiting them took a quarter of the time
 _BESIDE_PROGRAM = ("--alloc-conf", "--gpu", "--html", "--json", "--vram", "-h", "--help")  # also after it
 _PROCESS = "with {} of CUDA context, as nvidia-smi counts"
 
@@ -175,6 +177,7 @@ def _report(options: EstimateOptions) -> int | None:
     place = place_of(options.gpu, options.vram)
     begin(capability_of(place))  # beside the imports
     load("brim.estimation.estimate")
+    gc.set_threshold(_GARBAGE_EVERY)
     from brim.estimation.alternatives import alternatives
     from brim.estimation.estimate import Study, hardware_of
     from brim.estimation.models import find_model
@@ -191,7 +194,7 @@ def _report(options: EstimateOptions) -> int | None:
         others: Sequence[Alternative] = ()
         if growth is not None and estimate.fits is False:
             status.update("Looking for settings that fit")
-            others = alternatives(study, growth.largest_batch)
+            others = alternatives(study, estimate.at_peak_bytes["parameters"], growth.largest_batch)
     if options.html is not None:
         _write_html(options.html, study, estimate, growth, others)
     if options.as_json:
