@@ -62,7 +62,7 @@ class Accelerator:
         """Return the free and the total bytes of the current device."""
         if hasattr(self.module, "mem_get_info"):
             free, total = self.module.mem_get_info()
-            if self._shares_ram():  # the driver counts the page cache as used, which the system gives back
+            if self.shares_ram():  # the driver counts the page cache as used, which the system gives back
                 import psutil  # only such devices need it
 
                 free = max(free, min(psutil.virtual_memory().available, total))
@@ -72,7 +72,7 @@ class Accelerator:
             return max(0, total - self.reserved_bytes()), total
         raise self._lacks("mem_get_info")
 
-    def _shares_ram(self) -> bool:
+    def shares_ram(self) -> bool:
         """Return whether a CUDA or ROCm device computes in the host's RAM: GB10, Jetson, APUs."""
         properties = self.module.get_device_properties(self.index) if self.type == CUDA else None
         return bool(getattr(properties, "is_integrated", False))

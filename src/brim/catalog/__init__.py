@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from brim.catalog.gpus import (
     HOST_BYTES_PER_S,
+    HOST_SHARE,
     Context,
     Gpu,
     Host,
@@ -23,6 +24,7 @@ from brim.catalog.presets import Preset, model, model_names
 
 __all__ = [
     "HOST_BYTES_PER_S",
+    "HOST_SHARE",
     "Context",
     "Gpu",
     "Host",

@@ -38,8 +38,8 @@ class Gpu:
     ``marketing_bytes`` the size on the box with its GB read as GiB. ``flops_per_s`` holds the dense peaks by dtype as
     PyTorch writes it, plus ``tf32``, with float32 accumulation: what cuBLAS uses for PyTorch.
     ``measured_flops_per_s`` and ``measured_bytes_per_s`` are the best published measurements.
-    ``pcie_bytes_per_s`` is None where CPU and GPU share one memory (Apple's chips, GB10, Thor, Radeon 8060S): no plan
-    counts it as both VRAM and RAM. ``nvlink_bytes_per_s`` is the sum of both directions, as vendors state it.
+    ``shares_ram``: CUDA or ROCm computes in the host's RAM (GB10, Thor, Radeon 8060S), so no link leads to it.
+    ``nvlink_bytes_per_s`` is the sum of both directions, as vendors state it.
     ``sources`` maps each field (``flops_per_s.bfloat16``) to a text.
     """
 
@@ -61,6 +61,7 @@ class Gpu:
     cublas_workspace_bytes: int | None
     contexts: tuple[Context, ...]
     sources: Mapping[str, str]
+    shares_ram: bool = False
 
     @property
     def capacity_bytes(self) -> int:
@@ -194,7 +195,10 @@ def _card(entry: dict[str, Any], titles: Mapping[str, str]) -> Gpu:
             sources[field] = titles[figure["source"]]
     contexts = tuple(_context(context, titles) for context in entry["contexts"])
     texts = {field: entry[field] for field in ("name", "vendor", "architecture")}
-    return Gpu(**texts, **values, aliases=tuple(entry["aliases"]), contexts=contexts, sources=sources)
+    return Gpu(
+        **texts, **values, aliases=tuple(entry["aliases"]), contexts=contexts, sources=sources,
+        shares_ram=entry.get("shares_ram", False),
+    )  # fmt: skip
 
 
 _LINKS = "links.json"
@@ -202,6 +206,7 @@ _LINKS = "links.json"
 # four fifths of it are usual.
 HOST_BYTES_PER_S = 40e9
 _RAM_BYTES = 64 << 30
+HOST_SHARE = 1 / 8  # of a memory that CPU and GPU share: for the system, the process and what it keeps in RAM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +235,12 @@ class Host:
 
 def host_of(gpu: Gpu) -> Host:
     """Return the server that ``gpu`` is sold in, else an assumed desktop of 64 GiB."""
+    if gpu.shares_ram:
+        rate = gpu.measured_bytes_per_s or gpu.bytes_per_s or 0.0
+        return Host(
+            name=gpu.name, gpus=1, ram_bytes=int(gpu.capacity_bytes * HOST_SHARE), ram_bytes_per_s=rate,
+            link_bytes_per_s=rate / 2, sources={},  # a copy reads and writes the one memory
+        )  # fmt: skip
     facts = read_facts("nodes.json")
     node = next((node for node in facts["nodes"] if node["gpu"] == gpu.name), None)
     if node is None:

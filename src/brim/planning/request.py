@@ -291,12 +291,18 @@ def _imagined(request: Request, card: catalog.Gpu) -> Machine:
     ram = host.ram_of(1) if request.ram is None else parse_bytes(request.ram)
     rate = host.rate_of(1) if request.ram_gb_per_s is None else request.ram_gb_per_s * 1e9
     disk = _DISK_BYTES if request.disk is None else parse_bytes(request.disk)
-    if not card.pcie_bytes_per_s:
+    if not host.link_bytes_per_s:
         raise UsageError(f"Cannot plan for {card.name}.", "The rate of its link to the host is not known.")
     base = card.hardware(ram_bytes=ram, ram_bytes_per_s=rate, link_bytes_per_s=host.link_bytes_per_s)
     links = tuple(Link(source=a, target=b, bytes_per_s=_DRIVE_BYTES_PER_S) for a, b in ((DISK, RAM), (RAM, DISK)))
     hardware = replace(base, tiers=(*base.tiers, Tier(name=DISK, capacity_bytes=disk)), links=(*base.links, *links))
-    free = card.capacity_bytes - card.context().bytes
+    free = card.capacity_bytes - card.context().bytes - (ram if card.shares_ram else 0)
+    if free <= 0:
+        raise UsageError(
+            f"{format_bytes(ram)} of RAM were given.",
+            f"{card.name} computes in the same memory, of {format_bytes(card.capacity_bytes)}.",
+            "Give less.",
+        )
     vram = free if request.vram is None else min(free, parse_bytes(request.vram, card.capacity_bytes))
     assumed = [
         *([] if request.gpu is not None else [f"the GPU is as fast as {card.name}"]),

@@ -137,14 +137,24 @@ def test_figures_are_sourced_and_fit_one_another(name):
         assert float(card.compute_capability) >= 8.0, "no bfloat16 tensor cores before Ampere"
 
 
-@pytest.mark.parametrize("name", [*SHARED, "Apple M4 Max 128GB"])
-def test_memory_that_cpu_and_gpu_share_is_not_counted_as_vram_and_ram(name):
+@pytest.mark.parametrize("name", SHARED)
+def test_memory_that_cpu_and_gpu_share_is_divided_between_vram_and_ram(name):
     card = catalog.gpu(name)
     assert card.pcie_bytes_per_s is None
     assert name not in catalog.node_gpus(), "its host has no RAM beside it"
     assert [tier.name for tier in card.hardware().tiers] == ["vram"]
+    for ram in (None, "20GiB"):
+        machine = machine_of(Request(model="gpt2", gpu=name, ram=ram))
+        parts = [machine.hardware.tier("ram").capacity_bytes, machine.budget_bytes["vram"], card.context().bytes]
+        assert sum(parts) == card.capacity_bytes
+        assert machine.hardware.link("ram", "vram").bytes_per_s <= (card.bytes_per_s or 0) / 2, "read and written"
+    with pytest.raises(UsageError, match="computes in the same memory"):
+        machine_of(Request(model="gpt2", gpu=name, ram="1TiB"))
+
+
+def test_a_gpu_without_kernels_of_cuda_or_rocm_is_not_planned_for():
     with pytest.raises(UsageError, match="link to the host"):
-        machine_of(Request(model="gpt2", gpu=name))
+        machine_of(Request(model="gpt2", gpu="Apple M4 Max 128GB"))
 
 
 def test_cards_cut_for_export_are_no_faster_than_those_they_derive_from():

@@ -12,7 +12,7 @@ from typing import cast, get_args
 import torch
 from torch import nn
 
-from brim import accelerator
+from brim import accelerator, catalog
 from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.core.options import Device as Device
@@ -175,6 +175,11 @@ def budgets(
         free = {RAM: free_bytes(RAM)}
         held_bytes = 0 if on is None else _held_bytes(owners, torch.device(on.type, on.index))
         free[VRAM] = held_bytes + (free[RAM] if on is None else device_free_bytes(on))
+        if on is not None and on.shares_ram():
+            capacity_bytes = hardware.tier(VRAM).capacity_bytes
+            on_gpu = int(free[VRAM] * (1 - catalog.HOST_SHARE)) if vram is None else parse_bytes(vram, capacity_bytes)
+            host_bytes = max(free[VRAM] - on_gpu, 0) if ram is None else parse_bytes(ram, capacity_bytes)
+            free = {RAM: min(free[RAM], host_bytes), VRAM: max(free[VRAM] - host_bytes, 0)}
         budget = {
             tier: int(free[tier] * FREE_SHARE)
             if value is None

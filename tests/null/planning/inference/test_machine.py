@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import UsageError
 from brim.measure import capacity
 from brim.measure.capacity import free_bytes
+from brim.planning.inference import machine
 from brim.planning.inference.machine import budgets, within_room
 from brim.planning.request import Request, machine_of
 from brim.units import exact_bytes
@@ -31,6 +33,23 @@ def test_a_share_is_of_the_whole_tier() -> None:
 def test_nothing_given_is_what_is_free_less_a_tenth() -> None:
     whole = replace(CPU, tiers=(Tier(name=RAM, capacity_bytes=1 << 60),))
     assert budgets(whole, None, None)[RAM] <= free_bytes(RAM)
+
+
+@pytest.mark.parametrize(("vram", "ram", "wanted"), [
+    (None, None, (63, 9)), (None, "20GiB", (54, 20)), ("40GiB", None, (40, 36)), ("40GiB", "20GiB", (40, 20)),
+])  # fmt: skip
+def test_a_gpu_that_computes_in_ram_does_not_take_it_twice(
+    vram: str | None, ram: str | None, wanted: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """80 GiB of one memory are free: nine tenths of its parts, and what is given as it is."""
+    tiers = (Tier(name=VRAM, capacity_bytes=96 * GIB), Tier(name=RAM, capacity_bytes=96 * GIB))
+    gb10 = SimpleNamespace(type="cpu", index=None, shares_ram=lambda: True)
+    monkeypatch.setattr(machine, "computing", lambda _: gb10)
+    monkeypatch.setattr(machine, "device_free_bytes", lambda _: 80 * GIB)
+    monkeypatch.setattr(machine, "free_bytes", lambda _: 80 * GIB)
+    monkeypatch.setattr(machine, "check_room", lambda *_: None)
+    given = budgets(Hardware(name="one memory", compute=VRAM, tiers=tiers), vram, ram)
+    assert (given[VRAM] // GIB, given[RAM] // GIB) == wanted
 
 
 def test_a_budget_that_the_container_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
