@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.accuracy import table
 
-SOURCES = ("liger", "xmem", "peft", "torchtune", "gpumemnet", "cpu")
+SOURCES = ("liger", "xmem", "peft", "qlora", "torchtune", "gpumemnet", "cpu")
 
 
 def main() -> None:

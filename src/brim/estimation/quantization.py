@@ -328,10 +328,7 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
     for _, module in layers:
         replaced += module.weight.numel()
         become(module, kind)
-    return (
-        f"{scheme.description}: in {len(layers):,} linear layers with {replaced:,} of {total:,} parameters; "
-        "the others stay in bfloat16"
-    )
+    return f"{scheme.description}: in {len(layers):,} linear layers with {replaced:,} of {total:,} parameters"
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -44,6 +44,10 @@ Step = Callable[[], Any]
 PROGRAM = "an ordinary program"
 _STORED_TYPES = {"bf16": "bfloat16"}  # the weights' type; float32 for every other precision that is not quantized
 
+_WIDENED = (
+    "weights that are not quantized are float32 and products bfloat16, as PEFT's prepare_model_for_kbit_training and "
+    "autocast have them; brim train --precision bf16 leaves them in 16 bits"
+)
 _HALF = {"bfloat16": "bf16", "float16": "bf16"}  # both take two bytes
 
 
@@ -87,6 +91,9 @@ class Job:
         model = self.module()
         self._quantize(model)
         if self.workload.method == "lora":
+            if self._is_over_bitsandbytes:
+                _widen(model)
+                self.notes["not quantized"] = _WIDENED
             model = _with_lora(model, self.source, self.workload)
         model = model.cuda()
         return self._step(model)
@@ -177,6 +184,13 @@ class Job:
         elif self.full.precision is not None:
             self.precision_origin = ASKED
 
+    @property
+    def _is_over_bitsandbytes(self) -> bool:
+        """Return whether adapters are trained over weights that bitsandbytes quantized."""
+        precision = self.workload.precision
+        stored = precision == STORED and quantized_by(self.source).startswith("bitsandbytes")
+        return self.workload.method == "lora" and (stored or precision in ("int8", "int4"))
+
     def _quantize(self, model: nn.Module) -> None:
         precision = self.workload.precision or ""
         if precision in SCHEMES:
@@ -215,7 +229,7 @@ class Job:
         self.shapes = [tuple(parameter.shape) for parameter in trained]
         optimizer = make_optimizer(self.workload.optimizer or "adamw", trained)
         target = _target(inputs) if self.source.library == "diffusers" else None
-        precision = self.workload.precision
+        precision = "bf16-mixed" if self._is_over_bitsandbytes else self.workload.precision
         scaler = torch.amp.GradScaler("cuda") if precision == "fp16-mixed" else None
 
         def forward() -> torch.Tensor:
@@ -372,6 +386,13 @@ def _weights_dtype(workload: Workload) -> torch.dtype:
     return torch.bfloat16 if workload.precision in ("bf16", STORED, *SCHEMES) else torch.float32
 
 
+def _widen(model: nn.Module) -> None:
+    """Convert parameters of 16 bits to float32, as PEFT's ``prepare_model_for_kbit_training``."""
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+
+
 def _with_lora(model: nn.Module, source: Source, workload: Workload) -> nn.Module:
     """Add PEFT adapters, with PEFT's defaults for settings that are None."""
     targets: list[str] | str | None = None
@@ -485,8 +506,8 @@ def differences(workload: Workload, stored: str, *, language_model: bool) -> dic
         return _of_generation(workload)
     precision = workload.precision or "fp32"
     parts = {}
-    if precision in ("int8", "int4", STORED):
-        parts["layers"] = f"brim train has no {precision}"
+    if precision in ("int8", "int4"):
+        parts["layers"] = "brim train quantizes nothing; it takes checkpoints that are quantized"
     elif precision == "fp8":
         parts["layers"] = "brim train takes torchao's own layers"
     if workload.method == "lora" and precision not in ("int8", "int4", "fp8", STORED):

@@ -56,6 +56,9 @@ def test_adapters_train_on_frozen_weights_of_few_bits(folder, precision):
                       precision=p) for p in ("bf16", precision)
     )  # fmt: skip
     assert weights_bytes(few) < weights_bytes(half)
+    embedding = 2 * 500 * 512  # and the output's, which is not tied
+    assert few.per_module["base_model.model.model.embed_tokens"] >= 2 * embedding, "float32, as PEFT prepares them"
+    assert any("prepare_model_for_kbit_training" in note for note in few.notes)
     assert few.at_peak_bytes["optimizer_state"] == half.at_peak_bytes["optimizer_state"] > 0
 
 

@@ -137,12 +137,12 @@ def _traced(row: dict[str, str]) -> Trace:
         with peft_0_19():
             return brim.trace(build(row, layers), steps=STEPS, target="cuda", capability=(int(major), int(minor)))
 
-    few = [_begun(traced(layers)) for layers in _FEW]
+    few = [begun(traced(layers)) for layers in _FEW]
     found = extend_depth(few, _LAYERS - _FEW[0])
-    return _begun(traced(_LAYERS)) if found is None else found[0]
+    return begun(traced(_LAYERS)) if found is None else found[0]
 
 
-def _begun(made: Trace) -> Trace:
+def begun(made: Trace) -> Trace:
     """Without what came and went while the model was built: ``empty_cache`` follows, and peft's order is its own."""
     start = made.step_starts[0]
     kept = (storage for storage in made.storages if storage.died is None or storage.died >= start)
