@@ -15,6 +15,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import TypeVar
 
 from brim.core import Storage, Trace
 from brim.errors import BrimError
@@ -23,6 +24,8 @@ from brim.estimation.simulation import Place, Replay
 from brim.estimation.steps import Job
 from brim.estimation.workload import Workload
 from brim.predict.lowering.cuda.reductions import workspace_bytes
+
+Row = TypeVar("Row", bound=tuple[object, ...])
 
 _LARGEST_BATCH = 1 << 20
 _MORE = 3  # times the batch: no power of two, which lengths are multiplied by
@@ -264,18 +267,27 @@ def powers(
     lines = sum(size for size, power in zip(here, exponents, strict=True) if power is None)
     if lines > _MOST_LINES * sum(here) or any(b and not a for a, b in zip(here, there, strict=True)):
         return None
-    distinct, tokens, more_tokens = set(exponents) - {None}, math.prod(start), math.prod(end) - math.prod(start)
+    tokens, more_tokens = math.prod(start), math.prod(end) - math.prod(start)
+    rows = list(zip(here, there, exponents, strict=True))
 
     def sizes(batch: int, seq: int) -> list[int]:
-        ratios = {power: _ratio(power, (batch, seq or 1), start) for power in distinct if power is not None}
         share = Fraction(batch * (seq or 1) - tokens, more_tokens)
-        return [
-            -(-size * ratios[power].numerator // ratios[power].denominator) if power is not None
-            else max(math.ceil(size + (other - size) * share), 0)
-            for size, other, power in zip(here, there, exponents, strict=True)
-        ]  # fmt: skip
+
+        def size(row: tuple[int, int, Power | None]) -> int:
+            here, there, power = row
+            if power is None:
+                return max(math.ceil(here + (there - here) * share), 0)
+            return math.ceil(here * _ratio(power, (batch, seq or 1), start))
+
+        return _of_each(rows, size)
 
     return sizes
+
+
+def _of_each(rows: Sequence[Row], size: Callable[[Row], int]) -> list[int]:
+    """Return the size of each row. Of many thousand rows, most are equal: layers and tokens are alike."""
+    sizes = {row: size(row) for row in set(rows)}
+    return [sizes[row] for row in rows]
 
 
 def _ratio(power: Power, to: tuple[int, int], at: tuple[int, int]) -> Fraction:
@@ -291,6 +303,7 @@ def polynomial(values: Sequence[int], samples: Sequence[Sequence[int] | None]) -
     known = [sample for sample in samples if sample is not None]
     if len(known) < len(values):
         return None
+    rows = list(zip(*known, strict=True))
 
     def at(value: int) -> list[int]:
         weights = [
@@ -299,7 +312,7 @@ def polynomial(values: Sequence[int], samples: Sequence[Sequence[int] | None]) -
         ]
         divisor = math.lcm(*(weight.denominator for weight in weights))
         factors = [int(weight * divisor) for weight in weights]
-        return [max(-(-sum(map(operator.mul, factors, sizes)) // divisor), 0) for sizes in zip(*known, strict=True)]
+        return _of_each(rows, lambda sizes: max(-(-sum(map(operator.mul, factors, sizes)) // divisor), 0))
 
     return at
 

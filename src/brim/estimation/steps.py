@@ -79,9 +79,12 @@ class Job:
 
     @property
     def has_windows(self) -> bool:
-        """Return whether a setting names a window or a chunk, which may fill up at one length and not at another."""
+        """Return whether a setting gives a window or a chunk, which may fill up at one length and not at another."""
         parts = (part for _, part in parts_of(self.source.config))
-        return any(value and re.search("window|chunk", name) for part in parts for name, value in part.items())
+        return any(
+            value and re.search(r"window(?!_layers)|chunk", name)
+            for part in parts if part.get("use_sliding_window") is not False for name, value in part.items()
+        )  # fmt: skip
 
     def build(self) -> Step:
         if self.source.library == "python":

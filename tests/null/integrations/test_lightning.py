@@ -102,8 +102,8 @@ def test_a_step_of_manual_optimization_is_trained(capsys: pytest.CaptureFixture[
 def test_an_error_of_memory_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     text = (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.68 GiB of which 1.00 GiB "
-        "is free. Including non-PyTorch memory, this process has 22.60 GiB memory in use. Of the allocated memory 22.00 "
-        "GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated."
+        "is free. Including non-PyTorch memory, this process has 22.60 GiB memory in use. Of the allocated memory "
+        "22.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated."
     )
     with pytest.raises(torch.OutOfMemoryError):
         trained(Regression, BrimCallback(), fails=torch.OutOfMemoryError(text))
