@@ -5,30 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from brim.report.oom import read_table
 from brim.report.oom.cause import UNSET_BYTES, Cause, is_shared_memory, unallocated_bytes
 from brim.report.oom.programs import IN_RAM, OF_FAMILY, program_advice, remedies, spelled
-from brim.report.phase import BY_PHASE, GENERATE, PRECISION, RECOMPUTE, SMALLER, Advice, phase_of
+from brim.report.phase import BY_PHASE, NAMED, PRECISION, RECOMPUTE, SMALLER, Advice, advice_of, phase_of
 from brim.units import MIB, format_bytes
 
-_TABLE = read_table("advice.toml")
-_NAMED = {"smaller": SMALLER, "recompute": RECOMPUTE, "precision": PRECISION, "generate": GENERATE}
-_NAMED |= {name: Advice(*words) for name, words in _TABLE["named"].items()}
-EXPANDABLE, REPLAY, WHO = _NAMED["expandable"], _NAMED["replay"], _NAMED["who"]
-
-
-def _advice(entry: str | list[str] | dict[str, Any]) -> Advice:
-    if isinstance(entry, str):
-        return _NAMED[entry[1:]] if entry.startswith("$") else Advice(entry)
-    return Advice(**entry) if isinstance(entry, dict) else Advice(entry[0], entry[1])
-
-
-_BY_CAUSE, _BY_FAMILY, _ON_TPU = (
-    {name: tuple(map(_advice, entries)) for name, entries in _TABLE[kind].items()}
-    for kind in ("cause", "family", "tpu")
-)
+EXPANDABLE, REPLAY, WHO = NAMED["expandable"], NAMED["replay"], NAMED["who"]
+_BY_CAUSE, _BY_FAMILY, _ON_TPU = (advice_of(kind) for kind in ("cause", "family", "tpu"))
 # Causes for which a smaller setting is not the first advice.
 _NOT_BY_SIZE = (
     Cause.OTHER_PROCESS,
@@ -100,7 +84,7 @@ def _ranked(
         return list(_ON_TPU[cause])
     own = list(_BY_FAMILY.get(family, ()))
     if family == "dataloader":
-        own = [_NAMED["shared memory" if is_shared_memory(text) else "who was killed"], _NAMED["fewer workers"]]
+        own = [NAMED["shared memory" if is_shared_memory(text) else "who was killed"], NAMED["fewer workers"]]
     on_host = cause is Cause.HOST_MEMORY
     of_program = program_advice(program, frames, text, numbers, on_host=on_host or device == "cpu")
     if of_program and not on_host:
@@ -111,7 +95,7 @@ def _ranked(
     if of_program:
         if cause not in _NOT_BY_SIZE or OF_FAMILY.get(family) == program:
             return of_program
-        against = [advice for advice in by_cause if advice not in (SMALLER, RECOMPUTE, PRECISION, GENERATE)]
+        against = [advice for advice in by_cause if advice not in (SMALLER, RECOMPUTE, PRECISION, NAMED["generate"])]
         first = of_program if cause is Cause.SPILL else remedies(program, text, numbers)
         return list(dict.fromkeys([*first, *against, *of_program]))
     if family.startswith("torch-") and cause is Cause.EXHAUSTED and numbers.get("allocated") == 0:

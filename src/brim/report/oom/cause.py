@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 
-from brim.report.oom import read_table
+from brim.report import read_table
 from brim.units import GIB, MIB, format_bytes
 
 CONTEXT_BYTES = 600 * MIB  # of a CUDA context, if the message does not say

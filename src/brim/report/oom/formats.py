@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from brim.report.oom import read_table
+from brim.report import listed, read_table
 
 # A size as printed. PyTorch's MB and GB are binary too; some locales write a decimal comma; Kubernetes writes Gi.
 SIZE = r"([0-9]{1,20}(?:[.,][0-9]{1,9})?) ?(bytes|[KMGT]iB|[KMGTk][Bb]|[KMGT]i?|B)\b"
@@ -45,19 +45,15 @@ class Format:
 
 
 def _formats() -> Iterator[Format]:
-    document = read_table("formats.toml")
+    document = read_table("oom/formats.toml")
     for entry in document["format"]:
         tables = [entry, *(document["shared"][name] for name in entry.pop("shared", ()))]
         for kind in ("fields", "plain"):
             texts = [item for table in tables for item in table.get(kind, {}).items()]
             entry[kind] = tuple((name, re.compile(text.replace("{}", SIZE))) for name, text in texts)
-        start = _listed(entry.pop("start"))
-        words = _listed(entry.pop("words")) if "words" in entry else start
+        start = listed(entry.pop("start"))
+        words = listed(entry.pop("words")) if "words" in entry else start
         yield Format(**entry, start=re.compile("|".join(start)), words=words)
-
-
-def _listed(value: str | list[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
 
 
 FORMATS = tuple(_formats())

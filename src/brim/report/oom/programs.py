@@ -6,17 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from brim.report.oom import read_table
-from brim.report.phase import (
-    CHUNKED_LOSS,
-    FUSED,
-    PRECISION,
-    RECOMPUTE,
-    SMALLER,
-    STATES_IN_8_BITS,
-    STATES_IN_RAM,
-    Advice,
-)
+from brim.report import read_table
+from brim.report.phase import NAMED, Advice
 
 _NEAREST_VERB = 120  # characters between "decrease" and the setting that is meant
 
@@ -41,7 +32,7 @@ def _setting(name: str, directions: Mapping[str, Sequence[str]]) -> Setting:
     return Setting(name=re.compile(name, re.IGNORECASE), **advices)
 
 
-_TABLE = read_table("programs.toml")
+_TABLE = read_table("oom/programs.toml")
 _TEXTS, _PROGRAMS = _TABLE["texts"], _TABLE["program"]
 SETTINGS: dict[str, tuple[Setting, ...]] = {
     name: tuple(_setting(*item) for item in program["settings"].items())
@@ -205,22 +196,7 @@ def _key(advice: Advice) -> str:
     return re.split(r"[ =]", advice.paste.removeprefix("export "))[0] if advice.paste else advice.text
 
 
-# Trainers' own names of settings.
-_SPELLED: dict[str, dict[Advice, str]] = {
-    "hf-trainer": {
-        SMALLER: "per_device_train_batch_size: 1, gradient_accumulation_steps: 8",
-        RECOMPUTE: "gradient_checkpointing: true",
-        PRECISION: "bf16: true",
-        FUSED: "optim: adamw_torch_fused",
-        STATES_IN_8_BITS: "optim: adamw_bnb_8bit",
-        STATES_IN_RAM: "optim: paged_adamw_8bit",
-        CHUNKED_LOSS: "use_liger_kernel: true",
-    },
-    "lightning": {SMALLER: "Trainer(accumulate_grad_batches=8)", PRECISION: 'Trainer(precision="bf16-mixed")'},
-}
-
-
 def spelled(program: str, advices: Sequence[Advice]) -> list[Advice]:
     """Return advice with the running trainer's names of settings."""
-    names = _SPELLED.get(program, {})
+    names = {NAMED[name]: paste for name, paste in _PROGRAMS.get(program, {}).get("spelled", {}).items()}
     return [replace(advice, paste=names[advice]) if advice in names else advice for advice in advices]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from brim.report.oom import read_table
+from brim.report import read_table
 from brim.report.oom.programs import OF_FAMILY, program_of, remedies, settings_of
 from brim.report.oom.reader import read_oom
 
-PROGRAMS = read_table("programs.toml")["program"]
+PROGRAMS = read_table("oom/programs.toml")["program"]
 ORDERS = [
     (name, order)
     for name, program in PROGRAMS.items()
