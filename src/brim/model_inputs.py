@@ -12,10 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 _T = TypeVar("_T")
-_Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def map_tensors(inputs: _T, change: _Change) -> _T:
+def map_tensors(inputs: _T, change: Callable[[torch.Tensor], torch.Tensor]) -> _T:
     """Copy ``inputs`` deeply with ``change`` applied to every tensor, also inside objects and modules.
 
     The copy is deep because a model writes to its inputs, such as a KV cache. Raises what ``copy.deepcopy`` raises.
@@ -29,14 +28,14 @@ def map_tensors(inputs: _T, change: _Change) -> _T:
                 copies[id(tensor)] = nn.Parameter(change(tensor), tensor.requires_grad)
             elif isinstance(tensor, torch.Tensor) and id(tensor) not in copies:
                 copies[id(tensor)] = change(tensor)
-    with _Changing(change):
+    with Changing(change):
         return copy.deepcopy(inputs, copies)
 
 
-class _Changing(TorchFunctionMode):
-    """Apply ``change`` in place of ``Tensor.__deepcopy__``."""
+class Changing(TorchFunctionMode):
+    """Within this mode ``copy.deepcopy`` copies a tensor, but no parameter, by ``change``."""
 
-    def __init__(self, change: _Change) -> None:
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._change = change
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from brim.device import build as building
 from brim.device.build import build, cuda_version
-from brim.device.elf import ElfFile
+from brim.device.elf import needed, section_places, symbols
 from brim.device.settings import DeviceSettings
 from brim.errors import FormatError, TransferError, UnsupportedError
 from brim.rehearsal import values_library
@@ -84,8 +85,8 @@ def test_symbols_are_bound_to_the_versions_that_pytorch_wants(site: Path, tmp_pa
         "-Wl,-soname,libcudart.so.13", "-o", "libcudart.so.13",
     )  # fmt: skip
     _cc(tmp_path, USER, str(tmp_path / "libcudart.so.13"), "-o", str(libraries / "libtorch_cuda.so"))
-    with ElfFile(libraries / "libtorch_cuda.so") as library:
-        wanted = {symbol.name: symbol.version for symbol in library.symbols() if not symbol.defined}
+    imports = [symbol for symbol in symbols(libraries / "libtorch_cuda.so") if not symbol.defined]
+    wanted = {symbol.name: symbol.version for symbol in imports}
     assert wanted["cudaGetDeviceCount"] == "libcudart.so.13" and wanted["cublasBrimUnknown"] == ""
 
     made = build(site, tmp_path / "cache")
@@ -186,9 +187,10 @@ def test_the_cuda_version_is_read_without_importing(tmp_path: Path) -> None:
     assert cuda_version(_torch(tmp_path) / "torch") == (13, 0)
 
 
+@pytest.mark.parametrize("read", [needed, symbols, lambda path: section_places(path, ".data")])
 @pytest.mark.parametrize("content", [b"", b"\x7fELF" + bytes(80), b"\x7fELF\x02\x01" + b"\xff" * 80, b"MZ" * 100])
-def test_a_damaged_library_is_told(site: Path, tmp_path: Path, content: bytes) -> None:
-    library = site / "torch" / "lib" / "libtorch_cuda.so"
+def test_a_damaged_library_is_told(tmp_path: Path, content: bytes, read: Callable[[Path], object]) -> None:
+    library = tmp_path / "libtorch_cuda.so"
     library.write_bytes(content)
-    with pytest.raises(FormatError, match="shared library"), ElfFile(library):
-        pass
+    with pytest.raises(FormatError, match="shared library"):
+        read(library)

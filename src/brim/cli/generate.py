@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.core import ParameterSource
-from rich.table import Table
 
 from brim.cli import verdict
 from brim.cli.console import Console
@@ -183,8 +182,7 @@ def _write_html(path: Path, result: Figures, compute: Mapping[str, Any]) -> None
     from brim.report.html.page import Table, page
 
     plan = result.plan
-    measured = {tier: result.measured_bytes[tier] for tier in plan.budget_bytes if tier in result.promised_bytes}
-    memory = memory_table(result.timeline, plan.budget_bytes, result.promised_bytes, measured)
+    memory = memory_table(result.timeline, plan.budget_bytes, result.promised_bytes, _measured(result))
     time = Table(
         title="Time per token",
         columns=("promised_s", "measured_s", "eta"),
@@ -196,19 +194,17 @@ def _write_html(path: Path, result: Figures, compute: Mapping[str, Any]) -> None
     write_html(path, page(views, title=f"{plan.model}: {plan.task}", tables=tables, one_axis=True))
 
 
+def _measured(result: Figures) -> dict[str, int]:
+    """The measured bytes of the tiers with a budget and a promise."""
+    tiers = (tier for tier in result.plan.budget_bytes if tier in result.promised_bytes)
+    return {tier: result.measured_bytes[tier] for tier in tiers}
+
+
 def _summary(result: Figures, console: Console) -> None:
-    table = Table(title="promised and measured", title_justify="left")
-    for column in ("", "budget", "promised", "measured"):
-        table.add_column(column, justify="left" if not column else "right")
-    plan = result.plan
-    for tier in (tier for tier in plan.budget_bytes if tier in result.promised_bytes):
-        cells = (plan.budget_bytes[tier], result.promised_bytes[tier], result.measured_bytes[tier])
-        table.add_row(tier.upper(), *(format_bytes(count) for count in cells))
-    measured_s = "-" if result.s_per_token is None else format_seconds(result.s_per_token)
-    table.add_row("time per token", "", format_seconds(plan.promise.step_s), measured_s)
-    console.print(table)
-    told = verdict.of_precision(*result.precision)
-    console.print(told, highlight=False, soft_wrap=True)
+    from brim.cli.run_report import print_promise
+
+    plan, seconds = result.plan, ("token", result.s_per_token)
+    print_promise(console, plan, result.promised_bytes, _measured(result), seconds, result.precision)
     blocks = [d for d in plan.decisions if d.technique == "weight_streaming"]
     resident = sum(d.bytes for d in blocks if d.choice == "resident")
     streamed = sum(d.bytes for d in blocks if d.choice != "resident")

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from brim.cli import verdict
 from brim.report.idle import attribute
+from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from brim.cli.console import Console
     from brim.core import Plan, Timeline
     from brim.report.html.page import Table, View
 
@@ -50,6 +53,30 @@ def memory_table(
         "the chart; beside is the rest of the measured peak: the program, its libraries, and freed memory that the "
         "heap keeps.",
     )
+
+
+def print_promise(
+    console: Console,
+    plan: Plan,
+    promised: Mapping[str, int],
+    measured: Mapping[str, int],
+    seconds: tuple[str, float | None],
+    precision: tuple[str | None, str],
+) -> None:
+    """Print each tier's budget, promise and measured bytes, and the ``seconds`` of a step, with its name."""
+    from rich.table import Table
+
+    table = Table(title="promised and measured", title_justify="left")
+    for column in ("", "budget", "promised", "measured"):
+        table.add_column(column, justify="left" if not column else "right")
+    for tier, count in measured.items():
+        cells = (plan.budget_bytes.get(tier), promised.get(tier, 0), count)
+        table.add_row(tier.upper(), *("" if cell is None else format_bytes(cell) for cell in cells))
+    step, measured_s = seconds
+    shown_s = "-" if measured_s is None else format_seconds(measured_s)
+    table.add_row(f"time per {step}", "", format_seconds(plan.promise.step_s), shown_s)
+    console.print(table)
+    console.print(verdict.of_precision(*precision), highlight=False, soft_wrap=True)
 
 
 def compute_tables(compute: Mapping[str, Mapping[str, Any]]) -> Sequence[Table]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.table import Table
 
 from brim.cli import verdict
 from brim.cli.console import Console
@@ -17,7 +16,6 @@ from brim.cli.split_options import under_torchrun
 from brim.core.options import build, option_fields, option_group
 from brim.errors import UnsupportedError, UsageError
 from brim.requests.train import RankOptions, Request
-from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from brim.run.train.report import EvaluationReport, StepReport
@@ -105,19 +103,12 @@ def _write_html(path: Path, result: Training, compute: Mapping[str, Any]) -> Non
 
 
 def _summary(result: Training, console: Console) -> None:
+    from brim.cli.run_report import print_promise
     from brim.planning.strategy.choice import PRECISION
 
-    table = Table(title="promised and measured", title_justify="left")
-    for column in ("", "budget", "promised", "measured"):
-        table.add_column(column, justify="left" if not column else "right")
-    for tier, measured in result.measured_bytes.items():
-        budget = result.plan.budget_bytes.get(tier)
-        cells = (budget, result.promised_bytes.get(tier, 0), measured)
-        table.add_row(tier.upper(), *("" if count is None else format_bytes(count) for count in cells))
-    table.add_row("time per step", "", format_seconds(result.plan.promise.step_s), format_seconds(result.step_s))
-    console.print(table)
-    told = verdict.of_precision(result.plan.choices(PRECISION)[""], result.precision_origin)
-    console.print(told, highlight=False, soft_wrap=True)
+    precision = result.plan.choices(PRECISION)[""], result.precision_origin
+    seconds = "step", result.step_s
+    print_promise(console, result.plan, result.promised_bytes, result.measured_bytes, seconds, precision)
     if result.losses:
         console.print(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f} in {len(result.losses)} steps")
     if result.evaluations:

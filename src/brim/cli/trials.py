@@ -115,7 +115,6 @@ def _in_words(advice: _Advice) -> _Advice:
     if rehearsed["fits"]:
         told = f"With this it fits (rehearsed): {format_bytes(rehearsed['process_bytes'])} taken by the process."
     else:
-        told = f"Alone it is not enough (rehearsed): memory runs out in step {rehearsed['steps'] + 1}."
-    if advice["text"].startswith(_TOGETHER):
-        told = told.replace("Alone it does", "It does")
+        begin = "It" if advice["text"].startswith(_TOGETHER) else "Alone it"
+        told = f"{begin} is not enough (rehearsed): memory runs out in step {rehearsed['steps'] + 1}."
     return advice | {"text": f"{advice['text']} {told}"}

@@ -22,7 +22,7 @@ from pathlib import Path
 from brim.catalog.cudnn import cudnn_version
 from brim.core.files import identity
 from brim.device import LIBRARY, SOURCES
-from brim.device.elf import ElfFile
+from brim.device.elf import needed, symbols
 from brim.errors import FormatError, UnsupportedError
 from brim.measure.user_cache import build_once, cache_folder, fingerprint
 
@@ -237,8 +237,7 @@ def extensions(packages: Iterable[Path], libraries: Iterable[Path]) -> list[Path
 def _needed(path: Path) -> list[str]:
     """The CUDA libraries that this library is linked to; none for another kind of file or machine."""
     try:
-        with ElfFile(path) as library:
-            return [name for name in library.needed() if _LIBRARY.match(name)]
+        return [name for name in needed(path) if _LIBRARY.match(name)]
     except (FormatError, OSError):
         return []
 
@@ -248,11 +247,10 @@ def wanted_by(libraries: Iterable[Path], sources: Iterable[Path] = ()) -> Wanted
     versions: dict[str, str] = {}
     names = set(OPENED_BY_NAME)
     for path in libraries:
-        with ElfFile(path) as library:
-            names.update(name for name in library.needed() if _LIBRARY.match(name))
-            for symbol in library.symbols():
-                if not symbol.defined and _FUNCTION.match(symbol.name):
-                    versions[symbol.name] = symbol.version or versions.get(symbol.name, "")
+        names.update(name for name in needed(path) if _LIBRARY.match(name))
+        for symbol in symbols(path):
+            if not symbol.defined and _FUNCTION.match(symbol.name):
+                versions[symbol.name] = symbol.version or versions.get(symbol.name, "")
     for path in sources:
         for name in re.findall(r"\b(cu[A-Z]\w+)\(", path.read_text(encoding="utf-8", errors="replace")):
             versions.setdefault(name, "")
@@ -261,11 +259,7 @@ def wanted_by(libraries: Iterable[Path], sources: Iterable[Path] = ()) -> Wanted
 
 def defined_in(objects: Iterable[Path]) -> set[str]:
     """The functions that these object files define."""
-    names: set[str] = set()
-    for path in objects:
-        with ElfFile(path) as file:
-            names.update(symbol.name for symbol in file.symbols() if symbol.defined)
-    return names
+    return {symbol.name for path in objects for symbol in symbols(path) if symbol.defined}
 
 
 def stub_source(wanted: Wanted, defined: Collection[str]) -> str:

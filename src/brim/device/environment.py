@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from brim.device.build import build, cuda_version
-from brim.device.elf import ElfFile
+from brim.device.elf import section_places
 from brim.device.settings import DeviceSettings
 from brim.errors import FormatError, TransferError, UnsupportedError, UsageError
 from brim.measure.user_cache import build_once, cache_folder, fingerprint
@@ -314,8 +314,7 @@ def slim(libraries: Path) -> int:
     """
     freed = 0
     for path in sorted(libraries.glob("*.so")):
-        with ElfFile(path) as library:
-            holes = [(part.offset, part.size) for part in library.sections if part.name == _GPU_CODE and part.size]
+        holes = section_places(path, _GPU_CODE)
         if holes and not _punch(path, holes):
             break
         freed += sum(size for _, size in holes)

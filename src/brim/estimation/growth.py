@@ -20,7 +20,7 @@ from typing import TypeVar
 from brim.core import Storage, Trace
 from brim.errors import BrimError
 from brim.estimation.extrapolation import Template
-from brim.estimation.simulation import Place, Replay
+from brim.estimation.simulation import Place, Replay, births_and_deaths
 from brim.estimation.steps import Job
 from brim.estimation.workload import Workload
 from brim.predict.lowering.cuda.reductions import workspace_bytes
@@ -345,11 +345,8 @@ def with_workspaces(sizes: Sizes, storages: Sequence[Storage]) -> Sizes:
 def structure(trace: Trace) -> tuple[list[tuple[int, bool]], list[tuple[int, int, int]]]:
     """Births and deaths by the storage's number, without the clock and the order of deaths in a row; and by that
     number how many dimensions reductions have."""
-    changes = [(storage.born, index, True) for index, storage in enumerate(trace.storages)]
-    changes += [(s.died, index, False) for index, s in enumerate(trace.storages) if s.died is not None]
-    changes.sort()
     lifetimes: list[tuple[int, bool]] = []
-    for born, group in itertools.groupby(changes, key=lambda change: change[2]):
+    for born, group in itertools.groupby(sorted(births_and_deaths(trace)), key=lambda change: change[2]):
         indices = [index for _, index, _ in group]
         lifetimes += [(index, born) for index in (indices if born else sorted(indices))]
     return lifetimes, [

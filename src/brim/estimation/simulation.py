@@ -280,7 +280,7 @@ def _pool_of(stream: int) -> PoolId | None:
     return (0, stream) if stream >= FIRST_GRAPH_POOL else None
 
 
-def _changes(trace: Trace) -> list[tuple[int, int, bool]]:
+def births_and_deaths(trace: Trace) -> list[tuple[int, int, bool]]:
     """Tick and storage's position of births (True) and deaths, in order."""
     changes = [(storage.born, index, True) for index, storage in enumerate(trace.storages)]
     changes += [(s.died, index, False) for index, s in enumerate(trace.storages) if s.died is not None]
@@ -290,7 +290,7 @@ def _changes(trace: Trace) -> list[tuple[int, int, bool]]:
 def _with_emptied(trace: Trace) -> Iterator[tuple[int, bool]]:
     """Yield births (True) and deaths by the storage's position, in order; -1 where the program empties the cache."""
     emptied = [op.at for op in trace.ops if op.name == EMPTY_CACHE]
-    for tick, index, born in _changes(trace):
+    for tick, index, born in births_and_deaths(trace):
         while emptied and emptied[0] <= tick:
             emptied.pop(0)
             yield -1, False
@@ -353,7 +353,7 @@ def reserved_at_steps(trace: Trace, timeline: Timeline) -> list[int]:
 def lives(trace: Trace) -> Iterator[tuple[Storage, bool, Op | None]]:
     """Yield every allocation (True) and free (False) in order, with the operation that began last."""
     ops, last = trace.ops, -1
-    for tick, index, born in _changes(trace):
+    for tick, index, born in births_and_deaths(trace):
         while last + 1 < len(ops) and ops[last + 1].at <= tick:
             last += 1
         if (storage := trace.storages[index]).bytes:

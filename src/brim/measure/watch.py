@@ -225,27 +225,6 @@ class CudaRecorder:
             pickle.dump(torch.cuda.memory._snapshot(), file, protocol=4)
 
 
-class Resident:
-    """Reads this process's resident bytes; on Linux by one read of an open file, to disturb nobody."""
-
-    def __init__(self) -> None:
-        try:
-            self._file: int | None = os.open("/proc/self/statm", os.O_RDONLY)  # proc_pid_statm(5)
-        except OSError:
-            self._file = None
-        self._page_bytes = os.sysconf("SC_PAGE_SIZE") if self._file is not None else 0
-
-    def bytes(self) -> int:
-        if self._file is None:
-            return int(psutil.Process().memory_info().rss)
-        return int(os.pread(self._file, 100, 0).split()[1]) * self._page_bytes
-
-    def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-
 class RamRecorder:
     """Samples the resident set of this process in a thread; its changes become a Timeline's events.
 
@@ -255,7 +234,7 @@ class RamRecorder:
     def __init__(self, limit: int, interval_s: float) -> None:
         self._limit, self._interval_s = max(2, limit), interval_s
         self._samples: list[tuple[float, int]] = []
-        self._resident = Resident()
+        self._process = psutil.Process()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="brim-watch", daemon=True)
@@ -268,7 +247,6 @@ class RamRecorder:
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join()
-        self._resident.close()
 
     def write(self, path: Path, *, why: str) -> None:
         self._sample()
@@ -298,7 +276,7 @@ class RamRecorder:
             self._sample()
 
     def _sample(self) -> None:
-        resident = self._resident.bytes()
+        resident = int(self._process.memory_info().rss)
         with self._lock:
             self._samples.append((time.perf_counter() - self._begin_s, resident))
             if len(self._samples) > self._limit:

@@ -109,7 +109,7 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
     """Apply all replacements, and ``mode``, for one trace."""
     with mock.patch.object(torch.autograd, "_engine_run_backward", _reentering(mode)), \
          mock.patch.object(torch.utils, "swap_tensors", _set_data), \
-         mock.patch.object(torch.UntypedStorage, "resize_", _resizing(mode)), \
+         mock.patch.object(torch.UntypedStorage, "resize_", resizing(mode.recording.resized_storage)), \
          _linear_recorded(mode), \
          mock.patch.object(FakeTensor, "__deepcopy__", _deep_copy, create=True), \
          mock.patch.object(FakeTensor, "get_nested_int", _nested_int), \
@@ -151,13 +151,13 @@ def silenced(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _resizing(mode: ValueMode) -> Callable[..., Any]:
-    """Replace ``UntypedStorage.resize_``, which modes do not intercept."""
+def resizing(then: Callable[[torch.UntypedStorage], None]) -> Callable[..., Any]:
+    """Return ``UntypedStorage.resize_``, which modes do not intercept, with a call of ``then`` after it."""
     resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         made = resize(storage, size)
-        mode.recording.resized_storage(storage)
+        then(storage)
         return made
 
     return resize_

@@ -5,17 +5,15 @@
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.util
 import re
 import sys
 import types
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
 from typing import Any
 
 from brim.catalog import presets
 from brim.errors import UsageError
+from brim.run.script.import_hook import when_imported
 
 ALLOCATOR = "allocator:"  # followed by settings: "allocator:expandable_segments:True"
 HALF_BATCH, HALF_SEQUENCE = "half the batch", "half the sequence"
@@ -344,7 +342,6 @@ _OF_THE_HUB = frozenset(  # arguments that get_config_dict consumes
     """cache_dir force_download proxies token local_files_only revision trust_remote_code subfolder _from_pipeline
     _from_auto _commit_hash gguf_file""".split()  # noqa: SIM905
 )
-_CONFIGURATION, _MODELS = "transformers.configuration_utils", "transformers.modeling_utils"
 
 
 def build_missing_models() -> None:
@@ -353,34 +350,8 @@ def build_missing_models() -> None:
     A configuration that is missing too is the catalog's (``brim.catalog.presets``), for hub ids that it has.
     Weights are allocated but not initialised: their values are not used.
     """
-    sys.meta_path.insert(0, _Finder())
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Patches two modules as soon as they are imported; finds nothing itself."""
-
-    def __init__(self) -> None:
-        self._left = {_CONFIGURATION: _use_catalog, _MODELS: _build_missing_models}
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
-        change = self._left.pop(fullname, None)
-        if change is None:
-            return None
-        spec = importlib.util.find_spec(fullname)
-        self._left[fullname] = change  # the spec may have been looked up without an import
-        if spec is not None and spec.loader is not None:
-            loader = spec.loader
-
-            def exec_module(module: types.ModuleType) -> None:
-                del vars(loader)["exec_module"]
-                loader.exec_module(module)
-                self._left.pop(fullname, None)
-                change(module)
-
-            vars(loader)["exec_module"] = exec_module
-        return spec
+    when_imported("transformers.configuration_utils", _use_catalog)
+    when_imported("transformers.modeling_utils", _build_missing_models)
 
 
 def _use_catalog(module: types.ModuleType) -> None:

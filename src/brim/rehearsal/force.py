@@ -11,7 +11,7 @@ import ctypes
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,7 @@ def by_environment() -> None:
     mode = os.environ.get(VARIABLE, "")
     if mode:
         _checked(mode)
-        when_imported(partial(_put, mode))
-
-
-def _put(mode: str) -> None:
-    InForce.put(mode)
+        when_imported("torch", lambda _: InForce.put(mode))
 
 
 class InForce:

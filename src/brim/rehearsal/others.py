@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from pathlib import Path
 
 from brim.core.files import open_to_write
@@ -20,7 +19,7 @@ _WATCHED = "BRIM_REHEARSAL_RUN"  # set in the program's first process only
 def record_use_of_cuda() -> None:
     """Record this process, which has just started, as soon as it uses CUDA."""
     if _WATCHED not in os.environ:
-        when_imported(lambda: sys.modules["torch"].cuda._lazy_call(record))
+        when_imported("torch", lambda torch: torch.cuda._lazy_call(record))
 
 
 def record() -> None:

@@ -217,7 +217,7 @@ def main() -> None:
     run = Run.of_environment()
     end_with_parent(run.parent)
     watch = Watch(run)
-    when_imported(watch.begin)
+    when_imported("torch", lambda _: watch.begin())
     if run.random_weights:  # before transformers, which may import PyTorch itself
         changes.build_missing_models()
     safe = bool(os.environ.get("PYTHONSAFEPATH"))  # the program's setting: this process always has -P

@@ -79,6 +79,9 @@ def test_where_nothing_suffices_alone_all_are_tried_together() -> None:
     )
     assert found[0]["rehearsed"]["fits"] and found[1]["text"] == ELSEWHERE.text
     assert not any(one["rehearsed"]["fits"] for one in found[2:])
+    none = revised(Device([]), BATCH, CHECKPOINTING)
+    (together,) = [one["text"] for one in none if one["text"].startswith("Do these together")]
+    assert "It is not enough (rehearsed)" in together and "Alone" not in together
 
 
 def test_no_more_are_tried_than_were_asked_for() -> None:

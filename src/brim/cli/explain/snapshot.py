@@ -177,10 +177,10 @@ def _advice(
 ) -> list[dict[str, Any]]:
     """Return advice, the best first; all settings of the allocator were replayed."""
     from brim.report.failure import advice_for
-    from brim.report.phase import DETACH, Advice
+    from brim.report.phase import NAMED, Advice
 
     if leak is not None:  # a smaller step or other settings only delay the failure
-        return [asdict(DETACH)]
+        return [asdict(NAMED["detach"])]
     settings = _of_settings(run, runs, recorded)
     if failed is None:
         peak = next(moment for moment in run.moments if moment.what == "peak")

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
@@ -24,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from brim.estimation.step_memory import Inputs, watch_step
 from brim.model_cache import cache_input, cache_of
+from brim.model_inputs import Changing
 from brim.predict.flops import op_bytes, op_flops
 from brim.predict.lowering.fakes import FAKES
 
@@ -199,21 +199,8 @@ class _Heard:
 
 def copied(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Deep-copy ``value`` with every tensor in it, in any object, replaced by ``change(tensor)``."""
-    with _Changing(change):
+    with Changing(change):
         return copy.deepcopy(value)
-
-
-class _Changing(TorchFunctionMode):
-    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self._change = change
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__deepcopy__:
-            tensor, memo = args
-            memo[id(tensor)] = self._change(tensor)
-            return memo[id(tensor)]
-        return func(*args, **(kwargs or {}))
 
 
 class _Work(TorchDispatchMode):

@@ -8,179 +8,11 @@ from dataclasses import replace
 
 from brim.report.oom.cause import UNSET_BYTES, Cause, is_shared_memory, unallocated_bytes
 from brim.report.oom.programs import IN_RAM, OF_FAMILY, program_advice, remedies, spelled
-from brim.report.phase import BY_PHASE, GENERATE, PRECISION, RECOMPUTE, SMALLER, Advice, phase_of
+from brim.report.phase import BY_PHASE, NAMED, PRECISION, RECOMPUTE, SMALLER, Advice, advice_of, phase_of
 from brim.units import MIB, format_bytes
 
-EXPANDABLE = Advice(
-    "Use expandable segments: free pieces then join into larger ones.",
-    "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-)
-REPLAY = Advice(
-    "Record a snapshot and replay it: it shows with which settings the failed request succeeds.",
-    "brim explain snapshot.pickle --what-if best",
-)
-FEWER_WORKERS = Advice(
-    "Use fewer DataLoader workers: each may have its own copy of the data.",
-    "DataLoader(..., num_workers=2, persistent_workers=True)",
-)
-SHARED_MEMORY = Advice("In a container, enlarge /dev/shm.", "docker run --shm-size=16g ...")
-WHO = Advice("Find the processes that use the device, and end or move them.", "nvidia-smi")
-
-_BY_CAUSE: dict[Cause, tuple[Advice, ...]] = {
-    Cause.EXHAUSTED: (SMALLER, RECOMPUTE, PRECISION, GENERATE),
-    Cause.TOO_LARGE: (
-        Advice("Check the line that requests it: usually a shape is wrong, or attention is not fused."),
-        SMALLER,
-        GENERATE,
-    ),
-    Cause.FRAGMENTATION: (EXPANDABLE, REPLAY, SMALLER),
-    Cause.OTHER_PROCESS: (WHO, Advice("Use another device.", "export CUDA_VISIBLE_DEVICES=1"), SMALLER),
-    Cause.MEMORY_FRACTION: (
-        Advice("Raise or remove the limit.", "torch.cuda.set_per_process_memory_fraction(1.0)"),
-        SMALLER,
-    ),
-    Cause.PRIVATE_POOLS: (
-        Advice("Capture fewer CUDA graphs, or let them share one pool.", "torch.cuda.graph(g, pool=shared)"),
-        Advice("Without CUDA graphs:", 'torch.compile(model, mode="default")'),
-    ),
-    Cause.ADDRESS_SPACE: (
-        Advice(
-            "Reserve fewer addresses per expandable segment, or more if one request did not fit.",
-            "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,expandable_segments_reserve:0.5",
-        ),
-        Advice("Use fewer CUDA streams: each has its own segments."),
-        Advice("Lift the limit of virtual memory.", "ulimit -v unlimited"),
-    ),
-    Cause.SPILL: (
-        SMALLER,
-        Advice('Forbid the fallback: NVIDIA control panel, "CUDA - Sysmem Fallback Policy": prefer no fallback.'),
-    ),
-    Cause.MISLEADING_FREE: (
-        WHO,
-        Advice("On Windows and WSL, close other programs that use the GPU, and enlarge the page file."),
-        Advice(
-            "Use expandable segments: they consist of small pages and need no large free piece of memory.",
-            EXPANDABLE.paste,
-        ),
-        SMALLER,
-    ),
-    Cause.HOST_MEMORY: (
-        Advice("Check how much RAM is free, and whether the system killed a process.", "free -h; dmesg | tail"),
-        FEWER_WORKERS,
-        SHARED_MEMORY,
-    ),
-    Cause.ALLOCATOR: (Advice("Read what the MemPool's allocator logged before this."),),
-    Cause.UNKNOWN: (
-        Advice("Watch which processes use RAM and the GPU during the run.", "free -h; nvidia-smi"),
-        SMALLER,
-    ),
-}
-# NVIDIA's driver does not heed the limit of locked memory (ulimit -l); WSL2's gives about half of the RAM it has.
-_LOCKED = Advice("Free RAM: pinned memory cannot be swapped out. Under WSL2, raise memory= in .wslconfig.", "free -h")
-_WHO_WAS_KILLED = Advice(
-    "Check which process the kernel killed, and how much it used.", 'dmesg -T | grep -i -E "oom|killed"; free -h'
-)
-_LESS_RAM = Advice(
-    "Load weights directly to the GPU, or map them from disk (safetensors): one copy, not one per process."
-)
-_BY_FAMILY: dict[str, tuple[Advice, ...]] = {
-    "llama.cpp-pinned": (_LOCKED, Advice("Do without pinned memory.", "export GGML_CUDA_NO_PINNED=1")),
-    "jax-tpu": (
-        SMALLER,
-        Advice("Recompute in the backward pass.", "jax.checkpoint(f)"),
-        Advice("Shard over more devices, or compute in bfloat16."),
-    ),
-    "triton": (
-        Advice("Make the tiles smaller, or use fewer stages.", "triton.Config({...}, num_stages=2)"),
-        Advice("A smaller batch would not help: each block of the kernel needs this memory.", helps=False),
-    ),
-    "torch-cublas": (
-        Advice("Leave room for the library's workspace.", "torch.cuda.set_per_process_memory_fraction(0.9)"),
-        Advice("Or make the workspace small.", "export CUBLAS_WORKSPACE_CONFIG=:4096:2"),
-        SMALLER,
-    ),
-    "torch-mps": (
-        SMALLER,
-        PRECISION,
-        Advice(
-            "Lifting the limit lets macOS swap, and may make it fail:",
-            "export PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0",
-            helps=False,
-        ),
-    ),
-    "slurm": (
-        Advice("Request more RAM for the job.", "#SBATCH --mem=64G   # or --mem-per-cpu, --mem=0 for the whole node"),
-        Advice("Check how much the job used.", "sacct -j JOBID --format=JobID,State,ReqMem,MaxRSS"),
-        FEWER_WORKERS,
-        _LESS_RAM,
-    ),
-    "batch-scheduler": (Advice("Request more RAM from the scheduler."), FEWER_WORKERS, _LESS_RAM),
-    "kubernetes": (
-        Advice("Raise the container's limit.", "resources: {limits: {memory: 64Gi}}"),
-        Advice("Check its state and its memory use.", "kubectl describe pod POD; kubectl top pod POD"),
-        FEWER_WORKERS,
-        _LESS_RAM,
-    ),
-    "linux-oom-killer": (
-        _WHO_WAS_KILLED,
-        FEWER_WORKERS,
-        _LESS_RAM,
-        Advice("In a container, raise its limit.", "docker run --memory=64g ..."),
-    ),
-    "oomd": (
-        Advice("Check which process the daemon killed, and why.", "journalctl -u systemd-oomd -u earlyoom"),
-        FEWER_WORKERS,
-        _LESS_RAM,
-    ),
-    "cuda-runtime": (WHO, Advice("Work on less at a time (a smaller batch), or on another device.")),
-    "hami": (
-        Advice("Raise the container's share of the GPU.", "resources: {limits: {nvidia.com/gpumem: 20000}}"),
-        Advice("Restart the container: ended processes may still be counted."),
-        SMALLER,
-    ),
-    "killed": (_WHO_WAS_KILLED, FEWER_WORKERS, _LESS_RAM),
-    "ray": (
-        Advice("Run fewer tasks at once: request more CPUs or memory per task.", "@ray.remote(num_cpus=4)"),
-        Advice("Check which workers use the RAM.", "ray memory; ps aux --sort=-rss | head"),
-        Advice("Let Ray use more of the RAM before it ends a worker.", "RAY_memory_usage_threshold=0.98 ray start"),
-    ),
-    "ray-object-store": (
-        Advice("Give the store more of the RAM.", "ray start --object-store-memory=16000000000"),
-        Advice("Drop references to objects that are no longer needed (del ref), or put smaller ones."),
-        SHARED_MEMORY,
-    ),
-    "windows-paging-file": (
-        Advice("Make the page file larger: System, Advanced, Performance, Virtual memory."),
-        Advice("Use fewer DataLoader workers: each loads all libraries of CUDA.", "DataLoader(..., num_workers=0)"),
-        Advice("Close other programs that use RAM."),
-    ),
-    "shared-memory": (SHARED_MEMORY, FEWER_WORKERS),
-    "transformers": (
-        Advice("Use a smaller model, or free memory of the GPU.", "nvidia-smi"),
-        Advice(
-            "Or keep some of the weights in RAM, in 32 bits.",
-            "BitsAndBytesConfig(..., llm_int8_enable_fp32_cpu_offload=True)",
-        ),
-        GENERATE,
-    ),
-}
-_ON_TPU = {
-    Cause.TOO_LARGE: (
-        Advice("Make the kernel's blocks smaller (block_shape of a BlockSpec)."),
-        Advice(
-            "Or let kernels have more of the core's memory.",
-            "export LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=65536",
-        ),
-        Advice("A smaller batch would not help: each block of the kernel needs this memory.", helps=False),
-    ),
-    Cause.FRAGMENTATION: (
-        Advice(
-            "Compile and load programs before creating arrays, or restart the process: arrays are then side by side."
-        ),
-        Advice("Drop programs that are no longer needed.", "jax.clear_caches()"),
-        SMALLER,
-    ),
-}
+EXPANDABLE, REPLAY, WHO = NAMED["expandable"], NAMED["replay"], NAMED["who"]
+_BY_CAUSE, _BY_FAMILY, _ON_TPU = (advice_of(kind) for kind in ("cause", "family", "tpu"))
 # Causes for which a smaller setting is not the first advice.
 _NOT_BY_SIZE = (
     Cause.OTHER_PROCESS,
@@ -252,7 +84,7 @@ def _ranked(
         return list(_ON_TPU[cause])
     own = list(_BY_FAMILY.get(family, ()))
     if family == "dataloader":
-        own = [SHARED_MEMORY, FEWER_WORKERS] if is_shared_memory(text) else [_WHO_WAS_KILLED, FEWER_WORKERS]
+        own = [NAMED["shared memory" if is_shared_memory(text) else "who was killed"], NAMED["fewer workers"]]
     on_host = cause is Cause.HOST_MEMORY
     of_program = program_advice(program, frames, text, numbers, on_host=on_host or device == "cpu")
     if of_program and not on_host:
@@ -263,7 +95,7 @@ def _ranked(
     if of_program:
         if cause not in _NOT_BY_SIZE or OF_FAMILY.get(family) == program:
             return of_program
-        against = [advice for advice in by_cause if advice not in (SMALLER, RECOMPUTE, PRECISION, GENERATE)]
+        against = [advice for advice in by_cause if advice not in (SMALLER, RECOMPUTE, PRECISION, NAMED["generate"])]
         first = of_program if cause is Cause.SPILL else remedies(program, text, numbers)
         return list(dict.fromkeys([*first, *against, *of_program]))
     if family.startswith("torch-") and cause is Cause.EXHAUSTED and numbers.get("allocated") == 0:

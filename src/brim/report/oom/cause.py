@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 
+from brim.report import read_table
 from brim.units import GIB, MIB, format_bytes
 
 CONTEXT_BYTES = 600 * MIB  # of a CUDA context, if the message does not say
@@ -33,66 +34,11 @@ class Cause(StrEnum):
     UNKNOWN = "unknown"  # the message is of no known kind
 
 
-_SENTENCES: dict[Cause, dict[str, str]] = {
-    Cause.ADDRESS_SPACE: {
-        "torch-cuda-address-space": "Expandable segments have reserved all virtual addresses.",
-        "torch-cuda-segment-reserve": "The request is larger than the addresses that one expandable segment may "
-        "reserve.",
-    },
-    Cause.ALLOCATOR: {
-        "torch-cuda-mempool": "The allocator of a MemPool failed; PyTorch did not try other free memory.",
-    },
-    Cause.TOO_LARGE: {
-        "torch-cuda-impossible": "More than an exabyte was requested: a shape is wrong.",
-        "triton": "A kernel needs more shared memory per block than the GPU has: its tiles are too large, not the "
-        "model.",
-    },
-    Cause.HOST_MEMORY: {
-        "torch-cpu": "RAM ran out, not the GPU's memory.",
-        "llama.cpp-pinned": "Pinned host memory could not be allocated: RAM or the limit of locked memory.",
-        "numpy": "RAM ran out, not the GPU's memory.",
-        "host": "RAM ran out, not the GPU's memory.",
-        "oomd": "RAM or swap was short, and a daemon (systemd-oomd, earlyoom) ended the process before the kernel "
-        "had to.",
-        "slurm": "The job used more RAM than Slurm allows it: its processes were killed.",
-        "batch-scheduler": "The job used more RAM than its scheduler allows it, and was killed.",
-        "kubernetes": "The container used more RAM than its limit, or the node ran out: it was killed. Pages of "
-        "/dev/shm count, too.",
-        "killed": "A process was killed by SIGKILL, without a message of its own. On Linux that is usually the "
-        "out-of-memory killer of the kernel or of the container: RAM ran out, not the GPU. See the kernel's log.",
-        "ray-object-store": "Ray's object store is full. It is in shared memory (/dev/shm), a part of the RAM.",
-        "windows-paging-file": "Windows could not commit the memory: RAM and page file together are too small. "
-        "The GPU is not full.",
-        "shared-memory": "Shared memory (/dev/shm), which is RAM, is full: containers get 64 MiB.",
-    },
-    Cause.EXHAUSTED: {
-        "torch-cublas": "The GPU is full: the library asks for its handle or workspace outside PyTorch's allocator, "
-        "whose cached memory it cannot use.",
-        "torch-cuda-library": "The GPU is full: the library asks for its workspace outside PyTorch's allocator, "
-        "whose cached memory it cannot use.",
-        "torch-cuda-runtime": "The driver had no memory for something outside PyTorch's allocator (a context, a "
-        "library, pinned memory), or another process holds it: the message gives no numbers.",
-        "sglang": "The configured share of the device leaves no room for the KV cache of the requests.",
-        "tgi": "The GPU is full during the warm-up, which computes the largest allowed number of tokens at once.",
-        "exllama": "The weights and the KV cache need more than the GPUs have beside the memory for activations.",
-        "transformers": "The weights do not fit into the free memory of the GPU, and quantized weights may not be "
-        "kept in RAM by default.",
-        "rmm": "The GPU, or RMM's pool on it, is full. RAM is not.",
-        "cupy": "The GPU, or the limit of CuPy's pool, is full.",
-        "xgboost": "The GPU is full: XGBoost allocates outside of PyTorch's allocator.",
-        "torch-cudaMallocAsync": "The GPU is full: the driver's own pool (cudaMallocAsync) has no more memory. The "
-        "message has no numbers.",
-        "cuda-runtime": "The driver had no memory left for the program, or another process holds it: the message "
-        "gives no numbers.",
-        "torch-cudnn": "The GPU is full: cuDNN's own memory lies outside PyTorch's allocator.",
-        "torch-nccl": "The GPU is full: NCCL's buffers lie outside PyTorch's allocator.",
-    },
-    Cause.OTHER_PROCESS: {
-        "sglang-unbalanced": "The GPUs have different amounts of free memory at the start: another process uses "
-        "some of it.",
-    },
+_BY_FAMILY = {
+    family: (Cause(cause), text)
+    for cause, texts in read_table("advice.toml")["why"].items()
+    for family, text in texts.items()
 }
-_BY_FAMILY = {family: (cause, text) for cause, texts in _SENTENCES.items() for family, text in texts.items()}
 
 
 def find_cause(family: str, numbers: Mapping[str, int], text: str = "", device: str = "") -> tuple[Cause, str]:

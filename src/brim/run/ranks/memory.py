@@ -13,7 +13,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from brim.core.files import write_text
 from brim.core.hardware import RAM, VRAM
 from brim.core.timeline import EventKind
 from brim.predict.host_residency import Resting
+from brim.predict.patches import resizing
 from brim.run.ranks.model import Part
 
 _WATCHED = 4  # steps
@@ -143,7 +144,7 @@ class TensorMeter(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count every event while open, backward passes included."""
-        with mock.patch.object(torch.UntypedStorage, "resize_", _resizing(self)), self:
+        with mock.patch.object(torch.UntypedStorage, "resize_", resizing(self.resized)), self:
             yield
 
 
@@ -211,14 +212,3 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
                 yield from _plain(inner)
     else:
         yield tensor
-
-
-def _resizing(meter: TensorMeter) -> Callable[..., Any]:
-    resize: Callable[..., Any] = torch.UntypedStorage.resize_
-
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
-        meter.resized(storage)
-        return result
-
-    return resize_

@@ -1,4 +1,4 @@
-"""Call back when PyTorch has been imported, without importing it: many programs never do, or only later."""
+"""Call back when a module has been imported, without importing it: many programs never do, or only later."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 
 
-def when_imported(then: Callable[[], None]) -> None:
-    """Call ``then`` once the import of ``torch`` has finished: now, if it is imported already."""
-    if "torch" in sys.modules:
-        then()
+def when_imported(name: str, then: Callable[[types.ModuleType], object]) -> None:
+    """Call ``then`` with the module ``name`` once its import has finished: now, if it is imported already."""
+    if name in sys.modules:
+        then(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _Finder(then))
+        sys.meta_path.insert(0, _Finder(name, then))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """The first finder on ``sys.meta_path``; it finds nothing itself, and is removed once ``torch`` is imported.
+    """The first finder on ``sys.meta_path``; it finds nothing itself, and is removed once the module is imported.
 
     Libraries look up the spec of ``torch`` long before anyone imports it, or without ever importing it.
     """
 
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = then
+    def __init__(self, name: str, then: Callable[[types.ModuleType], object]) -> None:
+        self._name, self._then = name, then
         self._asking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != "torch" or self._asking:
+        if fullname != self._name or self._asking:
             return None
         self._asking = True
         try:
@@ -51,7 +51,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             loader.exec_module(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-                self._then()
+                self._then(module)
 
         vars(loader)["exec_module"] = exec_module
         return spec

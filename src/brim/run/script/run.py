@@ -118,7 +118,7 @@ def watch(settings: Settings) -> Watched:
         settings.show_alone(os.environ)  # before CUDA reads it
     changes_devices = settings.device == "cpu" or settings.index is not None
     if settings.mode != "off" or changes_devices or settings.report is not None:
-        when_imported(watched.begin)
+        when_imported("torch", lambda _: watched.begin())
     return watched
 
 

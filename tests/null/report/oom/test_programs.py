@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from brim.report.oom import programs
+from brim.report import read_table
 from brim.report.oom.programs import OF_FAMILY, program_of, remedies, settings_of
 from brim.report.oom.reader import read_oom
 
-PLACES = [
-    (program, order)
-    for program, order in [
-        *((program, order) for program, places in programs._PLACES.items() for _, order in places),
-        *((program, order) for program, _, order in programs._BY_TEXT),
-    ]
+PROGRAMS = read_table("oom/programs.toml")["program"]
+ORDERS = [
+    (name, order)
+    for name, program in PROGRAMS.items()
+    if "order" in program
+    for order in (
+        program["order"],
+        *(order for _, order in [*program.get("places", ()), *program.get("by_text", ())]),
+    )
 ]
 
 
-@pytest.mark.parametrize(("program", "order"), PLACES, ids=[f"{program} {order[0]}" for program, order in PLACES])
+@pytest.mark.parametrize(("program", "order"), ORDERS)
 def test_every_setting_that_is_advised_exists(program, order):
     assert len(settings_of(program, order.split(), "", {})) == len(order.split())
 
 
 def test_every_program_of_a_family_has_settings():
-    assert set(OF_FAMILY.values()) <= set(programs._PLACES) == set(programs.SETTINGS)
+    with_settings = {name for name, program in PROGRAMS.items() if "settings" in program}
+    assert set(OF_FAMILY.values()) <= with_settings == {program for program, _ in ORDERS}
 
 
 REMEDIES = {

@@ -21,7 +21,7 @@ def test_all_that_wait_are_told_once_the_whole_module_is_there(
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     told: list[tuple[str, bool]] = []
     for name in ("first", "second"):
-        when_imported(lambda name=name: told.append((name, sys.modules["torch"].ready)))  # type: ignore[misc]
+        when_imported("torch", lambda module, name=name: told.append((name, module.ready)))  # type: ignore[misc]
     import torch
 
     assert torch.ready  # type: ignore[attr-defined]
@@ -40,7 +40,7 @@ def test_questions_where_it_is_and_imports_that_fail_come_before(
     monkeypatch.setattr(sys, "meta_path", list(before))
     told: list[str] = []
     for name in ("first", "second"):
-        when_imported(lambda name=name: told.append(name))  # type: ignore[misc]
+        when_imported("torch", lambda _, name=name: told.append(name))  # type: ignore[misc]
     for _ in range(2):
         assert importlib.util.find_spec("torch") is not None
     with pytest.raises(ImportError, match="damaged"):
