@@ -43,9 +43,12 @@ _SEVERAL = {
     "as_json",
 }
 _USED = {
+    "engine_name": (_SEVERAL - {"engine", "global_batch"})
+    | {"engine_name", "gpus", "vram", "disk", "batch", "new_tokens", "precision", "lossless"},
     "compare_gpus": _SEVERAL | {"compare_gpus", "price", "disk", "lossless"},
     "gpus": _SEVERAL | {"gpus", "top"},
 }
+_SPLITS = ": splits are searched for AdamW, full training and bf16"
 _ONLY_WITH = {
     "price": ("--compare-gpus", "--compare-gpus 1,2,4"),
     **dict.fromkeys(("gpus_per_node", "global_batch", "engine"), ("--gpus", "--gpus")),
@@ -62,6 +65,11 @@ def plan(options: PlanOptions) -> int | None:
     names changes that would fit.
     """
     _refuse_unused(click.get_current_context())
+    if options.engine_name is not None:
+        from brim.cli.plan.comparisons import show_engine
+
+        show_engine(build(MeshRequest, vars(options)), options.engine_name, options.output, options.as_json)
+        return None
     if options.compare_gpus is not None:
         from brim.cli.plan.comparisons import show_counts
 
@@ -95,7 +103,7 @@ def _refuse_unused(context: click.Context) -> None:
         unused_flags = ", ".join(unused)
         raise UsageError(
             f"{unused_flags} {'was' if len(unused) == 1 else 'were'} given beside {flags[asked]}.",
-            "It would have no effect: splits are searched for AdamW, full training and bf16.",
+            f"It would have no effect{'' if asked == 'engine_name' else _SPLITS}.",
             f"Leave out {unused_flags}, or {flags[asked]}.",
         )  # fmt: skip
 
