@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import infer_auto_device_map
 from accelerate.utils.modeling import check_device_map
+from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.models.gguf import open_gguf
 from brim.planning.engines.answer import EnginePlan, first_that_fits
-from brim.planning.engines.inference import accelerate
+from brim.planning.engines.inference import accelerate, llama_cpp
 from brim.planning.request import machine_of
 from brim.requests.plan import MeshRequest
 from support.planned import LLAMA
@@ -150,3 +156,126 @@ def test_packed_weights_are_not_placed_by_a_device_map(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(packed))
     with pytest.raises(UnsupportedError, match="packed weights"):
         planned(accelerate, tmp_path)
+
+
+# -- llama.cpp -------------------------------------------------------------------------------------------------------
+
+
+def llama_flags(command: str) -> argparse.Namespace:
+    """Parse the command strictly by the flags of llama-server's help."""
+    parser = argparse.ArgumentParser(prog="llama-server", allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("-m", "--model", required=True)
+    for names in (("-ngl", "--n-gpu-layers"), ("-c", "--ctx-size"), ("-np", "--parallel"), ("-b", "--batch-size"),
+                  ("-ub", "--ubatch-size"), ("-ncmoe", "--n-cpu-moe")):  # fmt: skip
+        parser.add_argument(*names, type=int, default=0)
+    parser.add_argument("-fa", "--flash-attn", choices=("on", "off", "auto"))
+    for names in (("-ctk", "--cache-type-k"), ("-ctv", "--cache-type-v")):
+        parser.add_argument(*names, choices=("f32", "f16", "bf16", "q8_0", "q4_0"))
+    parser.add_argument("-dev", "--device")
+    parser.add_argument("--no-mmap", action="store_true")
+    program, *words = shlex.split(command)
+    assert program == "llama-server"
+    return parser.parse_args(words)
+
+
+def gguf_file(path: Path, *, layers: int = 4, experts: int = 0, tied: bool = False, without: str = "") -> Path:
+    """Write a model in Q8_0, with vectors in float32: llama.cpp's own names and metadata, and zeros."""
+    hidden, inner, vocabulary = 256, 512, 1024
+    writer = GGUFWriter(str(path), "llama")
+    for count, name in ((4096, "context_length"), (hidden, "embedding_length"), (layers, "block_count"),
+                        (inner, "feed_forward_length"), (8, "head_count"), (2, "head_count_kv")):  # fmt: skip
+        if name != without:
+            getattr(writer, f"add_{name}")(count)
+    shapes = {"token_embd.weight": (vocabulary, hidden), "output_norm.weight": (hidden,)}
+    shapes |= {} if tied else {"output.weight": (vocabulary, hidden)}
+    for number in range(layers):
+        block = {"attn_q": (hidden, hidden), "attn_k": (64, hidden), "attn_v": (64, hidden), "attn_norm": (hidden,)}
+        for part in ("gate", "up", "down"):
+            shape = (hidden, inner) if part == "down" else (inner, hidden)
+            block[f"ffn_{part}" + "_exps" * bool(experts)] = (experts, *shape) if experts else shape
+        shapes |= {f"blk.{number}.{name}.weight": shape for name, shape in block.items()}
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            writer.add_tensor(name, np.zeros(shape, dtype=np.float32))
+        else:
+            packed = np.zeros((*shape[:-1], shape[-1] // 32 * 34), dtype=np.uint8)
+            writer.add_tensor(name, packed, raw_dtype=GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def resident_by_llama_cpp(sizes: dict[str, int], layers: int, flags: argparse.Namespace) -> int:
+    """The bytes on the GPU by llama.cpp's rules: the output is the last of layers + 1, the input is never there."""
+    total = 0
+    for name, count in sizes.items():
+        match = re.match(r"blk\.(\d+)\.(.*)", name)
+        number = int(match[1]) if match else layers
+        is_expert = match is not None and "_exps" in match[2] and number < flags.n_cpu_moe
+        if name != "token_embd.weight" and number >= layers + 1 - flags.n_gpu_layers and not is_expert:
+            total += count
+    return total + (sizes["token_embd.weight"] if "output.weight" not in sizes and flags.n_gpu_layers else 0)
+
+
+@pytest.mark.parametrize("shape", [{}, {"tied": True}, {"experts": 8}], ids=["plain", "tied", "experts"])
+@pytest.mark.parametrize("vram", ["1GiB", "79MiB", "77MiB", "76MiB"])
+def test_a_gguf_files_own_tensors_are_where_llama_cpp_puts_them(
+    tmp_path: Path, shape: dict[str, Any], vram: str
+) -> None:
+    path = gguf_file(tmp_path / "model.gguf", **shape)
+    plan = planned(llama_cpp, path, vram=vram, ram="8GiB")
+    flags = llama_flags(plan.command)
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in open_gguf(path).tensors}
+    on_gpu = resident_by_llama_cpp(sizes, 4, flags)
+    assert weights(plan)[VRAM] == on_gpu
+    copied = sizes["token_embd.weight"] if shape.get("tied") and flags.n_gpu_layers else 0
+    assert sum(weights(plan).values()) == sum(sizes.values()) + copied
+    assert flags.ctx_size == 256 and flags.model == str(path)
+    assert flags.cache_type_k == flags.cache_type_v == "f16"
+    cell = 2 * (32 + 32) * 2  # two heads with keys and values of 32 numbers
+    assert plan.bytes[VRAM]["kv_cache"] + plan.bytes[RAM]["kv_cache"] == 256 * 4 * cell
+
+
+@pytest.mark.parametrize(("vram", "ram"), [("12GiB", "8GiB"), ("200MiB", "8GiB"), ("170MiB", "8GiB")])
+def test_a_model_without_a_gguf_is_assumed_in_16_bits(model: Path, vram: str, ram: str) -> None:
+    plan = planned(llama_cpp, model, vram=vram, ram=ram)
+    flags, module = llama_flags(plan.command), on_meta(model)
+    embedding, output = module.get_input_embeddings().weight, module.get_output_embeddings().weight
+    copied = 2 * embedding.numel() if embedding is output and flags.n_gpu_layers else 0
+    vectors = sum(p.numel() for name, p in module.named_parameters() if p.dim() < 2 or ".gate.weight" in name)
+    everything = sum(p.numel() for p in module.parameters())
+    assert sum(weights(plan).values()) == 2 * everything + 2 * vectors + copied
+    assert "has 16 bits" in " ".join(plan.assumed)
+
+
+def test_llama_3_8b_has_the_buffers_that_llama_cpp_prints() -> None:
+    """Of Llama 3 8B in a context of 8,192 tokens it reports 258.50 MiB and a cache of 1,024 MiB, all on the GPU."""
+    plan = planned(llama_cpp, "llama-3-8b", gpu="A100 80GB", seq=8000, new_tokens=192)
+    assert plan.bytes[VRAM]["compute_buffer"] == 258.5 * (1 << 20)
+    assert plan.bytes[VRAM]["kv_cache"] == 1 << 30
+    assert llama_flags(plan.command).n_gpu_layers == 33
+
+
+def test_experts_leave_the_gpu_before_layers() -> None:
+    flags = llama_flags(planned(llama_cpp, "qwen3-30b-a3b", ram="60GiB").command)
+    assert flags.n_gpu_layers == 49 and 0 < flags.n_cpu_moe < 48
+
+
+def test_a_cache_is_rounded_last_and_never_where_nothing_may_be(llama: Path) -> None:
+    tight = {"vram": "1GiB", "ram": "300MiB", "batch": 128, "seq": 1000}
+    with pytest.raises(BudgetError):
+        planned(llama_cpp, llama, **tight, lossless=True)
+    assert llama_flags(planned(llama_cpp, llama, **tight).command).cache_type_k == "q8_0"
+
+
+@pytest.mark.parametrize("without", ["embedding_length", "block_count", "head_count"])
+def test_a_gguf_that_is_no_language_model_is_refused(tmp_path: Path, without: str) -> None:
+    with pytest.raises(UnsupportedError, match="not a language model"):
+        planned(llama_cpp, gguf_file(tmp_path / "model.gguf", without=without))
+
+
+def test_a_gguf_is_for_llama_cpp_alone(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"Give --for llama\.cpp"):
+        planned(accelerate, gguf_file(tmp_path / "model.gguf"))

@@ -48,7 +48,6 @@ _USED = {
     "compare_gpus": _SEVERAL | {"compare_gpus", "price", "disk", "lossless"},
     "gpus": _SEVERAL | {"gpus", "top"},
 }
-_SPLITS = ": splits are searched for AdamW, full training and bf16"
 _ONLY_WITH = {
     "price": ("--compare-gpus", "--compare-gpus 1,2,4"),
     **dict.fromkeys(("gpus_per_node", "global_batch", "engine"), ("--gpus", "--gpus")),
@@ -103,7 +102,7 @@ def _refuse_unused(context: click.Context) -> None:
         unused_flags = ", ".join(unused)
         raise UsageError(
             f"{unused_flags} {'was' if len(unused) == 1 else 'were'} given beside {flags[asked]}.",
-            f"It would have no effect{'' if asked == 'engine_name' else _SPLITS}.",
+            "It would have no effect.",
             f"Leave out {unused_flags}, or {flags[asked]}.",
         )  # fmt: skip
 

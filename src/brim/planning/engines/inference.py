@@ -1,13 +1,18 @@
-"""Settings of engines that run models: accelerate."""
+"""Settings of engines that run models: accelerate, llama.cpp."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,6 +20,7 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.step_memory import Inputs
 from brim.estimation.workload import STORED
+from brim.models.gguf import open_gguf
 from brim.models.opening import DTYPES
 from brim.planning.engines.answer import EnginePlan, check, copied, published
 from brim.planning.inference.memory import Sizes
@@ -23,7 +29,10 @@ from brim.planning.request import Machine
 from brim.planning.subject import Subject
 from brim.requests.plan import MeshRequest
 from brim.techniques.blocks import tensor_bytes
+from brim.techniques.experts.technique import find_experts
+from brim.units import MIB, format_bytes, format_seconds
 
+_Bytes = dict[str, dict[str, int]]  # by tier and use
 _PROCESS = "{:,} B of RAM for the process and {:,} B of VRAM for its libraries, as in brim's own plans"
 
 
@@ -142,3 +151,121 @@ def _mapped(
         cannot=(*waits, "accelerate cannot put a part of the KV cache into another memory than the activations."),
         assumed=(*machine.assumed, _PROCESS.format(spent[RAM], spent[VRAM])),
     )  # fmt: skip
+
+
+# -- llama.cpp -------------------------------------------------------------------------------------------------------
+
+_BUFFERS = (
+    "llama.cpp's compute buffer has, of -ub tokens in float32, logits and a hidden state or a layer's intermediate "
+    "results, and the largest tensor that a prompt copies from RAM; cuBLAS takes 64 MiB and operands in 16 bits"
+)
+_NO_DISK = "llama.cpp cannot read from disk inside a budget: without --no-mmap the kernel decides what stays in RAM."
+_BY_US = "the .gguf has 16 bits, as convert_hf_to_gguf.py writes it; quantized ones are smaller"
+_EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")  # LLM_FFN_EXPS_REGEX, which --n-cpu-moe uses
+_INPUT, _OUTPUT, _PAGE = "token_embd.weight", "output.weight", 256  # a cache has a multiple of 256 tokens
+
+
+class _Gguf(NamedTuple):
+    """A model as llama.cpp loads it: bytes of tensors by name, and of a token in each layer's 16-bit cache; ``inner``
+    is the widest result of a feed-forward part."""
+
+    tensors: dict[str, int]
+    cache: list[int]
+    hidden: int
+    inner: int
+    vocabulary: int
+
+
+def _of_file(path: Path) -> _Gguf:
+    reader = open_gguf(path)
+    fields = {name.partition(".")[2]: f.contents() for name, f in reader.fields.items() if name[:9] != "tokenizer"}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    needed = {"embedding_length", "block_count", "feed_forward_length", "attention.head_count"}
+    if not needed <= fields.keys() or _INPUT not in tensors or any(name.startswith("ssm.") for name in fields):
+        raise UnsupportedError(
+            f"Cannot plan {path} for llama.cpp.", "It is not a language model of attention layers."
+        )
+    hidden, heads = fields["embedding_length"], fields["attention.head_count"]
+    width = fields.get("attention.key_length", hidden // int(np.max(heads)))
+    token = 2 * (width + fields.get("attention.value_length", width))
+    each = fields.get("attention.head_count_kv", heads)
+    cache = [int(token * count) for count in np.broadcast_to(each, fields["block_count"])]
+    inner = fields.get("expert_used_count", 0) * fields.get("expert_feed_forward_length", 0)
+    inner, sizes = (
+        max(inner, int(np.max(fields["feed_forward_length"]))),
+        {n: int(t.n_bytes) for n, t in tensors.items()},
+    )
+    return _Gguf(sizes, cache, hidden, inner, int(tensors[_INPUT].shape[1]))
+
+
+def _as_file(subject: Subject) -> _Gguf:
+    """Return the model as convert_hf_to_gguf.py stores it: matrices in 16 bits, vectors and routers in float32."""
+    module: Any = subject.module
+    config, shape = module.config.get_text_config(), subject.shape
+    numbers = {name: re.match(r"(.*?)\.(\d+)\.(.*)", name) for name, _ in module.named_parameters()}
+    is_plain = subject.precision != STORED and len({match[1] for match in numbers.values() if match}) == 1
+    if not is_plain or shape is None or not (shape.only_attention and shape.planned):
+        why = "brim does not know how llama.cpp stores its packed weights, several stacks of layers or states."
+        raise UnsupportedError(f"Cannot plan {subject.name} for llama.cpp.", why, "Give its .gguf file.")
+    experts = {name for layer in find_experts(module) for name in layer.tensors}
+    ends = {id(module.get_output_embeddings().weight): _OUTPUT, id(module.get_input_embeddings().weight): _INPUT}
+    tensors: dict[str, int] = {}
+    for name, parameter in module.named_parameters():
+        match, is_float = numbers[name], parameter.dim() < 2 or re.search(r"\.(gate|router)\.weight$", name)
+        stored = f"blk.{match[2]}.{'ffn_up_exps.' * (name in experts)}{match[3]}" if match else name
+        tensors[ends.get(id(parameter), stored)] = parameter.numel() * (4 if is_float else 2)
+    most = max(layer.heads * (layer.key_dim + layer.value_dim) for _, layer in shape.planned)
+    inner = getattr(config, "num_experts_per_tok", 0) * getattr(config, "moe_intermediate_size", 0)
+    inner = max(inner, getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    return _Gguf(tensors, [2 * most] * len(shape.layers), config.hidden_size, inner, config.vocab_size)
+
+
+def llama_cpp(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
+    """Yield flags, the fastest first: experts leave the GPU before layers, and the cache is rounded last."""
+    check(request, machine, "llama.cpp", "generate", several=False, cpu=True)
+    path, is_file = Path(request.model).expanduser(), Path(request.model).suffix.lower() == ".gguf"
+    model = _of_file(path) if is_file else _as_file(_subject(request, machine, "llama.cpp"))
+    every, name = len(model.cache), str(path) if is_file else f"{path.name}-16bit.gguf"
+    moe = every if any(map(_EXPERTS.search, model.tensors)) else 0  # layers whose experts may be in RAM
+    steps = [(every + 1, count) for count in range(moe + 1)] + [(count, moe) for count in range(every, -1, -1)]
+    tokens = -(-(request.seq + request.new_tokens) // _PAGE) * _PAGE
+    for kind, (layers, on_cpu) in product(("f16", "q8_0")[: 2 - request.lossless], [*steps, (0, -1)]):
+        if on_cpu >= 0 and machine.hardware.compute == RAM:
+            continue
+        used = _sizes(model, request.batch * tokens, tokens, layers, on_cpu, 34 / 64 if kind == "q8_0" else 1.0)
+        away = used[RAM]["weights"] - model.tensors[_INPUT]
+        seconds = format_seconds(away / (machine.hardware.tier(RAM).bytes_per_s or math.inf))
+        slow = f"the processor computes with {format_bytes(away)}, in {seconds}, or a token's share of the experts"
+        yield EnginePlan(
+            engine="llama.cpp", model=path.name, machine=machine, bytes=used,
+            command=f"llama-server -m {shlex.quote(name)} -ngl {layers} -c {tokens * request.batch} "
+            f"-np {request.batch} -b 2048 -ub 512 -fa on -ctk {kind} -ctv {kind} --no-mmap"
+            + (f" --n-cpu-moe {on_cpu}" if on_cpu > 0 else " -dev none" if on_cpu < 0 else ""),
+            cannot=(f"llama.cpp cannot copy weights to the GPU for each token: {slow}.", _NO_DISK)[not away :],
+            assumed=(*machine.assumed, *(() if is_file else (_BY_US,)), _BUFFERS),
+        )  # fmt: skip
+
+
+def _sizes(model: _Gguf, cells: int, tokens: int, layers: int, on_cpu: int, rounding: float) -> _Bytes:
+    """Return the bytes with the output and the last layers on the GPU: ``layers`` of them all. The first ``on_cpu``
+    layers have their experts in RAM; -1: there is no GPU."""
+    tensors, first, micro = model.tensors, len(model.cache) + 1 - layers, min(512, cells)
+    resident = {_OUTPUT: tensors.get(_OUTPUT, tensors[_INPUT])} if layers else {}  # a copy of the input, if tied
+    for name, count in tensors.items():
+        number = int(match[1]) if (match := re.match(r"blk\.(\d+)\.", name)) else -1
+        is_expert = number < on_cpu and _EXPERTS.search(name) is not None
+        if (number >= first and not is_expert) if match else layers and name != _INPUT:
+            resident[name] = count
+    away = {name: count for name, count in tensors.items() if name not in resident}
+    copies = [count for name, count in away.items() if name != _INPUT or not (layers or _OUTPUT in tensors)]
+    mask, operands = 6 * micro * tokens, 2 * micro * (model.vocabulary + model.inner)
+    inside = 4 * micro * (6 * model.hidden + 3 * model.inner) + mask
+    buffer = max(inside, 4 * micro * (model.vocabulary + model.hidden))
+    used = {RAM: {
+        "weights": sum(away.values()), "kv_cache": int(rounding * cells * sum(model.cache[:first])),
+        "compute_buffer": mask + (buffer if copies else 0), "process": 256 * MIB,
+    }}  # fmt: skip
+    return used if on_cpu < 0 else used | {VRAM: {
+        "weights": sum(resident.values()), "kv_cache": int(rounding * cells * sum(model.cache[first:])),
+        "compute_buffer": buffer + max(copies, default=0), "libraries": 64 * MIB + operands,
+    }}  # fmt: skip

@@ -21,7 +21,7 @@ def llama(tmp_path: Path) -> str:
     return str(tmp_path / "model")
 
 
-@pytest.mark.parametrize("engine", ["accelerate"])
+@pytest.mark.parametrize("engine", ["accelerate", "llama.cpp"])
 def test_the_file_is_what_the_document_has_and_the_command_names_it(
     llama: str, engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
