@@ -22,11 +22,11 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.models.gguf import open_gguf
 from brim.planning.engines.answer import EnginePlan, first_that_fits
-from brim.planning.engines.inference import accelerate, llama_cpp
-from brim.planning.request import machine_of
+from brim.planning.engines.inference import accelerate, llama_cpp, vllm
+from brim.planning.request import Machine, machine_of
 from brim.requests.plan import MeshRequest
 from support.planned import LLAMA
-from support.recorded_cases import MOE
+from support.recorded_cases import CPU, MOE
 from support.tiny_model import save_llama
 
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 512, "n_layer": 6, "n_head": 8,
@@ -154,7 +154,7 @@ def test_the_least_budget_of_a_refusal_is_enough(llama: Path) -> None:
 def test_packed_weights_are_not_placed_by_a_device_map(tmp_path: Path) -> None:
     packed = {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
     (tmp_path / "config.json").write_text(json.dumps(packed))
-    with pytest.raises(UnsupportedError, match="packed weights"):
+    with pytest.raises(UnsupportedError, match="stores its packed weights"):
         planned(accelerate, tmp_path)
 
 
@@ -279,3 +279,92 @@ def test_a_gguf_that_is_no_language_model_is_refused(tmp_path: Path, without: st
 def test_a_gguf_is_for_llama_cpp_alone(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"Give --for llama\.cpp"):
         planned(accelerate, gguf_file(tmp_path / "model.gguf"))
+
+
+# -- vLLM ------------------------------------------------------------------------------------------------------------
+
+
+def vllm_flags(command: str) -> argparse.Namespace:
+    """Parse the command strictly by the fields of vLLM's CacheConfig, SchedulerConfig, ModelConfig and offloader."""
+    parser = argparse.ArgumentParser(prog="vllm serve", allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("model")
+    parser.add_argument("--dtype", choices=("auto", "half", "float16", "bfloat16", "float", "float32"))
+    for name in ("max-model-len", "max-num-seqs", "max-num-batched-tokens", "kv-cache-memory-bytes"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.92)
+    parser.add_argument("--cpu-offload-gb", type=float, default=0)
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--enforce-eager", action="store_true")
+    program, serve, *words = shlex.split(command)
+    assert (program, serve) == ("vllm", "serve")
+    flags = parser.parse_args(words)
+    assert 0 < flags.gpu_memory_utilization <= 1 and flags.max_num_batched_tokens >= flags.max_num_seqs
+    return flags
+
+
+@pytest.mark.parametrize("vram", ["12GiB", "1GiB", "430MiB"])
+def test_vllm_has_room_for_every_sequence_and_moves_the_rest(model: Path, vram: str) -> None:
+    plan = planned(vllm, model, vram=vram, ram="8GiB", batch=4)
+    flags, module = vllm_flags(plan.command), on_meta(model)
+    assert (flags.max_model_len, flags.max_num_seqs, flags.max_num_batched_tokens) == (80, 4, 320)
+    assert flags.kv_cache_memory_bytes == plan.bytes[VRAM]["kv_cache"]
+    everything = distinct_bytes(module.parameters())
+    assert weights(plan)[VRAM] == everything - int(flags.cpu_offload_gb * (1 << 30))
+    assert weights(plan)[RAM] >= everything - weights(plan)[VRAM]
+    total = plan.machine.hardware.tier(VRAM).capacity_bytes
+    assert flags.gpu_memory_utilization * total <= plan.machine.budget_bytes[VRAM]
+    assert flags.enforce_eager is (vram != "12GiB")
+    assert (flags.cpu_offload_gb > 0) is (plan.bytes[RAM]["weights"] > 0)
+
+
+def test_vllm_offloads_what_does_not_fit(llama: Path) -> None:
+    fits = planned(vllm, llama, vram="400MiB", ram="8GiB")
+    tight = sum(fits.bytes[VRAM].values()) - (50 << 20)
+    flags = vllm_flags(planned(vllm, llama, vram=tight, ram="8GiB").command)
+    assert (50 << 20) <= flags.cpu_offload_gb * (1 << 30) <= (61 << 20)
+
+
+def test_the_cache_of_vllm_has_a_block_of_16_tokens_more_than_its_sequences(llama: Path) -> None:
+    cell = 4 * 4 * 2 * 128 * 2  # four layers of four heads
+    assert planned(vllm, llama, batch=3).bytes[VRAM]["kv_cache"] == (3 * 80 + 16) * cell
+
+
+def test_each_gpu_has_its_share_of_weights_and_heads(llama: Path) -> None:
+    alone, split = planned(vllm, llama), planned(vllm, llama, gpus=4)
+    assert split.bytes[VRAM]["kv_cache"] * 4 == alone.bytes[VRAM]["kv_cache"]
+    assert 0 <= 4 * weights(split)[VRAM] - weights(alone)[VRAM] < 3 * 20 * 1024  # the norms, which each GPU has
+    assert vllm_flags(split.command).tensor_parallel_size == split.gpus == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"task": "train"}, UsageError, "Add --task generate"),
+        ({"gpus": 3}, UnsupportedError, "divides 8 attention heads"),
+        ({"vram": "100MiB"}, BudgetError, "of VRAM at least"),
+        ({"seq": 5000}, UsageError, "at most 4096 tokens"),
+    ],
+)
+def test_vllm_refuses(llama: Path, settings: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        planned(vllm, llama, **settings)
+
+
+def test_vllm_needs_a_gpu(llama: Path) -> None:
+    request = MeshRequest(model=str(llama), seq=64, new_tokens=16)
+    machine = Machine(hardware=CPU, budget_bytes={RAM: 1 << 30})
+    with pytest.raises(UsageError, match="Give --gpu or --vram"):
+        first_that_fits(vllm(request, machine))
+
+
+def test_packed_weights_stay_packed_in_vllm(tmp_path: Path) -> None:
+    packed = {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    (tmp_path / "config.json").write_text(json.dumps(packed))
+    plan = planned(vllm, tmp_path)
+    assert weights(plan)[VRAM] < weights(planned(vllm, tmp_path, precision="bf16"))[VRAM] / 3
+    assert vllm_flags(plan.command).dtype == "auto"
+
+
+def test_a_name_of_the_catalog_is_given_as_its_hub_id() -> None:
+    assert vllm_flags(planned(vllm, "llama-3.2-1b").command).model == "meta-llama/Llama-3.2-1B"

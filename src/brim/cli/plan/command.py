@@ -67,8 +67,7 @@ def plan(options: PlanOptions) -> int | None:
     if options.engine_name is not None:
         from brim.cli.plan.comparisons import show_engine
 
-        show_engine(build(MeshRequest, vars(options)), options.engine_name, options.output, options.as_json)
-        return None
+        return show_engine(build(MeshRequest, vars(options)), options.engine_name, options.output, options.as_json)
     if options.compare_gpus is not None:
         from brim.cli.plan.comparisons import show_counts
 

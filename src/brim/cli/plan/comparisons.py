@@ -61,23 +61,23 @@ class Row:
         }  # fmt: skip
 
 
-def show_engine(request: MeshRequest, engine: str, output: Path | None, as_json: bool) -> None:
+def show_engine(request: MeshRequest, engine: str, output: Path | None, as_json: bool) -> int | None:
     """Plan for another engine, write its file or command, and print. Raises BudgetError where nothing fits."""
     load("brim.planning.opening", MODELS)
     from brim.planning.engines.answer import first_that_fits
-    from brim.planning.engines.inference import accelerate, llama_cpp
+    from brim.planning.engines.inference import accelerate, llama_cpp, vllm
     from brim.planning.request import machine_of
 
     request.check()
     with Console(stderr=True).status("Planning"):
         plan = first_that_fits(
-            {"accelerate": accelerate, "llama.cpp": llama_cpp}[engine](request, machine_of(request))
+            {"accelerate": accelerate, "llama.cpp": llama_cpp, "vllm": vllm}[engine](request, machine_of(request))
         )
     if output is not None:
         write_text(output, plan.file or f"# by brim\n{plan.command}\n")
     if as_json:
         print_json(plan.to_json())
-        return
+        return None
     console = Console(highlight=False, soft_wrap=True)
     totals = (f"{format_bytes(count)} of {tier.upper()}" for tier, count in plan.peak_bytes.items() if count)
     console.print(f"{engine} runs {plan.model} in {', '.join(totals)}.", style="bold")
@@ -90,6 +90,7 @@ def show_engine(request: MeshRequest, engine: str, output: Path | None, as_json:
     console.print_table(("", "of", "bytes"), rows, left=("of",))
     for text in (*plan.cannot, plan.command.replace(plan.file_name or "\n", str(output or plan.file_name or "\n"))):
         console.print(text)
+    return None
 
 
 def show_counts(request: PlanOptions) -> int | None:

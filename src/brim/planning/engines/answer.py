@@ -47,20 +47,15 @@ class EnginePlan:
         return sum(max(0, count - budget.get(tier, count)) for tier, count in self.peak_bytes.items())
 
     def to_json(self) -> dict[str, Any]:
-        hardware, budget_bytes = self.machine.hardware.name, dict(self.machine.budget_bytes)
-        return {name: value for name, value in vars(self).items() if name != "machine"} | {
-            "hardware": hardware, "budget_bytes": budget_bytes, "peak_bytes": self.peak_bytes
-        }  # fmt: skip
+        machine = {"hardware": self.machine.hardware.name, "budget_bytes": dict(self.machine.budget_bytes)}
+        return vars(self) | {"machine": machine, "peak_bytes": self.peak_bytes}
 
 
 def first_that_fits(plans: Iterable[EnginePlan]) -> EnginePlan:
     """Return the first plan within its budgets. Raises BudgetError, with the least bytes above them, without one."""
-    tried = []
-    for plan in plans:
-        if not plan.excess_bytes():
-            return plan
-        tried.append(plan)
-    nearest = min(tried, key=EnginePlan.excess_bytes)
+    nearest = min(plans, key=EnginePlan.excess_bytes)  # of equal ones the first, which is the fastest
+    if not nearest.excess_bytes():
+        return nearest
     budget, machine = nearest.machine.budget_bytes, nearest.machine
     needs = {tier: count for tier, count in nearest.peak_bytes.items() if count > budget.get(tier, count)}
     options = {tier: ram_option(machine, count) if tier == RAM else count for tier, count in needs.items()}
@@ -81,8 +76,8 @@ def published(model: str | Path) -> str:
 
 def copied(machine: Machine, source: str, target: str, count: int) -> str:
     """Return bytes in words, with the seconds of their copy."""
-    seconds = format_seconds(machine.hardware.link(source, target).seconds(count))
-    return f"{format_bytes(count)} from {source.upper()} ({seconds})"
+    link = machine.hardware.link(source, target)
+    return f"{format_bytes(count)} from {source.upper()} ({format_seconds(link.seconds(count))})"
 
 
 def check(

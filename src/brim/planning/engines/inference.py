@@ -1,4 +1,4 @@
-"""Settings of engines that run models: accelerate, llama.cpp."""
+"""Settings of engines that run models: accelerate, llama.cpp, vLLM."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import nn
 
+from brim import catalog
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.step_memory import Inputs
@@ -23,14 +25,14 @@ from brim.estimation.workload import STORED
 from brim.models.gguf import open_gguf
 from brim.models.opening import DTYPES
 from brim.planning.engines.answer import EnginePlan, check, copied, published
-from brim.planning.inference.memory import Sizes
+from brim.planning.inference.memory import Sizes, scores_bytes
 from brim.planning.opening import described_subject
 from brim.planning.request import Machine
 from brim.planning.subject import Subject
 from brim.requests.plan import MeshRequest
 from brim.techniques.blocks import tensor_bytes
 from brim.techniques.experts.technique import find_experts
-from brim.units import MIB, format_bytes, format_seconds
+from brim.units import GIB, MIB, format_bytes, format_seconds
 
 _Bytes = dict[str, dict[str, int]]  # by tier and use
 _PROCESS = "{:,} B of RAM for the process and {:,} B of VRAM for its libraries, as in brim's own plans"
@@ -44,7 +46,16 @@ def _subject(request: MeshRequest, machine: Machine, engine: str) -> Subject:
     if request.precision not in (None, *DTYPES):
         raise UsageError(asked, f"{request.precision} is brim's own.", f"Give --precision {' or '.join(DTYPES)}.")
     inputs = Inputs(batch=request.batch, prompt=request.seq, total=request.seq + request.new_tokens)
-    return described_subject(request, machine, inputs, request.precision)
+    subject = described_subject(request, machine, inputs, request.precision)
+    if subject.precision == STORED and engine != "vllm":
+        raise UnsupportedError(
+            asked, f"brim does not know how {engine} stores its packed weights.", "Give --for vllm."
+        )
+    return subject
+
+
+def _dtype(precision: str | None) -> str:
+    return str(DTYPES.get(precision or "", "auto")).removeprefix("torch.")
 
 
 # -- accelerate ------------------------------------------------------------------------------------------------------
@@ -63,9 +74,6 @@ def accelerate(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
     """Yield device maps, the fastest first: layers leave the GPU from the last on, to RAM and then to disk."""
     check(request, machine, "accelerate", "generate", several=False, cpu=True)
     subject = _subject(request, machine, "accelerate")
-    if subject.precision == STORED:
-        asked, why = f"Cannot plan {subject.name} for accelerate.", "transformers itself places packed weights."
-        raise UnsupportedError(asked, why, "Give --precision bf16 for the unpacked model, or --for vllm.")
     beside, units = _beside(request, subject), _units(subject.module)
     rest, layers = ([unit.path for unit in units if unit.is_layer is is_layer] for is_layer in (False, True))
     for first in range(len(layers), -1, -1):
@@ -130,12 +138,9 @@ def _mapped(
         weights[places[unit.path]] += unit.bytes
     used = {tier: {"weights": count} for tier, count in weights.items()}
     used[RAM] |= {"process": spent[RAM], "weights_in_use": in_use if weights[DISK] else 0}
-    used[main] |= beside
-    if main == VRAM:
-        used[VRAM] |= {"weights_in_use": in_use, "libraries": spent[VRAM]}
+    used[main] |= beside | ({"weights_in_use": in_use, "libraries": spent[VRAM]} if main == VRAM else {})
     names: dict[str, int | str] = {VRAM: 0, RAM: "cpu", DISK: "disk"}
     most = {tier: machine.budget_bytes[tier] - sum(used[tier].values()) + weights[tier] for tier in (main, RAM)}
-    dtype = "auto" if request.precision is None else str(DTYPES[request.precision]).removeprefix("torch.")
     folder = ', offload_folder="offload"' if weights[DISK] else ""
     waits = [
         f"accelerate cannot copy while it computes: each pass waits for {copied(machine, tier, to, weights[tier])}."
@@ -145,8 +150,8 @@ def _mapped(
     return EnginePlan(
         engine="accelerate", model=subject.name, machine=machine, bytes=used,
         settings={"max_memory": {names[tier]: count for tier, count in most.items()}},
-        command=f'{type(subject.module).__name__}.from_pretrained("{published(request.model)}", dtype="{dtype}", '
-        f'device_map=json.load(open("device_map.json")){folder})',
+        command=f'{type(subject.module).__name__}.from_pretrained("{published(request.model)}", '
+        f'dtype="{_dtype(request.precision)}", device_map=json.load(open("device_map.json")){folder})',
         file=json.dumps({path: names[tier] for path, tier in places.items()}, indent=2), file_name="device_map.json",
         cannot=(*waits, "accelerate cannot put a part of the KV cache into another memory than the activations."),
         assumed=(*machine.assumed, _PROCESS.format(spent[RAM], spent[VRAM])),
@@ -203,9 +208,9 @@ def _as_file(subject: Subject) -> _Gguf:
     module: Any = subject.module
     config, shape = module.config.get_text_config(), subject.shape
     numbers = {name: re.match(r"(.*?)\.(\d+)\.(.*)", name) for name, _ in module.named_parameters()}
-    is_plain = subject.precision != STORED and len({match[1] for match in numbers.values() if match}) == 1
-    if not is_plain or shape is None or not (shape.only_attention and shape.planned):
-        why = "brim does not know how llama.cpp stores its packed weights, several stacks of layers or states."
+    stacks = {match[1] for match in numbers.values() if match}
+    if len(stacks) != 1 or shape is None or not (shape.only_attention and shape.planned):
+        why = "brim does not know how llama.cpp stores several stacks of layers, or states that are no cache."
         raise UnsupportedError(f"Cannot plan {subject.name} for llama.cpp.", why, "Give its .gguf file.")
     experts = {name for layer in find_experts(module) for name in layer.tensors}
     ends = {id(module.get_output_embeddings().weight): _OUTPUT, id(module.get_input_embeddings().weight): _INPUT}
@@ -228,10 +233,11 @@ def llama_cpp(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
     every, name = len(model.cache), str(path) if is_file else f"{path.name}-16bit.gguf"
     moe = every if any(map(_EXPERTS.search, model.tensors)) else 0  # layers whose experts may be in RAM
     steps = [(every + 1, count) for count in range(moe + 1)] + [(count, moe) for count in range(every, -1, -1)]
-    tokens = -(-(request.seq + request.new_tokens) // _PAGE) * _PAGE
+    steps, tokens = (
+        steps * (machine.hardware.compute == VRAM),
+        -(-(request.seq + request.new_tokens) // _PAGE) * _PAGE,
+    )
     for kind, (layers, on_cpu) in product(("f16", "q8_0")[: 2 - request.lossless], [*steps, (0, -1)]):
-        if on_cpu >= 0 and machine.hardware.compute == RAM:
-            continue
         used = _sizes(model, request.batch * tokens, tokens, layers, on_cpu, 34 / 64 if kind == "q8_0" else 1.0)
         away = used[RAM]["weights"] - model.tensors[_INPUT]
         seconds = format_seconds(away / (machine.hardware.tier(RAM).bytes_per_s or math.inf))
@@ -247,8 +253,7 @@ def llama_cpp(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
 
 
 def _sizes(model: _Gguf, cells: int, tokens: int, layers: int, on_cpu: int, rounding: float) -> _Bytes:
-    """Return the bytes with the output and the last layers on the GPU: ``layers`` of them all. The first ``on_cpu``
-    layers have their experts in RAM; -1: there is no GPU."""
+    """Return the bytes with ``layers``, the output as the last, on the GPU; ``on_cpu`` as --n-cpu-moe, -1: no GPU."""
     tensors, first, micro = model.tensors, len(model.cache) + 1 - layers, min(512, cells)
     resident = {_OUTPUT: tensors.get(_OUTPUT, tensors[_INPUT])} if layers else {}  # a copy of the input, if tied
     for name, count in tensors.items():
@@ -269,3 +274,53 @@ def _sizes(model: _Gguf, cells: int, tokens: int, layers: int, on_cpu: int, roun
         "weights": sum(resident.values()), "kv_cache": int(rounding * cells * sum(model.cache[first:])),
         "compute_buffer": buffer + max(copies, default=0), "libraries": 64 * MIB + operands,
     }}  # fmt: skip
+
+
+# -- vLLM ------------------------------------------------------------------------------------------------------------
+
+_GRAPHS = "vLLM's CUDA graphs take 3 GiB, the most by its own message, and its other libraries 150 MiB, its reserve"
+
+
+def vllm(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
+    """Yield flags, the fastest first: with CUDA graphs, without, with weights in RAM, and with a cache of 8 bits."""
+    check(request, machine, "vllm", "generate", several=True)
+    subject, room = _subject(request, machine, "vllm"), machine.budget_bytes[VRAM]
+    gpus, batch, capacity_bytes = request.gpus or 1, request.batch, machine.hardware.tier(VRAM).capacity_bytes
+    module, share = cast(Any, subject.module), room * 1000 // capacity_bytes / 1000
+    shape, heads = subject.shape, module.config.get_text_config().num_attention_heads
+    if shape is None or not (shape.only_attention and shape.planned) or heads % gpus:
+        why = f"brim divides {heads} attention heads among --gpus, and knows caches of attention alone."
+        raise UnsupportedError(f"Cannot plan {subject.name} for vllm.", why, "Give other --gpus.")
+    tensors = {name: tensor_bytes(parameter) for name, parameter in module.named_parameters()}
+    sizes = {name: count // gpus if count >= MIB else count for name, count in tensors.items()}
+    layered = [count for name, count in sizes.items() if re.search(r"\.\d+\.", name)]  # of these vLLM moves the first
+    length, width = request.seq + request.new_tokens, shape.planned[0][1].dtype.itemsize
+    numbers = len(shape.layers) * max(max(1, p.heads // gpus) * (p.key_dim + p.value_dim) for _, p in shape.planned)
+    cells, tokens = 16 * (batch * -(-length // 16) + 1), max(batch, min(2048, batch * length))
+    one = Sizes(prompt=tokens, total=tokens + 1, chunk=tokens)
+    used = {
+        "weights": sum(sizes.values()), "kv_cache": cells * numbers * width, "cuda_graphs": 3 * GIB,
+        "activations": subject.watch(one).step_bytes + scores_bytes(module, replace(one, batch=batch, drawn=True)),
+        "libraries": 150 * MIB + (catalog.nccl_bytes(gpus) if gpus > 1 else 0),
+    }  # fmt: skip
+    flags = (
+        f"vllm serve {shlex.quote(published(request.model))} --dtype {_dtype(subject.precision)} "
+        f"--max-model-len {length} --max-num-seqs {batch} --max-num-batched-tokens {tokens} "
+        f"--tensor-parallel-size {gpus} --gpu-memory-utilization {share}"
+    )
+    eager, small = {"cuda_graphs": 0}, {"cuda_graphs": 0, "kv_cache": cells * numbers}
+    for changed, may_move in (({}, 0), (eager, 0), (eager, 1), (small, 1))[: 4 - request.lossless]:
+        here: dict[str, int] = used | changed
+        excess = min(may_move * max(0, sum(here.values()) - room), sum(layered))
+        moved = min(math.ceil(excess * 100 / GIB) / 100, sum(layered) / GIB)
+        here["weights"] -= int(moved * GIB)
+        in_ram = gpus * (int(moved * GIB) + (max(layered) if moved else 0))
+        slow = f"vLLM cannot choose what it moves: each pass reads {copied(machine, RAM, VRAM, int(moved * GIB))}."
+        yield EnginePlan(
+            engine="vllm", model=subject.name, machine=machine, gpus=gpus,
+            bytes={VRAM: here, RAM: {"weights": in_ram, "process": gpus * subject.spent_bytes[RAM]}},
+            command=f"{flags} --kv-cache-memory-bytes {here['kv_cache']}" + " --enforce-eager" * bool(changed)
+            + f" --cpu-offload-gb {moved}" * bool(moved) + " --kv-cache-dtype fp8" * (changed is small),
+            cannot=(slow, "vLLM cannot compute with a KV cache that is partly in RAM.")[not moved :],
+            assumed=(*machine.assumed, _GRAPHS, _PROCESS.format(subject.spent_bytes[RAM], 0)),
+        )  # fmt: skip

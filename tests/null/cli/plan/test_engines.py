@@ -21,19 +21,19 @@ def llama(tmp_path: Path) -> str:
     return str(tmp_path / "model")
 
 
-@pytest.mark.parametrize("engine", ["accelerate", "llama.cpp"])
+@pytest.mark.parametrize("engine", ["accelerate", "llama.cpp", "vllm"])
 def test_the_file_is_what_the_document_has_and_the_command_names_it(
     llama: str, engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "written"
     for _ in range(2):  # its own file is written anew
-        assert main(["plan", llama, "--for", engine, *CARD, "--vram", "200MiB", "--output", str(file)]) == 0
+        assert main(["plan", llama, "--for", engine, *CARD, "--vram", "400MiB", "--output", str(file)]) == 0
         printed = capsys.readouterr().out
-    assert main(["plan", llama, "--for", engine, *CARD, "--vram", "200MiB", "--json"]) == 0
+    assert main(["plan", llama, "--for", engine, *CARD, "--vram", "400MiB", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert file.read_text() == (document["file"] or f"# by brim\n{document['command']}\n")
     assert (str(file) if document["file"] else document["command"]) in printed.splitlines()[-1]
-    assert document["peak_bytes"]["vram"] <= document["budget_bytes"]["vram"] == 200 << 20
+    assert document["peak_bytes"]["vram"] <= document["machine"]["budget_bytes"]["vram"] == 400 << 20
 
 
 def test_what_does_not_fit_has_its_exit_code_and_the_least_budget(
