@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import json
 import re
 import shlex
@@ -15,6 +17,7 @@ import pytest
 import torch
 from accelerate import infer_auto_device_map
 from accelerate.utils.modeling import check_device_map
+from diffusers import DiffusionPipeline
 from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,9 +25,10 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.models.gguf import open_gguf
 from brim.planning.engines.answer import EnginePlan, first_that_fits
-from brim.planning.engines.inference import accelerate, llama_cpp, vllm
+from brim.planning.engines.inference import accelerate, diffusers, llama_cpp, vllm
 from brim.planning.request import Machine, machine_of
 from brim.requests.plan import MeshRequest
+from support.pipelines import small_pipeline
 from support.planned import LLAMA
 from support.recorded_cases import CPU, MOE
 from support.tiny_model import save_llama
@@ -368,3 +372,88 @@ def test_packed_weights_stay_packed_in_vllm(tmp_path: Path) -> None:
 
 def test_a_name_of_the_catalog_is_given_as_its_hub_id() -> None:
     assert vllm_flags(planned(vllm, "llama-3.2-1b").command).model == "meta-llama/Llama-3.2-1B"
+
+
+# -- diffusers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline")
+    small_pipeline(folder).save_pretrained(folder / "saved")
+    return folder / "saved"
+
+
+def pipeline_call(command: str) -> tuple[str, dict[str, Any]]:
+    """The method that the command calls, with its arguments, which the installed diffusers has to accept."""
+    load, apply = ast.parse(command).body
+    assert isinstance(load, ast.Assign) and isinstance(apply, ast.Expr) and isinstance(apply.value, ast.Call)
+    assert isinstance(apply.value.func, ast.Attribute)
+    method = apply.value.func.attr
+    arguments = {str(word.arg): ast.unparse(word.value) for word in apply.value.keywords}
+    signature = inspect.signature(getattr(DiffusionPipeline, method))
+    signature.bind(None, *apply.value.args, **arguments)
+    return method, arguments
+
+
+@pytest.mark.thorough
+def test_a_pipeline_leaves_the_gpu_as_a_whole_then_by_blocks_then_by_layers(pipeline: Path) -> None:
+    request = MeshRequest(model=str(pipeline), gpu="RTX 3060")
+    plans = list(diffusers(request, machine_of(request)))
+    methods = [pipeline_call(plan.command)[0] for plan in plans]
+    assert methods == [
+        "to", "enable_model_cpu_offload", *["enable_group_offload"] * 5, "enable_sequential_cpu_offload"
+    ]  # fmt: skip
+    needs = [plan.bytes[VRAM]["weights"] for plan in plans]
+    pipe: Any = DiffusionPipeline.from_pretrained(pipeline)
+    parts = {
+        n: distinct_bytes([*m.parameters(), *m.buffers()])
+        for n, m in pipe.components.items()
+        if hasattr(m, "parameters")
+    }
+    assert needs[0] == sum(parts.values())
+    assert needs[1] == max(parts.values())
+    assert needs[3] >= needs[4] >= needs[5] >= needs[6] > needs[7]
+    assert needs[2] >= needs[6]  # a stream loads the next block meanwhile
+    for plan in plans:
+        assert plan.bytes[RAM]["weights"] == needs[0]
+        tight = MeshRequest(model=str(pipeline), gpu="RTX 3060", vram=plan.peak_bytes[VRAM])
+        chosen = first_that_fits(diffusers(tight, machine_of(tight)))
+        assert chosen.peak_bytes[VRAM] <= plan.peak_bytes[VRAM]
+
+
+@pytest.mark.thorough
+def test_diffusers_itself_groups_the_blocks_as_counted(pipeline: Path) -> None:
+    from diffusers.hooks import apply_group_offloading
+    from diffusers.hooks.group_offloading import GroupOffloadingHook
+
+    request = MeshRequest(model=str(pipeline), gpu="RTX 3060")
+    counted = [
+        plan.bytes[VRAM]["weights"]
+        for plan in diffusers(request, machine_of(request))
+        if "num_blocks_per_group=1)" in plan.command
+    ]
+    pipe: Any = DiffusionPipeline.from_pretrained(pipeline)
+    most = 0
+    for module in (pipe.unet, pipe.vae, pipe.text_encoder):
+        cpu = torch.device("cpu")
+        apply_group_offloading(module, cpu, cpu, offload_type="block_level", num_blocks_per_group=1)
+    for module in (pipe.unet, pipe.vae.encoder, pipe.vae.decoder, pipe.text_encoder):
+        groups = {}
+        for part in module.modules():
+            registry = getattr(part, "_diffusers_hook", None)
+            for hook in registry.hooks.values() if registry else ():
+                if isinstance(hook, GroupOffloadingHook):
+                    tensors = [t for m in hook.group.modules for t in (*m.parameters(), *m.buffers())]
+                    groups[id(hook.group)] = distinct_bytes([*tensors, *hook.group.parameters, *hook.group.buffers])
+        own = groups.pop(id(module._diffusers_hook.get_hook("group_offloading").group), 0)
+        most = max(most, own + max(groups.values(), default=0))
+    assert counted == [most]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"), [({}, "no pipeline"), ({"task": "train"}, "Add --task generate"), ({"gpus": 2}, "one GPU")]
+)
+def test_diffusers_refuses(llama: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        planned(diffusers, llama, **settings)

@@ -1,4 +1,4 @@
-"""Settings of engines that run models: accelerate, llama.cpp, vLLM."""
+"""Settings of engines that run models: accelerate, llama.cpp, vLLM, diffusers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ from torch import nn
 from brim import catalog
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UnsupportedError, UsageError
+from brim.estimation.estimate import Study
+from brim.estimation.models import find_model
+from brim.estimation.silence import quiet
+from brim.estimation.simulation import place_of
 from brim.estimation.step_memory import Inputs
-from brim.estimation.workload import STORED
+from brim.estimation.steps import Job
+from brim.estimation.workload import STORED, Workload
 from brim.models.gguf import open_gguf
 from brim.models.opening import DTYPES
 from brim.planning.engines.answer import EnginePlan, check, copied, published
@@ -324,3 +329,65 @@ def vllm(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
             cannot=(slow, "vLLM cannot compute with a KV cache that is partly in RAM.")[not moved :],
             assumed=(*machine.assumed, _GRAPHS, _PROCESS.format(subject.spent_bytes[RAM], 0)),
         )  # fmt: skip
+
+
+# -- diffusers -------------------------------------------------------------------------------------------------------
+
+_TILING = (
+    "pipe.vae.enable_tiling() decodes large images in parts, for fewer activations, which brim does not predict."
+)
+
+
+def diffusers(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
+    """Yield calls, the fastest first: all models on the GPU, the one that runs, its running blocks, or its layers."""
+    check(request, machine, "diffusers", "generate", several=False)
+    source, precision = find_model(request.model), request.precision or "fp32"
+    if not source.parts or precision not in DTYPES:
+        why, todo = (
+            "It is no pipeline, or has no such precision.",
+            "Give a pipeline's folder or hub id, and fp32 or bf16.",
+        )
+        raise UsageError(f"Cannot plan {request.model} in {precision} for diffusers.", why, todo)
+    workload = Workload(task="generate", batch=request.batch, precision="bf16" if precision == "fp16" else precision)
+    seen = Study(source, workload, place_of(machine.hardware), None, "").estimate()
+    beside = seen.peak_bytes.reserved - seen.at_peak_bytes["parameters"]
+    with quiet(), torch.device("meta"):
+        models = [Job(part, workload).module() for part in source.parts.values()]
+    sizes = [_bytes_of(model) for model in models]
+    layers = [sum(map(tensor_bytes, _own(part).values())) for model in models for part in model.modules()]
+    group = (
+        'enable_group_offload(onload_device=torch.device("cuda"), offload_type="block_level", num_blocks_per_group='
+    )
+    ways = [('to("cuda")', sum(sizes)), ("enable_model_cpu_offload()", max(sizes))]
+    ways += [(f"{group}1, use_stream=True)", max(_grouped(model, 1, 2) for model in models))]
+    ways += [(f"{group}{count})", max(_grouped(model, count, 1) for model in models)) for count in (8, 4, 2, 1)]
+    moved = copied(machine, RAM, VRAM, sum(sizes))
+    waits = f"diffusers cannot leave a part of a model on the GPU: an image copies {moved} or more."
+    if not all(getattr(model, "_supports_group_offloading", True) for model in models):
+        ways = ways[:2]
+    for call, count in [*ways, ("enable_sequential_cpu_offload()", max(layers))]:
+        yield EnginePlan(
+            engine="diffusers", model=source.name, machine=machine,
+            bytes={
+                VRAM: {"weights": count, "activations": beside}, RAM: {"weights": sum(sizes), "process": 256 * MIB},
+            },
+            command=f'pipe = DiffusionPipeline.from_pretrained("{published(request.model)}", '
+            f"torch_dtype={DTYPES[precision]})\npipe.{call}",
+            cannot=(waits, _TILING)[count == sum(sizes) :],
+            assumed=(*machine.assumed, f"{256 * MIB:,} B of RAM for the process; {'; '.join(seen.notes)}"),
+        )  # fmt: skip
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(tensor_bytes(tensor) for part in module.modules() for tensor in _own(part).values())
+
+
+def _grouped(model: nn.Module, count: int, groups: int) -> int:
+    """Return the bytes of ``groups`` groups of ``count`` blocks, and of what is outside of the model's own lists."""
+    opened = [model.get_submodule(name) for name in getattr(model, "_group_offload_block_modules", None) or ()]
+    parts = [part for part in model.children() if isinstance(part, (nn.ModuleList, nn.Sequential))]
+    blocks = [[_bytes_of(block) for block in part] for part in parts if part not in opened]
+    most = max((sum(each[at : at + count]) for each in blocks for at in range(len(each))), default=0)
+    inside = max((_grouped(part, count, groups) for part in opened), default=0)
+    rest = _bytes_of(model) - sum(map(sum, blocks)) - sum(map(_bytes_of, opened))
+    return rest + max(groups * most, inside)
