@@ -16,9 +16,12 @@ import numpy as np
 import pytest
 import torch
 from accelerate import infer_auto_device_map
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.modeling import check_device_map
 from diffusers import DiffusionPipeline
 from gguf import GGMLQuantizationType, GGUFWriter
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from brim.core.hardware import DISK, RAM, VRAM
@@ -26,6 +29,7 @@ from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.models.gguf import open_gguf
 from brim.planning.engines.answer import EnginePlan, first_that_fits
 from brim.planning.engines.inference import accelerate, diffusers, llama_cpp, vllm
+from brim.planning.engines.training import deepspeed, fsdp
 from brim.planning.request import Machine, machine_of
 from brim.requests.plan import MeshRequest
 from support.pipelines import small_pipeline
@@ -457,3 +461,100 @@ def test_diffusers_itself_groups_the_blocks_as_counted(pipeline: Path) -> None:
 def test_diffusers_refuses(llama: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         planned(diffusers, llama, **settings)
+
+
+# -- DeepSpeed -------------------------------------------------------------------------------------------------------
+
+TRAIN = {"task": "train", "seq": 64, "batch": 4}
+# Of 66 million parameters: 1.2 GB of states.
+PLACES = (("12GiB", {}), ("1200MiB", {"gpus": 4}), ("700MiB", {}), ("560MiB", {}), ("500MiB", {}))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("shape", ["llama", "moe"])
+@pytest.mark.parametrize(("vram", "settings"), PLACES)
+def test_deepspeed_reads_the_configuration(tmp_path: Path, shape: str, vram: str, settings: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[shape]))
+    plan = planned(deepspeed, tmp_path, **TRAIN, vram=vram, ram="32GiB", **settings)
+    file = json.loads(plan.file)
+    gpus = settings.get("gpus", 1)
+    assert file["train_micro_batch_size_per_gpu"] * file["gradient_accumulation_steps"] == 4
+    zero, numbers = file["zero_optimization"], sum(p.numel() for p in on_meta(tmp_path).parameters())
+    assert plan.gpus == gpus
+    if "offload_optimizer" not in zero:
+        assert plan.bytes[VRAM]["states"] >= 18 * numbers // gpus
+    else:
+        assert zero["offload_optimizer"]["pin_memory"] and plan.bytes[RAM]["states"] >= 16 * numbers // gpus
+    recomputes = any("gradient_checkpointing_enable" in text for text in plan.cannot)
+    assert recomputes or file["train_micro_batch_size_per_gpu"] == 4
+
+
+def test_deepspeeds_own_functions_agree(tmp_path: Path) -> None:
+    config = pytest.importorskip("deepspeed.runtime.config")
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    module = on_meta(tmp_path)
+    numbers = sum(p.numel() for p in module.parameters())
+    largest = max(sum(p.numel() for p in part.parameters(recurse=False)) for part in module.modules())
+    for gpus in (1, 4):
+        request = MeshRequest(model=str(tmp_path), gpu="RTX 3060", gpus=gpus, **{**TRAIN, "batch": 1})
+        for plan in deepspeed(request, machine_of(request)):
+            file = json.loads(plan.file)
+            read = config.DeepSpeedConfig({**file, "train_batch_size": 1})
+            zero, states = read.zero_config, {tier: plan.bytes[tier]["states"] for tier in (RAM, VRAM)}
+            assert read.bfloat16_config.enabled and zero.stage in (2, 3)
+            offloads = {"cpu_offload": zero.offload_optimizer is not None, "num_gpus_per_node": gpus}
+            if zero.stage == 2:
+                in_ram, on_gpu = stage_1_and_2.estimate_zero2_model_states_mem_needs(numbers, **offloads)
+            else:
+                in_ram, on_gpu, _ = stage3.estimate_zero3_model_states_mem_needs(
+                    numbers, largest, cpu_offload_params=zero.offload_param is not None, **offloads
+                )
+            assert states[VRAM] == on_gpu
+            assert states[RAM] == in_ram or plan.bytes[DISK]["states"]
+
+
+# -- FSDP ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_accelerate_reads_every_configuration_of_fsdp(
+    tmp_path: Path, gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    request = MeshRequest(model=str(tmp_path), gpu="RTX 3060", gpus=gpus, **TRAIN)
+    plans = list(fsdp(request, machine_of(request)))
+    assert len(plans) == 7
+    for plan in plans:
+        file = tmp_path / "fsdp.yaml"
+        file.write_text(plan.file)
+        config = load_config_from_file(str(file))
+        assert (config.num_processes, config.mixed_precision, config.distributed_type) == (gpus, "bf16", "FSDP")
+        for name, value in config.fsdp_config.items():
+            monkeypatch.setenv(
+                name.upper().replace("LAYER_CLS", "CLS"),
+                str(value).lower() if isinstance(value, bool) else str(value),
+            )
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        assert plugin.transformer_cls_names_to_wrap == ["LlamaDecoderLayer"]
+        assert plugin.reshard_after_forward is config.fsdp_config["fsdp_reshard_after_forward"]
+        assert plugin.activation_checkpointing is config.fsdp_config["fsdp_activation_checkpointing"]
+        assert isinstance(plugin.cpu_offload, CPUOffloadPolicy) is (plan.bytes[RAM]["shards"] > 0)
+        estimate = sum(plan.bytes[VRAM].values())
+        assert estimate > sum(p.numel() for p in on_meta(tmp_path).parameters()) // gpus
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "words"),
+    [
+        (deepspeed, {}, "Add --task train"),
+        (fsdp, {}, "Add --task train"),
+        (fsdp, TRAIN, "Give --gpu and --gpus"),
+        (deepspeed, {**TRAIN, "precision": "fp32"}, "Leave out --precision"),
+    ],
+)
+def test_what_trains_refuses(llama: Path, engine: Any, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        planned(engine, llama, **settings)

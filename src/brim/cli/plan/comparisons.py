@@ -64,17 +64,14 @@ class Row:
 def show_engine(request: MeshRequest, engine: str, output: Path | None, as_json: bool) -> int | None:
     """Plan for another engine, write its file or command, and print. Raises BudgetError where nothing fits."""
     load("brim.planning.opening", MODELS)
+    from brim.planning.engines import inference, training
     from brim.planning.engines.answer import first_that_fits
-    from brim.planning.engines.inference import accelerate, diffusers, llama_cpp, vllm
     from brim.planning.request import machine_of
 
     request.check()
     with Console(stderr=True).status("Planning"):
-        plan = first_that_fits(
-            {"accelerate": accelerate, "llama.cpp": llama_cpp, "vllm": vllm, "diffusers": diffusers}[engine](
-                request, machine_of(request)
-            )
-        )
+        plans: dict[str, Any] = {**vars(inference), **vars(training), "llama.cpp": inference.llama_cpp}
+        plan = first_that_fits(plans[engine](request, machine_of(request)))
     if output is not None:
         write_text(output, plan.file or f"# by brim\n{plan.command}\n")
     if as_json:

@@ -41,7 +41,7 @@ class _PlanFiles(OutputFile):
 class PlanOptions(MeshRequest):
     """The options of ``brim plan``: a request, and its answer's form."""
 
-    engine_name: Literal["accelerate", "llama.cpp", "vllm", "diffusers"] | None = option(
+    engine_name: Literal["accelerate", "llama.cpp", "vllm", "diffusers", "deepspeed", "fsdp"] | None = option(
         None, "Write the settings with which another engine runs MODEL inside the budgets.", flags=("--for",)
     )
     compare_gpus: tuple[int, ...] | None = option(

@@ -53,9 +53,12 @@ class EnginePlan:
 
 def first_that_fits(plans: Iterable[EnginePlan]) -> EnginePlan:
     """Return the first plan within its budgets. Raises BudgetError, with the least bytes above them, without one."""
-    nearest = min(plans, key=EnginePlan.excess_bytes)  # of equal ones the first, which is the fastest
-    if not nearest.excess_bytes():
-        return nearest
+    tried: list[EnginePlan] = []
+    for plan in plans:  # a plan to train takes a trace
+        tried.append(plan)
+        if not plan.excess_bytes():
+            return plan
+    nearest = min(tried, key=EnginePlan.excess_bytes)
     budget, machine = nearest.machine.budget_bytes, nearest.machine
     needs = {tier: count for tier, count in nearest.peak_bytes.items() if count > budget.get(tier, count)}
     options = {tier: ram_option(machine, count) if tier == RAM else count for tier, count in needs.items()}
