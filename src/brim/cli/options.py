@@ -123,6 +123,7 @@ def paths(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[C
 HTML = ("a page", (b"<!doctype html>",))
 JSON = ("a JSON document", (b"{",))
 SVG = ("an SVG picture", (b"<svg", b"<?xml"))
+SETTINGS = ("settings by brim", (b"# by brim",))  # of another engine
 SNAPSHOT = ("a memory snapshot", (b"\x80",))  # every pickle of protocol 2 or later begins so
 _MOST_FIRST_BYTES = 64
 

@@ -101,7 +101,7 @@ def _parse_once() -> None:
 def _convert(path: Path, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
-    reader = _open(path)
+    reader = open_gguf(path)
     with _read_by_transformers(path, "metadata"):
         config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
     if (wrong := wrong_size(config.to_dict())) is not None:
@@ -136,7 +136,8 @@ def _read_by_transformers(path: Path, what: str) -> Iterator[None]:
         ) from error
 
 
-def _open(path: Path) -> Any:
+def open_gguf(path: Path) -> Any:
+    """Return gguf's reader of the file. Raises ModelError for a file that is damaged or cut short."""
     from gguf import GGUFReader
 
     try:

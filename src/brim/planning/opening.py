@@ -115,7 +115,11 @@ def open_subject(request: Request, machine: Machine, precision: str | None = Non
         opened = _opened(request, machine, inputs)
         if precision in (None, opened.precision):  # the configuration's dtype may be wrong
             return opened
-    return _described_subject(request, machine, inputs, precision)
+    subject = described_subject(request, machine, inputs, precision)
+    if subject.precision == STORED and quantized_by(source := described_source(request.model)) not in METHODS:
+        method = method_of(source)[0]
+        warnings.warn(f"brim generate does not run weights quantized by {method}: this predicts.", stacklevel=2)
+    return subject
 
 
 def _opened(request: Request, machine: Machine, inputs: Inputs) -> Subject:
@@ -158,14 +162,12 @@ def _spent(subject: Subject, opened: Any, start_bytes: int) -> Mapping[str, int]
     return {**spent_bytes, RAM: grown + _BETWEEN_RUNS_BYTES}
 
 
-def _described_subject(request: Request, machine: Machine, inputs: Inputs, precision: str | None) -> Subject:
+def described_subject(request: Request, machine: Machine, inputs: Inputs, precision: str | None) -> Subject:
+    """Build the model from its configuration alone."""
     source = described_source(request.model)
     stated = _stated_precision(source)
     own = STORED if quantized_by(source) else stated
     meant = precision or own
-    if meant == STORED and quantized_by(source) not in METHODS:
-        method = method_of(source)[0]
-        warnings.warn(f"brim generate does not run weights quantized by {method}: this predicts.", stacklevel=2)
     wide = meant if meant in DTYPES else stated
     workload = Workload(
         task="generate",

@@ -79,12 +79,12 @@ class Subject:
             budget_bytes=self.machine.budget_bytes,
             request=GenerationRequest.of(self.inputs, host_compute=self.host_compute),
             shape=self.shape,
-            watch=self._watch,
+            watch=self.watch,
             spent_bytes=lambda: self.spent_bytes,
             seconds=self._seconds,
         )
 
-    def _watch(self, sizes: Sizes) -> Observation:
+    def watch(self, sizes: Sizes) -> Observation:
         if sizes not in self.seen.observations:
             seen = None if self.shallow is None else self.shallow.watch(sizes, self.shape)
             self.seen.observations[sizes] = watch_generation(self.module, sizes, self.shape) if seen is None else seen

@@ -43,6 +43,8 @@ _SEVERAL = {
     "as_json",
 }
 _USED = {
+    "engine_name": (_SEVERAL - {"engine", "global_batch"})
+    | {"engine_name", "gpus", "vram", "disk", "batch", "new_tokens", "precision", "lossless"},
     "compare_gpus": _SEVERAL | {"compare_gpus", "price", "disk", "lossless"},
     "gpus": _SEVERAL | {"gpus", "top"},
 }
@@ -62,6 +64,10 @@ def plan(options: PlanOptions) -> int | None:
     names changes that would fit.
     """
     _refuse_unused(click.get_current_context())
+    if options.engine_name is not None:
+        from brim.cli.plan.comparisons import show_engine
+
+        return show_engine(build(MeshRequest, vars(options)), options.engine_name, options.output, options.as_json)
     if options.compare_gpus is not None:
         from brim.cli.plan.comparisons import show_counts
 
@@ -95,7 +101,7 @@ def _refuse_unused(context: click.Context) -> None:
         unused_flags = ", ".join(unused)
         raise UsageError(
             f"{unused_flags} {'was' if len(unused) == 1 else 'were'} given beside {flags[asked]}.",
-            "It would have no effect: splits are searched for AdamW, full training and bf16.",
+            "It would have no effect.",
             f"Leave out {unused_flags}, or {flags[asked]}.",
         )  # fmt: skip
 

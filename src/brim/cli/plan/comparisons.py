@@ -1,4 +1,4 @@
-"""``brim plan --gpus``, ``--compare-gpus`` and ``--regimes``: splits, numbers of GPUs, and ways to generate."""
+"""``brim plan --gpus``, ``--compare-gpus``, ``--regimes`` and ``--for``: splits, GPUs, ways, engines."""
 
 from __future__ import annotations
 
@@ -59,6 +59,37 @@ class Row:
             "step_s": self.step_s, "peak_bytes": self.peak_bytes, "gpu_hours": hours,
             "cost": None if hours is None or price is None else hours * price,
         }  # fmt: skip
+
+
+def show_engine(request: MeshRequest, engine: str, output: Path | None, as_json: bool) -> int | None:
+    """Plan for another engine, write its file or command, and print. Raises BudgetError where nothing fits."""
+    load("brim.planning.opening", MODELS)
+    from brim.planning.engines import inference, training
+    from brim.planning.engines.answer import first_that_fits
+    from brim.planning.request import machine_of
+
+    request.check()
+    with Console(stderr=True).status("Planning"):
+        plans: dict[str, Any] = {**vars(inference), **vars(training), "llama.cpp": inference.llama_cpp}
+        plan = first_that_fits(plans[engine](request, machine_of(request)))
+    if output is not None:
+        write_text(output, plan.file or f"# by brim\n{plan.command}\n")
+    if as_json:
+        print_json(plan.to_json())
+        return None
+    console = Console(highlight=False, soft_wrap=True)
+    totals = (f"{format_bytes(count)} of {tier.upper()}" for tier, count in plan.peak_bytes.items() if count)
+    console.print(f"{engine} runs {plan.model} in {', '.join(totals)}.", style="bold")
+    budget = ", ".join(f"{format_bytes(n)} of {tier.upper()}" for tier, n in plan.machine.budget_bytes.items())
+    console.print(f"{request.task} on {plan.gpus} x {plan.machine.hardware.name} with {budget}")
+    for text in plan.assumed:
+        console.print(f"assumed: {text}")
+    parts = [(tier, name, count) for tier, uses in plan.bytes.items() for name, count in uses.items() if count]
+    rows = ((tier.upper(), name.replace("_", " "), f"{count:,}") for tier, name, count in parts)
+    console.print_table(("", "of", "bytes"), rows, left=("of",))
+    for text in (*plan.cannot, plan.command.replace(plan.file_name or "\n", str(output or plan.file_name or "\n"))):
+        console.print(text)
+    return None
 
 
 def show_counts(request: PlanOptions) -> int | None:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from brim.cli.options import JSON, SVG, OutputFile, html_field, json_field
+from brim.cli.options import JSON, SETTINGS, SVG, OutputFile, html_field, json_field
 from brim.core.options import option
 from brim.requests.plan import MeshRequest
 
@@ -22,7 +22,7 @@ class _PlanFiles(OutputFile):
     """Return the file of the first plan, and those of the other plans in the same folder."""
 
     def further(self, path: Path, params: Mapping[str, Any]) -> Iterator[Path]:
-        if params["regimes"] or params["gpus"] is not None or params["compare_gpus"] is not None:
+        if any(params[name] for name in ("regimes", "engine_name", "gpus", "compare_gpus")):
             return  # one file
         name = re.compile(rf"{re.escape(path.stem)}\.([0-9]{{1,9}}){re.escape(path.suffix)}")
         named = [entry for entry in params.values() if isinstance(entry, Path)]
@@ -41,6 +41,9 @@ class _PlanFiles(OutputFile):
 class PlanOptions(MeshRequest):
     """The options of ``brim plan``: a request, and its answer's form."""
 
+    engine_name: Literal["accelerate", "llama.cpp", "vllm", "diffusers", "deepspeed", "fsdp"] | None = option(
+        None, "Write the settings with which another engine runs MODEL inside the budgets.", flags=("--for",)
+    )
     compare_gpus: tuple[int, ...] | None = option(
         None, kind="gpu_counts", metavar="1,2,4,8", help="Compare a training on these numbers of GPUs."
     )
@@ -49,9 +52,9 @@ class PlanOptions(MeshRequest):
     regimes: bool = option(False, "Compare ways to run models of 1 to 4 times this machine's VRAM.")
     output: Path | None = option(
         None,
-        kind=_PlanFiles(JSON, SVG),
+        kind=_PlanFiles(JSON, SVG, SETTINGS),
         help="Write plan 1 to this file, for --plan, and other plans next to it (plan.2.json). With --regimes: "
-        "write its plot (SVG).",
+        "write its plot (SVG). With --for: write the engine's file, or its command.",
     )
     html: Path | None = html_field()
     as_json: bool = json_field()

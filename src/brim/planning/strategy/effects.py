@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from brim.core.hardware import DISK, RAM
@@ -38,8 +38,7 @@ class Effect:
     costs_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        saves = dict(self.saves_bytes)
-        return {"technique": self.technique, "what": self.what, "saves_bytes": saves, "costs_s": self.costs_s}
+        return asdict(self)
 
 
 def effects(search: TrainingSearch, assignment: Assignment) -> list[Effect]:
