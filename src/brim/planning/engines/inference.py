@@ -291,8 +291,8 @@ def vllm(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
     check(request, machine, "vllm", "generate", several=True)
     subject, room = _subject(request, machine, "vllm"), machine.budget_bytes[VRAM]
     gpus, batch, capacity_bytes = request.gpus or 1, request.batch, machine.hardware.tier(VRAM).capacity_bytes
-    module, share = cast(Any, subject.module), room * 1000 // capacity_bytes / 1000
-    shape, heads = subject.shape, module.config.get_text_config().num_attention_heads
+    module, shape = cast(Any, subject.module), subject.shape
+    heads = module.config.get_text_config().num_attention_heads
     if shape is None or not (shape.only_attention and shape.planned) or heads % gpus:
         why = f"brim divides {heads} attention heads among --gpus, and knows caches of attention alone."
         raise UnsupportedError(f"Cannot plan {subject.name} for vllm.", why, "Give other --gpus.")
@@ -311,7 +311,7 @@ def vllm(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
     flags = (
         f"vllm serve {shlex.quote(published(request.model))} --dtype {_dtype(subject.precision)} "
         f"--max-model-len {length} --max-num-seqs {batch} --max-num-batched-tokens {tokens} "
-        f"--tensor-parallel-size {gpus} --gpu-memory-utilization {share}"
+        f"--tensor-parallel-size {gpus}"
     )
     eager, small = {"cuda_graphs": 0}, {"cuda_graphs": 0, "kv_cache": cells * numbers}
     for changed, may_move in (({}, 0), (eager, 0), (eager, 1), (small, 1))[: 4 - request.lossless]:
@@ -319,12 +319,15 @@ def vllm(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
         excess = min(may_move * max(0, sum(here.values()) - room), sum(layered))
         moved = min(math.ceil(excess * 100 / GIB) / 100, sum(layered) / GIB)
         here["weights"] -= int(moved * GIB)
+        # Not the budget: vLLM starts only where as much is free, and the CUDA context may be larger than known.
+        share = min(-(-sum(here.values()) * 1000 // capacity_bytes), room * 1000 // capacity_bytes) / 1000
         in_ram = gpus * (int(moved * GIB) + (max(layered) if moved else 0))
         slow = f"vLLM cannot choose what it moves: each pass reads {copied(machine, RAM, VRAM, int(moved * GIB))}."
         yield EnginePlan(
             engine="vllm", model=subject.name, machine=machine, gpus=gpus,
             bytes={VRAM: here, RAM: {"weights": in_ram, "process": gpus * subject.spent_bytes[RAM]}},
-            command=f"{flags} --kv-cache-memory-bytes {here['kv_cache']}" + " --enforce-eager" * bool(changed)
+            command=f"{flags} --gpu-memory-utilization {share} --kv-cache-memory-bytes {here['kv_cache']}"
+            + " --enforce-eager" * bool(changed)
             + f" --cpu-offload-gb {moved}" * bool(moved) + " --kv-cache-dtype fp8" * (changed is small),
             cannot=(slow, "vLLM cannot compute with a KV cache that is partly in RAM.")[not moved :],
             assumed=(*machine.assumed, _GRAPHS, _PROCESS.format(subject.spent_bytes[RAM], 0)),
