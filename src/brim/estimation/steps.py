@@ -83,7 +83,8 @@ class Job:
         parts = (part for _, part in parts_of(self.source.config))
         return any(
             value and re.search(r"window(?!_layers)|chunk", name)
-            for part in parts if part.get("use_sliding_window") is not False for name, value in part.items()
+            for part in parts for name, value in part.items()
+            if name != "sliding_window" or part.get("use_sliding_window") is not False
         )  # fmt: skip
 
     def build(self) -> Step:

@@ -109,6 +109,14 @@ def test_repeated_tokens_are_those_of_a_whole_trace(folder, name):
     assert repeated.ops == whole.ops
 
 
+@pytest.mark.parametrize(("name", "wanted"), [
+    ("qwen2.5-7b", False), ("qwen3-30b-a3b", False), ("mistral-7b", True), ("gpt-oss-20b", True),
+    ("llama-4-scout", True),
+])  # fmt: skip
+def test_a_window_that_is_not_used_is_none(name, wanted):
+    assert Job(find_model(name), Workload(task="generate")).has_windows is wanted
+
+
 @pytest.mark.thorough
 def test_an_encoder_decoder_is_repeated_within_its_positions(folder):
     """The prompt stays as long as it is: what is checked further on is further on in the decoder."""
