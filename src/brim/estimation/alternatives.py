@@ -50,7 +50,7 @@ def alternatives(study: Study, parameters_bytes: int, largest_batch: int | None)
         if len(found) == _SHOWN or traced == _TRACED:
             break
         traced += 1
-        process_bytes = _process_bytes(study, workload)
+        process_bytes = _process_bytes(study, workload, checked=bool(changes.keys() - {"batch", "seq"}))
         if process_bytes is not None:
             found.append(Alternative(options=_options(changes), process_bytes=process_bytes))
     return tuple(found)
@@ -109,12 +109,15 @@ def _least_bytes(workload: Workload, parameters: int) -> int:
     return 2 * held.nbytes + sum(optimizers.state_bytes(workload.optimizer or "adamw", [held]))
 
 
-def _process_bytes(study: Study, workload: Workload) -> int | None:
-    """The peak of the process under ``workload``; None if it does not fit or the model does not support it."""
+def _process_bytes(study: Study, workload: Workload, *, checked: bool) -> int | None:
+    """The peak of the process under ``workload``; None if it does not fit or the model does not support it.
+
+    ``checked``: as of ``traced``; only sizes repeat as those of ``study`` do.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first estimate has warned already
-            trace = Study(study.source, workload, study.place, None, study.alloc_conf, checked=False).trace
+            trace = Study(study.source, workload, study.place, None, study.alloc_conf, checked=checked).trace
     except BrimError:
         return None
     peaks = Replay(trace, study.alloc_conf).peaks(None, study.place, ends=True)

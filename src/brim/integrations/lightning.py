@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,8 +15,8 @@ class BrimCallback(Callback):
     """Predict the memory of a training step before the first step, and explain the error if memory runs out.
 
     ``Trainer(..., callbacks=[BrimCallback()])`` writes to stderr what ``brim.integrations.transformers.BrimCallback``
-    writes. A step that cannot be predicted is trained all the same: one of several optimizers, or of manual
-    optimization.
+    writes. A step that cannot be predicted is trained all the same: one of several processes or optimizers, or
+    of manual optimization.
 
     Attributes:
         predicted: The predicted memory of two steps; None before the first step, and if it cannot be predicted.
@@ -32,23 +33,19 @@ class BrimCallback(Callback):
         if not self._is_first:
             return
         self._is_first = False
-        if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
-            note_unpredicted("several optimizers, or manual optimization, step in the module's own code")
+        if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization or trainer.world_size > 1:
+            note_unpredicted("there are several processes or optimizers, or manual optimization")
             return
+        numbers = [0] if len(inspect.signature(pl_module.training_step).parameters) > 1 else []
 
         def forward(copy: Any, batch: Any) -> Any:
             with trainer.precision_plugin.forward_context():
-                loss = copy.training_step(batch, 0)
+                loss = copy.training_step(batch, *numbers)
             return loss["loss"] if isinstance(loss, dict) else loss
 
-        passes, clip_norm = trainer.accumulate_grad_batches, trainer.gradient_clip_val
-        own, pl_module._trainer = pl_module._trainer, None  # the copy of the module is not to copy the trainer
-        try:
-            self.predicted = predict_step(
-                pl_module, trainer.optimizers[0], ((batch,), {}), passes, float(clip_norm or 0), forward
-            )
-        finally:
-            pl_module._trainer = own
+        passes, clip_norm = trainer.accumulate_grad_batches, float(trainer.gradient_clip_val or 0)
+        example = (batch,), dict[str, Any]()
+        self.predicted = predict_step(pl_module, trainer.optimizers[0], example, passes, clip_norm, forward)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         note_measured(self.predicted)

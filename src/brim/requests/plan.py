@@ -72,10 +72,10 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshRequest(Request):
-    """A request for a training split over several GPUs."""
+    """A request for several GPUs."""
 
     gpus: int | None = option(
-        None, min=1, help="Split training over this number of GPUs, and search for the best splits."
+        None, min=1, help="Split the model over this number of GPUs, and search for the best splits of a training."
     )
     gpus_per_node: int | None = option(None, min=1, help="With --gpus: GPUs of one machine. [default: 8]")
     engine: Literal["torch", "megatron"] | None = option(

@@ -48,6 +48,12 @@ _USED = {
     "compare_gpus": _SEVERAL | {"compare_gpus", "price", "disk", "lossless"},
     "gpus": _SEVERAL | {"gpus", "top"},
 }
+_UNUSED = {
+    "diffusers": {"seq", "new_tokens", "lossless"},
+    "llama.cpp": {"precision"},
+    "deepspeed": {"new_tokens", "lossless", "precision"},
+    "fsdp": {"new_tokens", "lossless", "precision"},
+}
 _ONLY_WITH = {
     "price": ("--compare-gpus", "--compare-gpus 1,2,4"),
     **dict.fromkeys(("gpus_per_node", "global_batch", "engine"), ("--gpus", "--gpus")),
@@ -91,12 +97,13 @@ def plan(options: PlanOptions) -> int | None:
 
 
 def _refuse_unused(context: click.Context) -> None:
-    """Raise UsageError for options that have no effect with several GPUs."""
+    """Raise UsageError for options that have no effect with several GPUs, or for another engine."""
     asked = next((name for name in _USED if context.params[name] is not None), None)
     if asked is None:
         return
     flags = {option.name or "": option.opts[0] for option in context.command.params}
-    unused = [flags[name] for name in flags if name not in _USED[asked] and _given(context, name)]
+    used = _USED[asked] - _UNUSED.get(context.params["engine_name"] or "", set())
+    unused = [flags[name] for name in flags if name not in used and _given(context, name)]
     if unused:
         unused_flags = ", ".join(unused)
         raise UsageError(

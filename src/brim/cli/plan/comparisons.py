@@ -87,7 +87,10 @@ def show_engine(request: MeshRequest, engine: str, output: Path | None, as_json:
     parts = [(tier, name, count) for tier, uses in plan.bytes.items() for name, count in uses.items() if count]
     rows = ((tier.upper(), name.replace("_", " "), f"{count:,}") for tier, name, count in parts)
     console.print_table(("", "of", "bytes"), rows, left=("of",))
-    for text in (*plan.cannot, plan.command.replace(plan.file_name or "\n", str(output or plan.file_name or "\n"))):
+    command = plan.command
+    if output is not None and plan.file_name:  # in Python's quotes already, or a word of the shell
+        command = command.replace(plan.file_name, str(output) if '"' in command else shlex.quote(str(output)))
+    for text in (*plan.cannot, command):
         console.print(text)
     return None
 

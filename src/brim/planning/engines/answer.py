@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from brim import catalog
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UsageError
-from brim.estimation.hub import is_hub_id
+from brim.estimation.hub import is_hub_id, split_revision
+from brim.planning import ranks
 from brim.planning.request import Machine, ram_option
 from brim.requests.plan import MeshRequest
 from brim.units import MIB, format_bytes, format_seconds
@@ -62,19 +63,23 @@ def first_that_fits(plans: Iterable[EnginePlan]) -> EnginePlan:
     budget, machine = nearest.machine.budget_bytes, nearest.machine
     needs = {tier: count for tier, count in nearest.peak_bytes.items() if count > budget.get(tier, count)}
     options = {tier: ram_option(machine, count) if tier == RAM else count for tier, count in needs.items()}
+    is_larger = machine.assumed and needs.get(VRAM, 0) > machine.hardware.tier(VRAM).capacity_bytes
+    given = ", ".join(f"--{tier} {-(-count // MIB)}MiB" for tier, count in options.items())
     raise BudgetError(
         f"{nearest.model} does not fit with {nearest.engine} into "
         + " and ".join(f"{format_bytes(budget[tier])} of {tier.upper()}" for tier in needs) + ".",
         "It takes " + " and ".join(f"{count:,} B of {tier.upper()}" for tier, count in needs.items()) + " at least.",
-        f"Give {', '.join(f'--{tier} {-(-count // MIB)}MiB' for tier, count in options.items())}, or fewer tokens.",
+        f"Give {'a larger --gpu' if is_larger else given}, or a smaller --batch or --seq.",
         smallest_bytes=needs,
     )  # fmt: skip
 
 
 def published(model: str | Path) -> str:
     """Return the name by which engines load MODEL: of the catalog's names, the hub id."""
-    name, is_elsewhere = str(model), Path(model).expanduser().exists() or is_hub_id(str(model))
-    return name if is_elsewhere else next(iter(catalog.model(name).hub_ids), name)
+    name, path = str(model), Path(model).expanduser()
+    if path.exists() or is_hub_id(name):
+        return str(path) if path.exists() else name
+    return next(iter(catalog.model(name).hub_ids), name)
 
 
 def copied(machine: Machine, source: str, target: str, count: int) -> str:
@@ -85,12 +90,27 @@ def copied(machine: Machine, source: str, target: str, count: int) -> str:
 
 def check(
     request: MeshRequest, machine: Machine, engine: str, task: str, *, several: bool, cpu: bool = False
-) -> None:
-    """Raise UsageError for another task, for several GPUs and for a machine without one where the engine needs it."""
+) -> Machine:
+    """Return the machine with the RAM beside all of its GPUs.
+
+    Raises UsageError for another task, a revision, more GPUs than a node or the engine has, and a machine without a
+    GPU where the engine needs one.
+    """
     asked = f"Cannot plan to {request.task} with {engine}."
     if request.task != task:
         raise UsageError(asked, f"brim writes its settings to {task} only.", f"Add --task {task}.")
     if not several and request.gpus is not None:
         raise UsageError(asked, "--gpus was given, and brim writes its settings for one GPU.", "Leave out --gpus.")
+    if (request.gpus or 1) > (request.gpus_per_node or 8):
+        raise UsageError(
+            asked, "brim writes its settings for a single node.", "Give --gpus-per-node, or fewer --gpus."
+        )
+    if is_hub_id(str(request.model)) and split_revision(str(request.model))[1] is not None:
+        raise UsageError(asked, f"{request.model} has a revision.", "Leave it out, and add it to the command.")
     if not cpu and machine.hardware.compute != VRAM:
         raise UsageError(asked, f"{machine.hardware.name} has no GPU that PyTorch sees.", "Give --gpu or --vram.")
+    if request.gpu is None or request.gpus is None:
+        return machine
+    own = [text for text in machine.assumed if "of RAM" not in text and "RAM rate" not in text]
+    budget = {**machine.budget_bytes, RAM: ranks.node_ram(request)}
+    return replace(machine, budget_bytes=budget, assumed=(*ranks.assumed(request), *own))

@@ -22,6 +22,7 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.estimate import Study
 from brim.estimation.models import find_model
+from brim.estimation.ranks.estimate import locked_bytes
 from brim.estimation.silence import quiet
 from brim.estimation.simulation import place_of
 from brim.estimation.step_memory import Inputs
@@ -77,7 +78,7 @@ class _Unit(NamedTuple):
 
 def accelerate(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
     """Yield device maps, the fastest first: layers leave the GPU from the last on, to RAM and then to disk."""
-    check(request, machine, "accelerate", "generate", several=False, cpu=True)
+    machine = check(request, machine, "accelerate", "generate", several=False, cpu=True)
     subject = _subject(request, machine, "accelerate")
     beside, units = _beside(request, subject), _units(subject.module)
     rest, layers = ([unit.path for unit in units if unit.is_layer is is_layer] for is_layer in (False, True))
@@ -155,7 +156,7 @@ def _mapped(
     return EnginePlan(
         engine="accelerate", model=subject.name, machine=machine, bytes=used,
         settings={"max_memory": {names[tier]: count for tier, count in most.items()}},
-        command=f'{type(subject.module).__name__}.from_pretrained("{published(request.model)}", '
+        command=f'{type(subject.module).__name__}.from_pretrained({published(request.model)!r}, '
         f'dtype="{_dtype(request.precision)}", device_map=json.load(open("device_map.json")){folder})',
         file=json.dumps({path: names[tier] for path, tier in places.items()}, indent=2), file_name="device_map.json",
         cannot=(*waits, "accelerate cannot put a part of the KV cache into another memory than the activations."),
@@ -167,10 +168,11 @@ def _mapped(
 
 _BUFFERS = (
     "llama.cpp's compute buffer has, of -ub tokens in float32, logits and a hidden state or a layer's intermediate "
-    "results, and the largest tensor that a prompt copies from RAM; cuBLAS takes 64 MiB and operands in 16 bits"
+    "results, and the largest tensor that a prompt copies from RAM; cuBLAS takes 64 MiB and operands in 16 bits. The "
+    "output is the first of -ngl's layers, as in newer builds"
 )
 _NO_DISK = "llama.cpp cannot read from disk inside a budget: without --no-mmap the kernel decides what stays in RAM."
-_BY_US = "the .gguf has 16 bits, as convert_hf_to_gguf.py writes it; quantized ones are smaller"
+_CONVERTED = "the .gguf has 16 bits, as convert_hf_to_gguf.py writes it; quantized ones are smaller"
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")  # LLM_FFN_EXPS_REGEX, which --n-cpu-moe uses
 _INPUT, _OUTPUT, _PAGE = "token_embd.weight", "output.weight", 256  # a cache has a multiple of 256 tokens
 
@@ -190,8 +192,11 @@ def _of_file(path: Path) -> _Gguf:
     reader = open_gguf(path)
     fields = {name.partition(".")[2]: f.contents() for name, f in reader.fields.items() if name[:9] != "tokenizer"}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
+    if fields.get("count", 1) > 1:
+        why = "It is the first of several files, and brim reads one."
+        raise UnsupportedError(f"Cannot plan {path} for llama.cpp.", why, "Join them with llama-gguf-split --merge.")
     needed = {"embedding_length", "block_count", "feed_forward_length", "attention.head_count"}
-    if not needed <= fields.keys() or _INPUT not in tensors or any(name.startswith("ssm.") for name in fields):
+    if not needed <= fields.keys() or _INPUT not in tensors or any(n.startswith(("ssm.", "wkv.")) for n in fields):
         raise UnsupportedError(
             f"Cannot plan {path} for llama.cpp.", "It is not a language model of attention layers."
         )
@@ -232,7 +237,7 @@ def _as_file(subject: Subject) -> _Gguf:
 
 def llama_cpp(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
     """Yield flags, the fastest first: experts leave the GPU before layers, and the cache is rounded last."""
-    check(request, machine, "llama.cpp", "generate", several=False, cpu=True)
+    machine = check(request, machine, "llama.cpp", "generate", several=False, cpu=True)
     path, is_file = Path(request.model).expanduser(), Path(request.model).suffix.lower() == ".gguf"
     model = _of_file(path) if is_file else _as_file(_subject(request, machine, "llama.cpp"))
     every, name = len(model.cache), str(path) if is_file else f"{path.name}-16bit.gguf"
@@ -253,7 +258,7 @@ def llama_cpp(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
             f"-np {request.batch} -b 2048 -ub 512 -fa on -ctk {kind} -ctv {kind} --no-mmap"
             + (f" --n-cpu-moe {on_cpu}" if on_cpu > 0 else " -dev none" if on_cpu < 0 else ""),
             cannot=(f"llama.cpp cannot copy weights to the GPU for each token: {slow}.", _NO_DISK)[not away :],
-            assumed=(*machine.assumed, *(() if is_file else (_BY_US,)), _BUFFERS),
+            assumed=(*machine.assumed, *(() if is_file else (_CONVERTED,)), _BUFFERS),
         )  # fmt: skip
 
 
@@ -288,14 +293,17 @@ _GRAPHS = "vLLM's CUDA graphs take 3 GiB, the most by its own message, and its o
 
 def vllm(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
     """Yield flags, the fastest first: with CUDA graphs, without, with weights in RAM, and with a cache of 8 bits."""
-    check(request, machine, "vllm", "generate", several=True)
+    machine = check(request, machine, "vllm", "generate", several=True)
     subject, room = _subject(request, machine, "vllm"), machine.budget_bytes[VRAM]
     gpus, batch, capacity_bytes = request.gpus or 1, request.batch, machine.hardware.tier(VRAM).capacity_bytes
     module, shape = cast(Any, subject.module), subject.shape
-    heads = module.config.get_text_config().num_attention_heads
-    if shape is None or not (shape.only_attention and shape.planned) or heads % gpus:
-        why = f"brim divides {heads} attention heads among --gpus, and knows caches of attention alone."
-        raise UnsupportedError(f"Cannot plan {subject.name} for vllm.", why, "Give other --gpus.")
+    if shape is None or not (shape.only_attention and shape.planned):
+        why = "brim knows vLLM's cache of models of attention layers alone."
+        raise UnsupportedError(f"Cannot plan {subject.name} for vllm.", why, "Give another model.")
+    if (heads := module.config.get_text_config().num_attention_heads) % gpus:
+        raise UsageError(
+            f"Cannot plan {subject.name} for vllm.", f"It has {heads} heads.", "Give a divisor as --gpus."
+        )
     tensors = {name: tensor_bytes(parameter) for name, parameter in module.named_parameters()}
     sizes = {name: count // gpus if count >= MIB else count for name, count in tensors.items()}
     layered = [count for name, count in sizes.items() if re.search(r"\.\d+\.", name)]  # of these vLLM moves the first
@@ -343,14 +351,11 @@ _TILING = (
 
 def diffusers(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
     """Yield calls, the fastest first: all models on the GPU, the one that runs, its running blocks, or its layers."""
-    check(request, machine, "diffusers", "generate", several=False)
+    machine = check(request, machine, "diffusers", "generate", several=False)
     source, precision = find_model(request.model), request.precision or "fp32"
     if not source.parts or precision not in DTYPES:
-        why, todo = (
-            "It is no pipeline, or has no such precision.",
-            "Give a pipeline's folder or hub id, and fp32 or bf16.",
-        )
-        raise UsageError(f"Cannot plan {request.model} in {precision} for diffusers.", why, todo)
+        why = f"It is no pipeline, or {precision} is none of {', '.join(DTYPES)}."
+        raise UsageError(f"Cannot plan {request.model} for diffusers.", why, "Give a pipeline's folder or hub id.")
     workload = Workload(task="generate", batch=request.batch, precision="bf16" if precision == "fp16" else precision)
     seen = Study(source, workload, place_of(machine.hardware), None, "").estimate()
     beside = seen.peak_bytes.reserved - seen.at_peak_bytes["parameters"]
@@ -364,6 +369,8 @@ def diffusers(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
     ways = [('to("cuda")', sum(sizes)), ("enable_model_cpu_offload()", max(sizes))]
     ways += [(f"{group}1, use_stream=True)", max(_grouped(model, 1, 2) for model in models))]
     ways += [(f"{group}{count})", max(_grouped(model, count, 1) for model in models)) for count in (8, 4, 2, 1)]
+    tensors = [tensor for model in models for part in model.modules() for tensor in _own(part).values()]
+    locked = sum(locked_bytes(tensor_bytes(tensor)) for tensor in tensors) + max(sizes)  # beside those of a model
     moved = copied(machine, RAM, VRAM, sum(sizes))
     waits = f"diffusers cannot leave a part of a model on the GPU: an image copies {moved} or more."
     if not all(getattr(model, "_supports_group_offloading", True) for model in models):
@@ -372,9 +379,10 @@ def diffusers(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
         yield EnginePlan(
             engine="diffusers", model=source.name, machine=machine,
             bytes={
-                VRAM: {"weights": count, "activations": beside}, RAM: {"weights": sum(sizes), "process": 256 * MIB},
+                VRAM: {"weights": count, "activations": beside},
+                RAM: {"weights": locked if "use_stream" in call else sum(sizes), "process": 256 * MIB},
             },
-            command=f'pipe = DiffusionPipeline.from_pretrained("{published(request.model)}", '
+            command=f'pipe = DiffusionPipeline.from_pretrained({published(request.model)!r}, '
             f"torch_dtype={DTYPES[precision]})\npipe.{call}",
             cannot=(waits, _TILING)[count == sum(sizes) :],
             assumed=(*machine.assumed, f"{256 * MIB:,} B of RAM for the process; {'; '.join(seen.notes)}"),
@@ -387,7 +395,8 @@ def _bytes_of(module: nn.Module) -> int:
 
 def _grouped(model: nn.Module, count: int, groups: int) -> int:
     """Return the bytes of ``groups`` groups of ``count`` blocks, and of what is outside of the model's own lists."""
-    opened = [model.get_submodule(name) for name in getattr(model, "_group_offload_block_modules", None) or ()]
+    names = getattr(model, "_group_offload_block_modules", None) or ()
+    opened = [part for name, part in model.named_children() if name in names]
     parts = [part for part in model.children() if isinstance(part, (nn.ModuleList, nn.Sequential))]
     blocks = [[_bytes_of(block) for block in part] for part in parts if part not in opened]
     most = max((sum(each[at : at + count]) for each in blocks for at in range(len(each))), default=0)

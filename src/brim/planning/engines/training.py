@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from brim.estimation.simulation import place_of
 from brim.estimation.steps import Job
 from brim.estimation.workload import Workload
 from brim.planning.engines.answer import EnginePlan, check, copied
-from brim.planning.ranks import card_of, node_ram
+from brim.planning.ranks import card_of
 from brim.planning.request import Machine
 from brim.requests.plan import MeshRequest
 from brim.units import MIB
@@ -30,8 +29,10 @@ from brim.units import MIB
 # Stage, and the places of optimizer states and weights that are not the GPU, by the seconds that they cost.
 _STAGES = ((2, "", ""), (3, "", ""), (2, "cpu", ""), (3, "cpu", ""), (3, "cpu", "cpu"), (3, "nvme", "nvme"))
 _BUCKET = 50_000_000  # numbers that DeepSpeed reduces or gathers at once; its default is ten times as much
-_STATES = (
-    "bytes of states: those of DeepSpeed's estimate_zero2_ and estimate_zero3_model_states_mem_needs, 1.5 in RAM"
+_ASSUMED = (
+    "bytes of states: those of DeepSpeed's estimate_zero2_ and estimate_zero3_model_states_mem_needs, 1.5 in RAM",
+    "AdamW in float32; the program's own optimizer may differ",
+    "the program's TrainingArguments have the batch sizes of the file; transformers refuses others",
 )
 
 
@@ -53,36 +54,35 @@ def _steps(batch: int) -> list[tuple[int, str]]:
 
 def deepspeed(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
     """Yield configurations, the fastest first: recomputation before RAM, and RAM before NVMe."""
-    check(request, machine, "deepspeed", "train", several=True)
+    machine = check(request, machine, "deepspeed", "train", several=True)
     source, module = _described(request, "deepspeed")
     gpus, place = request.gpus or 1, place_of(machine.hardware)
-    local = min(gpus, request.gpus_per_node or 8)
     numbers = sum(parameter.numel() for parameter in module.parameters())
     largest = max(sum(p.numel() for p in part.parameters(recurse=False)) for part in module.modules())
 
     @functools.cache
     def beside(batch: int, checkpointing: str) -> int:
-        """Return the bytes of a step beside weights: its gradients too, whose buckets are counted again."""
+        """Return the bytes of a step beside weights and gradients, which are states here."""
         sizes: dict[str, Any] = {"batch": batch, "seq": request.seq, "checkpointing": checkpointing}
         workload = Workload(task="train", precision="bf16", optimizer="sgd", **sizes)
         seen = Study(source, workload, place, None, "").estimate()
-        return seen.peak_bytes.reserved - seen.at_peak_bytes["parameters"]
+        return seen.peak_bytes.reserved - seen.at_peak_bytes["parameters"] - seen.at_peak_bytes["gradients"]
 
     for stage, states, weights in _STAGES:
         for micro, checkpointing in _steps(request.batch):
             on_gpu = (2 * numbers if stage == 2 else 4 * largest) + (0 if states else 18 * numbers // gpus)
             on_gpu += 2 * numbers // gpus if stage == 3 and states and not weights else 0
-            in_ram = 4 * local * (numbers if stage == 2 else largest)
+            in_ram = 4 * gpus * (numbers if stage == 2 else largest)
             if states:
-                in_ram = numbers * (max(4 * gpus, 16) if stage == 2 else (18 if weights else 16) * local // gpus)
-            on_disk = 18 * numbers * local // gpus if weights == "nvme" else 0
-            in_ram = 74 * local * largest if on_disk else in_ram  # 5 buffers of weights, 4 of 4 states in float32
+                in_ram = numbers * (max(4 * gpus, 16) if stage == 2 else 18 if weights else 16)
+            on_disk = 18 * numbers if weights == "nvme" else 0
+            in_ram = 74 * gpus * largest if on_disk else in_ram  # 5 buffers of weights, 4 of 4 states in float32
             used = {
                 VRAM: {
                     "states": on_gpu, "activations": beside(micro, checkpointing), "buckets": 4 * _BUCKET,
                     "nccl": catalog.nccl_bytes(gpus) if gpus > 1 else 0,
                 },
-                RAM: {"states": int(1.5 * in_ram), "process": 256 * MIB * local}, DISK: {"states": on_disk},
+                RAM: {"states": int(1.5 * in_ram), "process": 256 * MIB * gpus}, DISK: {"states": on_disk},
             }  # fmt: skip
             zero: dict[str, Any] = {"stage": stage, "overlap_comm": False, "contiguous_gradients": True}
             zero |= {"reduce_bucket_size": _BUCKET, "allgather_bucket_size": _BUCKET}
@@ -107,18 +107,17 @@ def deepspeed(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
                 engine="deepspeed", model=source.name, machine=machine, bytes=used, gpus=gpus,
                 command=f"deepspeed --num_gpus {gpus} train.py --deepspeed ds_config.json",
                 file=json.dumps(file, indent=2), file_name="ds_config.json", cannot=tuple(cannot),
-                assumed=(*machine.assumed, _STATES, "AdamW in float32; the program's own optimizer may differ"),
+                assumed=(*machine.assumed, *_ASSUMED),
             )  # fmt: skip
 
 
 def fsdp(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
     """Yield configurations of FSDP2, the fastest first, with the bytes of a traced step of each rank."""
-    check(request, machine, "fsdp", "train", several=True)
+    machine = check(request, machine, "fsdp", "train", several=True)
     if (request.gpus or 1) < 2 or request.gpu is None:
         raise UsageError("Cannot plan for fsdp.", "It shards over several GPUs.", "Give --gpu and --gpus.")
     source, module = _described(request, "fsdp")
     context, per_node = card_of(request).context().bytes, request.gpus_per_node or 8
-    machine = replace(machine, budget_bytes={**machine.budget_bytes, RAM: node_ram(request)})
     plain = [(zero, *step, False) for step in _steps(request.batch) for zero in (2, 3)]
     for zero, micro, checkpointing, offload in [*plain, (3, 1, "full", True)]:
         split = Split(
@@ -139,7 +138,7 @@ def fsdp(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
         }  # fmt: skip
         launch = {
             "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16",
-            "num_machines": -(-split.gpus // per_node), "num_processes": split.gpus, "machine_rank": 0,
+            "num_machines": 1, "num_processes": split.gpus, "machine_rank": 0,
         }  # fmt: skip
         lines = [f"{name}: {json.dumps(value)}" for name, value in launch.items()]
         lines += ["fsdp_config:", *(f"  {name}: {json.dumps(value)}" for name, value in sharding.items())]

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 
 
 def when_imported(name: str, then: Callable[[types.ModuleType], object]) -> None:
-    """Call ``then`` with the module ``name`` once its import has finished: now, if it is imported already."""
+    """Call ``then`` with the module ``name`` once its import has finished: now, if it is in sys.modules."""
     if name in sys.modules:
         then(sys.modules[name])
     else:
