@@ -172,7 +172,7 @@ _BUFFERS = (
     "output is the first of -ngl's layers, as in newer builds"
 )
 _NO_DISK = "llama.cpp cannot read from disk inside a budget: without --no-mmap the kernel decides what stays in RAM."
-_CONVERTED = "the .gguf has 16 bits, as convert_hf_to_gguf.py writes it; quantized ones are smaller"
+_CONVERTED = "the .gguf has 16 bits, as llama.cpp's converter writes it; quantized ones are smaller"
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")  # LLM_FFN_EXPS_REGEX, which --n-cpu-moe uses
 _INPUT, _OUTPUT, _PAGE = "token_embd.weight", "output.weight", 256  # a cache has a multiple of 256 tokens
 
@@ -214,7 +214,7 @@ def _of_file(path: Path) -> _Gguf:
 
 
 def _as_file(subject: Subject) -> _Gguf:
-    """Return the model as convert_hf_to_gguf.py stores it: matrices in 16 bits, vectors and routers in float32."""
+    """Return the model as llama.cpp's converter stores it: matrices in 16 bits, vectors and routers in float32."""
     module: Any = subject.module
     config, shape = module.config.get_text_config(), subject.shape
     numbers = {name: re.match(r"(.*?)\.(\d+)\.(.*)", name) for name, _ in module.named_parameters()}
