@@ -144,13 +144,21 @@ class Estimate(Readable):
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that ``brim estimate --json`` prints."""
-        alike = "upper_bound_bytes at_peak_bytes per_module step_s flops fits stored_bytes by precision_origin"
-        return {name: getattr(self, name) for name in alike.split()} | {
+        return {
             "peak_bytes": asdict(self.peak_bytes),
+            "upper_bound_bytes": self.upper_bound_bytes,
+            "at_peak_bytes": dict(self.at_peak_bytes),
+            "per_module": dict(self.per_module),
+            "step_s": self.step_s,
+            "flops": self.flops,
             "not_modelled": list(self.not_modelled),
             "notes": list(self.notes),
+            "fits": self.fits,
             "leak": None if self.leak is None else asdict(self.leak),
+            "stored_bytes": self.stored_bytes,
+            "by": self.by,
             "precision": self.workload.precision,
+            "precision_origin": self.precision_origin,
             "program": PROGRAM,
             "brim_differs": dict(self.differs),
         }

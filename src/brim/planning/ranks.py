@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -249,7 +249,8 @@ class Infeasible:
     nearest: tuple[Nearest, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        nearest = [vars(change) for change in self.nearest]
+        return {**vars(self), "needs_bytes": dict(self.needs_bytes), "nearest": nearest}
 
 
 def infeasible(request: MeshRequest, refusal: BudgetError) -> Infeasible:

@@ -13,7 +13,7 @@ assumed free, in favour of the driver.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, pairwise
 from typing import Any
@@ -88,7 +88,21 @@ class Regimes:
         return list(self.points[0].token_s)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"answer": self.answer()}
+        def plain(point: Point) -> dict[str, Any]:
+            return {"ratio": point.ratio, "token_s": dict(point.token_s), "prompt_s": dict(point.prompt_s)}
+
+        return {
+            "model": self.model,
+            "hardware": self.hardware,
+            "batch": self.batch,
+            "prompt_tokens": self.prompt_tokens,
+            "needs_bytes": self.needs_bytes,
+            "points": [plain(point) for point in self.points],
+            "curve": [plain(point) for point in self.curve],
+            "crossings": [{"first": c.first, "second": c.second, "ratio": c.ratio} for c in self.crossings],
+            "answer": self.answer(),
+            "assumed": list(self.assumed),
+        }
 
     def table(self) -> Table:
         """Return a table of seconds per token and per prompt, a row for each ratio."""

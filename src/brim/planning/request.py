@@ -91,10 +91,18 @@ class Proposal:
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        left_out = ("hardware", "precision", "timeline")
-        document = {name: value for name, value in vars(self).items() if name not in left_out}
-        document |= {name: [effect.to_json() for effect in document[name]] for name in ("techniques", "frees")}
-        return document | {"plan": self.plan.to_json(), "peak_bytes": dict(self.plan.promise.peak_bytes)}
+        return {
+            "peak_bytes": dict(self.plan.promise.peak_bytes),
+            "step_s": self.step_s,
+            "limited_by": self.limited_by,
+            "techniques": [effect.to_json() for effect in self.techniques],
+            "frees": [effect.to_json() for effect in self.frees],
+            "command": self.command,
+            "gap": self.gap,
+            "proved": self.proved,
+            "timed": self.timed,
+            "plan": self.plan.to_json(),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,21 +96,24 @@ class ParallelEstimate:
         return None if self.time is None else self.time.step_s
 
     def to_json(self) -> dict[str, Any]:
-        split, alike = self.split, "worst_rank process_bytes engine precision_origin step_s flops fits"
-        return (
-            {name: getattr(self, name) for name in alike.split()}
-            | {
-                "peak_bytes": asdict(self.worst.peak_bytes),
-                "at_peak_bytes": dict(self.worst.breakdown),
-                "mesh": {name: split.size(name) for name in ("pp", "dp", "cp", "tp", "ep")},
-                "micro_batches": split.micro_batches,
-                "precision": self.workload.precision,
-                "seconds": self.time.to_json() if self.time is not None else None,
-                "not_modelled": list(self.not_modelled),
-                "ranks": [rank.to_json() for rank in self.ranks],
-            }
-            | ({} if not split.offload_shards else {"node_ram_bytes": self.node_ram_bytes})
-        )
+        split = self.split
+        return {
+            "peak_bytes": asdict(self.worst.peak_bytes),
+            "at_peak_bytes": dict(self.worst.breakdown),
+            "worst_rank": self.worst_rank,
+            "process_bytes": self.process_bytes,
+            "mesh": {name: split.size(name) for name in ("pp", "dp", "cp", "tp", "ep")},
+            "micro_batches": split.micro_batches,
+            "engine": self.engine,
+            "precision": self.workload.precision,
+            "precision_origin": self.precision_origin,
+            "step_s": self.step_s,
+            "seconds": self.time.to_json() if self.time is not None else None,
+            "flops": self.flops,
+            "not_modelled": list(self.not_modelled),
+            "fits": self.fits,
+            "ranks": [rank.to_json() for rank in self.ranks],
+        } | ({} if not split.offload_shards else {"node_ram_bytes": self.node_ram_bytes})
 
 
 def estimate_ranks(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from brim.core.hardware import DISK, RAM
@@ -38,7 +38,8 @@ class Effect:
     costs_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        saves = dict(self.saves_bytes)
+        return {"technique": self.technique, "what": self.what, "saves_bytes": saves, "costs_s": self.costs_s}
 
 
 def effects(search: TrainingSearch, assignment: Assignment) -> list[Effect]:

@@ -44,11 +44,21 @@ class Training:
     predicted: Timeline | None = field(default=None, compare=False)  # the plan's predicted step, if requested
 
     def to_json(self) -> dict[str, Any]:
-        alike = ("losses", "promised_bytes", "measured_bytes", "step_s", "precision_origin", "notes", "truncated")
-        document = {name: getattr(self, name) for name in alike}
-        document |= {"plan": self.plan.to_json(), "output": str(self.output)}
-        further = {
-            "evaluations": [evaluation.to_json() for evaluation in self.evaluations],
-            "exceeded": self.plan.exceeded(self.measured_bytes),
+        return {
+            "losses": self.losses,
+            "promised_bytes": dict(self.promised_bytes),
+            "measured_bytes": dict(self.measured_bytes),
+            "step_s": self.step_s,
+            "plan": self.plan.to_json(),
+            "output": str(self.output),
+            "precision_origin": self.precision_origin,
+            "notes": self.notes,
+            "truncated": self.truncated,
+        } | {
+            name: values
+            for name, values in (
+                ("evaluations", [evaluation.to_json() for evaluation in self.evaluations]),
+                ("exceeded", self.plan.exceeded(self.measured_bytes)),
+            )
+            if values
         }
-        return document | {name: values for name, values in further.items() if values}
