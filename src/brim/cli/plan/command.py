@@ -54,6 +54,7 @@ _UNUSED = {
     "deepspeed": {"new_tokens", "lossless", "precision"},
     "fsdp": {"new_tokens", "lossless", "precision"},
 }
+_WHY = ": splits are searched for AdamW, full training and bf16"
 _ONLY_WITH = {
     "price": ("--compare-gpus", "--compare-gpus 1,2,4"),
     **dict.fromkeys(("gpus_per_node", "global_batch", "engine"), ("--gpus", "--gpus")),
@@ -108,7 +109,7 @@ def _refuse_unused(context: click.Context) -> None:
         unused_flags = ", ".join(unused)
         raise UsageError(
             f"{unused_flags} {'was' if len(unused) == 1 else 'were'} given beside {flags[asked]}.",
-            "It would have no effect.",
+            f"It would have no effect{_WHY if asked != 'engine_name' else ''}.",
             f"Leave out {unused_flags}, or {flags[asked]}.",
         )  # fmt: skip
 

@@ -70,8 +70,11 @@ def show_engine(request: MeshRequest, engine: str, output: Path | None, as_json:
 
     request.check()
     with Console(stderr=True).status("Planning"):
-        plans: dict[str, Any] = {**vars(inference), **vars(training), "llama.cpp": inference.llama_cpp}
-        plan = first_that_fits(plans[engine](request, machine_of(request)))
+        plans = {
+            "accelerate": inference.accelerate, "llama.cpp": inference.llama_cpp, "vllm": inference.vllm,
+            "diffusers": inference.diffusers, "deepspeed": training.deepspeed, "fsdp": training.fsdp,
+        }[engine]  # fmt: skip
+        plan = first_that_fits(plans(request, machine_of(request)))
     if output is not None:
         write_text(output, plan.file or f"# by brim\n{plan.command}\n")
     if as_json:
