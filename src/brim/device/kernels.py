@@ -77,7 +77,7 @@ class KernelAnswers:
         if not self._known and self._process is None:
             source, capability = Path(__file__).parents[2], self._settings.capability.split(".")
             with contextlib.suppress(OSError):
-                self._start(python_command("-S", "-c", _AHEAD, source, self._build.folder, *capability))
+                self._start(python_command("-c", _AHEAD, source, self._build.folder, *capability))
 
     def become_process(self) -> None:
         """Build the device, then replace this process by the one that answers.
