@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 import brim
 from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.planning.inference.pipelines import PipelineModels
-from support.pipelines import autoencoder, small_pipeline
+from support.pipelines import autoencoder, small_pipeline, small_pipeline_with_hidden_states
 
 STEPS = 3
 CALL = {"prompt": "a", "num_inference_steps": STEPS, "output_type": "np"}
@@ -54,6 +54,13 @@ def test_pictures_are_the_same_within_the_budget_and_after_it(pipe: Any) -> None
         pipe.to(torch.float16)
     handle.remove()
     assert np.array_equal(picture(pipe), expected)
+
+
+def test_a_pipeline_that_was_never_called_gives_the_same_picture(tmp_path: Path) -> None:
+    # transformers collects hidden states by hooks, which the first call registers
+    fitted, other = (small_pipeline_with_hidden_states(tmp_path) for _ in range(2))
+    brim.fit(fitted, device="emulated", vram="24MB", example=CALL)
+    assert np.array_equal(picture(fitted), picture(other))
 
 
 def test_adapters_are_loaded_switched_and_unloaded(pipe: Any, tmp_path: Path) -> None:
