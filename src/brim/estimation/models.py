@@ -33,6 +33,7 @@ _CHECKPOINTS = ("model.safetensors", "model.safetensors.index.json")
 # Types of quantized weights; masks among the buffers may have them too.
 _PACKED = ("uint8", "int8", "float8", "int32", "uint32")
 _PIPELINE = "model_index.json"
+_ALONE = "pipeline: this is one of its models; the others (text encoders, VAE or denoiser) are not counted"
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -136,7 +137,7 @@ def _of_catalog(name: str) -> Source:
     assumed = f"weights: counted in 16 bits; those of {published} are in {preset.quantized}."
     return Source(
         name=preset.name, library=preset.library, architecture=preset.architecture, config=preset.config,
-        assumed=assumed if preset.quantized else "",
+        assumed=assumed if preset.quantized else _ALONE * (preset.library == "diffusers"),
     )  # fmt: skip
 
 
