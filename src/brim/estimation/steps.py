@@ -143,16 +143,14 @@ class Job:
             self.ignored.append(f"new_tokens is ignored: {self.source.name} does not generate text.")
         new = (self.workload.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
         new_tokens = (self.full.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
-        limits = dict(making.position_tables(model))
         room = 0 if config.is_encoder_decoder else new_tokens  # positions needed for new tokens
         default = max(making.default_tokens(model) - room, 1) if tokens else 0
         self.workload = self.workload.resolved(seq=default or None, precision="fp32", new_tokens=new or None)
         if tokens:
-            self.most_tokens = min(limits.values(), default=None)
-            making.check_positions(model, limits, (self.workload.seq or 0) + room)
+            self.most_tokens = min((limit for _, limit in making.position_tables(model)), default=None)
+            making.check_positions(model, (self.workload.seq or 0) + room)
         if generates and config.is_encoder_decoder:
-            decoder = {name: limit for name, limit in limits.items() if "decoder" in name}
-            making.check_positions(model, decoder, new_tokens)
+            making.check_positions(model, new_tokens, "decoder")
 
     def _diffusers(self) -> nn.Module:
         import diffusers
