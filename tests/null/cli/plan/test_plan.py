@@ -244,6 +244,8 @@ def test_what_does_not_fit_is_told_in_words(llama: str, tmp_path: Path, few_chan
         (["gpt2", "--precision", "int4", "--lossless"], "--lossless"),
         (["gpt2", "--task", "train", "--precision", "int4"], "--precision int4"),
         (["gpt2", "--task", "train", "--optimizer", "adamx"], "--optimizer adamx"),
+        (["gpt2", "--method", "lora"], "--task train"),
+        (["gpt2", "--optimizer", "lion"], "--task train"),
         (["gpt2", "--task", "dream"], "dream"),
         (["gpt2", "--vram", "lots"], "8GiB"),
         (["gpt2", "--top", "0"], "--top"),
