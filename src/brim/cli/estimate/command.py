@@ -209,7 +209,7 @@ def _report(options: EstimateOptions) -> int | None:
 def _plan_command(options: EstimateOptions, estimate: Estimate) -> str:
     """The command that plans the same workload."""
     task, sizes = estimate.workload.task, {"batch": estimate.workload.batch, "seq": estimate.workload.seq}
-    given = {name: value for name, value in (options.workload | sizes).items() if value}
+    given = {name: value for name, value in {**options.workload, **sizes}.items() if value}
     if given.get("precision") not in PRECISIONS_OF[task]:
         given["precision"] = None
     return build(PlanRequest, vars(options) | given).command()
