@@ -117,7 +117,8 @@ def _of_hub(name: str) -> Source:
             assumed = f"configuration: that of the catalog is used. {error.reason} {source.assumed}"
             return replace(source, assumed=assumed.strip())
         except UsageError as unknown_name:
-            raise ModelError(error.request, error.reason, f"{error.todo} {unknown_name.todo}") from error
+            nearest = unknown_name.todo.partition(" Or ")[0]  # a folder is advised already
+            raise ModelError(error.request, error.reason, f"{error.todo} {nearest}") from error
     path = model.folder / "config.json"
     try:
         source = _of_file(path, model.folder)

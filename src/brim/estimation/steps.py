@@ -159,7 +159,10 @@ class Job:
         if kind is None or not issubclass(kind, nn.Module):
             raise UnsupportedError(
                 f"{self.source.name} was given as the model.",
-                f"diffusers {diffusers.__version__} has no model {self.source.architecture}.",
+                "It is a pipeline of several models."
+                if self.source.parts
+                else f"diffusers {diffusers.__version__} has no model {self.source.architecture}.",
+                "Use brim estimate, brim plan --for diffusers or brim.fit." * bool(self.source.parts),
             )
         self._set_precision(weight_type(self.source))
         if (image := making.IMAGES.get(self.source.architecture)) is not None:
@@ -517,7 +520,7 @@ def differences(workload: Workload, stored: str, *, language_model: bool) -> dic
         if dtype != stored:
             parts["weights"] = f"brim train keeps weights that are not trained in their stored dtype, {stored}"
         if precision == "bf16":
-            parts["adapters"] = "of brim train --precision bf16 are bfloat16, PEFT's float32"
+            parts["adapters"] = "brim train --precision bf16 keeps them in bfloat16, PEFT in float32"
     if workload.optimizer in (None, *FUSED):
         parts["optimizer"] = "brim train uses PyTorch's fused optimizer, which allocates nothing in its step"
     elif workload.optimizer == "adamw8bit":

@@ -175,7 +175,7 @@ def test_the_page_shows_the_plans_and_the_schedule_of_the_first(planned: Planned
 def test_the_table_has_a_row_and_a_command_for_each_plan(llama: str) -> None:
     found = said(llama, *TRAIN, "--top", "2")
     assert found.code == 0
-    for word in ("VRAM", "s per step", "tokens/s", "limited by", "gap", "assumed: ", "planned in "):
+    for word in ("VRAM", "s per step", "tokens/s", "limited by", "above", "assumed: ", "planned in "):
         assert word in found.out
     assert found.out.count(f"brim train {llama}") == 2
 
