@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -20,9 +22,11 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    AwqConfig,
     BitsAndBytesConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTQConfig,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -42,6 +46,7 @@ from brim.requests.train import Request
 from brim.run.train.setup import open_batches
 from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, Weights
 from brim.units import parse_bytes
+from support.packed_checkpoints import packed
 from support.tiny_model import save_tokenizer
 
 IDS = torch.arange(14).view(2, 7)
@@ -114,6 +119,25 @@ def of_int4(plain: Path, folder: Path) -> None:
     torchao(plain, folder, IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)))
 
 
+def transformers_model(checkpoint: Path) -> Any:
+    """The model of transformers, with the kernels of gptqmodel that read tensors as they are stored, not compiled."""
+    settings = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
+    chosen: dict[str, Any] = {}
+    if settings["quant_method"] == "gptq":
+        chosen = {"quantization_config": GPTQConfig(bits=settings["bits"], backend="torch")}
+    if settings["quant_method"] == "awq":
+        chosen = {"quantization_config": AwqConfig(backend="torch_awq")}
+    with warnings.catch_warnings(), mock.patch.object(torch, "compile", lambda function, **_: function):
+        if chosen:
+            warnings.simplefilter("ignore")  # of attributes that optimum reads, and of kernels that are chosen
+        return AutoModelForCausalLM.from_pretrained(checkpoint, **chosen)
+
+
+def of_gptq(bits: int, *, desc_act: bool = False, version: str = "gptq") -> Callable[[Path, Path], None]:
+    config = GPTQConfig(bits=bits, group_size=32, sym=False, desc_act=desc_act, format=version)
+    return partial(packed, config=config)
+
+
 KINDS: dict[str, tuple[str, torch.dtype, Callable[[Path, Path], None]]] = {
     "nf4 nested": ("bitsandbytes", torch.float32, of_4_bits("nf4", nested=True)),
     "nf4 nested bf16": ("bitsandbytes", torch.bfloat16, of_4_bits("nf4", nested=True)),
@@ -129,14 +153,25 @@ KINDS: dict[str, tuple[str, torch.dtype, Callable[[Path, Path], None]]] = {
     "FP8": ("compressed_tensors", torch.bfloat16, partial(compressed, preset="FP8_DYNAMIC")),
     "torchao int8": ("torchao", torch.bfloat16, of_int8),
     "torchao int4": ("torchao", torch.bfloat16, of_int4),
+    "gptq": ("gptqmodel optimum", torch.float16, of_gptq(4)),
+    "gptq act-order and biases": ("gptqmodel optimum", torch.bfloat16, of_gptq(4, desc_act=True, version="gptq_v2")),
+    "gptq 3 bits": ("gptqmodel optimum", torch.float32, of_gptq(3)),
+    "awq": ("gptqmodel", torch.float16, partial(packed, config=AwqConfig(bits=4, group_size=32))),
+    "awq and biases": ("gptqmodel", torch.bfloat16, partial(packed, config=AwqConfig(bits=4, group_size=32))),
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, marks=[pytest.mark.thorough] if "gptqmodel" in packages else [])
+        for kind, (packages, _, _) in KINDS.items()
+    ],
+)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    package, dtype, quantize = KINDS[request.param]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
+    packages, dtype, quantize = KINDS[request.param]
+    if missing := [package for package in packages.split() if importlib.util.find_spec(package) is None]:
+        pytest.skip(f"{missing[0]} is not installed")
     folder: Path = tmp_path_factory.mktemp(request.param.replace(" ", "-"))
     quantize(save_plain(tmp_path_factory.mktemp("plain"), dtype, attention_bias="biases" in request.param), folder)
     save_tokenizer(folder)
@@ -155,7 +190,7 @@ def streamed_from_disk(module: Any, weights: Weights, weights_bytes: int, adapte
 
 @torch.no_grad()
 def test_logits_are_those_of_transformers(checkpoint: Path) -> None:
-    whole = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    whole = transformers_model(checkpoint).eval()
     expected = [whole(ids).logits for ids in (IDS, IDS[:1, :1])]
     opened = open_model(checkpoint)
     materialize(opened.module, opened)
@@ -249,7 +284,7 @@ def test_a_real_model_keeps_within_its_budget_while_it_is_quantized(cache_home: 
 @torch.no_grad()
 @pytest.mark.thorough
 def test_a_load_in_the_smallest_budget_generates_the_same_tokens(checkpoint: Path) -> None:
-    whole = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    whole = transformers_model(checkpoint).eval()
     expected = whole.generate(IDS[:1], max_new_tokens=4, do_sample=False)
 
     def load(vram: int) -> Any:
@@ -301,7 +336,7 @@ def trained(
 
 
 def with_peft(checkpoint: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = transformers_model(checkpoint)
     model(IDS)  # compressed-tensors widens all weights: PEFT knows no others of its layers
     if model.quantization_method == "bitsandbytes":
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -420,8 +455,12 @@ def storages(owner: Any) -> dict[int, int]:
 
 @torch.no_grad()
 def test_an_estimate_has_the_bytes_that_transformers_holds(checkpoint: Path) -> None:
-    whole = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    whole = transformers_model(checkpoint).eval()
     whole(IDS)  # compressed-tensors widens all weights
+    for module in whole.modules():  # tables that gptqmodel's torch kernels make, and those of GPUs do not
+        for name in ("_zeros_cache", "_g_idx_long_cache", "wf_unsqueeze_zero", "wf_unsqueeze_neg_one"):
+            if hasattr(module, name):
+                setattr(module, name, None)
     held: dict[int, int] = {}
     for module in whole.modules():
         held |= storages(module)

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Literal, Self
+from typing import IO, Any, Literal, Self
 
 import rich.console
 from rich import box
@@ -31,6 +31,16 @@ class Console(rich.console.Console):
     def __init__(self, *, stderr: bool = False, highlight: bool = True, soft_wrap: bool = False) -> None:
         plain: dict[str, Any] = {"markup": False, "emoji": False, "force_jupyter": False}
         super().__init__(stderr=stderr, highlight=highlight, soft_wrap=soft_wrap, **plain)
+
+    @property
+    def file(self) -> IO[str]:
+        """The stream to write to: below rich's proxy, which a status puts there, and the terminal's filter."""
+        stream = super().file
+        return getattr(stream, "rich_proxied_file", stream)
+
+    @file.setter
+    def file(self, stream: IO[str]) -> None:
+        self._file = stream
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Segments of text without control characters; rich's own control segments as they are."""

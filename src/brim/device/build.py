@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def build(site_packages: Path, folder: Path | None = None, *, packages: Sequence
     sources = sorted(SOURCES.glob("*.[ch]"))
     number = version[0] * 1000 + version[1] * 10  # as cuda_runtime_api.h has it
     versions = {"CUDART_VERSION": number, "CUDNN_VERSION": cudnn_version(site_packages) or _CUDNN[version[0]]}
-    key = fingerprint([*libraries, *launchers, *sources, Path(__file__)], versions)
+    key = fingerprint([*libraries, *launchers, *sources, SOURCES / "stubs.toml", Path(__file__)], versions)
     name = f"cuda{version[0]}.{version[1]}-{key}"
     return build_once(
         (folder or cache_folder() / "rehearsal") / name, lambda into: _compile(into, libraries, launchers, versions)
@@ -149,63 +150,14 @@ _LIBRARY = re.compile(
 )
 OPENED_BY_NAME = ("libcuda.so.1", "libnvidia-ml.so.1")
 
-# Out-parameters that callers read: pattern, their positions among the arguments, bytes of each. They become 0: no
-# workspace (that of cuSOLVER and cuSPARSE is unknown), no error in a factorisation. All other arguments
-# of these functions are integers or pointers.
+_TABLE = tomllib.loads((SOURCES / "stubs.toml").read_text())
 _OUT_PARAMETERS = tuple(
-    (re.compile(pattern), positions, width)
-    for pattern, positions, width in (
-        (r"cusolverDn[SDCZ](potrf|geqrf|getrf)_bufferSize", (5,), 4),
-        (r"cusolverDn[SDCZ]gesvd_bufferSize", (3,), 4),
-        (r"cusolverDn[SDCZ]gesvdj_bufferSize", (12,), 4),
-        (r"cusolverDn[SDCZ]gesvdjBatched_bufferSize", (11,), 4),
-        (r"cusolverDn[SDCZ]gesvdaStridedBatched_bufferSize", (16,), 4),
-        (r"cusolverDn[SDCZ](org|ung)qr_bufferSize", (7,), 4),
-        (r"cusolverDn[SDCZ](orm|unm)qr_bufferSize", (11,), 4),
-        (r"cusolverDn[SDCZ](sy|he)ev(d|j|jBatched)_bufferSize", (7,), 4),
-        (r"cusolverDn[SDCZ]sytrf_bufferSize", (4,), 4),
-        (r"cusolverDnXpotrf_bufferSize", (8, 9), 8),
-        (r"cusolverDnXgeqrf_bufferSize", (10, 11), 8),
-        (r"cusolverDnXsyev(d|Batched)_bufferSize", (11, 12), 8),
-        (r"cusolverDnXgeev_bufferSize", (17, 18), 8),
-        (r"cusolverDnXsytrs_bufferSize", (11, 12), 8),
-        (r"cusparse(SpMM|SDDMM)_bufferSize", (10,), 8),
-        (r"cusparseSpMV_bufferSize", (9,), 8),
-        (r"cusparseSpSV_bufferSize", (9,), 8),
-        (r"cusparseSpSM_bufferSize", (10,), 8),
-        (r"cusparseXcoosort_bufferSizeExt", (6,), 8),
-        (r"cusparseXcsrsort_bufferSizeExt", (6,), 8),
-        (r"cusparse[SDCZ]csrgeam2_bufferSizeExt", (19,), 8),
-        (r"cusparse[SDCZ]bsrsv2_bufferSize", (11,), 4),
-        (r"cusparse[SDCZ]bsrsm2_bufferSize", (13,), 4),
-        (r"cublas[SDCZ]geqrfBatched", (6,), 4),
-        (r"cublas[SDCZ](getrs|gels)Batched", (9,), 4),
-        (r"cusolverDn[SDCZ](potrf|getrf)", (7,), 4),
-        (r"cusolverDn[SDCZ]geqrf", (8,), 4),
-        (r"cusolverDn[SDCZ](getrs|syevd|heevd)", (9,), 4),
-        (r"cusolverDn[SDCZ]gesvdj", (14,), 4),
-        (r"cusolverDn[SDCZ]gesvd", (15,), 4),
-        (r"cusolverDnXpotrf", (12,), 4),
-        (r"cusolverDnXgeqrf", (14,), 4),
-        (r"cusolverDnXsyevd", (15,), 4),
-        (r"cusolverDnXgeev", (21,), 4),
-    )
+    (re.compile(pattern), positions, int(width))
+    for width, functions in _TABLE["parameters"].items()
+    for pattern, positions in functions.items()
 )
+_OUT_ARRAYS = tuple((re.compile(pattern), *positions) for pattern, positions in _TABLE["arrays"].items())
 _ARGUMENTS = 22
-
-
-# The same for functions on many matrices: pattern, position of the array of their ints, position of their number.
-_OUT_ARRAYS = tuple(
-    (re.compile(pattern), array, number)
-    for pattern, array, number in (
-        (r"cublas[SDCZ]getrfBatched", 5, 6),
-        (r"cusolverDn[SDCZ]potrfBatched", 5, 6),
-        (r"cusolverDn[SDCZ](syevj|heevj)Batched", 9, 11),
-        (r"cusolverDn[SDCZ]gesvdjBatched", 13, 15),
-        (r"cusolverDn[SDCZ]gesvdaStridedBatched", 18, 20),
-        (r"cusolverDnXsyevBatched", 15, 16),
-    )
-)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -275,7 +275,7 @@ def as_stored(
     """Replace the weights that the checkpoint has quantized by tensors as large as its files have them.
 
     ``capability``: the compute capability of the GPU. ``by_brim``: brim runs the model, which unpacks at every call
-    the weights that others unpack once.
+    the weights that others unpack once, and those of gptqmodel.
 
     Returns notes by subject. Raises UnsupportedError where the files' headers are unknown and the method's settings
     do not tell the sizes.
@@ -285,7 +285,8 @@ def as_stored(
     if source.library != "transformers":
         check_not_quantized(source)
     name, settings, method = method_of(source)
-    layer = UnpackedLinear if by_brim and method.layer is OnceUnpackedLinear else method.layer
+    unpacks = by_brim and (method.layer is OnceUnpackedLinear or method.by is _GPTQMODEL)
+    layer = UnpackedLinear if unpacks else method.layer
     if name in ("fp8", "fbgemm_fp8") and capability < _LEAST_FLOAT8:
         return {name: "transformers unpacks the weights to 16 bits: this GPU has no float8 products"}
     stored = stored_tensors(source)

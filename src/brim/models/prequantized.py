@@ -4,18 +4,21 @@ The same quantizers also quantize the weights of other checkpoints, one at a tim
 
 Where a method's layers have plain tensors as parameters, these are placed and streamed as they are stored. Where a
 method joins several tensors into one object (bitsandbytes' weight with its statistics, torchao's subclasses), the
-layer gets the tensors of the file as its parameters instead, and joins views of them for each call. So placing,
-streaming, tracing and verifying know nothing of these objects.
+layer gets the tensors of the file as its parameters instead, and joins views of them for each call. So do layers of
+gptqmodel, whose tensors are buffers. So placing, streaming, tracing and verifying know nothing of these objects.
 """
 
 from __future__ import annotations
 
 import copy
+import io
 import json
 import logging
 import math
+import os
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial, partialmethod
 from pathlib import Path
 from types import MethodType
@@ -31,10 +34,15 @@ from brim.errors import ModelError, UnsupportedError
 from brim.estimation.models import other_shape, short
 from brim.models.file_tensor import FileTensor
 
-METHODS = ("bitsandbytes", "compressed-tensors", "torchao")  # compared with transformers, bit for bit
+METHODS = {  # compared with transformers, bit for bit: the packages of each
+    "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed-tensors", "torchao": "torchao",
+    "gptq": "gptqmodel optimum", "awq": "gptqmodel",
+}  # fmt: skip
 _OTHER = "Give a checkpoint in float32, bfloat16 or float16, or a .gguf file."
 _EVERY_CALL = "bitsandbytes.autograd._functions"  # its logger says at every call that inputs become float16
 _PIECE_VALUES = 1 << 20  # of a weight that are quantized at once: kernels of CPUs take several float32 copies
+_FORMATS = ("gptq", "gptq_v2", "gemm")  # of gptqmodel's torch kernels
+_STORED = "stored_"  # begins the names of parameters with tensors of the file that a layer gets for calls
 _BLOCK_ROWS = 64  # with so many rows a piece has full blocks of values that share a scale, whatever the row's length
 
 Parts = dict[str, Any]  # the tensors of a joined weight, by the end of their names in the file
@@ -88,6 +96,8 @@ class Quantizer:
                 raise self._not_here(error) from error
             if getattr(self._quantizer.quantization_config, "dequantize", False):
                 raise self._unsupported("transformers has no kernels for it on this device, and would widen it.")
+            if "gptqmodel" in METHODS[self._method]:
+                self._unpack_by_torch()
             self._leave_apart()
             return self._quantizer, config, None
 
@@ -95,8 +105,21 @@ class Quantizer:
         with (
             mock.patch.object(modeling_utils, "get_hf_quantizer", get),
             mock.patch.object(tqdm, "__init__", without_bars),
+            mock.patch.dict(os.environ),  # gptqmodel sets PyTorch's allocator by them
+            redirect_stdout(io.StringIO()),  # and prints what it does
+            warnings.catch_warnings(),
         ):
+            warnings.simplefilter("ignore", FutureWarning)  # optimum reads every attribute of the model
             yield
+
+    def _unpack_by_torch(self) -> None:
+        """Choose gptqmodel's kernels that read tensors as they are stored: others pack them anew."""
+        self._quantizer._process_model_after_weight_loading = lambda model, **_: model
+        chosen = getattr(self._quantizer, "optimum_quantizer", self._quantizer.quantization_config)
+        chosen.backend = "torch"
+        if chosen.format not in _FORMATS or (self._method == "awq" and chosen.bits != 4):
+            problem = f"Its format is {chosen.format} of {chosen.bits} bits: brim runs"
+            raise self._unsupported(f"{problem} {', '.join(_FORMATS)}, the last of 4 bits.")
 
     def _leave_apart(self) -> None:
         if hasattr(self._quantizer, "set_metadata"):  # torchao describes its weights in the files' headers
@@ -116,6 +139,9 @@ class Quantizer:
             return
         if self._method == "compressed-tensors":
             _decompress_during_calls(model, self._quantizer.compressor)
+        if "gptqmodel" in METHODS[self._method]:
+            of_gptq = getattr(self._quantizer, "optimum_quantizer", None)
+            _give_parameters(model, is_shifted=of_gptq is not None and of_gptq.format == "gptq")
         for name, parts in self._quantized(model).items():
             self._replace(model, name, parts)
 
@@ -210,7 +236,9 @@ class Quantizer:
         return self._taken | {name: {} for name in bare}
 
     def _not_here(self, error: Exception) -> UnsupportedError:
-        todo = "Install it." if isinstance(error, ImportError) else _OTHER
+        # Without gptqmodel transformers asks for a GPU.
+        is_missing = isinstance(error, (ImportError, RuntimeError))
+        todo = f"Run pip install {METHODS[self._method]}, or g{_OTHER[1:]}" if is_missing else _OTHER
         return self._unsupported(f"transformers cannot run it here: {short(error)}", todo)
 
     def _unsupported(self, problem: str, todo: str = _OTHER) -> UnsupportedError:
@@ -454,6 +482,62 @@ def _decompressed(
     stored = {name: tensor.detach() for name, tensor in tensors.items()} | known
     changed = {n: value for n, value in kind.decompress(stored, scheme).items() if value is not stored.get(n)}
     return {**changed, **during}
+
+
+def _give_parameters(model: nn.Module, *, is_shifted: bool) -> None:
+    """Give layers of gptqmodel the tensors of the file as parameters, under names to which its code assigns nothing.
+
+    ``is_shifted``: zero points are stored minus one.
+    """
+    from gptqmodel.nn_modules.qlinear import AWQuantLinear, BaseQuantLinear
+
+    for module in model.modules():
+        if isinstance(module, BaseQuantLinear):
+            is_awq = isinstance(module, AWQuantLinear)
+            if not is_awq:
+                module._init_wf_unsqueeze_buffers()  # or the first trace would, with tensors without values
+            for name in [name for name in module._buffers if name not in module._non_persistent_buffers_set]:
+                tensor = module._buffers.pop(name)
+                module.register_parameter(_STORED + name, nn.Parameter(tensor, requires_grad=False))
+            _join_during_calls(module, _of_awq if is_awq else partial(_of_gptq, is_shifted=is_shifted))
+
+
+def _buffers(tensors: Tensors) -> dict[str, Any]:
+    return {name.removeprefix(_STORED): t.detach() for name, t in tensors.items() if name.startswith(_STORED)}
+
+
+def _of_gptq(module: Any, tensors: Tensors, *, is_shifted: bool) -> Mapping[str, Any]:
+    from gptqmodel.nn_modules.qlinear import PackableQuantLinear
+
+    during, bits = _buffers(tensors), module.bits
+    if is_shifted and bits != 3:  # with the carries of gptqmodel's addition
+        during["qzeros"] = during["qzeros"] + sum(1 << shift for shift in range(0, 32, bits))
+    # The kernel's own method keeps unpacked zero points.
+    during["dequantize_weight"] = partial(PackableQuantLinear.dequantize_weight, module)
+    during["_dequantize_from_codes"] = partial(_gptq_weight, module, shift=is_shifted and bits == 3)
+    return during
+
+
+def _gptq_weight(module: Any, codes: torch.Tensor, zeros: torch.Tensor, *, num_itr: int, shift: bool) -> torch.Tensor:
+    """The weight of a layer, by an explicit cast: a trace does not see the copy by which a CPU casts otherwise."""
+    groups, zeros = module.g_idx.long(), (zeros + 1) & 7 if shift else zeros
+    weight: torch.Tensor = module.scales[groups] * (codes[: len(groups)] - zeros[groups]).to(module.scales.dtype)
+    return weight
+
+
+def _of_awq(module: Any, tensors: Tensors) -> Mapping[str, Any]:
+    return {**_buffers(tensors), "_dequantize_weight_for_inference": partial(_awq_weight, module)}
+
+
+def _awq_weight(module: Any, _: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """The weight of a layer, in a fourth of the memory: gptqmodel unpacks into 64 bits."""
+    order = torch.arange(8, dtype=torch.int32, device=module.qweight.device).view(2, 4).t().flatten()
+    codes, zeros = (
+        (q[:, :, None] >> 4 * order).to(torch.int8).flatten(1) & 15 for q in (module.qweight, module.qzeros)
+    )
+    codes = codes - zeros.repeat_interleave(module.group_size, dim=0)
+    weight: torch.Tensor = codes.to(dtype) * module.scales.repeat_interleave(module.group_size, dim=0)
+    return weight
 
 
 def _bitsandbytes(module: Any, name: str, parts: Parts) -> Join:

@@ -9,6 +9,7 @@ import numpy as np
 
 from brim.core.timeline import EventKind, Timeline
 from brim.core.trace import Category
+from brim.report import read_table
 from brim.report.explain import live_rows
 from brim.report.phase import (
     BY_PHASE,
@@ -26,18 +27,7 @@ from brim.report.phase import (
 )
 from brim.units import format_bytes
 
-IN_PHASE: Mapping[Phase, str] = {
-    Phase.LOADING: "while loading",
-    Phase.FORWARD: "in the forward pass",
-    Phase.ATTENTION: "in attention",
-    Phase.LOSS: "in the loss",
-    Phase.BACKWARD: "in the backward pass",
-    Phase.STATES: "when the optimizer creates its states",
-    Phase.OPTIMIZER: "in the optimizer's step",
-    Phase.EVALUATION: "in the evaluation",
-    Phase.GENERATION: "in the generation",
-    Phase.SAVING: "while saving",
-}
+IN_PHASE = {Phase(name): text for name, text in read_table("advice.toml")["in_phase"].items()}
 _OF_MODELS = (Phase.FORWARD, Phase.ATTENTION, Phase.LOSS)
 _STEP = (*_OF_MODELS, Phase.BACKWARD)
 _FIXED = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -105,7 +107,7 @@ def fit(
     scratch file (in the folder ``BRIM_SCRATCH``, else in the temporary folder).
 
     The models of a diffusers pipeline share one budget and one plan, as they run one after another. If no plan fits,
-    the decoder's tiling is switched on.
+    the decoder's tiling is switched on until ``remove()``, with a warning.
 
     Args:
         model: Any module with ordinary parameters, or a diffusers pipeline. No part of it may be fitted already. A
@@ -228,14 +230,18 @@ def _fit_pipeline(
         except BudgetError:
             if arguments is None or not tiles:
                 raise
-            for part in tiles:
-                part.enable_tiling()
-            try:
-                handle = fitted()
-            except BaseException:
+            with ExitStack() as untiled:
                 for part in tiles:
-                    part.disable_tiling()
-                raise
+                    part.enable_tiling()
+                    untiled.callback(part.disable_tiling)
+                handle = fitted()
+                handle.at_end.push(untiled.pop_all())
+            handle.plan = replace(handle.plan, settings={**handle.plan.settings, "tiled_models": len(tiles)})
+            names = " and ".join(name for name, part in models.named_children() if part in tiles)
+            warnings.warn(
+                f"{names} works in tiles, as nothing else fits: outputs differ a little. handle.remove() ends it.",
+                stacklevel=3,
+            )
         pipe.brim = handle
         return handle
 

@@ -13,6 +13,7 @@ import pytest
 
 from brim.cli import main
 from brim.cli.console import EVERY, Console
+from brim.cli.process import standard_streams
 from brim.errors import UsageError
 from brim.processes import python_command
 from support.terminal import on_terminal
@@ -46,6 +47,16 @@ def test_a_log_has_some_of_many_lines_and_what_is_quick_says_nothing(
             time.sleep(0.01)
     told = capsys.readouterr().err.splitlines()
     assert 2 <= len(told) <= 8 and all(line.startswith("step ") for line in told)
+
+
+def test_a_status_draws_on_a_terminal_and_shows_no_escape_as_text() -> None:
+    def planning() -> None:
+        with standard_streams(), Console(stderr=True).status("planning"):
+            time.sleep(0.3)
+
+    _, shown = on_terminal(["--version"], planning)
+    assert b"\x1b[2K" in shown and b"planning" in shown
+    assert b"u001b" not in shown
 
 
 @pytest.fixture(scope="module")

@@ -190,7 +190,7 @@ def stage_fits(
     place = place_of(gpu)
     workload = Workload(task="train", batch=split.micro_batch, seq=seq, checkpointing=checkpointing)
     (facts,), _ = ranks_megatron.stages(_job(find_model(model), workload, split, place), only=stage)
-    return _memory(facts.trace, place, "", _nccl_bytes(split))[0].process <= gpu.capacity_bytes
+    return _memory(facts.trace, place, "", nccl_bytes(split))[0].process <= gpu.capacity_bytes
 
 
 def _assembled(
@@ -198,7 +198,7 @@ def _assembled(
     notes: tuple[str, ...], ram_gb_per_s: float | None,
 ) -> ParallelEstimate:  # fmt: skip
     split = job.split
-    nccl = _nccl_bytes(split)
+    nccl = nccl_bytes(split)
     of_stage: dict[int, tuple[PeakBytes, dict[str, int], RamPeak | None]] = {}
     for facts in stages:
         if id(facts) not in of_stage:
@@ -232,7 +232,7 @@ def _assembled(
     )
 
 
-def _nccl_bytes(split: Split) -> int:
+def nccl_bytes(split: Split) -> int:
     return sum(catalog.nccl_bytes(split.size(axis)) for axis in ("tp", "shard", "pp", "cp"))
 
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from brim import catalog
 from brim.core import Op, Phase
 from brim.errors import BudgetError, ModelError, UnsupportedError, UsageError
+from brim.estimation.ranks.estimate import nccl_bytes
 from brim.estimation.ranks.script import Sent
 from brim.estimation.ranks.sizes import Shape
 from brim.estimation.ranks.split import Split, check_sizes
 from brim.estimation.ranks.time import StepTime, crossed_s, host_s, node_rate, sent_s
-from brim.planning.meshes.search import RECOMPUTE, Mesh, Pieces, nccl_bytes
+from brim.planning.meshes.search import RECOMPUTE, Mesh, Pieces
 from brim.planning.proof import search
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)

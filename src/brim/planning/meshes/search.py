@@ -16,6 +16,7 @@ from brim import catalog
 from brim.core import Hardware, Op, Phase, Trace
 from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.estimation.ranks.balance import balanced
+from brim.estimation.ranks.estimate import nccl_bytes
 from brim.estimation.ranks.megatron.layer import Place
 from brim.estimation.ranks.megatron.stages import LAUNCHES_S
 from brim.estimation.ranks.megatron.step import stage_trace
@@ -141,10 +142,6 @@ def _which(split: Split, stage: int) -> tuple[int, int]:
 def _beside(split: Split, stage: int, ends: Ends) -> int:
     """Return the parameters of a stage beside its layers'."""
     return 0 if 0 < stage < split.pp - 1 else ends.beside_parameters[_which(split, stage)]
-
-
-def nccl_bytes(split: Split) -> int:
-    return sum(catalog.nccl_bytes(split.size(axis)) for axis in ("tp", "shard", "pp", "cp"))
 
 
 def _peak_bytes(trace: Trace) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from brim.core import Category, Op, Phase, Trace
 from brim.errors import BudgetError, ModelError, UnsupportedError, UsageError
 from brim.estimation.models import Source
 from brim.estimation.ranks import torch_engine
+from brim.estimation.ranks.estimate import nccl_bytes
 from brim.estimation.ranks.job import DEFAULT_PRECISION, ParallelJob
 from brim.estimation.ranks.layers import usual_layers
 from brim.estimation.ranks.script import Sent
@@ -24,7 +25,7 @@ from brim.estimation.ranks.split import Split, in_flight
 from brim.estimation.ranks.time import StepTime, kernels_s, sent_s
 from brim.estimation.simulation import capability_of, place_of
 from brim.estimation.workload import Workload
-from brim.planning.meshes.search import SEQUENCES_PER_GPU, Costs, Ends, Mesh, Pieces, nccl_bytes
+from brim.planning.meshes.search import SEQUENCES_PER_GPU, Costs, Ends, Mesh, Pieces
 from brim.planning.meshes.splits import run_splits
 
 DOUBT = 0.02  # the error of expected seconds if a similar mesh was proved

@@ -6,13 +6,12 @@ Blocks are computed in order: on the device, or by the processor for blocks that
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
-from brim.planning.solver.schedule import COMPUTE, Contention, Schedule, Task, lane_of, simulate
+from brim.planning.solver.schedule import COMPUTE, Contention, Schedule, TaskList, lane_of, simulate
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 
 BESIDE_BLOCKS = "outside of blocks"  # a pass's first task
@@ -182,17 +181,14 @@ def pass_s(
     return done.ends_s[-2] - done.ends_s[-3], done.schedule
 
 
-class _Maker:
+class _Maker(TaskList):
     """Append tasks in the order in which the runtime issues them."""
 
     def __init__(self, hardware: Hardware, choices: Mapping[str, str], slots: int) -> None:
-        self.tasks: list[Task] = []
+        super().__init__(slots, STAGING)
         self.last = -1  # of the chain of computation
         self.chain: dict[int, int] = {}
         self._hardware, self._choices = hardware, choices
-        # Each free slot of the ring: the block that it still holds, and the tasks that release it.
-        self._free: deque[tuple[str, list[int]]] = deque([("", [])] * slots)
-        self._staging: deque[list[int]] = deque([[]] * STAGING)
 
     def add_pass(self, job: Job) -> None:
         self._compute(BESIDE_BLOCKS, COMPUTE, job.fixed_compute_s, [])
@@ -206,10 +202,6 @@ class _Maker:
             if ways_of(choice, self._hardware.compute):
                 self._free.append((block.name, [self.last]))
 
-    def _task(self, name: str, lane: str, seconds: float, after: Sequence[int], bytes: int = 0) -> int:
-        self.tasks.append(Task(name=name, lane=lane, seconds=seconds, after=tuple(after), bytes=bytes))
-        return len(self.tasks) - 1
-
     def _compute(self, name: str, lane: str, seconds: float, ready: Sequence[int]) -> None:
         after = [*ready, *([self.last] if self.last >= 0 else [])]
         before, self.last = self.last, self._task(name, lane, seconds, after)
@@ -219,10 +211,8 @@ class _Maker:
         ways = ways_of(choice, self._hardware.compute)
         if not ways:
             return []
-        kept_slot = next((slot for slot in self._free if slot[0] == block.name), None)
-        if kept_slot is not None:  # no other block has overwritten the slot
-            self._free.remove(kept_slot)
-            return list(kept_slot[1])
+        if (ready := self._ready(block.name)) is not None:
+            return ready
         _, free = self._free.popleft()
         if len(ways) == 1:
             return [self._copy(block, *ways[0], free)]

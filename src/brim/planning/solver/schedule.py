@@ -89,6 +89,27 @@ class Schedule:
         return waits
 
 
+class TaskList:
+    """Tasks of a runtime that loads blocks into a ring of ``slots``, through ``staging`` buffers."""
+
+    def __init__(self, slots: int, staging: int) -> None:
+        self.tasks: list[Task] = []
+        # Each free slot of the ring: the block that it still holds, and the tasks that release it.
+        self._free: deque[tuple[str, list[int]]] = deque([("", [])] * slots)
+        self._staging: deque[list[int]] = deque([[]] * staging)
+
+    def _task(self, name: str, lane: str, seconds: float, after: Sequence[int], bytes: int = 0) -> int:
+        self.tasks.append(Task(name=name, lane=lane, seconds=seconds, after=tuple(after), bytes=bytes))
+        return len(self.tasks) - 1
+
+    def _ready(self, block: str) -> list[int] | None:
+        """Take the slot that still holds the block, and return the tasks to wait for; None if there is none."""
+        slot = next((slot for slot in self._free if slot[0] == block), None)
+        if slot is not None:
+            self._free.remove(slot)
+        return slot and slot[1][:]
+
+
 def simulate(tasks: Sequence[Task], contention: Contention | None = None) -> Schedule:
     """Simulate ``tasks``. Raises ValueError where a task waits for itself or a later one, as that could deadlock."""
     return _Simulation(tasks, {} if contention is None else contention).run()

@@ -9,7 +9,7 @@ from itertools import pairwise
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
 from brim.planning.solver.cost_model import CPU, copy_s, update_lanes
-from brim.planning.solver.schedule import COMPUTE, UPDATE, Contention, Schedule, Task, lane_of, simulate
+from brim.planning.solver.schedule import COMPUTE, UPDATE, Contention, Schedule, TaskList, lane_of, simulate
 from brim.planning.solver.step_profile import KEEP, OFFLOAD, Assignment, BlockProfile, StepProfile
 from brim.techniques.streaming.placement import FROM_DISK, RESIDENT
 
@@ -68,17 +68,14 @@ def _steady(
     return schedule.begin_s[starts[-1]] - schedule.begin_s[starts[-2]], schedule
 
 
-class _Maker:
+class _Maker(TaskList):
     """Append tasks in the order in which the runtime issues them."""
 
     def __init__(self, profile: StepProfile, hardware: Hardware, assignment: Assignment) -> None:
-        self.tasks: list[Task] = []
+        super().__init__(assignment.frame.slots, _STAGING)
         self._profile, self._hardware, self._choices = profile.at(assignment.frame.micro_batch), hardware, assignment
         self._compute = hardware.compute
         self._away = DISK if self._compute == RAM else RAM
-        # Each free slot of the ring: the block that it still holds, and the tasks that release it.
-        self._free: deque[tuple[str, list[int]]] = deque([("", [])] * assignment.frame.slots)
-        self._staging: deque[list[int]] = deque([[]] * _STAGING)
         self._buffers: deque[list[int]] = deque([[]] * _STAGING)
         self._updated: dict[str, list[int]] = {}  # tasks that the next use of a block waits for
         self._barrier: list[int] = []  # tasks that the next step waits for
@@ -98,10 +95,6 @@ class _Maker:
             self._barrier = [self._update_later(block, [turn]) for block in self._profile.blocks]
         if not any(block.trained_bytes for block in self._profile.blocks):  # adapters beside the blocks
             self._barrier = [self._task("update", self._update_lane, self._profile.update_s, [len(self.tasks) - 1])]
-
-    def _task(self, name: str, lane: str, seconds: float, after: list[int], bytes: int = 0) -> int:
-        self.tasks.append(Task(name=name, lane=lane, seconds=seconds, after=tuple(after), bytes=bytes))
-        return len(self.tasks) - 1
 
     def _copy(self, name: str, source: str, target: str, count: int, after: list[int]) -> int:
         return self._task(name, lane_of(source, target), copy_s(self._hardware, source, target, count), after, count)
@@ -145,10 +138,8 @@ class _Maker:
         choice = self._choices.weights[block.name]
         if choice == RESIDENT:
             return []
-        kept_slot = next((slot for slot in self._free if slot[0] == block.name), None)
-        if kept_slot is not None:
-            self._free.remove(kept_slot)
-            return list(kept_slot[1])
+        if (ready := self._ready(block.name)) is not None:
+            return ready
         _, free = self._free.popleft()
         after = free + self._updated.get(block.name, [])
         name = f"{block.name} weights"

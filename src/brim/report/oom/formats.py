@@ -44,10 +44,13 @@ class Format:
     own_line: bool = False
 
 
+_TABLE = read_table("oom/formats.toml")
+SEVERAL_LINES = _TABLE["several_lines"]
+
+
 def _formats() -> Iterator[Format]:
-    document = read_table("oom/formats.toml")
-    for entry in document["format"]:
-        tables = [entry, *(document["shared"][name] for name in entry.pop("shared", ()))]
+    for entry in _TABLE["format"]:
+        tables = [entry, *(_TABLE["shared"][name] for name in entry.pop("shared", ()))]
         for kind in ("fields", "plain"):
             texts = [item for table in tables for item in table.get(kind, {}).items()]
             entry[kind] = tuple((name, re.compile(text.replace("{}", SIZE))) for name, text in texts)
@@ -58,29 +61,8 @@ def _formats() -> Iterator[Format]:
 
 FORMATS = tuple(_formats())
 
-# The device of a buffer of llama.cpp, by the allocating function or the buffer's name.
-_LLAMA_DEVICES = tuple(
-    (re.compile(text), kind)
-    for text, kind in (
-        (r"_host_buffer_type_alloc|\b\w+_Host buffer|ErrorOutOfHostMemory", "cpu"),
-        (r"ggml_backend_cpu_\w*buffer_type_alloc|\bCPU\w* buffer|ggml_aligned_malloc", "cpu"),
-        (r"\bROCm[0-9]* buffer|\bROCm[0-9]+\b", "hip"),
-        (r"ggml_backend_(?:vk|vulkan)_|\bVulkan[0-9]* buffer|ggml_vulkan|ErrorOutOfDeviceMemory", "vulkan"),
-        (r"ggml_backend_sycl_|\bSYCL[0-9]* buffer", "xpu"),
-        (r"ggml_backend_metal_|\b(?:Metal|MTL[0-9]*)\w* buffer|ggml_metal|kIOGPUCommand", "mps"),
-        (r"ggml_backend_cann_|\bCANN[0-9]* buffer", "npu"),
-        (r"ggml_backend_opencl_|\bOpenCL\w* buffer", "opencl"),
-        (r"ggml_backend_rpc_|\bRPC\S* buffer", "rpc"),
-        (r"cuda|CUDA", "cuda"),
-    )
-)
-_KINDS_IN_WORDS = tuple(
-    (re.compile(text, re.IGNORECASE), kind)
-    for text, kind in (
-        (r"\b(?:gpu|cuda|vram|video memory|device memory|hbm|shared memory)\b", "gpu"),
-        (r"\b(?:system memory|host|ram|cpu|swap)\b", "cpu"),
-    )
-)
+_LLAMA_DEVICES = tuple((re.compile(text), kind) for text, kind in _TABLE["llama_devices"].items())
+_KINDS_IN_WORDS = tuple((re.compile(text, re.IGNORECASE), kind) for text, kind in _TABLE["kinds"].items())
 _DEVICE = re.compile(
     r"\b(?:GPU[ :]|Device )([0-9]+)|\b[NX]PU ([0-9]+)|\bon device:? ?(?:cuda:|ordinal )?([0-9]+)"
     r"|\b(?:CUDA|ROCm|Vulkan|SYCL|CANN)([0-9]+) buffer"
@@ -123,15 +105,7 @@ def unknown_of(pattern: re.Pattern[str]) -> re.Pattern[str]:
     return re.compile(pattern.pattern.replace(SIZE, UNKNOWN))
 
 
-_NAMES_IN_WORDS = tuple(
-    (name, re.compile(text, re.IGNORECASE))
-    for name, text in (
-        ("free", r"available|free|remaining|left\b|only"),
-        ("total", r"total|capacity|limit|maximum|max\b|budget|\bof\b|/ ?$"),
-        ("tried", r"tr(?:y|ied|ying)|request|requir|need|alloc|want|size"),
-        ("used", r"us(?:ed|age|ing)|held|occupied"),
-    )
-)
+_NAMES_IN_WORDS = tuple((name, re.compile(text, re.IGNORECASE)) for name, text in _TABLE["names"].items())
 
 
 def named_by_words(text: str, start: int, end: int, taken: Mapping[str, int]) -> str:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import BinaryIO
 
+from brim.report import read_table
+
 BLOCK_BYTES = 1 << 16  # short lines make objects of thirty times as many
 LONGEST_LINE = 1 << 16  # characters; the rest is dropped
 LONGEST_WORD = 300  # characters at a line's end or beginning that may be a broken word
@@ -28,71 +30,15 @@ FRAME_LINES = 120  # of a rank's last traceback; a frame has two or three
 LONGEST_FRAME = 200  # characters
 MOST_RANKS = 4_096
 
-# In lower case. However a message is broken, it has one of these unbroken.
-_TELLING = tuple(
-    re.findall(
-        r"[^|]+",
-        "of memory|tried to|enough memory|allocate memory|allowed memory|video memory|shared memory|"
-        "capacity of|capacty of|reserved by pytorch|outofmemory|out_of_|out of resource|memoryerror|"
-        "alloc_failed|alloc_buffer|allocation of size|bad_alloc|memoryallocation|failed to alloc|"
-        "failed to cuda|failed to reserve|unable to alloc|unable to mmap|unable to open|kill process|"
-        "unable to resize|buffer for kv|memory on device|on startup is|while trying to|would exceed|"
-        "resource_exhausted|oom when|dataloader worker|kv cache|cache blocks|max seq len|error=2|"
-        "invalid buffer size|expandablesegmentva|expandable_segment|expandable-segment|mempool returned|"
-        "killed process|nccl warn cuda|ncclunhandled|alloc_conf|not_initialized when|runtime error (2)|"
-        "insufficient_resources|out-of-memory|allocation on device|killed|sigkill|signal 9|exit code -9|"
-        "exitcode: -9|exitcode : -9|return code = -9|code 137|status 137|status -9|code: 137|oom-kill|"
-        "oom_kill|oom kill|oom_reaper|oomkilled|memory limit|memory pressure|oom killer|low on memory|"
-        "resource: memory|memlimit|lower your batch size|more system memory|not possible. there|"
-        "could not be allocated|insufficient |memory allocation of|allocation error|paging file|error 1455|"
-        "gpu ram|requested bytes of|allocation failed for|el0004|207001|dst tensor|to allocate|badness|"
-        "objectstore|in object store|out_of_memory|exceeded limit|shared memory segment|nvmapmemalloc|"
-        "e_outofmemory|8007000e|allocation_failure|pool size exceeded|capacity is unbalanced|not enough |"
-        "available ram|hami-core error|nvml_success|request too large|by signal|fulfill margin|fit params|"
-        "memory resources",
-    )
+_TABLE = read_table("oom/log.toml")
+_TELLING = tuple(_TABLE["telling"])
+_PREFIXES = tuple(
+    re.compile(text.replace("{stamp}", _TABLE["parts"]["stamp"]).replace("{level}", _TABLE["parts"]["level"]))
+    for text in _TABLE["prefixes"]
 )
+_WORDS = frozenset(_TABLE["words"].split())
 _BEGINS = "Traceback (most recent call last)"
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\))")
-_STAMP = r"(?:\d{4}-)?\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?|\d\d:\d\d:\d\d(?:[.,]\d+)?"
-_LEVEL = r"(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)"
-# Prefixes of loggers, launchers and containers. `rank` is the writer of the line.
-_PREFIXES = tuple(
-    re.compile(text)
-    for text in (
-        r"\s*\[(?P<rank>rank ?\d+|default\d+|Rank ?\d+)\]:? ?",
-        r"\s*\[\d+,(?P<rank>\d+)\]<(?:stdout|stderr)>:? ?",
-        r"\s*\[?\d{1,5}\]?: (?=\S)",  # srun --label; `_without_prefix` reads its number
-        r"\s*\((?P<rank>[^()\n]{0,60}pid=\d+[^()\n]{0,60})\) ?",
-        r"\s*\[?(?:" + _STAMP + r")\]? ?[:|-]? ?",
-        r"\s*\[?" + _LEVEL + r"\]?(?: *:(?:\w[\w.]*:)?| *\||(?= ))(?! *\S{0,20}Error) ?",
-        r"\s*\[[\w.]+\.(?:py|cc|cpp|cu):\d+\]:? ?",
-        r"\s*(?P<rank>[\w.-]{1,60})[ \t]+\| ",  # docker compose
-        r"\s*\[" + _STAMP + r" (?P<rank>(?:[DTPE]P\d+ ?)+)\] ",  # SGLang
-        r"\s*\d+\.\d\d\.\d{3}\.\d{3} [A-Z] ",  # llama.cpp: minutes, seconds, milliseconds, microseconds
-        r"\s*time=\S{10,40} level=[A-Z]+ ",  # Go's, as of Ollama
-        r"\s*\[ *\d+\.\d{6}\] ",  # the kernel's ring buffer
-        r"\s*(?:stdout|stderr) [FP] ",  # a node of Kubernetes
-        r"\s*[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S{1,60} kernel: ",
-        r"\s*[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S{1,60} \S{1,60}\[\d+\]: ",  # syslog, journalctl
-        r"\s*\[?[IWEF]\d{3,4} " + r"\d\d:\d\d:\d\d\.\d+ [^\]]{1,120}\] ",  # glog, c10d
-        r"\s*[│┃|] ?",  # a frame around a traceback
-    )
-)
-# Words of the messages. A line that ends inside one was broken by a terminal.
-_WORDS = frozenset(
-    re.findall(
-        r"\S+",
-        "torch cuda torch.outofmemoryerror torch.cuda.outofmemoryerror runtimeerror out of memory tried to allocate "
-        "allocated allocation gpu has a total capacity capacty which is free including non-pytorch this process in "
-        "use by pytorch and reserved but unallocated if large try setting avoid fragmentation already cached active "
-        "current allowed with private pools pytorch_cuda_alloc_conf pytorch_alloc_conf expandable_segments:true "
-        "expandable_segments max_split_size_mb currently requested device limit according resource_exhausted while "
-        "trying allocating backend other allocations max pool defaultcpuallocator not enough you bytes failed buffer "
-        "size dataloader worker killed signal cudamalloc mib gib kib available needed than cache blocks enabled "
-        "address virtual custom allocator backing mempool returned nullptr exceeds expandable-segment reserve",
-    )
-)
 _END_OF_LINE = re.compile(r"\r\n|\n|\r")
 _PUNCTUATION = ".,;:()[]'\"`"
 

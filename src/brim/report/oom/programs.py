@@ -42,25 +42,8 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
 _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(program["signs"])) for name, program in _PROGRAMS.items() if "signs" in program
 )
-# Their settings decide about RAM, too.
-IN_RAM = ("llama.cpp", "ollama", "lm-studio", "koboldcpp")
-OF_FAMILY = {
-    "sglang-unbalanced": "sglang",
-    "rmm": "rapids",
-    **{
-        name: name
-        for name in (
-            "vllm", "sglang", "tgi", "tensorrt", "onnxruntime", "ollama", "lm-studio", "llama.cpp", "exllama", "jax",
-            "tensorflow", "cupy", "xgboost", "mlx",
-        )
-    },
-}  # fmt: skip
-_OVER_FAMILY = {  # programs built on the writer of the message
-    "llama.cpp": ("ollama", "lm-studio", "koboldcpp"),
-    "llama.cpp-pinned": ("ollama", "lm-studio", "koboldcpp"),
-    "tensorrt": ("tensorrt-llm",),
-    "cuda-runtime": ("vllm", "sglang", "jax", "tensorflow", "ctranslate2", "tensorrt-llm", "tgi", "onnxruntime"),
-}
+_FAMILY = _TABLE["family"]
+IN_RAM, OF_FAMILY, _OVER_FAMILY = _FAMILY["in_ram"], _FAMILY["own"], _FAMILY["over"]
 
 
 def program_of(family: str, frames: Sequence[str], text: str, before: str) -> str:

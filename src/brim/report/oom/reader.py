@@ -17,6 +17,7 @@ from brim.report.oom.cause import UNSET_BYTES, Cause, find_cause
 from brim.report.oom.formats import (
     FORMATS,
     PROCESS,
+    SEVERAL_LINES,
     SIZE,
     SIZE_PATTERN,
     Format,
@@ -34,19 +35,6 @@ __all__ = ["Advice", "Cause", "OomMessage", "primary", "read_oom"]
 _LONGEST = 4_000  # characters of a message
 _LONGEST_TABLE = 16_000  # with XLA's table of buffers
 _XLA_BUFFER = re.compile(rf"\bBuffer ([0-9]{{1,3}}): *Size: {SIZE}")
-# They report one failure in several messages.
-_SEVERAL_LINES = (
-    "llama.cpp",
-    "jax",
-    "jax-tpu",
-    "tensorflow",
-    "ray",
-    "ray-object-store",
-    "slurm",
-    "linux-oom-killer",
-    "kubernetes",
-    "killed",
-)
 _WEAK = ("killed", "other")  # any other message says more
 _MAY_BE_UNKNOWN = re.compile(r"(?<!\w)(?:N/A|n/a|\[?Not Supported|[Uu]nknown|[Nn]a[Nn]|inf|-1)(?!\w)")
 _MOST_REPEATED = 16  # of a number in a message, by other processes or later states
@@ -215,7 +203,7 @@ def _places(flat: str, starts: Sequence[int]) -> list[tuple[int, Format]]:
         else:
             memories.add(on_host)
         last = start
-        if not places or form.family not in _SEVERAL_LINES or places[-1][1].family != form.family:
+        if not places or form.family not in SEVERAL_LINES or places[-1][1].family != form.family:
             places.append((start, form))
     return places
 

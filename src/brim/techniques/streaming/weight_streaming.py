@@ -108,7 +108,7 @@ class WeightStreaming:
             if self._hollow and not self.memory.is_traced_on_device(p)
         }
         self._devices = {name: p.device for name, p in self._parameters.items()}
-        self._hooks: list[BlockHooks | torch.utils.hooks.RemovableHandle] = []
+        self.at_end = contextlib.ExitStack()  # what ``remove`` undoes
         self.turns, self._compilation = Turns(model), BlockCompilation()
         self._streamed_blocks = StreamedBlocks(memory, self._placement.verify, training=training)
         self._backward = BackwardStreaming(self._streamed_blocks, self.settle) if training else None
@@ -177,8 +177,7 @@ class WeightStreaming:
 
     def _end(self, values_of: Callable[[StreamedBlock], Sequence[torch.Tensor]]) -> None:
         self._streamed_blocks.removed = True
-        for hook in self._hooks:
-            hook.remove()
+        self.at_end.close()
         self._guards.remove()
         self.memory.engine.close()
         for streamed in self._streamed_blocks:
@@ -299,18 +298,18 @@ class WeightStreaming:
             module = self.model.get_submodule(trigger)
             begin_step = self._begin_step if module is self.model else None
             hooks = BlockHooks(self._streamed_blocks, blocks, module, self.turns, self._backward, begin_step)
-            self._hooks.append(hooks)
+            self.at_end.callback(hooks.remove)
             if self._backward is not None:
                 self._guards.replace(module, "_call_impl", hooks.guarded_call())
         if self._backward is not None:
             noting = note_steps({id(p) for s in self._streamed_blocks for p in s.parameters}, self._written_back)
-            self._hooks.append(noting)
+            self.at_end.callback(noting.remove)
             weakref.finalize(self, noting.remove)  # of all optimizers: it must not outlive the handle
         for companion in self._companions:
             companion.install(self._guards)
         if "" not in by_trigger:  # else the hooks of the model itself call it
             recover = torch.compiler.disable(lambda module, args: self._begin_step())
-            self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
+            self.at_end.callback(self.model.register_forward_pre_hook(recover, prepend=True).remove)
         if not self.memory.fake:
             self._compile_blocks()
             call = self._compilation.replacement(self.turns.taking(self.model._call_impl), is_block=False)
@@ -332,9 +331,9 @@ class WeightStreaming:
         if self.memory.device.type != "cpu":
             self._guards.look_up(table)
         if isinstance(streamed.store, DiskStore):
-            self._hooks.append(check_rows(table, streamed.store, streamed))
+            self.at_end.callback(check_rows(table, streamed.store, streamed).remove)
         elif self._backward is not None:
-            self._hooks.append(settle_first(table, streamed.store))
+            self.at_end.callback(settle_first(table, streamed.store).remove)
 
     def _begin_step(self) -> None:
         if self._backward is not None and torch._C._current_graph_task_id() != -1:
