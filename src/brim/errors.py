@@ -80,7 +80,7 @@ def failed_import(error: Exception) -> UnsupportedError | None:
     return UnsupportedError(
         f"Cannot import {package}, which this needs.",
         f"{type(error).__name__}: {' '.join(str(error).split()):.400}",
-        f"Install it anew: pip install --upgrade {package}",
+        f"""Install it anew: pip install --upgrade {'"brim[mcp]"' if package == "mcp" else package}""",
     )
 
 

@@ -77,5 +77,4 @@ def _freeze_at_exit() -> None:
 
 def confirmed(what: str) -> bool:
     """Ask the user whether ``what`` may be downloaded. False without a terminal."""
-    click.echo(what, err=True)
-    return sys.stdin.isatty() and click.confirm("Download it?", err=True)
+    return sys.stdin.isatty() and click.confirm(f"{what}\nDownload it?", err=True)

@@ -9,6 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from brim import catalog
 from brim.allocator.caching_allocator import CachingAllocator
 from brim.allocator.config import AllocatorConfig
@@ -24,7 +26,7 @@ from brim.estimation.breakdown import Breakdown, at_peak
 from brim.estimation.extrapolation import TRACED_TOKENS, Template, extend_depth, extend_tokens, find_depth
 from brim.estimation.models import Source, find_model, place_in, short
 from brim.estimation.packed_weights import has_equal_layers
-from brim.estimation.quantization import SCHEMES
+from brim.estimation.quantization import SCHEMES, quantize
 from brim.estimation.silence import quiet
 from brim.estimation.simulation import Place, Replay, capability_of, place_of, reserved_at_steps, simulate
 from brim.estimation.steps import PROGRAM, Job
@@ -319,7 +321,11 @@ class Study:
         yield note
 
     def _notes(self, timeline: Timeline) -> tuple[str, ...]:
-        told = {**self.job.notes, **self.trace.notes}
+        told, precision = {**self.job.notes, **self.trace.notes}, self.workload.precision
+        if self.job.template is not None and precision in SCHEMES:  # the traced model has fewer layers
+            with quiet(), torch.device("meta"):
+                model = Job(self.source, self.workload).module()
+                told[precision] = quantize(model, precision, training=self.workload.task == "train")
         notes = [f"{subject}: {text}" for subject, text in told.items()]
         notes += self.place.notes
         notes += self._emptied(timeline)

@@ -83,31 +83,32 @@ def solve(tracer: Tracer, job: Job, trace: Trace) -> Growth:
         return NOTHING
     ops = len(trace.ops)
     if job.workload.task == "train" and job.template is None and ops > _MOST_OPS:
-        return replace(
-            NOTHING, why_not=f"one step has {ops:,} operations, and three more traces would take as long each"
-        )
+        why_not = f"one step has {ops:,} operations, and three more traces would take as long each"
+        return replace(NOTHING, why_not=why_not)
     solver, batch, seq = _Solver(tracer, job, trace), job.workload.batch, job.workload.seq
-    if batch > 1 or not seq:
-        growth = solver.solve()
-        if growth.batches:
-            return growth
-    else:
-        growth = replace(NOTHING, lengths=solver.lengths(None))
-    # At batch 1 more tensors are contiguous, and with few tokens other kernels run: larger batches
-    # are solved separately.
-    base = max(2 * batch, -(-_MANY_TOKENS // seq) if seq else 2)
-    try:
-        larger = _Solver(tracer, *tracer.again(replace(job.workload, batch=base)))
-    except BrimError as error:
-        return replace(growth, why_not=error.reason or error.request)
-    by_batch = larger.by_batch()
-    if by_batch is None:
-        return replace(growth, why_not=larger.failure or _NOT_ALIKE)
-    grown = larger.growth(by_batch, growth.lengths)
-    largest = grown.largest_batch
-    if largest is not None and largest < base:
-        largest = batch if solver.replay.fits(None, tracer.place) else 0 if batch == 1 else None
-    return replace(grown, batches=(solver.point(None), *grown.batches[:-1]), largest_batch=largest)
+    growth = solver.solve() if batch > 1 or not seq else replace(NOTHING, lengths=solver.lengths(None))
+
+    def solver_of(batch: int) -> _Solver:
+        return _Solver(tracer, *tracer.again(replace(job.workload, batch=batch)))
+
+    base = batch
+    if not growth.batches:
+        # At batch 1 more tensors are contiguous, and with few tokens other kernels run: larger batches
+        # are solved separately.
+        base = max(2 * batch, -(-_MANY_TOKENS // seq) if seq else 2)
+        try:
+            larger = solver_of(base)
+        except BrimError as error:
+            return replace(growth, why_not=error.reason or error.request)
+        by_batch = larger.by_batch()
+        if by_batch is None:
+            return replace(growth, why_not=larger.failure or _NOT_ALIKE)
+        growth = larger.growth(by_batch, growth.lengths)
+        growth = replace(growth, batches=(solver.point(None), *growth.batches[:-1]))
+    if growth.largest_batch is None or growth.largest_batch >= base:
+        return growth
+    largest = bisect.bisect_left(range(1, base), True, key=lambda n: not solver_of(n).replay.fits(None, tracer.place))
+    return replace(growth, largest_batch=largest)
 
 
 class _Solver:
@@ -156,8 +157,7 @@ class _Solver:
             return None
         if structure(trace) != structure(self._trace if template is None else template.trace):
             return None
-        storages = trace.storages
-        return numbers(storages if template is None else template.extended(storages))
+        return numbers(trace.storages if template is None else template.extended(trace.storages))
 
     def _powers(self, batch: int, seq: int | None) -> Sizes | None:
         here, there = self._sample(self.batch, self.seq), self._sample(batch, seq)

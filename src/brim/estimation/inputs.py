@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -276,10 +276,10 @@ def position_tables(model: nn.Module) -> Iterator[tuple[str, int]]:
             yield name, module.num_embeddings - int(getattr(module, "offset", padding))
 
 
-def check_positions(model: nn.Module, limits: Mapping[str, int], tokens: int) -> None:
+def check_positions(model: nn.Module, tokens: int, part: str = "") -> None:
     """Raise an error for more tokens than a learned table of positions has: fake tensors would not notice."""
-    for name, limit in limits.items():
-        if tokens > limit:
+    for name, limit in position_tables(model):
+        if tokens > limit and part in name:
             raise UsageError(
                 f"{type(model).__name__} cannot take {tokens:,} tokens.",
                 f"Its position embedding {name} has {limit:,} positions.",

@@ -33,6 +33,7 @@ _CHECKPOINTS = ("model.safetensors", "model.safetensors.index.json")
 # Types of quantized weights; masks among the buffers may have them too.
 _PACKED = ("uint8", "int8", "float8", "int32", "uint32")
 _PIPELINE = "model_index.json"
+_ALONE = "pipeline: this is one of its models; the others (text encoders, VAE or denoiser) are not counted"
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -116,7 +117,8 @@ def _of_hub(name: str) -> Source:
             assumed = f"configuration: that of the catalog is used. {error.reason} {source.assumed}"
             return replace(source, assumed=assumed.strip())
         except UsageError as unknown_name:
-            raise ModelError(error.request, error.reason, f"{error.todo} {unknown_name.todo}") from error
+            nearest = unknown_name.todo.partition(" Or ")[0]  # a folder is advised already
+            raise ModelError(error.request, error.reason, f"{error.todo} {nearest}") from error
     path = model.folder / "config.json"
     try:
         source = _of_file(path, model.folder)
@@ -136,7 +138,7 @@ def _of_catalog(name: str) -> Source:
     assumed = f"weights: counted in 16 bits; those of {published} are in {preset.quantized}."
     return Source(
         name=preset.name, library=preset.library, architecture=preset.architecture, config=preset.config,
-        assumed=assumed if preset.quantized else "",
+        assumed=assumed if preset.quantized else _ALONE * (preset.library == "diffusers"),
     )  # fmt: skip
 
 

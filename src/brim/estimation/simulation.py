@@ -120,8 +120,10 @@ def place_of(gpu: str | catalog.Gpu | Hardware | Place | None, vram: str | int |
     if vram is None:
         return place
     assert place.total_bytes is not None, "a GPU has memory"
-    limit = parse_bytes(vram, place.total_bytes)
-    return replace(place, total_bytes=min(limit, place.total_bytes))
+    limit, notes = parse_bytes(vram, place.total_bytes), place.notes
+    if limit > place.total_bytes:
+        notes = (*notes, f"--vram: {place.name} has {format_bytes(place.total_bytes)}, which is less, and is used")
+    return replace(place, total_bytes=min(limit, place.total_bytes), notes=notes)
 
 
 def _place_of(gpu: str | catalog.Gpu | Hardware | Place | None) -> Place:

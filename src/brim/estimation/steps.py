@@ -143,16 +143,14 @@ class Job:
             self.ignored.append(f"new_tokens is ignored: {self.source.name} does not generate text.")
         new = (self.workload.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
         new_tokens = (self.full.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
-        limits = dict(making.position_tables(model))
         room = 0 if config.is_encoder_decoder else new_tokens  # positions needed for new tokens
         default = max(making.default_tokens(model) - room, 1) if tokens else 0
         self.workload = self.workload.resolved(seq=default or None, precision="fp32", new_tokens=new or None)
         if tokens:
-            self.most_tokens = min(limits.values(), default=None)
-            making.check_positions(model, limits, (self.workload.seq or 0) + room)
+            self.most_tokens = min((limit for _, limit in making.position_tables(model)), default=None)
+            making.check_positions(model, (self.workload.seq or 0) + room)
         if generates and config.is_encoder_decoder:
-            decoder = {name: limit for name, limit in limits.items() if "decoder" in name}
-            making.check_positions(model, decoder, new_tokens)
+            making.check_positions(model, new_tokens, "decoder")
 
     def _diffusers(self) -> nn.Module:
         import diffusers
@@ -161,7 +159,10 @@ class Job:
         if kind is None or not issubclass(kind, nn.Module):
             raise UnsupportedError(
                 f"{self.source.name} was given as the model.",
-                f"diffusers {diffusers.__version__} has no model {self.source.architecture}.",
+                "It is a pipeline of several models."
+                if self.source.parts
+                else f"diffusers {diffusers.__version__} has no model {self.source.architecture}.",
+                "Use brim estimate, brim plan --for diffusers or brim.fit." * bool(self.source.parts),
             )
         self._set_precision(weight_type(self.source))
         if (image := making.IMAGES.get(self.source.architecture)) is not None:
@@ -519,7 +520,7 @@ def differences(workload: Workload, stored: str, *, language_model: bool) -> dic
         if dtype != stored:
             parts["weights"] = f"brim train keeps weights that are not trained in their stored dtype, {stored}"
         if precision == "bf16":
-            parts["adapters"] = "of brim train --precision bf16 are bfloat16, PEFT's float32"
+            parts["adapters"] = "brim train --precision bf16 keeps them in bfloat16, PEFT in float32"
     if workload.optimizer in (None, *FUSED):
         parts["optimizer"] = "brim train uses PyTorch's fused optimizer, which allocates nothing in its step"
     elif workload.optimizer == "adamw8bit":

@@ -98,7 +98,7 @@ def described_by(model: str | Path, *, trust_remote_code: bool, quantized: bool)
             f"{directory} was given as the model.",
             f"Its weights are quantized ({method}). brim runs them as they are, on one device, and trains adapters "
             "over them; it neither widens, trains nor quantizes them again.",
-            "Leave out the precision, train by --method lora, or give a checkpoint in float32, bfloat16 or float16.",
+            "Train by --method lora, leave out a given precision, or give weights of float32, bfloat16 or float16.",
         )
     return directory, name, config
 

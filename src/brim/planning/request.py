@@ -306,6 +306,7 @@ def _imagined(request: Request, card: catalog.Gpu) -> Machine:
     vram = free if request.vram is None else min(free, parse_bytes(request.vram, card.capacity_bytes))
     assumed = [
         *([] if request.gpu is not None else [f"the GPU is as fast as {card.name}"]),
+        *[f"all free VRAM, {format_bytes(free)}: --vram is not less"] * (request.vram is not None and vram == free),
         *host_assumed(host, 1, ram=request.ram, ram_gb_per_s=request.ram_gb_per_s),
         f"the drive moves {_DRIVE_BYTES_PER_S / 1e9:.1f} GB/s",
         *([] if request.disk is not None else [f"{format_bytes(_DISK_BYTES)} of disk"]),

@@ -16,6 +16,7 @@ from brim.core import Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.core.options import words
 from brim.errors import BudgetError, ModelError, UnsupportedError
+from brim.estimation.inputs import check_positions
 from brim.estimation.models import find_model
 from brim.estimation.silence import quiet
 from brim.estimation.workload import training_precision
@@ -136,6 +137,7 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> TrainingCas
     hardware = machine.hardware
     precision, _ = precision_of(request, hardware.compute)
     model = _model(request, precision)
+    check_positions(model, request.seq)
     base = frozenset(name for name, _ in model.named_parameters() if ".lora_" not in name)
     adapters = frozenset(name for name, _ in model.named_parameters()) - base
     here, rows = _is_here(request, machine), request.batch * request.seq

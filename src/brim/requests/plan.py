@@ -59,6 +59,8 @@ class Request:
     def check(self) -> None:
         """Raise UsageError for values that are not allowed."""
         check(self)
+        if self.task == "generate" and (self.method, self.optimizer) != ("full", "adamw"):
+            raise UsageError("--method or --optimizer was given for generating.", todo="It goes with --task train.")
         precisions = PRECISIONS_OF[self.task]
         if self.precision is not None and self.precision not in precisions:
             raise UsageError(f"--precision {self.precision} was given.", f"Allowed are {', '.join(precisions)}.")

@@ -120,6 +120,17 @@ def test_batches_of_few_tokens_are_told_too(folder):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("batch", [1, 2, 70])
+def test_the_largest_batch_is_the_same_whatever_batch_was_given(folder, batch):
+    gpu = Hardware(name="small", compute="vram", tiers=(Tier(name="vram", capacity_bytes=440 << 20),))
+    source = find_model(folder("llama"))
+    fits = [simulate(trace_of(source, batch=size, seq=64), gpu).out_of_memory is None for size in (18, 19)]
+    assert fits == [True, False]
+    growth = Study(source, Workload(batch=batch, seq=64), place_of(gpu), None, "").growth()
+    assert growth.largest_batch == 18
+
+
+@pytest.mark.thorough
 def test_lengths_end_where_positions_do(folder):
     study = Study(find_model(folder("gpt2", n_positions=512)), Workload(batch=2, seq=512), place_of(None), None, "")
     assert [point.seq for point in study.growth().lengths] == [64, 128, 256, 512]

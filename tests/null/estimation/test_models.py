@@ -163,3 +163,8 @@ def test_a_window_is_found_in_the_part_that_has_it(config, windows):
 def test_a_short_name_of_a_quantized_checkpoint_says_what_it_counts() -> None:
     assert find_model("gpt-oss-20b").assumed.endswith("those of openai/gpt-oss-20b are in MXFP4.")
     assert find_model("gpt2").assumed == ""
+
+
+@pytest.mark.parametrize("name", ["flux.1-dev", "sd-vae", "llama-3.2-1b"])
+def test_one_model_of_a_pipeline_says_that_the_others_are_not_counted(name):
+    assert ("the others" in find_model(name).assumed) is (name != "llama-3.2-1b")

@@ -138,3 +138,12 @@ def test_layers_of_gpt2_are_quantized_too(folder):
     assert kinds == {Linear8bit}
     assert not any(isinstance(module, Linear4bit) for module in model.modules())
     assert type(model.lm_head) is nn.Linear
+
+
+@pytest.mark.thorough
+def test_a_note_counts_the_layers_of_the_whole_model(folder):
+    """The trace has fewer: the others are copies."""
+    found = brim.estimate(folder("llama", num_hidden_layers=12), seq=16, precision="int4", method="lora")
+    assert any(f"in {12 * 7} linear layers with {12 * LINEAR // 2:,} of " in note for note in found.notes), (
+        found.notes
+    )

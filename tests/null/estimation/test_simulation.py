@@ -8,6 +8,7 @@ from brim import simulate
 from brim.catalog import general_context, gpu
 from brim.core import Category, EventKind, Hardware, Op, Phase, Storage, Tier, Trace
 from brim.errors import UsageError
+from brim.estimation.simulation import place_of
 
 MIB = 1 << 20
 
@@ -102,3 +103,11 @@ def test_a_traced_workspace_is_the_one_of_the_gpu_that_is_simulated():
     made = brim.trace(build, steps=1, target="cuda")
     ada, hopper = (simulate(made, name).peak_bytes.allocated for name in ("RTX 4090", "H200"))
     assert hopper - ada == 32 * MIB - 8_519_680
+
+
+def test_a_limit_above_the_memory_of_the_gpu_is_noted():
+    card = place_of("RTX 4090")
+    above, below = place_of("RTX 4090", "100GiB"), place_of("RTX 4090", "20GiB")
+    assert (above.total_bytes, below.total_bytes) == (card.total_bytes, 20 << 30)
+    assert [note for note in above.notes if "--vram" in note]
+    assert below.notes == card.notes

@@ -493,7 +493,8 @@ def test_diffusers_itself_groups_the_blocks_as_counted(pipeline: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"), [({}, "no pipeline"), ({"task": "train"}, "Add --task generate"), ({"gpus": 2}, "one GPU")]
+    ("settings", "words"),
+    [({}, "not a pipeline"), ({"task": "train"}, "Add --task generate"), ({"gpus": 2}, "one GPU")],
 )
 def test_diffusers_refuses(llama: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):

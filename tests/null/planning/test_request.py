@@ -58,3 +58,12 @@ def test_a_batch_whose_scores_alone_are_more_than_memory_is_refused_before_any_s
     with pytest.raises(BudgetError, match="logits of each sequence's last token alone take 956 GiB") as found:
         planning.answer_to(Request(model="llama-3.2-1b", task="generate", batch=10**6, seq=16, ram="4GiB"))
     assert found.value.smallest_bytes["ram"] == 2 * 4 * 128256 * 10**6
+
+
+def test_a_budget_above_the_free_memory_of_the_gpu_is_noted() -> None:
+    above, below = (
+        planning_request.machine_of(Request(model="gpt2", gpu="RTX 3060", vram=n)) for n in ("50GiB", "8GiB")
+    )
+    assert above.budget_bytes["vram"] < 12 << 30
+    assert [text for text in above.assumed if "--vram" in text]
+    assert not [text for text in below.assumed if "--vram" in text]

@@ -64,6 +64,8 @@ STACKS: dict[str, tuple[list[str], Phase | None]] = {
         Phase.EVALUATION,
     ),
     "predictions joined": (["File nested_concat", "in evaluation_loop"], Phase.EVALUATION),
+    "a line that also calls backward": ([_LINEAR, _CALL, "loss = model(x); loss.backward()"], Phase.FORWARD),
+    "a second statement": (["loss = model(x); loss.backward()"], Phase.BACKWARD),
     "a token": ([_LINEAR, _CALL, 'File "/x/transformers/generation/utils.py", line 9, in _sample'], Phase.GENERATION),
     "weights": (['File "/x/torch/nn/modules/module.py", line 942, in _apply', "model.to(device)"], Phase.LOADING),
     "weights gathered": (['File "save.py", line 3, in _save_checkpoint'], Phase.SAVING),

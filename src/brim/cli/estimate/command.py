@@ -20,6 +20,7 @@ from brim.cli.split_options import split_of
 from brim.core.options import build
 from brim.errors import BudgetError, UsageError
 from brim.estimation.workload import Workload
+from brim.requests.plan import PRECISIONS_OF
 from brim.requests.plan import Request as PlanRequest
 from brim.units import format_bytes, format_seconds
 
@@ -207,8 +208,11 @@ def _report(options: EstimateOptions) -> int | None:
 
 def _plan_command(options: EstimateOptions, estimate: Estimate) -> str:
     """The command that plans the same workload."""
-    settings = {"batch": estimate.workload.batch} | ({"seq": estimate.workload.seq} if estimate.workload.seq else {})
-    return build(PlanRequest, vars(options) | settings | {"task": estimate.workload.task}).command()
+    task, sizes = estimate.workload.task, {"batch": estimate.workload.batch, "seq": estimate.workload.seq}
+    given = {name: value for name, value in {**options.workload, **sizes}.items() if value}
+    if given.get("precision") not in PRECISIONS_OF[task]:
+        given["precision"] = None
+    return build(PlanRequest, vars(options) | given).command()
 
 
 def _write_html(

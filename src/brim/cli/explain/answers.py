@@ -305,7 +305,7 @@ def compared(before: Source, after: Source) -> Explained:
         return _profiles(before, after)
     problem = f"{before.name} is of the kind {before.kind}, {after.name} of the kind {after.kind}"
     if kinds == {explain_source.LOG}:
-        problem += ", which hold messages and no runs"
+        problem = "Both are error messages, which hold no runs"
     raise UsageError("Cannot compare these two.", f"{problem}.", "Give two snapshots or timelines, or two profiles.")
 
 

@@ -200,7 +200,7 @@ def _print_plans(console: Console, answer: Answer) -> None:
         )
         for number, proposal in enumerate(answer.proposals, 1)
     )
-    columns = ("", *(tier.upper() for tier in tiers), step, "tokens/s", "limited by", "gap to best")
+    columns = ("", *(tier.upper() for tier in tiers), step, "tokens/s", "limited by", "above bound")
     console.print_table(columns, plans, left=("limited by",))
     for number, proposal in enumerate(answer.proposals, 1):
         console.print(f"{number}: {_in_words(proposal)}")

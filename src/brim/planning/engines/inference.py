@@ -354,7 +354,7 @@ def diffusers(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
     machine = check(request, machine, "diffusers", "generate", several=False)
     source, precision = find_model(request.model), request.precision or "fp32"
     if not source.parts or precision not in DTYPES:
-        why = f"It is no pipeline, or {precision} is none of {', '.join(DTYPES)}."
+        why = f"{precision} is none of {', '.join(DTYPES)}." if source.parts else "It is one model, not a pipeline."
         raise UsageError(f"Cannot plan {request.model} for diffusers.", why, "Give a pipeline's folder or hub id.")
     workload = Workload(task="generate", batch=request.batch, precision="bf16" if precision == "fp16" else precision)
     seen = Study(source, workload, place_of(machine.hardware), None, "").estimate()

@@ -147,7 +147,7 @@ def refuse_batch(batch: int, seq: int, ram_bytes: int, *, labels: bool = True) -
             f"--batch {batch} --seq {seq} were given, with {format_bytes(ram_bytes)} of RAM.",
             f"A step's tokens{' and labels' * labels}, or one sequence's hidden states in a layer, take at least "
             f"{format_bytes(bytes)}.",
-            "Give a smaller --batch or --seq.",
+            "Give a larger --ram, or a smaller --batch or --seq.",
             smallest_bytes={RAM: bytes},
         )
 

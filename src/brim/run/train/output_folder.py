@@ -133,7 +133,7 @@ class OutputFolder:
             if not self._resume:
                 raise UsageError(
                     problem,
-                    "It has checkpoints of another training.",
+                    "It already has checkpoints of a training.",
                     "Continue that one with --resume, or give another --output. --overwrite deletes them.",
                 )
             return

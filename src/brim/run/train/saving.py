@@ -52,6 +52,7 @@ class Saver:
         resume = self._setup.request.resume and checkpoint_reading.steps(self._setup.output.path)
         checkpoint = checkpoint_reading.latest(self._setup.output.path) if resume else None
         if checkpoint is None:
+            self.notes += ["No checkpoint to resume from: the training begins anew."] * self._setup.request.resume
             torch.manual_seed(terms.seed)
             return self._open(terms, batches, None, None)
         rung = None if terms.plan is not None else int(checkpoint.state["rung"])

@@ -15,6 +15,7 @@ from brim.core import Hardware, Plan, Timeline
 from brim.core.hardware import DISK, RAM
 from brim.core.options import Method
 from brim.errors import BudgetError
+from brim.estimation.inputs import check_positions
 from brim.memory import heap
 from brim.memory.heap import HeapLimits, HeapRetention, retention_limits, watched_limits
 from brim.models.training_model import TrainingModel, make_optimizer, open_training_model
@@ -109,6 +110,7 @@ class Session:
             seed=terms.seed,
             trust_remote_code=terms.trust_remote_code,
         )
+        check_positions(training_model.opened.module, terms.seq)
         if terms.plan is not None:
             terms.plan.check(model=training_model.module, hardware=terms.hardware, task="train")
         warm_up(training_model.module, terms.hardware, terms.batch * terms.seq, precision=terms.precision)

@@ -242,9 +242,18 @@ def test_what_does_not_fit_is_code_3_with_settings_that_do(wide, capsys, asked, 
 
 @pytest.mark.thorough
 def test_where_no_setting_fits_the_command_that_looks_further_is_named(wide, capsys):
-    assert main(["estimate", wide, "--seq", "64", "--vram", "382MiB"]) == 3
+    command = ["estimate", wide, "--seq", "64", "--vram", "382MiB"]
+    assert main(command) == 3
     told = capsys.readouterr().out
     assert f"brim plan {wide} --task train --vram 382MiB --seq 64" in told.splitlines()
+    assert main([*command, "--task", "generate", "--new-tokens", "9", "--precision", "int4"]) == 3
+    told = capsys.readouterr().out
+    plan = f"brim plan {wide} --task generate --vram 382MiB --seq 64 --new-tokens 9 --precision int4"
+    assert plan in told.splitlines()
+    assert main([*command, "--method", "lora", "--precision", "int4"]) == 3  # plan trains no int4
+    assert (
+        f"brim plan {wide} --task train --vram 382MiB --seq 64 --method lora" in capsys.readouterr().out.splitlines()
+    )
 
 
 @pytest.mark.thorough

@@ -302,7 +302,7 @@ def test_names_of_kernels_are_told_as_they_are(tmp_path, capsys):
         (["snapshot", "timeline"], "--diff"),
         (["--diff", "snapshot"], "Give two"),
         (["--diff", "snapshot", "profile"], "of the kind"),
-        (["--diff", "oom", "oom"], "no runs"),
+        (["--diff", "oom", "oom"], "Both are error messages, which hold no runs"),
         (["--diff", "snapshot", "snapshot", "--what-if", "best"], "--what-if"),
         (["timeline", "--what-if", "best"], "no run that can be replayed"),
         (["profile", "--what-if", "best"], "no run that can be replayed"),

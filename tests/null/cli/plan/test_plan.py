@@ -175,7 +175,7 @@ def test_the_page_shows_the_plans_and_the_schedule_of_the_first(planned: Planned
 def test_the_table_has_a_row_and_a_command_for_each_plan(llama: str) -> None:
     found = said(llama, *TRAIN, "--top", "2")
     assert found.code == 0
-    for word in ("VRAM", "s per step", "tokens/s", "limited by", "gap", "assumed: ", "planned in "):
+    for word in ("VRAM", "s per step", "tokens/s", "limited by", "above", "assumed: ", "planned in "):
         assert word in found.out
     assert found.out.count(f"brim train {llama}") == 2
 
@@ -244,6 +244,8 @@ def test_what_does_not_fit_is_told_in_words(llama: str, tmp_path: Path, few_chan
         (["gpt2", "--precision", "int4", "--lossless"], "--lossless"),
         (["gpt2", "--task", "train", "--precision", "int4"], "--precision int4"),
         (["gpt2", "--task", "train", "--optimizer", "adamx"], "--optimizer adamx"),
+        (["gpt2", "--method", "lora"], "--task train"),
+        (["gpt2", "--optimizer", "lion"], "--task train"),
         (["gpt2", "--task", "dream"], "dream"),
         (["gpt2", "--vram", "lots"], "8GiB"),
         (["gpt2", "--top", "0"], "--top"),

@@ -63,7 +63,9 @@ def test_a_step_whose_tokens_alone_are_too_many_is_refused(
     assert main([*arguments, option, str(10**9), "--ram", "1GiB", "--device", "cpu"]) not in (0, None)
     told = capsys.readouterr().err
     assert (
-        f"{option} 1000000000" in told and "with 1 GiB of RAM" in told and "Give a smaller --batch or --seq" in told
+        f"{option} 1000000000" in told
+        and "with 1 GiB of RAM" in told
+        and "Give a larger --ram, or a smaller --batch or --seq" in told
     )
     assert "Traceback" not in told
 

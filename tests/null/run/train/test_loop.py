@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from brim.errors import UnsupportedError
+import brim
+from brim.errors import UnsupportedError, UsageError
 from brim.memory.pool import Pool
 from brim.run.train.loop import Request, Training, train
 from brim.run.train.report import StepReport
 from brim.techniques import optimizers
-from support.tiny_model import save_llama
+from support.tiny_model import save_llama, save_tokenizer
 from support.trainings import quick_trainings
 
 __all__ = ["quick_trainings"]
@@ -156,3 +158,29 @@ def test_memory_that_runs_out_in_the_middle_of_an_update_changes_no_bit(
     assert ("from the beginning" in found.notes[0]) == (save_every is None), found.notes
     ours, theirs = _parameters(tmp_path / "broken"), _parameters(tmp_path / "whole")
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_resuming_without_a_checkpoint_says_that_the_training_begins_anew(
+    llama: Path, text: Path, tmp_path: Path, quick_trainings: None
+) -> None:
+    for output, resume in (("first", False), ("second", True)):
+        notes = run(llama, text, tmp_path / output, steps=1, resume=resume).notes
+        assert any("begins anew" in note for note in notes) is resume
+
+
+@pytest.mark.thorough
+def test_more_tokens_than_learned_positions_are_refused_alike(text: Path, tmp_path: Path) -> None:
+    """Models with rotary positions take longer sequences than their configuration says; a table has no more rows."""
+    sizes = {"vocab_size": 260, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(folder := tmp_path / "gpt2")
+    save_tokenizer(folder)
+    calls = (
+        lambda seq: brim.estimate(folder, seq=seq),
+        lambda seq: brim.plan(folder, task="train", gpu="RTX 3060", seq=seq, top=1),
+        lambda seq: run(folder, text, tmp_path / f"out{seq}", steps=1, seq=seq),
+    )
+    for call in calls:
+        call(16)
+        with pytest.raises(UsageError, match=r"GPT2LMHeadModel cannot take 17 tokens(.|\n)*wpe has 16 positions"):
+            call(17)

@@ -80,7 +80,7 @@ def test_another_model_gives_way_only_when_that_is_said(model: Path) -> None:
 
 def test_a_training_with_checkpoints_goes_on_or_gives_way(tmp_path: Path) -> None:
     save_now(tmp_path, 1, 10)
-    with pytest.raises(UsageError, match="It has checkpoints of another training"):
+    with pytest.raises(UsageError, match="It already has checkpoints of a training"):
         OutputFolder(tmp_path)
     with OutputFolder(tmp_path, resume=True):
         pass
