@@ -33,7 +33,7 @@ from transformers import (
     CLIPTokenizer,
     T5Config,
     T5EncoderModel,
-    T5TokenizerFast,
+    T5TokenizerFast,  # type: ignore[attr-defined]
     UMT5Config,
     UMT5EncoderModel,
 )

@@ -17,7 +17,7 @@ from brim.memory import transfer
 from brim.memory.pool import Pool
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
-from brim.techniques.activation_offload.technique import apply, options
+from brim.techniques.activation_offload.technique import apply, offloadable_bytes
 from support.cpu.truth import measured_peak_bytes
 from support.offloaded_activations import BLOCKS, FAKES, KIB, MIB, SMALLEST, TIERS, WINDOW, Net, step
 
@@ -118,12 +118,10 @@ def test_a_trace_with_it_applied_predicts_what_the_process_allocates(
         memory.close()
 
 
-def test_options_foresee_what_is_copied() -> None:
+def test_offloadable_bytes_are_copied() -> None:
     with torch.random.fork_rng():
         trace = brim.trace(building(None, []), steps=2, target="cpu")
-    foreseen = sum(
-        option.moves_bytes[RAM, DISK] for option in options(trace, BLOCKS, compute=RAM, smallest_bytes=SMALLEST)
-    )
+    foreseen = sum(offloadable_bytes(trace, BLOCKS, compute=RAM, smallest_bytes=SMALLEST).values())
     memories: list[Memory] = []
     building(TIERS["disk"], memories)()()
     out_bytes = memories[0].recorder.copied_bytes[RAM, DISK]

@@ -164,7 +164,6 @@ class Stats:
     reserved_bytes: int = 0
     reserved_peak_bytes: int = 0
     inactive_split_bytes: int = 0
-    inactive_split_peak_bytes: int = 0
     inactive_splits: int = 0
     alloc_retries: int = 0
 
@@ -175,11 +174,8 @@ class Stats:
     def add_inactive_split(self, blocks: int, count: int) -> None:
         self.inactive_splits += blocks
         self.inactive_split_bytes += count
-        if self.inactive_split_bytes > self.inactive_split_peak_bytes:
-            self.inactive_split_peak_bytes = self.inactive_split_bytes
 
     def reset_peaks(self) -> None:
         """Reset the peaks, as ``torch.cuda.reset_peak_memory_stats`` does."""
         self.allocated_peak_bytes = self.allocated_bytes
         self.reserved_peak_bytes = self.reserved_bytes
-        self.inactive_split_peak_bytes = self.inactive_split_bytes

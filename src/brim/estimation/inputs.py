@@ -87,7 +87,7 @@ def training_inputs(model: nn.Module, workload: Workload) -> Inputs:
     if "return_loss" in accepted:
         inputs["return_loss"] = True
     elif "labels" in accepted:
-        inputs["labels"] = _labels(model, inputs, workload)
+        inputs["labels"] = _labels(model, workload)
     elif "start_positions" in accepted:
         inputs |= {"start_positions": token_ids(batch), "end_positions": token_ids(batch)}
     elif config.is_encoder_decoder and "decoder_input_ids" in accepted:
@@ -111,7 +111,7 @@ def takes_text_alone(model: nn.Module) -> bool:
     return getattr(model, "main_input_name", "input_ids") == "input_ids" and not contrastive
 
 
-def _labels(model: nn.Module, inputs: Inputs, workload: Workload) -> torch.Tensor:
+def _labels(model: nn.Module, workload: Workload) -> torch.Tensor:
     config: Any = model.config
     batch, name = workload.batch, type(model).__name__
     if name.endswith(("SequenceClassification", "ImageClassification", "AudioClassification", "MultipleChoice")):

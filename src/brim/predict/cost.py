@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from brim.core import Hardware, Op, Phase, Trace
+from brim.core import Hardware, Op, Trace
 from brim.core.hardware import RAM
 from brim.errors import UsageError
 
@@ -65,7 +65,6 @@ class StepCost:
     memory_s: float
     dispatch_s: float
     flops: int
-    phase_s: dict[str, float]
 
     @property
     def limited_by(self) -> str:
@@ -117,7 +116,6 @@ def step_cost(trace: Trace, hardware: Hardware, *, overheads: Overheads = EAGER)
         raise UsageError(f"The trace of {trace.model} has no steps.")
     ops = [op for op in trace.ops if op.step == last]
     device = {"compute": 0.0, "memory": 0.0}
-    phases = {phase.value: 0.0 for phase in Phase if phase is not Phase.BUILD}
     issued = done = 0.0
     runs_alone = hardware.compute == RAM  # the CPU is the device: nothing overlaps
     for op in ops:
@@ -126,7 +124,6 @@ def step_cost(trace: Trace, hardware: Hardware, *, overheads: Overheads = EAGER)
         compute, memory = _op_limits(op, hardware)
         seconds = max(compute, memory)
         device["compute" if compute > memory else "memory"] += seconds
-        phases[op.phase.value] += seconds
         issued = (done if runs_alone else issued) + overheads.dispatch_s
         done = max(issued, done) + overheads.kernel_s + seconds
     return StepCost(
@@ -136,7 +133,6 @@ def step_cost(trace: Trace, hardware: Hardware, *, overheads: Overheads = EAGER)
         memory_s=device["memory"],
         dispatch_s=issued,
         flops=sum(op.flops for op in ops),
-        phase_s=phases,
     )
 
 

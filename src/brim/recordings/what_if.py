@@ -48,7 +48,6 @@ class WhatIf:
     settings: str
     peak_reserved_bytes: int
     peak_allocated_bytes: int
-    peak_inactive_split_bytes: int
     serves_failure: bool | None
     failed_bytes: int = 0
 
@@ -81,7 +80,6 @@ def what_if(history: DeviceHistory, config: AllocatorConfig, *, recorded: Alloca
         settings=config.describe(),
         peak_reserved_bytes=allocator.stats.reserved_peak_bytes,
         peak_allocated_bytes=allocator.stats.allocated_peak_bytes,
-        peak_inactive_split_bytes=allocator.stats.inactive_split_peak_bytes,
         serves_failure=None if capacity is None else not failed,
         failed_bytes=failed,
     )

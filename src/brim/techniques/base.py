@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -32,17 +32,13 @@ def autocast_cache(enabled: bool) -> Iterator[None]:
 class Option:
     """A choice of a technique for a block ("" is the model): a column for the planner.
 
-    ``saves_bytes`` is by tier, at the peak of a step; negative where it takes memory. ``compute_s`` is added to the
-    step's compute, ``moves_bytes`` is the traffic of a step by link (source, target).
+    ``saves_bytes`` is at the peak of a step, in the compute tier; ``compute_s`` is added to the step's compute.
     """
 
-    technique: str
     block: str
     choice: str
-    saves_bytes: Mapping[str, int] = field(default_factory=dict)
-    compute_s: float = 0.0
-    moves_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    lossless: bool = True
+    saves_bytes: int
+    compute_s: float
 
 
 class Handle(Protocol):

@@ -112,7 +112,7 @@ def show_counts(request: PlanOptions) -> int | None:
     batch = options["global_batch"] or 8 * max(counts)
     load("brim.estimation.ranks.estimate", "brim.run.plan.search", MODELS)
     with Console(stderr=True).status("Comparing"):
-        rows = [_row(model, count, batch, options) for count in counts]
+        rows = [_row(count, batch, options) for count in counts]
     if output is not None:
         _plot(output, model, rows)
     if request.as_json:
@@ -125,15 +125,15 @@ def show_counts(request: PlanOptions) -> int | None:
     return None if any(row.step_s is not None for row in rows) else BudgetError.exit_code
 
 
-def _row(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
+def _row(count: int, batch: int, options: dict[str, Any]) -> Row:
     tokens = batch * options["seq"]
     try:
-        return _alone(model, batch, options) if count == 1 else _split(model, count, batch, options)
+        return _alone(batch, options) if count == 1 else _split(count, batch, options)
     except (BudgetError, UsageError) as error:
         return Row(gpus=count, summary=f"does not fit: {error.reason}".splitlines()[0], tokens=tokens)
 
 
-def _alone(model: str, batch: int, options: dict[str, Any]) -> Row:
+def _alone(batch: int, options: dict[str, Any]) -> Row:
     """Plan for one GPU, with offload where needed."""
     from brim.requests.plan import Request
     from brim.run.plan.search import answer_to
@@ -149,7 +149,7 @@ def _alone(model: str, batch: int, options: dict[str, Any]) -> Row:
     return Row(gpus=1, summary=summary, tokens=tokens, step_s=best.step_s, peak_bytes=dict(peak), offload=offload)
 
 
-def _split(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
+def _split(count: int, batch: int, options: dict[str, Any]) -> Row:
     """Plan for several GPUs: the fastest mesh that is proved to fit, with shards in RAM where none fits without."""
     from brim.planning.ranks import fastest
 

@@ -85,7 +85,7 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
         key = (*((chunk.kinds, chunk.embeds, chunk.has_head) for chunk in chunks), *traced)
         if key not in composers:
             composers[key] = Composer(_traced(job, chunks, traced, traces), traced)
-        facts.append(_facts(composers[key], job, chunks, order, stage))
+        facts.append(_facts(composers[key], job, chunks, order))
     told = [_TOLD, _IN_RAM] if split.offload_shards else [_TOLD]
     told += [_BUFFERS, f"stages of {', '.join(map(str, layers))} layers"] if split.pp > 1 else []
     return facts, tuple(told)
@@ -252,9 +252,7 @@ def _likely(split: Split) -> int:
 # -- from a trace to facts -----------------------------------------------------------------------------------
 
 
-def _facts(
-    composer: Composer, job: ParallelJob, chunks: Sequence[Layers], order: Sequence[Turn], stage: int
-) -> StageFacts:
+def _facts(composer: Composer, job: ParallelJob, chunks: Sequence[Layers], order: Sequence[Turn]) -> StageFacts:
     split = job.split
     ops = composer.usual_ops()
     per_micro_batch = _sent(ops)

@@ -67,7 +67,7 @@ def profile_of(
         outside_s=(seconds.get(("", Phase.FORWARD), 0.0), seconds.get(("", Phase.BACKWARD), 0.0)),
         update_s=sum(seconds.get((n, Phase.OPTIMIZER), 0.0) for n in ("", *(b.name for b in partition.blocks))),
         launch_s=launch_s * sum(op.phase in (Phase.FORWARD, Phase.BACKWARD) for op in works),
-        head_bytes=0 if head is None else head.saves_bytes.get(hardware.compute, 0),
+        head_bytes=0 if head is None else head.saves_bytes,
         head_s=0.0 if head is None else head.compute_s,
     )
 
@@ -80,16 +80,14 @@ def _block_profiles(
     repeated: Sequence[str],
     seconds: Mapping[tuple[str, Phase], float],
 ) -> list[BlockProfile]:
-    compute = hardware.compute
     saved = {(o.block, o.choice): o for o in checkpointing.options(trace, hardware, list(repeated))}
-    moved = {o.block: o for o in activation_offload.options(trace, list(repeated), compute=compute)}
+    moved_bytes = activation_offload.offloadable_bytes(trace, repeated, compute=hardware.compute)
     kept = _kept_bytes(trace, partition)
     blocks = []
     for block in partition.blocks:
         name = block.name
         choices = {c: saved[name, c] for c in (SELECTIVE, FULL) if (name, c) in saved}
-        less = {c: max(0, kept[name] - option.saves_bytes[compute]) for c, option in choices.items()}
-        offload = min(kept[name], moved[name].saves_bytes[compute]) if name in moved else 0
+        less = {c: max(0, kept[name] - option.saves_bytes) for c, option in choices.items()}
         blocks.append(
             BlockProfile(
                 name=name,
@@ -99,7 +97,7 @@ def _block_profiles(
                 backward_s=seconds.get((name, Phase.BACKWARD), 0.0),
                 kept_bytes={KEEP: kept[name], **less},
                 again_s={c: option.compute_s for c, option in choices.items()},
-                offload_bytes=offload,
+                offload_bytes=min(kept[name], moved_bytes.get(name, 0)),
             )
         )
     return blocks

@@ -271,7 +271,7 @@ class _Run:
 def works_in_place(model: nn.Module, example: Any) -> bool:
     """Return True where some activations of ``model`` may write over their inputs."""
     try:
-        return bool(inplace_activations.options(model, example))
+        return inplace_activations.saved_bytes(model, example) > 0
     except UnsupportedError:  # it cannot be tried without bytes
         return False
 

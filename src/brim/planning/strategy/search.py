@@ -488,5 +488,6 @@ def _head_option(model: nn.Module, tokens: int, hardware: Hardware) -> Option | 
     except UnsupportedError:
         return None
     classes, hidden = layer.weight.shape
-    options = chunked_loss.options(tokens, classes, hidden, hardware, dtype=layer.weight.dtype)
-    return next((option for option in options if option.choice == str(TOKENS_AT_ONCE)), None)
+    if tokens <= TOKENS_AT_ONCE:
+        return None
+    return chunked_loss.option(tokens, classes, hidden, hardware, chunk=TOKENS_AT_ONCE, dtype=layer.weight.dtype)

@@ -236,11 +236,6 @@ class Batches:
         """Number of batches that cover every example ``epochs`` times."""
         return math.ceil(epochs * len(self._dataset) / self._batch)
 
-    @property
-    def epoch(self) -> float:
-        """Number of passes over the data so far."""
-        return self.position / len(self._dataset)
-
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {"position": self.position, "seed": self._seed, "identity": self._dataset.identity}

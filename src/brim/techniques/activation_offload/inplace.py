@@ -19,9 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from brim.core.hardware import RAM
 from brim.errors import UnsupportedError, UsageError
-from brim.techniques.base import Option
 from brim.techniques.dry_run import call_with, dry_run
 
 NAME = "inplace_activations"
@@ -61,12 +59,9 @@ class InplaceActivations:
             self._model = None
 
 
-def options(model: nn.Module, example: Any, *, tier: str = RAM) -> list[Option]:
-    """The option of in-place activations, which saves the largest input of an activation and costs nothing."""
-    saved_bytes = _inplace_bytes(model, example)
-    if not saved_bytes:
-        return []
-    return [Option(technique=NAME, block="", choice="inplace", saves_bytes={tier: max(saved_bytes.values())})]
+def saved_bytes(model: nn.Module, example: Any) -> int:
+    """Return the bytes of the largest input over which an activation may write, 0 if there is none."""
+    return max(_inplace_bytes(model, example).values(), default=0)
 
 
 _MARK = "brim_inplace_activations"

@@ -20,7 +20,6 @@ from brim.errors import UsageError
 from brim.memory.pool import PAGE_BYTES
 from brim.memory.tiers import Memory
 from brim.techniques.activation_offload.activations import Activations, ToDisk, ToRam, destination_for
-from brim.techniques.base import Option
 from brim.techniques.saved_tensor_hooks import Saving, Unpack, active_packers, is_recomputed
 
 NAME = "activation_offload"
@@ -30,32 +29,26 @@ _LARGEST_SHARE = 16
 _LEAST_BYTES = 2 * PAGE_BYTES
 
 
-def options(
+def offloadable_bytes(
     trace: Trace, blocks: Sequence[str], *, compute: str = VRAM, smallest_bytes: int | None = None
-) -> list[Option]:
-    """An option for each block to offload its activations to RAM (``compute`` is VRAM) or to disk (it is RAM).
+) -> dict[str, int]:
+    """Return the bytes of activations that each block can offload: to RAM (``compute`` is VRAM) or disk (it is RAM).
 
-    They are computed from the last step of ``trace``, a training without the technique. Blocks whose activations are
-    all smaller than ``smallest_bytes`` have no option.
+    They are computed from the last step of ``trace``, a training without the technique. Activations smaller than
+    ``smallest_bytes`` stay.
     """
     destination = ToRam if compute == VRAM else ToDisk
     least_bytes = destination.smallest_bytes if smallest_bytes is None else smallest_bytes
     begin = trace.step_starts[-1]
-    offers = []
-    for block in blocks:
-        count = sum(
+    return {
+        block: sum(
             storage.bytes
             for storage in trace.storages
             if storage.category is Category.ACTIVATION and storage.born >= begin and storage.bytes >= least_bytes
             if not block or storage.module == block or storage.module.startswith(f"{block}.")
         )
-        if count:
-            moves = {(compute, destination.tier): count, (destination.tier, compute): count}
-            saves = {compute: count, destination.tier: -count}
-            offers.append(
-                Option(technique=NAME, block=block, choice=destination.tier, saves_bytes=saves, moves_bytes=moves)
-            )
-    return offers
+        for block in blocks
+    }
 
 
 def apply(

@@ -187,15 +187,7 @@ def options(trace: Trace, hardware: Hardware, names: Sequence[str]) -> list[Opti
             # The last storage is the block's output, which the next block saves.
             freed = [s for s in inside[:-1] if not (selective and makers[s.id] in SAVED)]
             seconds = sum(op_s(op, hardware) for op in again if not (selective and base_name(op.name) in SAVED))
-            rows.append(
-                Option(
-                    technique=NAME,
-                    block=name,
-                    choice=choice,
-                    saves_bytes={hardware.compute: sum(s.bytes for s in freed)},
-                    compute_s=seconds,
-                )
-            )
+            rows.append(Option(block=name, choice=choice, saves_bytes=sum(s.bytes for s in freed), compute_s=seconds))
     return rows
 
 

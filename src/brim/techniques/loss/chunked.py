@@ -25,7 +25,6 @@ from brim.techniques.dry_run import call_with, dry_run
 from brim.techniques.loss.lazy_logits import RULES, View, defer
 
 NAME = "chunked_loss"
-CHUNKS = (256, 1024, 4096)  # tokens
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -195,24 +194,14 @@ def _count(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int)
 RULES[functional.cross_entropy] = lambda view, func, args, kwargs: _chunked(view, *args, **kwargs)
 
 
-def options(
-    tokens: int, classes: int, hidden: int, hardware: Hardware, *, dtype: torch.dtype = torch.float32
-) -> list[Option]:
-    """The options of chunks of each size in ``CHUNKS``, for a loss over ``tokens`` rows.
+def option(
+    tokens: int, classes: int, hidden: int, hardware: Hardware, *, chunk: int, dtype: torch.dtype = torch.float32
+) -> Option:
+    """The option of chunks of ``chunk`` rows, for a loss over more ``tokens``.
 
     In the loss's backward there are the logits in ``dtype``, their copy in float32 if that differs, their log-softmax
     and its gradient (aten/src/ATen/native/LossNLL.cpp). In chunks, the head is computed once more.
     """
     each = classes * (8 + 4 + (dtype.itemsize if dtype in _HALVES else 0))
-    rate = flops_per_s(hardware, str(dtype).removeprefix("torch."))
-    return [
-        Option(
-            technique=NAME,
-            block="",
-            choice=str(chunk),
-            saves_bytes={hardware.compute: (tokens - chunk) * each},
-            compute_s=2 * tokens * classes * hidden / rate,
-        )
-        for chunk in CHUNKS
-        if chunk < tokens
-    ]
+    seconds = 2 * tokens * classes * hidden / flops_per_s(hardware, str(dtype).removeprefix("torch."))
+    return Option(block="", choice=str(chunk), saves_bytes=(tokens - chunk) * each, compute_s=seconds)

@@ -171,11 +171,10 @@ def test_misuse() -> None:
         inplace_activations.apply(model, torch.ones(2))
 
 
-def test_options_say_the_largest_input() -> None:
+def test_the_largest_input_is_saved() -> None:
     model = trained.make("resnet")
-    (row,) = inplace_activations.options(model, trained.batch("resnet", 0), tier="vram")
-    assert row.saves_bytes == {"vram": 3 * 8 * 8 * 8 * 4}
-    assert inplace_activations.options(nn.Linear(2, 2), torch.ones(2)) == []
+    assert inplace_activations.saved_bytes(model, trained.batch("resnet", 0)) == 3 * 8 * 8 * 8 * 4
+    assert inplace_activations.saved_bytes(nn.Linear(2, 2), torch.ones(2)) == 0
 
 
 def test_on_fake_tensors_it_decides_the_same_and_leaves_no_trace() -> None:

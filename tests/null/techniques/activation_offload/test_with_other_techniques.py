@@ -14,11 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from brim.core import Category, Op, Phase, Storage, Trace
-from brim.core.hardware import DISK, RAM, VRAM
+from brim.core.hardware import RAM, VRAM
 from brim.errors import UsageError
 from brim.memory.tiers import Memory
-from brim.techniques.activation_offload import technique as activation_offload
-from brim.techniques.activation_offload.technique import apply, options
+from brim.techniques.activation_offload.technique import apply, offloadable_bytes
 from support.offloaded_activations import (
     BLOCKS,
     KIB,
@@ -190,7 +189,7 @@ def test_wrong_blocks_and_a_second_time_are_refused(memory: Memory) -> None:
     apply(net, ["blocks.2"], memory).remove()
 
 
-def test_options_say_what_each_block_would_move() -> None:
+def test_offloadable_bytes_are_those_of_large_activations() -> None:
     def storage(id: int, module: str, bytes: int, born: int, category: Category = Category.ACTIVATION) -> Storage:
         return Storage(id=id, bytes=bytes, category=category, module=module, born=born, died=born + 50)
 
@@ -209,12 +208,6 @@ def test_options_say_what_each_block_would_move() -> None:
         ),
         step_starts=(0, 100),
     )
-    found = options(trace, ["a.0", "a.01", "a.2"], compute=VRAM, smallest_bytes=100)
-    assert [(o.block, o.choice, dict(o.saves_bytes)) for o in found] == [
-        ("a.0", RAM, {VRAM: 1500, RAM: -1500}),
-        ("a.01", RAM, {VRAM: 300, RAM: -300}),
-    ]
-    assert found[0].moves_bytes == {(VRAM, RAM): 1500, (RAM, VRAM): 1500}
-    assert found[0].technique == activation_offload.NAME
-    (whole,) = options(trace, [""], compute=RAM, smallest_bytes=100)
-    assert whole.saves_bytes == {RAM: 1800, DISK: -1800}
+    by_block = offloadable_bytes(trace, ["a.0", "a.01", "a.2"], compute=VRAM, smallest_bytes=100)
+    assert by_block == {"a.0": 1500, "a.01": 300, "a.2": 0}
+    assert offloadable_bytes(trace, [""], compute=RAM, smallest_bytes=100) == {"": 1800}

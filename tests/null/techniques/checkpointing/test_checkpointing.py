@@ -304,8 +304,8 @@ def test_options_say_what_a_trace_then_shows(known_machine) -> None:
         )
 
     for kind in (SELECTIVE, FULL):
-        told = sum(row.saves_bytes["ram"] for row in rows if row.choice == kind)
+        told = sum(row.saves_bytes for row in rows if row.choice == kind)
         assert 0 < told < held(plain)
     of = {row.choice: row for row in rows if row.block == names[1]}
-    assert of[FULL].saves_bytes["ram"] > of[SELECTIVE].saves_bytes["ram"]
+    assert of[FULL].saves_bytes > of[SELECTIVE].saves_bytes
     assert of[FULL].compute_s > of[SELECTIVE].compute_s > 0
