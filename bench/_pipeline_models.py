@@ -26,14 +26,14 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
-from transformers import (
+from transformers import (  # type: ignore[attr-defined]
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
     T5Config,
     T5EncoderModel,
-    T5TokenizerFast,  # type: ignore[attr-defined]
+    T5TokenizerFast,
     UMT5Config,
     UMT5EncoderModel,
 )
