@@ -262,8 +262,13 @@ def test_one_tensor_in_a_wrong_dtype_is_named(llama: Path, stored: torch.dtype) 
 
 
 def test_checkpoints_quantized_by_another_method_are_refused(llama: Path) -> None:
-    edit_config(llama, quantization_config={"quant_method": "gptq", "bits": 4})
-    refused(lambda: open_model(llama), "gptq", "bitsandbytes, compressed-tensors, torchao", kind=UnsupportedError)
+    edit_config(llama, quantization_config={"quant_method": "hqq", "bits": 4})
+    refused(
+        lambda: open_model(llama),
+        "hqq",
+        "bitsandbytes, compressed-tensors, torchao, gptq, awq",
+        kind=UnsupportedError,
+    )
 
 
 def test_code_in_the_models_folder_is_not_run(llama: Path) -> None:

@@ -65,7 +65,7 @@ class CachingAllocator:
         if nbytes <= 0:
             raise UsageError(f"Cannot allocate {nbytes} bytes.", todo="Request at least one byte.")
         size = (nbytes + 511) & -512 if self._plain_rounding else self.config.round_size(nbytes)
-        blocks = self._pool_for(size, pool)
+        blocks = self._pool_for(size, stream, pool)
         block = None if self.ignores_free_blocks else self._find_free(blocks, size, stream)
         if block is None:
             block = self._find_new(blocks, size, stream, nbytes)
@@ -128,7 +128,7 @@ class CachingAllocator:
             private = self.private_pools[pool] = PrivatePool()
         return private.small if small else private.large
 
-    def _pool_for(self, size: int, pool: PoolId | None) -> BlockPool:
+    def _pool_for(self, size: int, stream: int, pool: PoolId | None) -> BlockPool:
         return self.block_pool(DEFAULT_POOL if pool is None else pool, size <= SMALL_BYTES)
 
     # Finding a block

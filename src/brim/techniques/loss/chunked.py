@@ -194,9 +194,7 @@ def _count(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int)
 RULES[functional.cross_entropy] = lambda view, func, args, kwargs: _chunked(view, *args, **kwargs)
 
 
-def option(
-    tokens: int, classes: int, hidden: int, hardware: Hardware, *, chunk: int, dtype: torch.dtype = torch.float32
-) -> Option:
+def option(tokens: int, classes: int, hidden: int, hardware: Hardware, *, chunk: int, dtype: torch.dtype) -> Option:
     """The option of chunks of ``chunk`` rows, for a loss over more ``tokens``.
 
     In the loss's backward there are the logits in ``dtype``, their copy in float32 if that differs, their log-softmax
