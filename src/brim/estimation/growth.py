@@ -107,7 +107,12 @@ def solve(tracer: Tracer, job: Job, trace: Trace) -> Growth:
         growth = replace(growth, batches=(solver.point(None), *growth.batches[:-1]))
     if growth.largest_batch is None or growth.largest_batch >= base:
         return growth
-    largest = bisect.bisect_left(range(1, base), True, key=lambda n: not solver_of(n).replay.fits(None, tracer.place))
+    try:
+        largest = bisect.bisect_left(
+            range(1, base), True, key=lambda n: not solver_of(n).replay.fits(None, tracer.place)
+        )
+    except BrimError:  # not every model runs with every smaller batch
+        largest = None
     return replace(growth, largest_batch=largest)
 
 

@@ -237,9 +237,8 @@ def _fit_pipeline(
                 handle = fitted()
                 handle.at_end.push(untiled.pop_all())
             handle.plan = replace(handle.plan, settings={**handle.plan.settings, "tiled_models": len(tiles)})
-            names = " and ".join(name for name, part in models.named_children() if part in tiles)
             warnings.warn(
-                f"{names} works in tiles, as nothing else fits: outputs differ a little. handle.remove() ends it.",
+                "The decoder works in tiles, as nothing else fits: pictures differ. handle.remove() ends it.",
                 stacklevel=3,
             )
         pipe.brim = handle

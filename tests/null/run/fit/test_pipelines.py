@@ -99,7 +99,7 @@ def test_the_decoder_is_tiled_where_nothing_else_fits(pipe: Any) -> None:
     assert not pipe.vae.use_tiling
     pipe.vae.tile_latent_min_size, pipe.vae.tile_sample_min_size = 32, 64
     smallest = refused.value.smallest_bytes["vram"]
-    with pytest.warns(UserWarning, match="vae works in tiles"):
+    with pytest.warns(UserWarning, match="The decoder works in tiles"):
         handle = brim.fit(pipe, device="emulated", vram=smallest, example=large)
     assert pipe.vae.use_tiling and handle.plan.settings["tiled_models"] == 1
     handle.remove()
