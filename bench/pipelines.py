@@ -5,13 +5,13 @@
 
 SDXL, FLUX.1-dev and Wan 2.1 1.3B with random weights, as wide as the original on a GPU and a quarter or an eighth as
 wide without one: then PyTorch's CUDA build runs on the rehearsal device, whose operators the CPU computes and whose
-memory is counted as on a GPU. Each way runs in a process of its own; rounds take turns. Every way gets 40 % of the
-bytes of the weights; a way that needs more is named, and brim also gets what that way took. Medians of the seconds
-of a picture, peak bytes reserved, and whether the picture equals that of the pipeline on the GPU as a whole.
+memory is counted as on a GPU. Each way runs in a process of its own; rounds take turns. brim gets 40 % of the bytes
+of the weights, and once more what each way reserved that took more than that. Medians of the seconds of a picture,
+peak bytes reserved, and whether the picture equals that of the pipeline on the GPU as a whole.
 
 ``--cards``: as wide as the original in bf16, fitted into cards of 8, 12 and 24 GB on the rehearsal device, which
-computes no values then: bytes promised and reserved by two calls. The device's convolutions take no workspaces, so
-none are predicted here.
+computes no values then: bytes promised and reserved by two calls. A pipeline that needs values is named with its
+error. The device's convolutions take no workspaces, so none are predicted here.
 """
 
 from __future__ import annotations
