@@ -136,7 +136,8 @@ def _units(
     """
     size = sum(tensor_bytes(p) for p in module.parameters() if id(p) not in staying)
     children = [(name, child) for name, child in module.named_children() if _holds_parameters(child)]
-    fits = in_container and (size <= coarse or (size <= largest and not _holds_container(module)))
+    is_called = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    fits = in_container and is_called and (size <= coarse or (size <= largest and not _holds_container(module)))
     if fits or not children or _is_fused(module):
         if size:
             yield path
