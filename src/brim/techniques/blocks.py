@@ -88,7 +88,7 @@ def find_blocks(
     sizes = {triggers: sum(tensor_bytes(parameters[name]) for name in names) for triggers, names in groups.items()}
     small = total * _LOOSE_FRACTION
     if sum(size for triggers, size in sizes.items() if triggers and size < small) > total / 4:
-        small = 0  # a model of many small units, which must then be moved nevertheless
+        small *= _LOOSE_FRACTION  # a model of many small units, which must then be moved, but for the smallest
     moved = {triggers for triggers, size in sizes.items() if triggers and size >= small}
     loose = tuple(name for triggers, names in groups.items() if triggers not in moved for name in names)
     return Partition(
