@@ -280,6 +280,15 @@ def _mm_float8(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) ->
 # -- which layers ---------------------------------------------------------------------------------------------------
 
 
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+def _fits_float8(layer: nn.Module) -> bool:
+    """Return whether torchao replaces a layer: it leaves GPT-2's Conv1D as it is."""
+    return type(layer) is nn.Linear and not any(size % _FLOAT8_ALIGNMENT for size in layer.weight.shape)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
     """The library that implements a precision, and its layers for training and generation."""
@@ -287,7 +296,7 @@ class Scheme:
     description: str
     to_train: type[nn.Linear]
     to_generate: type[nn.Linear]
-    multiple: int = 1  # of the sides of a weight; layers of other sizes are not replaced
+    replaces: Callable[[nn.Module], bool] = is_linear  # among those that transformers does not skip
 
 
 SCHEMES = {
@@ -296,12 +305,12 @@ SCHEMES = {
         to_generate=Linear8bit,
     ),
     "int4": Scheme(
-        description=f"bitsandbytes' 4 bits, a float32 scale per {_BLOCK} weights", to_train=Linear4bit,
+        description=f"bitsandbytes' NF4, a float32 scale per {_BLOCK} weights", to_train=Linear4bit,
         to_generate=Linear4bit,
     ),
     "fp8": Scheme(
         description="torchao's float8, one scale per tensor, not compiled", to_train=Float8Linear,
-        to_generate=Float8WeightLinear, multiple=_FLOAT8_ALIGNMENT,
+        to_generate=Float8WeightLinear, replaces=_fits_float8,
     ),
 }  # fmt: skip
 
@@ -316,7 +325,7 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
     scheme = SCHEMES[precision]
     kind = scheme.to_train if training else scheme.to_generate
     named, chosen = [(name, module) for name, module in model.named_modules() if is_linear(module)], choice(model)
-    layers = [(name, module) for name, module in named if chosen(name) and _fits(module, scheme.multiple)]
+    layers = [(name, module) for name, module in named if chosen(name) and scheme.replaces(module)]
     if not layers:
         raise UnsupportedError(
             f"Cannot use precision={precision} for {type(model).__name__}.",
@@ -329,14 +338,6 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
         replaced += module.weight.numel()
         become(module, kind)
     return f"{scheme.description}: in {len(layers):,} linear layers with {replaced:,} of {total:,} parameters"
-
-
-def is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
-
-
-def _fits(module: nn.Module, multiple: int) -> bool:
-    return not any(size % multiple for size in module.weight.shape)  # type: ignore[union-attr]
 
 
 def choice(model: nn.Module, skipped: Sequence[str] | None = None) -> Callable[[str], bool]:
