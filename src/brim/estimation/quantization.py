@@ -146,8 +146,8 @@ class Linear8bit(nn.Linear):
     SCB: torch.Tensor
 
     def take_over(self) -> None:
-        shape = (self.out_features, self.in_features)
-        _set_parameters(self, {"weight": torch.empty(shape, dtype=torch.int8), "SCB": torch.empty(self.out_features)})
+        weight = torch.empty(self.out_features, self.in_features, dtype=torch.int8)
+        _set_parameters(self, {"weight": weight, "SCB": torch.empty(self.out_features)})
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = _Product8bit.apply(  # type: ignore[no-untyped-call]
@@ -237,8 +237,7 @@ class Float8WeightLinear(nn.Linear):
     scale: torch.Tensor
 
     def take_over(self) -> None:
-        shape = (self.out_features, self.in_features)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=_E4M3), requires_grad=False)
+        _set_parameters(self, {"weight": torch.empty(self.out_features, self.in_features, dtype=_E4M3)})
         self.register_buffer("scale", torch.empty(1, 1))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -255,16 +254,14 @@ def _rounded_float8(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """torchao's _quantize_affine_float8 holds three float32 copies until it returns."""
     wide = rows.float()
     scaled = wide / scale
-    clamped = scaled.clamp(-1, 1)
-    return clamped.to(_E4M3)
+    return scaled.clamp(-1, 1).to(_E4M3)
 
 
 def _float8(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     amax = torch.max(torch.abs(tensor))
     scale = (1 / torch.clamp(amax.double(), min=1e-12)).float()
     scaled = tensor.float() * scale
-    clamped = scaled.clamp(-1, 1)
-    return clamped.to(dtype)
+    return scaled.clamp(-1, 1).to(dtype)
 
 
 def _mm_float8(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -324,8 +321,8 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
     """
     scheme = SCHEMES[precision]
     kind = scheme.to_train if training else scheme.to_generate
-    named, chosen = [(name, module) for name, module in model.named_modules() if is_linear(module)], choice(model)
-    layers = [(name, module) for name, module in named if chosen(name) and scheme.replaces(module)]
+    named, chosen = [entry for entry in model.named_modules() if is_linear(entry[1])], choice(model)
+    layers: list[Any] = [layer for name, layer in named if chosen(name) and scheme.replaces(layer)]
     if not layers:
         raise UnsupportedError(
             f"Cannot use precision={precision} for {type(model).__name__}.",
@@ -334,9 +331,9 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
         )
     total = sum(p.numel() for p in model.parameters())
     replaced = 0
-    for _, module in layers:
-        replaced += module.weight.numel()
-        become(module, kind)
+    for layer in layers:
+        replaced += layer.weight.numel()
+        become(layer, kind)
     return f"{scheme.description}: in {len(layers):,} linear layers with {replaced:,} of {total:,} parameters"
 
 
