@@ -297,7 +297,7 @@ def test_a_gguf_in_several_files_is_planned_as_in_one(tmp_path: Path) -> None:
         assert plan.bytes == alone.bytes
         assert llama_flags(plan.command).model == str(parts[0])
     parts[1].rename(tmp_path / "second.gguf")
-    with pytest.raises(ModelError, match="There is no .*model-00002-of-00002.gguf"):
+    with pytest.raises(ModelError, match=r"There is no .*model-00002-of-00002.gguf"):
         planned(llama_cpp, parts[0])
     parts[0].rename(tmp_path / "first.gguf")
     with pytest.raises(UnsupportedError, match="one of several files"):
