@@ -58,7 +58,8 @@ class Source:
     ``architecture`` is its class in ``library``; ``factory`` replaces both for user code. ``folder`` holds its
     weights if they are on this machine; ``stored`` has the headers of weights on the hub. ``assumed`` says what
     stands for something that the hub did not give. ``parts`` has the models of a pipeline of diffusers, by their
-    names in it.
+    names in it. ``is_catalog``: it is described by the catalog, and may be trained in 16 bits also where the
+    published weights are quantized.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Source:
     stored: Mapping[str, Stored] | None = None
     assumed: str = ""
     parts: Mapping[str, Source] = field(default_factory=dict)
+    is_catalog: bool = False
 
 
 def find_model(model: str | Path | Callable[[], Any]) -> Source:
@@ -134,12 +136,16 @@ def _of_hub(name: str) -> Source:
 
 def _of_catalog(name: str) -> Source:
     preset = catalog.model(name)
-    assumed = _ALONE * (preset.library == "diffusers")
+    assumed, config = _ALONE * (preset.library == "diffusers"), preset.config
     if preset.quantized:
-        assumed = f"weights: counted in 16 bits; those of {preset.hub_ids[0]} are in {preset.quantized}."
+        assumed = (
+            f"weights: in 16 bits unless precision is stored; those of {preset.hub_ids[0]} are in {preset.quantized}."
+        )
+    if preset.quantized == "MXFP4":
+        config = {**config, "quantization_config": {"quant_method": "mxfp4"}}
     return Source(
-        name=preset.name, library=preset.library, architecture=preset.architecture, config=preset.config,
-        assumed=assumed,
+        name=preset.name, library=preset.library, architecture=preset.architecture, config=config, assumed=assumed,
+        is_catalog=True,
     )  # fmt: skip
 
 
@@ -264,7 +270,7 @@ def quantized_by(source: Source) -> str:
 
 def check_not_quantized(source: Source) -> None:
     """Raise UnsupportedError for quantized weights, where only the quantization of ``--precision`` is modelled."""
-    if method := quantized_by(source):
+    if (method := quantized_by(source)) and not source.is_catalog:
         raise UnsupportedError(
             f"{source.name} was given as the model.",
             f"Its weights are quantized ({method}). brim estimate and brim plan take them as they are stored, to "

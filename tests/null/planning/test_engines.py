@@ -274,6 +274,17 @@ def test_experts_leave_the_gpu_before_layers() -> None:
     assert flags.n_gpu_layers == 49 and 0 < flags.n_cpu_moe < 48
 
 
+@pytest.mark.thorough
+def test_experts_in_mxfp4_stay_so_in_a_gguf() -> None:
+    """Its blocks of 32 values take 17 bytes, as in the checkpoint; llama.cpp has biases in more bits."""
+    plan = planned(llama_cpp, "gpt-oss-20b", gpu="RTX 4090", ram="60GiB")
+    published_bytes = 13_761_264_768
+    assert 0 <= sum(weights(plan).values()) - published_bytes < 1e7
+    assert llama_flags(plan.command).n_gpu_layers == 25
+    few = llama_flags(planned(llama_cpp, "gpt-oss-20b", vram="6GiB", ram="60GiB").command)
+    assert few.n_gpu_layers == 25 and 0 < few.n_cpu_moe < 24
+
+
 def test_a_cache_is_rounded_last_and_never_where_nothing_may_be(llama: Path) -> None:
     tight = {"vram": "1GiB", "ram": "300MiB", "batch": 128, "seq": 1000}
     with pytest.raises(BudgetError):

@@ -21,7 +21,7 @@ from brim import catalog
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.estimate import Study
-from brim.estimation.models import find_model, parts_of_file
+from brim.estimation.models import find_model, parts_of_file, quantized_by
 from brim.estimation.ranks.estimate import locked_bytes
 from brim.estimation.silence import quiet
 from brim.estimation.simulation import place_of
@@ -31,6 +31,7 @@ from brim.estimation.workload import STORED, Workload
 from brim.models.gguf import open_gguf
 from brim.models.opening import DTYPES
 from brim.planning.engines.answer import EnginePlan, check, copied, published
+from brim.planning.file import described_source
 from brim.planning.inference.memory import Sizes, scores_bytes
 from brim.planning.opening import described_subject
 from brim.planning.request import Machine
@@ -53,9 +54,12 @@ def _subject(request: MeshRequest, machine: Machine, engine: str) -> Subject:
         raise UsageError(asked, f"{request.precision} is brim's own.", f"Give --precision {' or '.join(DTYPES)}.")
     inputs = Inputs(batch=request.batch, prompt=request.seq, total=request.seq + request.new_tokens)
     subject = described_subject(request, machine, inputs, request.precision)
-    if subject.precision == STORED and engine != "vllm":
+    mxfp4 = quantized_by(described_source(request.model)) == "mxfp4"
+    if subject.precision == STORED and engine not in ("vllm", "llama.cpp" * mxfp4):
         raise UnsupportedError(
-            asked, f"brim does not know how {engine} stores its packed weights.", "Give --for vllm."
+            asked,
+            f"brim does not know how {engine} stores its packed weights.",
+            "Give --for vllm, or --precision bf16.",
         )
     return subject
 
@@ -174,7 +178,7 @@ _BUFFERS = (
     "output is the first of -ngl's layers, as in newer builds"
 )
 _NO_DISK = "llama.cpp cannot read from disk inside a budget: without --no-mmap the kernel decides what stays in RAM."
-_CONVERTED = "the .gguf has 16 bits, as llama.cpp's converter writes it; quantized ones are smaller"
+_CONVERTED = "the .gguf has 16 bits, or MXFP4 where the checkpoint has it, as llama.cpp's converter writes it"
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")  # LLM_FFN_EXPS_REGEX, which --n-cpu-moe uses
 _INPUT, _OUTPUT, _PAGE = "token_embd.weight", "output.weight", 256  # a cache has a multiple of 256 tokens
 
@@ -237,8 +241,12 @@ def _as_file(subject: Subject) -> _Gguf:
     tensors: dict[str, int] = {}
     for name, parameter in module.named_parameters():
         match, is_float = numbers[name], parameter.dim() < 2 or re.search(r"\.(gate|router)\.weight$", name)
-        stored = f"blk.{match[2]}.{'ffn_up_exps.' * (name in experts)}{match[3]}" if match else name
-        tensors[ends.get(id(parameter), stored)] = parameter.numel() * (4 if is_float else 2)
+        stored = (
+            f"blk.{match[2]}.{'ffn_up_exps.' * (name in experts or '_packed_' in name)}{match[3]}" if match else name
+        )
+        tensors[ends.get(id(parameter), stored)] = parameter.numel() * (
+            1 if "_packed_" in name else 4 if is_float else 2
+        )
     most = max(layer.heads * (layer.key_dim + layer.value_dim) for _, layer in shape.planned)
     of_experts = getattr(config, "num_experts_per_tok", 0) * getattr(config, "moe_intermediate_size", 0)
     inner = max(of_experts, getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
