@@ -91,7 +91,7 @@ def find_model(model: str | Path | Callable[[], Any]) -> Source:
         raise ModelError(
             f"{text} was given as the model.",
             f"It has weights ({weights[0].name}) and no config.json: without it the model is unknown.",
-            "Add its config.json, or use --explain-formula, which needs the weights alone.",
+            "Add its config.json, or use --explain-formula, which needs the weights alone; brim plan reads a .gguf.",
         )
     file, colon, attribute = text.rpartition(":")
     if colon and file.endswith(".py"):
