@@ -55,7 +55,7 @@ def _subject(request: MeshRequest, machine: Machine, engine: str) -> Subject:
     inputs = Inputs(batch=request.batch, prompt=request.seq, total=request.seq + request.new_tokens)
     subject = described_subject(request, machine, inputs, request.precision)
     mxfp4 = quantized_by(described_source(request.model)) == "mxfp4"
-    if subject.precision == STORED and engine not in ("vllm", "llama.cpp" * mxfp4):
+    if subject.precision == STORED and engine != "vllm" and not (engine == "llama.cpp" and mxfp4):
         raise UnsupportedError(
             asked,
             f"brim does not know how {engine} stores its packed weights.",
