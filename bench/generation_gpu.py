@@ -27,6 +27,7 @@ import torch
 import _gpu_checkpoint
 import _harness as harness
 from _checkpoint import TINY, Shape
+from brim.processes import python_command
 
 SHAPE = Shape(hidden=3072, intermediate=8192, layers=28, heads=24, kv_heads=8, vocabulary=32_000)
 WAYS = ("transformers resident", "brim resident", "transformers budget", "brim budget")
@@ -113,7 +114,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(options.rounds):
         for way in options.only:
             done = subprocess.run(
-                [sys.executable, __file__, "--work", json.dumps(request | {"way": way})],
+                python_command(__file__, "--work", json.dumps(request | {"way": way})),
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
             row = {"problem": " ".join(done.stderr.split())[-300:]} if done.returncode else _last(done.stdout)
