@@ -28,7 +28,7 @@ from rich.table import Table
 from brim.processes import python_command
 
 HERE = Path(__file__).resolve().parent
-LEAST_S = 10  # no stage begins with less
+LEAST_S = 3  # no stage begins with less
 Rows = list[dict[str, Any]]
 
 
