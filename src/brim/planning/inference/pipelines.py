@@ -70,8 +70,8 @@ class PipelineModels(nn.Module):
             for name, part in self.named_children():
                 for method in _METHODS:
                     if hasattr(part, method):
-                        instead = recording.instead(name, part, method, getattr(part, method))
-                        stack.enter_context(mock.patch.object(part, method, instead))
+                        wrapped = recording.wrap(name, part, method, getattr(part, method))
+                        stack.enter_context(mock.patch.object(part, method, wrapped))
             try:
                 with recording:
                     result = pipe(**arguments)
@@ -91,7 +91,7 @@ class _View:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: Any
+    offset: int
 
     def of(self, live: Mapping[int, torch.Tensor]) -> torch.Tensor:
         memory = live[self.number]
@@ -118,7 +118,7 @@ class _Recording(TorchDispatchMode):
         self.events: list[Any] = []
         self.counts: Counter[str] = Counter()
         self._numbers: dict[int, tuple[int, Any]] = {}  # by storage
-        self._unused = itertools.count()
+        self._next_number = itertools.count()
         self._outputs: dict[Any, Any] = {}
         self._is_inside = False  # a model's method may call another one
 
@@ -134,7 +134,7 @@ class _Recording(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._numbers:
-            number = next(self._unused)
+            number = next(self._next_number)
 
             def freed(_: Any) -> None:
                 self._numbers.pop(key)
@@ -149,11 +149,11 @@ class _Recording(TorchDispatchMode):
         if keeps_values(tensor):
             return tensor.clone()
         return _View(
-            self._number(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+            self._number(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         )
 
-    def instead(self, name: str, part: nn.Module, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method that stands for ``original``: it is recorded, and returns zeros."""
+    def wrap(self, name: str, part: nn.Module, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that replaces ``original``: it records the call and returns zeros."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside:
