@@ -23,6 +23,7 @@ from brim.model_inputs import map_tensors
 from brim.planning.inference.example_shapes import keeps_values
 from brim.techniques.dry_run import dry_run, not_predictable
 
+_MOST_REPEATS = 4  # of a call: two steps with and without the prompt, as the second finds the first's results
 _METHODS = ("forward", "encode", "decode")  # that a pipeline calls; an autoencoder's second and third
 
 
@@ -60,10 +61,10 @@ class PipelineModels(nn.Module):
     def recorded(self, pipe: Any, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, float]]:
         """Call ``pipe`` with the models on fake tensors, which return zeros.
 
-        Returns what ``forward`` takes: the models' calls, without repeated ones of the same shapes, and between them
-        memory that the pipeline itself creates (a number and bytes) and frees (the number); and by the models' names
-        how often they are called, as a share of the most called one's calls. Raises UnsupportedError where a model
-        needs values.
+        Returns what ``forward`` takes: the models' calls, at most four of the same shapes, and between them memory
+        that the pipeline itself creates (a number and bytes) and frees (the number); and by the models' names how
+        often they are called, as a share of the most called one's calls. Raises UnsupportedError where a model needs
+        values.
         """
         recording = _Recording()
         with ExitStack() as stack, torch.no_grad():
@@ -111,7 +112,7 @@ class _Call:
 
 
 class _Recording(TorchDispatchMode):
-    """The calls of models, the first of each shape, and the memory of the pipeline's own tensors between them."""
+    """The calls of models, four of each shape, and the memory of the pipeline's own tensors between them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -120,6 +121,7 @@ class _Recording(TorchDispatchMode):
         self._numbers: dict[int, tuple[int, Any]] = {}  # by storage
         self._next_number = itertools.count()
         self._outputs: dict[Any, Any] = {}
+        self._repeats: Counter[Any] = Counter()
         self._is_inside = False  # a model's method may call another one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,19 +163,21 @@ class _Recording(TorchDispatchMode):
             self.counts[name] += 1
             shapes = [tuple(tensor.shape) for tensor in _tensors((args, kwargs))]
             key = (name, method, *shapes)
-            is_first = key not in self._outputs
+            self._repeats[key] += 1
+            runs = self._repeats[key] <= _MOST_REPEATS
             self._is_inside = True
             try:
-                if is_first:
+                if runs:
                     arguments = tree_map_only(torch.Tensor, self._argument, (args, kwargs))
+                if key not in self._outputs:
                     with dry_run(part, [args, kwargs]) as (fake_args, fake_kwargs):
                         output = original(*fake_args, **fake_kwargs)
                     self._outputs[key] = map_tensors(output, _zeros)
                 output = map_tensors(self._outputs[key], torch.clone)
             finally:
                 self._is_inside = False
-            numbers = [self._number(tensor, is_created=not is_first) for tensor in _tensors(output)]
-            if is_first:
+            numbers = [self._number(tensor, is_created=not runs) for tensor in _tensors(output)]
+            if runs:
                 self.events.append(_Call(name, method, arguments, numbers))
             return output
 
