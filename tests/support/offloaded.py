@@ -17,7 +17,8 @@ from brim.techniques.optimizer_offload.technique import OptimizerOffload, apply
 WIDTH, WORDS = 16, 24
 MIB = 1 << 20
 Make = Callable[[Any], torch.optim.Optimizer]
-PLACES = [("cpu", "disk"), ("emulated", "ram"), ("emulated", "disk")]  # a machine, and where states rest
+ON_GPU = "ram, updated on the GPU"
+PLACES = [("cpu", "disk"), ("emulated", "ram"), ("emulated", ON_GPU), ("emulated", "disk")]  # where states rest
 
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -120,6 +121,8 @@ def machine(kind: str, folder: Path, *, ram_bytes: int = 8 * MIB) -> Memory:
 def offloaded(
     model: nn.Module, optimizer: torch.optim.Optimizer, memory: Memory, **options: Any
 ) -> Iterator[OptimizerOffload]:
+    if options.get("states") == ON_GPU:
+        options |= {"states": "ram", "on_gpu": True}
     handle = apply(model, optimizer, memory, **{"block_bytes": 3000, **options})
     try:
         yield handle

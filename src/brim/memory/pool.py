@@ -116,6 +116,7 @@ class Buffer:
 
     def __init__(self, pool: Pool, tensor: torch.Tensor, bytes: int, storage: int, label: str) -> None:
         self.pool, self.bytes, self.storage, self.label = pool, bytes, storage, label
+        self.origin: Buffer | None = None  # of which this is a part
         self._tensor: torch.Tensor | None = tensor
 
     @property
@@ -125,7 +126,9 @@ class Buffer:
 
     def part(self, begin: int, end: int) -> Buffer:
         """Return bytes ``[begin, end)`` as the target of a move; the pool still counts the full buffer."""
-        return Buffer(self.pool, self.tensor[begin:end], end - begin, self.storage, self.label)
+        part = Buffer(self.pool, self.tensor[begin:end], end - begin, self.storage, self.label)
+        part.origin = self.origin or self
+        return part
 
     def free(self) -> None:
         """Return the bytes to the pool. A second call does nothing."""

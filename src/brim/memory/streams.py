@@ -191,11 +191,12 @@ class StreamEngine(Engine):
 
     def _submit(self, copy: Copy) -> Waitable:
         lane, stream = self._back if copy.route[1] == RAM else self._there
-        if copy.route[1] != RAM and copy.target not in self._filled:
+        buffer = copy.target.origin or copy.target
+        if copy.route[1] != RAM and buffer not in self._filled:
             # Its memory may have been freed by compute that is still queued: the caching allocator orders the
             # uses on one stream, and this is another.
             copy = replace(copy, after=[*copy.after, self.mark()])
-            self._filled.add(copy.target)
+            self._filled.add(buffer)
         later = _IssuedLater(self._on)
         # There is no event yet for a stream to wait for, and the caller should not wait.
         if any(_is_pending_on_host(condition) for condition in copy.after):

@@ -406,7 +406,7 @@ class Search:
 
     def _aside(self, choice: Choice) -> int:
         """Bytes set aside without an example: gradients, and ``reserve_bytes`` for a step."""
-        size = bytes_at_once(self.model)
+        size = bytes_at_once(self.model, choice)
         blocks = state_blocks(self.model, self.optimizer, block_bytes=size)
         aside_bytes = (
             sum(b.bytes for b in blocks) if choice.gradients == "keep" else _largest(b.bytes for b in blocks)

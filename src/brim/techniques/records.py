@@ -1,8 +1,8 @@
-"""Flat records of bytes, one per block, that rest in RAM or on disk and come to RAM to be changed.
+"""Flat records of bytes, one per block, that rest in RAM or on disk and come to RAM or VRAM to be changed.
 
-Records on disk pass through one buffer of a fixed size. It is not cut into equal slots: a model's largest block (an
-embedding) may be eight times as large as the others; it takes the entire buffer, in which several of the others fit
-side by side, one being read, one in use, one being written.
+Records that rest elsewhere pass through one buffer of a fixed size. It is not cut into equal slots: a model's largest
+block (an embedding) may be eight times as large as the others; it takes the entire buffer, in which several of the
+others fit side by side, one being read, one in use, one being written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from brim.core.hardware import DISK
+from brim.core.hardware import DISK, RAM
 from brim.errors import BrimError
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.layout import ReadRun
@@ -38,8 +38,9 @@ class _Place:
 class Records:
     """Records of ``sizes`` in bytes. ``tier`` is ``ram`` (each has its own memory) or ``disk``.
 
-    ``buffer_bytes`` bounds the RAM that records on disk pass through; it is raised to the largest record. With
-    ``brief`` the buffer is allocated when a record comes, and ``free_buffer`` frees it until the next one.
+    Records on disk pass through a buffer in RAM, and with ``on_gpu`` those in RAM pass through one in VRAM.
+    ``buffer_bytes`` bounds it; it is raised to the largest record. With ``brief`` the buffer is allocated when a
+    record comes, and ``free_buffer`` frees it until the next one.
     """
 
     def __init__(
@@ -51,11 +52,15 @@ class Records:
         buffer_bytes: int,
         label: str,
         brief: bool = False,
+        on_gpu: bool = False,
     ) -> None:
         self.tier, self._memory, self._label = tier, memory, label
+        self.pool = memory.compute if on_gpu else memory.ram  # in which records are changed
+        self._passes = on_gpu or tier == DISK
         self.sizes = {record: round_up(bytes, PAGE_BYTES) for record, bytes in sizes.items()}
         self.read_bytes = self.written_bytes = 0  # of the disk, since the beginning
         self._stores: dict[int, Buffer] = {}
+        self._copied: dict[int, Waitable] = {}  # the last copy from or to a store
         self._extents: dict[int, Extent] = {}
         self._places: list[_Place] = []  # the least recently used first
         self._brief, self._buffer_bytes = brief, 0
@@ -72,7 +77,7 @@ class Records:
                 self._extents[record] = self._memory.scratch().reserve(bytes)
             else:
                 self._stores[record] = self._memory.ram.allocate(bytes, f"{self._label} {record}")
-        if self._extents:
+        if self._passes and self.sizes:
             largest = max(self.sizes.values())
             self._buffer_bytes = round_up(max(buffer_bytes, largest), PAGE_BYTES)
             if not self._brief:
@@ -80,7 +85,7 @@ class Records:
 
     def _allocated_buffer(self) -> Buffer:
         if self._buffer is None:
-            self._buffer = self._memory.ram.allocate(self._buffer_bytes, f"{self._label} on their way")
+            self._buffer = self.pool.allocate(self._buffer_bytes, f"{self._label} on their way")
         return self._buffer
 
     def free_buffer(self) -> None:
@@ -96,12 +101,12 @@ class Records:
     # -- loading and releasing
 
     def enter(self, record: int, *, empty: bool = False) -> torch.Tensor:
-        """Return the record's bytes (uint8, in RAM), to be used until ``leave``. ``empty``: a new record, which is
-        not read.
+        """Return the record's bytes (uint8, in ``pool``), to be used until ``leave``. ``empty``: a new record, which
+        is not read.
 
         Raises the TransferError of its read, or of the write of a displaced record, which is not lost.
         """
-        if record in self._stores:
+        if not self._passes:
             return self._stores[record].tensor
         place = self._locate(record)
         if place is None:
@@ -120,7 +125,7 @@ class Records:
         return self._view(place)
 
     def leave(self, record: int, *, changed: bool = True) -> None:
-        """End the use of a record. On disk it is written in the background if it was ``changed``."""
+        """End the use of a record. In a buffer, it is written in the background if it was ``changed``."""
         place = self._find(record)
         if place is None:
             return
@@ -148,11 +153,18 @@ class Records:
     def expect(self, records: Sequence[int]) -> None:
         """Start to read the next records, as far as there is room beside those in use."""
         for record in records:
-            if record in self._extents and self._locate(record) is None and self._fetch(record, records) is None:
+            if (
+                self._passes
+                and record in self.sizes
+                and self._locate(record) is None
+                and self._fetch(record, records) is None
+            ):
                 return
 
     def settle(self) -> None:
-        """Wait for all reads and writes. Raises the TransferError of a failed write, whose record stays in RAM."""
+        """Wait for all reads and writes. Raises the TransferError of a failed write, whose record stays in the
+        buffer.
+        """
         for place in list(self._places):
             for written_place in (*place.displaced, place):
                 Settled(written_place.ready).wait()
@@ -175,7 +187,10 @@ class Records:
         there = self._resting(record)
         if there is not None:
             there[offset : offset + values.numel()].copy_(values)
-            self.leave(record)
+            if record in self._stores:
+                self.forget(record)  # what is in VRAM is outdated
+            else:
+                self.leave(record)
             return
         extent = self._extents[record]
         part = Extent(path=extent.path, offset=extent.offset + offset, bytes=values.numel())
@@ -185,6 +200,7 @@ class Records:
     def _resting(self, record: int) -> torch.Tensor | None:
         """The record's bytes, if they are in RAM."""
         if record in self._stores:
+            self._memory.engine.finish(self._copied.get(record, Done()))
             return self._stores[record].tensor
         place = self._locate(record)
         if place is None:
@@ -204,6 +220,8 @@ class Records:
                 Settled(written_place.ready).wait()
                 Settled(written_place.written).wait()
         self._places.clear()
+        for copied in self._copied.values():
+            self._memory.engine.finish(Settled(copied))
         for extent in self._extents.values():
             self._memory.scratch().release(extent)
         for buffer in (*self._stores.values(), *([self._buffer] if self._buffer else [])):
@@ -242,11 +260,7 @@ class Records:
         if empty:
             place.ready = All(after)
         else:
-            extent = self._extents[record]
-            run = ReadRun(path=extent.path, offset=extent.offset, bytes=bytes, at=0, direct=True)
-            target = self._allocated_buffer().part(place.begin, place.begin + bytes)
-            place.ready = self._memory.engine.read([run], target, f"{self._label} {record}", after)
-            self.read_bytes += bytes
+            place.ready = self._read(place, after)
         self._places.append(place)
         return place
 
@@ -276,10 +290,27 @@ class Records:
             if _failed(other.written) and clear:
                 self._places.insert(0, other)
 
-    def _write(self, place: _Place) -> Waitable:
-        self.written_bytes += place.bytes
+    def _read(self, place: _Place, after: Sequence[Waitable]) -> Waitable:
+        target, engine = self._allocated_buffer().part(place.begin, place.begin + place.bytes), self._memory.engine
         label = f"{self._label} {place.record}"
-        return self._memory.engine.write(self._view(place), self._extents[place.record], label, [])
+        if place.record in self._stores:
+            after = [*after, self._copied.get(place.record, Done())]
+            source, route = self._stores[place.record].tensor, (RAM, self.pool.tier)
+            self._copied[place.record] = engine.copy(source, target, label, after, route)
+            return self._copied[place.record]
+        extent = self._extents[place.record]
+        self.read_bytes += place.bytes
+        run = ReadRun(path=extent.path, offset=extent.offset, bytes=place.bytes, at=0, direct=True)
+        return engine.read([run], target, label, after)
+
+    def _write(self, place: _Place) -> Waitable:
+        view, engine, label = self._view(place), self._memory.engine, f"{self._label} {place.record}"
+        if place.record in self._stores:
+            store, route = self._stores[place.record], (self.pool.tier, RAM)
+            self._copied[place.record] = engine.copy(view, store, label, [engine.mark()], route)
+            return self._copied[place.record]
+        self.written_bytes += place.bytes
+        return engine.write(view, self._extents[place.record], label, [])
 
 
 def _failed(condition: Waitable) -> bool:

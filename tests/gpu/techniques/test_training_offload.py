@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.memory.tiers import Memory, device_memory
 from brim.techniques.activation_offload import technique as activation_offload
 from brim.techniques.optimizer_offload import technique as optimizer_offload
+from support.offloaded import Lion
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,6 +27,13 @@ WIDTH, BLOCKS = 512, 6
 ROWS, MANY_ROWS = 64, 512  # of optimizers' tests, and of those of activations, which are to be larger than a window
 NAMES = [f"blocks.{index}" for index in range(BLOCKS)]
 MIB = 1 << 20
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "Lion": Lion,
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+}
 
 
 class Block(nn.Module):
@@ -81,6 +89,33 @@ def assert_close(net: nn.Module, twin: nn.Module) -> None:
     for (name, one), other in zip(net.named_parameters(), twin.parameters(), strict=True):
         assert one.device.type == DEVICE
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["step", "final"])
+@pytest.mark.parametrize(("gradients", "brief"), [("keep", False), ("keep", True), (RAM, False)])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_states_that_visit_the_gpu_train_bit_for_bit(
+    make: Callable[[Any], torch.optim.Optimizer], gradients: str, brief: bool, early: bool, memory: Memory
+) -> None:
+    net, twin = Net().to(DEVICE), Net().to(DEVICE)
+    optimizer, plain = make(net.parameters()), make(twin.parameters())
+    handle = optimizer_offload.apply(
+        net, optimizer, memory, states=RAM, gradients=gradients, block_bytes=2 * MIB, brief=brief, on_gpu=True
+    )
+    assert train(net, optimizer, handle if early else None, parts=2) == train(twin, plain, parts=2)
+    states = [value for state in plain.state.values() for value in state.values() if torch.is_tensor(value)]
+    states_bytes = sum(state.nbytes for state in states if state.dim())
+    moved = memory.recorder.copied_bytes
+    if gradients == "keep":  # the first step creates states: they go down four times, and up three times
+        most_bytes = 4.2 * (states_bytes + 4096 * 8 * len(handle.blocks))  # in full pages
+        assert 4 * states_bytes <= moved[VRAM, RAM] <= most_bytes
+        assert 3 * states_bytes <= moved[RAM, VRAM] <= most_bytes  # and some ahead of the fifth step
+    handle.remove()
+    for one, other in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other)
+        for key, value in plain.state[other].items():
+            assert torch.equal(torch.as_tensor(optimizer.state[one][key]), torch.as_tensor(value)), key
+    assert memory.ram.held_bytes == memory.compute.held_bytes == 0
 
 
 @pytest.mark.parametrize("parts", [1, 2])

@@ -14,6 +14,7 @@ from brim.techniques.optimizer_offload import technique as optimizer_offload
 from brim.techniques.streaming import weight_streaming
 from brim.techniques.streaming.weight_streaming import FROM_RAM
 from support import streamed_training as streamed
+from support.offloaded import ON_GPU
 
 PLACES = [
     ("disk", "disk", "keep"),
@@ -21,6 +22,9 @@ PLACES = [
     ("ram", "ram", "ram"),
     ("three tiers", "disk", "ram"),
     ("ram", "keep", "ram"),
+    ("ram", ON_GPU, "keep"),
+    ("ram", ON_GPU, "ram"),
+    ("three tiers", ON_GPU, "ram"),
 ]
 # early, tied, twice, repeats
 WAYS = [
@@ -48,8 +52,16 @@ def test_nothing_stays_and_nothing_differs(
     memory.use_disk(folder="/dev/shm" if Path("/dev/shm").is_dir() else str(tmp_path), limit_bytes=None)
     plan = streamed.plan_of(partition, streamed.CHOICES[kind], 3)
     weights = weight_streaming.apply(net, partition, plan, memory, weight_streaming.Weights(), training=True)
+    on_gpu = states == ON_GPU
     handle = optimizer_offload.apply(
-        net, optimizer, memory, states=states, gradients=gradients, streaming=weights, block_bytes=10_000
+        net,
+        optimizer,
+        memory,
+        states=RAM if on_gpu else states,
+        gradients=gradients,
+        streaming=weights,
+        block_bytes=10_000,
+        on_gpu=on_gpu,
     )
     for _ in range(3):
         for part in range(2):

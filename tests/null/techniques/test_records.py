@@ -1,4 +1,4 @@
-"""Records on disk: what was left is what is entered, whatever the order, the sizes and the room; predicted alike."""
+"""Records that pass through a buffer: what was left is what is entered, in any order and room; predicted alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from brim.core import Timeline
-from brim.core.hardware import DISK, RAM
+from brim.core.hardware import DISK, RAM, VRAM
 from brim.memory.pool import PAGE_BYTES
 from brim.memory.tiers import Memory, fake_memory
 from brim.techniques.records import Records
@@ -20,8 +20,8 @@ SIZES = {0: 3 * PAGE_BYTES, 1: 100, 2: PAGE_BYTES, 3: 8 * PAGE_BYTES, 4: 2 * PAG
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Memory]:
-    made = machine("cpu", Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path)
+def memory(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Memory]:
+    made = machine(getattr(request, "param", "cpu"), Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path)
     yield made
     made.close()
 
@@ -49,9 +49,12 @@ def visit(records: Records, seed: int, values: dict[int, int] | None) -> None:
 
 @pytest.mark.parametrize("pages", [0, 10, 12, 40])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_left_is_what_is_entered(memory: Memory, pages: int, seed: int) -> None:
-    records = Records(memory, SIZES, tier=DISK, buffer_bytes=pages * PAGE_BYTES, label="r")
-    assert memory.ram.held_bytes == max(8, pages) * PAGE_BYTES
+@pytest.mark.parametrize(("memory", "tier"), [("cpu", DISK), ("emulated", RAM)], indirect=["memory"])
+def test_what_is_left_is_what_is_entered(memory: Memory, tier: str, pages: int, seed: int) -> None:
+    records = Records(
+        memory, SIZES, tier=tier, buffer_bytes=pages * PAGE_BYTES, label="r", on_gpu=memory.host is not None
+    )
+    assert memory.compute.held_bytes == max(8, pages) * PAGE_BYTES
     values: dict[int, int] = {}
     visit(records, seed, values)
     for record, value in values.items():
@@ -64,16 +67,18 @@ def test_what_is_left_is_what_is_entered(memory: Memory, pages: int, seed: int) 
     records.settle()
     records.free()
     records.free()
-    assert memory.ram.held_bytes == 0
+    assert memory.ram.held_bytes == memory.compute.held_bytes == 0
 
 
 @pytest.mark.parametrize("pages", [0, 12])
-def test_a_prediction_moves_the_same_bytes(memory: Memory, pages: int) -> None:
-    timeline = Timeline("p", measured=False)
-    foreseen = fake_memory(timeline, compute_tier=RAM, compute_bytes=1 << 30, ram_bytes=1 << 30)
+@pytest.mark.parametrize(("memory", "tier"), [("cpu", DISK), ("emulated", RAM)], indirect=["memory"])
+def test_a_prediction_moves_the_same_bytes(memory: Memory, tier: str, pages: int) -> None:
+    timeline, on_gpu = Timeline("p", measured=False), memory.host is not None
+    compute = VRAM if on_gpu else RAM
+    foreseen = fake_memory(timeline, compute_tier=compute, compute_bytes=1 << 30, ram_bytes=1 << 30)
     made = []
     for one, values in ((memory, {}), (foreseen, None)):
-        records = Records(one, SIZES, tier=DISK, buffer_bytes=pages * PAGE_BYTES, label="r")
+        records = Records(one, SIZES, tier=tier, buffer_bytes=pages * PAGE_BYTES, label="r", on_gpu=on_gpu)
         visit(records, 1, values)
         records.settle()
         made.append((dict(one.recorder.copied_bytes), records.read_bytes, records.written_bytes))

@@ -24,6 +24,7 @@ from brim.planning.solver.step_profile import (
     Shape,
     StepProfile,
 )
+from brim.techniques.optimizer_offload.state_blocks import GPU_BLOCK_BYTES, UPDATE_PARTS
 from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM, RESIDENT
 
 CPU = "cpu"  # the lane of updates by the processor beside a GPU
@@ -79,11 +80,12 @@ def frames(hardware: Hardware, limits: Limits, profile: StepProfile, shape: Shap
     """Return the frames that a shape and the limits allow, by name."""
     away = (DISK,) if hardware.compute == RAM else (RAM, DISK)
     frames_by_name = {}
-    for chunked, in_backward, gradients in product(
-        (False, True) if profile.head_bytes else (False,), (False, True), (KEEP, *away)
+    visits = (False, True) if hardware.compute != RAM == shape.states else (False,)
+    for chunked, in_backward, gradients, update_on_gpu in product(
+        (False, True) if profile.head_bytes else (False,), (False, True), (KEEP, *away), visits
     ):
         never_whole = in_backward and shape.micro_batch == profile.batch  # each gradient is freed after its update
-        if gradients != KEEP and (shape.states == KEEP or never_whole):
+        if gradients != KEEP and (shape.states == KEEP or never_whole or update_on_gpu):
             continue
         if shape.in_backward not in (None, in_backward):
             continue
@@ -94,9 +96,10 @@ def frames(hardware: Hardware, limits: Limits, profile: StepProfile, shape: Shap
             chunked=chunked,
             in_backward=in_backward,
             gradients=gradients,
+            update_on_gpu=update_on_gpu,
         )
         if limits.allow(frame):
-            frames_by_name[f"{chunked} {in_backward} {gradients}"] = frame
+            frames_by_name[f"{chunked} {in_backward} {gradients} {update_on_gpu}"] = frame
     return frames_by_name
 
 
@@ -190,6 +193,10 @@ def _fixed_bytes(profile: StepProfile, compute: str, frame: Frame) -> Held:
     for moment in MOMENTS:
         add(compute, moment, loose)
         add(states, moment, profile.state_bytes)
+        if frame.update_on_gpu:  # three blocks in the buffer that they pass through
+            trained_bytes = max(1, profile.gradient_bytes)
+            block_bytes = min(GPU_BLOCK_BYTES, trained_bytes // UPDATE_PARTS)
+            add(compute, moment, int(3 * block_bytes * profile.state_bytes / trained_bytes))
     accumulates = frame.micro_batch < profile.batch
     if accumulates:
         add(gradients, BACKWARD, profile.gradient_bytes)
@@ -206,7 +213,7 @@ def _fixed_bytes(profile: StepProfile, compute: str, frame: Frame) -> Held:
 def update_lanes(profile: StepProfile, hardware: Hardware, frame: Frame) -> dict[str, float]:
     """Return the optimizer's seconds by lane, its copies included."""
     compute, lanes = hardware.compute, dict[str, float]()
-    if compute == RAM or frame.states == KEEP:
+    if compute == RAM or frame.states == KEEP or frame.update_on_gpu:
         lanes[COMPUTE] = profile.update_s
     else:  # PyTorch's fused Adam reads weights, gradients and two states, and writes all but gradients, at RAM's rate
         touched = 2 * (profile.gradient_bytes + profile.state_bytes) + profile.gradient_bytes
@@ -223,7 +230,10 @@ def update_moves(profile: StepProfile, compute: str, frame: Frame) -> dict[tuple
     def move(source: str, target: str, count: int) -> None:
         moves[source, target] = moves.get((source, target), 0) + count
 
-    if compute != RAM and frame.states != KEEP:
+    if frame.update_on_gpu:
+        move(RAM, compute, profile.state_bytes)
+        move(compute, RAM, profile.state_bytes)
+    elif compute != RAM and frame.states != KEEP:
         move(compute, RAM, profile.gradient_bytes)
         move(RAM, compute, profile.gradient_bytes)
     if frame.states == DISK:

@@ -149,13 +149,17 @@ def _mix_bytes(low: int, high: int, share: float) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """The choices for the model as a whole; weights and activations are chosen block by block."""
+    """The choices for the model as a whole; weights and activations are chosen block by block.
+
+    ``update_on_gpu``: states that rest in RAM visit the GPU to be updated, else the CPU updates.
+    """
 
     micro_batch: int
     chunked: bool = False
     in_backward: bool = False
     states: str = KEEP
     gradients: str = KEEP
+    update_on_gpu: bool = False
     slots: int = 2
 
     def homes(self, compute: str) -> tuple[str, str]:

@@ -17,6 +17,7 @@ _STEPS = 4  # two fill the pipeline, the third is timed, and the last one overla
 _MICROS = 3  # micro-batches that are simulated; each further one takes as long as the third
 _WINDOW = 2  # blocks whose activations are loaded ahead
 _STAGING = 2  # buffers in RAM between disk and VRAM, and between disk and the update
+_VISITING = 3  # buffers in VRAM for states that rest in RAM
 
 
 def training_step_s(profile: StepProfile, hardware: Hardware, assignment: Assignment) -> tuple[float, Schedule]:
@@ -73,11 +74,15 @@ class _Maker(TaskList):
         self._profile, self._hardware, self._choices = profile.at(assignment.frame.micro_batch), hardware, assignment
         self._compute = hardware.compute
         self._away = DISK if self._compute == RAM else RAM
-        self._buffers: deque[list[int]] = deque([[]] * _STAGING)
+        frame = assignment.frame
+        self._buffers: deque[list[int]] = deque([[]] * (_VISITING if frame.update_on_gpu else _STAGING))
         self._updated: dict[str, list[int]] = {}  # tasks that the next use of a block waits for
         self._barrier: list[int] = []  # tasks that the next step waits for
-        lanes = update_lanes(profile, hardware, assignment.frame)
-        self._on_cpu = hardware.compute != RAM and assignment.frame.states != KEEP  # where a GPU's optimizer works
+        lanes = update_lanes(profile, hardware, frame)
+        self._on_cpu = hardware.compute != RAM and frame.states != KEEP and not frame.update_on_gpu
+        self._visit: tuple[str, str] | None = (DISK, RAM) if frame.states == DISK else None
+        if frame.update_on_gpu:
+            self._visit = RAM, self._compute
         self._update_s = lanes.get(CPU if self._on_cpu else COMPUTE, 0.0)
         self._update_lane = CPU if self._on_cpu else UPDATE if hardware.compute == RAM else COMPUTE
         self._turn: list[int] = []  # the update that a processor finishes before its next computation
@@ -181,8 +186,8 @@ class _Maker(TaskList):
         share = block.trained_bytes / max(1, sum(b.trained_bytes for b in profile.blocks))
         state_bytes = int(profile.state_bytes * share)
         ready = list(after)
-        if frame.states == DISK:
-            ready.append(self._copy(f"{name}: states", DISK, RAM, state_bytes, self._buffers.popleft()))
+        if self._visit:
+            ready.append(self._copy(f"{name}: states", *self._visit, state_bytes, self._buffers.popleft()))
         on_cpu = self._on_cpu
         gone = frame.gradients != KEEP and not frame.in_backward
         if gone and frame.gradients == DISK:
@@ -191,8 +196,9 @@ class _Maker(TaskList):
             ready.append(self._copy(f"{name}: gradients", self._compute, RAM, block.trained_bytes, list(after)))
         done = self._task(name, self._update_lane, self._update_s * share, ready)
         self._turn = [done] if self._update_lane == UPDATE else []
-        if frame.states == DISK:
-            self._buffers.append([self._copy(f"{name}: states", RAM, DISK, state_bytes, [done])])
+        if self._visit:
+            rest, here = self._visit
+            self._buffers.append([self._copy(f"{name}: states", here, rest, state_bytes, [done])])
         back = self._bring_home(block, done, RAM if on_cpu else self._compute)
         self._updated[block.name] = [back]
         return done if self._choices.weights[block.name] != RESIDENT else back

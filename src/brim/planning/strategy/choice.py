@@ -20,10 +20,10 @@ from brim.techniques.streaming.weight_streaming import RING_SLOTS
 PRECISION, CHECKPOINTING, ACTIVATIONS = "precision", "checkpointing", "activation_offload"
 STATES, GRADIENTS = "optimizer_offload", "gradient_offload"
 MICRO_BATCH, CHUNK_TOKENS, IN_PLACE, IN_BACKWARD = "micro_batch", "chunk_tokens", "in_place", "update_in_backward"
-BRIEF_BUFFER = "brief_state_buffer"
+BRIEF_BUFFER, UPDATE_ON_GPU = "brief_state_buffer", "update_on_gpu"
 OFFLOADED = "offload"
 TOKENS_AT_ONCE = 256  # of a chunk of logits, whose matrix product still runs at full rate
-SHARED = ("micro_batch", "in_backward", "states", "gradients")  # fields of Choice and of Frame
+SHARED = ("micro_batch", "in_backward", "states", "gradients", "update_on_gpu")  # fields of Choice and of Frame
 UNSOLVED = ("precision", "in_place", "brief_buffer")  # fields of Choice that the solver does not choose
 
 
@@ -35,8 +35,9 @@ class Choice:
     once (0: all). ``checkpointing`` has ``full`` or ``selective`` by block, ``activations`` the blocks whose saved
     tensors are offloaded. ``in_backward``: each block is updated in the last backward pass, as soon as its gradients
     exist. ``states`` and ``gradients`` are the places where those rest; with ``brief_buffer`` states on disk are
-    loaded to RAM one at a time, into a buffer that exists only during the update. ``streaming`` has ``stream:ram`` or
-    ``stream:disk`` by block; other blocks are resident.
+    loaded to RAM one at a time, into a buffer that exists only during the update; with ``update_on_gpu`` states in
+    RAM visit the GPU to be updated. ``streaming`` has ``stream:ram`` or ``stream:disk`` by block; other blocks are
+    resident.
     """
 
     precision: str = "fp32"
@@ -49,6 +50,7 @@ class Choice:
     states: Place = "keep"
     gradients: Place = "keep"
     brief_buffer: bool = False
+    update_on_gpu: bool = False
     streaming: Mapping[str, str] = field(default_factory=dict)
     streaming_settings: Mapping[str, int] = field(default_factory=dict)
 
@@ -78,6 +80,7 @@ class Choice:
             IN_PLACE: int(self.in_place),
             IN_BACKWARD: int(self.in_backward),
             **({BRIEF_BUFFER: 1} if self.brief_buffer else {}),
+            **({UPDATE_ON_GPU: 1} if self.update_on_gpu else {}),
         }
 
     def plan(self, *, model: str, hardware: str, budget_bytes: Mapping[str, int], promise: Promise) -> Plan:
@@ -96,7 +99,7 @@ class Choice:
         """Return the choice of a training plan. Raises FormatError for settings that are no training's."""
         settings = dict(plan.settings)
         own = {name: settings.pop(name) for name in (MICRO_BATCH, CHUNK_TOKENS, IN_PLACE, IN_BACKWARD)}
-        brief_buffer = bool(settings.pop(BRIEF_BUFFER, 0))
+        brief_buffer, update_on_gpu = (bool(settings.pop(name, 0)) for name in (BRIEF_BUFFER, UPDATE_ON_GPU))
         if unknown := sorted(settings.keys() - {weight_streaming.RING_SLOTS, weight_streaming.STAGING_SLOTS}):
             raise FormatError(f"The plan for {plan.model} is not valid.", f"Unknown settings: {', '.join(unknown)}.")
         return cls(
@@ -110,6 +113,7 @@ class Choice:
             states=_place(plan, STATES),
             gradients=_place(plan, GRADIENTS),
             brief_buffer=brief_buffer,
+            update_on_gpu=update_on_gpu,
             streaming=plan.choices(weight_streaming.NAME),
             streaming_settings=settings,
         )

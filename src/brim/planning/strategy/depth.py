@@ -24,7 +24,7 @@ from brim.planning.solver.cost_model import block_bytes
 from brim.planning.solver.step_profile import BACKWARD, OFFLOAD, UPDATE, Assignment, StepProfile
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.prediction import TrainingStep
-from brim.planning.strategy.step import bytes_at_once
+from brim.planning.strategy.step import bytes_at_once, part_bytes
 from brim.techniques.activation_offload.activations import ToDisk, ToRam
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.optimizer_offload.technique import gradient_buffer_bytes, usual_buffer_bytes
@@ -91,7 +91,7 @@ class Shallow:
         ``choice`` is the runtime's form of ``assignment``.
         """
         compute, stack = self.step.hardware.compute, self.stack
-        known = _KnownLayers(profile, stack, assignment, compute, bytes_at_once(self.step.model))
+        known = _KnownLayers(profile, stack, assignment, compute, bytes_at_once(self.step.model, choice))
         treatments = self._treatments(choice)
         fewest = known.fewest(treatments)
         groups: dict[str, list[int]] = defaultdict(list)
@@ -157,7 +157,7 @@ class Shallow:
         loose = tuple(filter(stays, step.partition.loose))
         loose_bytes = sum(map(tensor_bytes, (*(parameters[name] for name in loose), *model.buffers())))
         sources = {name: source for name, source in step.weights.sources.items() if name in parameters}
-        at_once = bytes_at_once(step.model) if step.update_bytes is None else step.update_bytes
+        at_once = part_bytes(step.model) if step.update_bytes is None else step.update_bytes
         self._steps[count] = replace(
             step,
             model=model,
@@ -199,16 +199,17 @@ class _KnownLayers:
         return sum(self._bytes[layer].get(key, 0) + _LEAST_WEIGHT for layer in layers)
 
     def room(self, layers: Collection[int]) -> int:
-        """Return the bytes of the RAM buffers for states and gradients on disk, in a model of these layers."""
+        """Return the bytes of the buffers for states and gradients that visit, in a model of these layers."""
         profile, frame = self._profile, self._assignment.frame
         per_byte = profile.state_bytes / max(1, profile.gradient_bytes)
         sizes: list[int] = []
+        visits = frame.states == DISK or frame.update_on_gpu
         for block in profile.blocks:
             if block.trained_bytes and self._stack.place(block.name) in {None, *layers}:
-                streams = self._assignment.weights[block.name] != RESIDENT
+                streams = self._assignment.weights[block.name] != RESIDENT and not frame.update_on_gpu
                 pieces = 1 if streams else -(-block.trained_bytes // self._at_once_bytes)
                 sizes += [block.trained_bytes // pieces] * pieces
-        states = usual_buffer_bytes([int(size * per_byte) for size in sizes]) if frame.states == DISK else 0
+        states = usual_buffer_bytes([int(size * per_byte) for size in sizes]) if visits else 0
         return states + (gradient_buffer_bytes(sizes) if frame.gradients == DISK else 0)
 
     def fewest(self, treatments: Mapping[int, str]) -> dict[str, int]:

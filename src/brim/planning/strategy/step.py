@@ -30,7 +30,7 @@ from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.loss import chunked as chunked_loss
 from brim.techniques.micro_batch import MicroBatch
 from brim.techniques.optimizer_offload import technique as optimizer_offload
-from brim.techniques.optimizer_offload.state_blocks import BLOCK_BYTES
+from brim.techniques.optimizer_offload.state_blocks import BLOCK_BYTES, GPU_BLOCK_BYTES, UPDATE_PARTS
 from brim.techniques.streaming import weight_streaming
 from brim.techniques.streaming.weight_streaming import RESIDENT, Weights, WeightStreaming
 from brim.techniques.weights import place_weights
@@ -107,7 +107,8 @@ class Fitted(Readable):
         if choice.checkpointing:
             words.append(f"{next(iter(choice.checkpointing.values()))} checkpointing")
         if choice.states != "keep":
-            words.append(f"optimizer states in {choice.states}{', one at a time' if choice.brief_buffer else ''}")
+            how = ", one at a time" * choice.brief_buffer + ", updated by the GPU" * choice.update_on_gpu
+            words.append(f"optimizer states in {choice.states}{how}")
         if choice.activations:
             words.append("activations offloaded")
         if choice.streams:
@@ -151,8 +152,9 @@ class Fitted(Readable):
                 states=choice.states,
                 gradients=choice.gradients,
                 streaming=self.streaming if choice.streams else None,
-                block_bytes=bytes_at_once(model) if update_bytes is None else update_bytes,
+                block_bytes=bytes_at_once(model, choice, update_bytes),
                 brief=choice.brief_buffer,
+                on_gpu=choice.update_on_gpu,
             )
             self.hold(self.offload)
 
@@ -292,10 +294,16 @@ class Fitted(Readable):
                 del vars(owner)[HANDLE_ATTRIBUTE]
 
 
-def bytes_at_once(model: nn.Module) -> int:
-    """Bytes updated at once: a sixteenth of the trained bytes, as three times as many pass through RAM."""
+def bytes_at_once(model: nn.Module, choice: Choice, update_bytes: int | None = None) -> int:
+    """Bytes updated at once: ``update_bytes`` or ``part_bytes`` of the model, within bounds."""
+    most = GPU_BLOCK_BYTES if choice.update_on_gpu else BLOCK_BYTES
+    return min(most, part_bytes(model) if update_bytes is None else update_bytes)
+
+
+def part_bytes(model: nn.Module) -> int:
+    """A sixteenth of the trained bytes, as three such parts pass through a buffer."""
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return min(BLOCK_BYTES, max(_LEAST_UPDATE_BYTES, trained // 16))
+    return max(_LEAST_UPDATE_BYTES, trained // UPDATE_PARTS)
 
 
 def loss_of(output: Any) -> torch.Tensor:

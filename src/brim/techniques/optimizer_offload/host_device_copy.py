@@ -81,7 +81,8 @@ class HostStep:
 class HostDeviceCopy:
     """Copies parameters and gradients to RAM for a step there, and the results back.
 
-    ``work_bytes`` of RAM have room for both of the largest block; none is taken where RAM is the compute tier.
+    ``work_bytes`` of RAM have room for both of the largest block; none is taken where RAM is the compute tier, and
+    with 0 the GPU steps.
     ``gradient_bytes`` are for a gradient that is to be added to one in RAM.
     """
 
@@ -105,7 +106,7 @@ class HostDeviceCopy:
 
     @property
     def work_bytes(self) -> int:
-        """The RAM for parameters and gradients of blocks that are stepped; 0 where RAM is the compute tier."""
+        """The RAM for parameters and gradients of blocks that are stepped; 0 where the compute tier steps them."""
         return 0 if self._work is None else self._work.bytes
 
     def copy_to_ram(self, tensor: torch.Tensor, place: torch.Tensor, label: str) -> None:
@@ -134,7 +135,7 @@ class HostDeviceCopy:
         return place
 
     @contextlib.contextmanager
-    def stepping_in_ram(
+    def stepping_offloaded(
         self,
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[LoadedGradient | None],
@@ -143,11 +144,10 @@ class HostDeviceCopy:
     ) -> Iterator[None]:
         """Bind the parameters that have a gradient, and their gradients, to RAM within.
 
-        ``resting``: the numbers of parameters that are in RAM already. Where RAM is the compute tier only the
-        gradients are set.
+        ``resting``: the numbers of parameters that are in RAM already. Without a work buffer the compute tier steps.
         """
         if self._work is None:
-            with _gradients_set(parameters, [g.tensor if g else None for g in gradients]):
+            with self.stepping_in_place(parameters, gradients, label):
                 yield
             return
         pairs = enumerate(zip(parameters, gradients, strict=True))

@@ -22,6 +22,8 @@ from brim.techniques.optimizer_offload.trial import StateTensor, Trial, dense_st
 from brim.units import MIB
 
 BLOCK_BYTES = 16 * MIB
+GPU_BLOCK_BYTES = 64 * MIB  # a GPU steps these in less time than Python takes to start the step of 16 MiB
+UPDATE_PARTS = 16  # of the trained parameters, at least
 _GRAIN = 1024  # elements; a kernel's loop for the rest then runs at the end of a parameter only
 
 

@@ -43,8 +43,8 @@ _TODO = "Read states by handle.iter_state() or optimizer.state_dict(), or call h
 class States:
     """The states of ``blocks`` (by number) in records.
 
-    ``at_once``: each block is a single unit. ``brief``: the RAM that states pass through is allocated for the first
-    state, and freed by ``free_buffer``.
+    ``at_once``: each block is a single unit. ``brief``: the buffer that states pass through is allocated for the
+    first state, and freed by ``free_buffer``. ``on_gpu``: it is VRAM.
     """
 
     def __init__(
@@ -57,8 +57,9 @@ class States:
         buffer_bytes: int,
         at_once: bool = False,
         brief: bool = False,
+        on_gpu: bool = False,
     ) -> None:
-        self._optimizer, self._memory, self._blocks, self._brief = optimizer, memory, blocks, brief
+        self._optimizer, self._blocks, self._brief = optimizer, blocks, brief
         self._stored: dict[int, list[_StoredUnit]] = {}  # by block
         self._before: dict[tuple[int, int], dict[str, Any]] = {}  # the state of a parameter before its first part
         sizes: dict[int, int] = {}
@@ -70,7 +71,13 @@ class States:
                 sizes[len(sizes)] = bytes
         sizes = {record: bytes for record, bytes in sizes.items() if bytes}
         self.records = Records(
-            memory, sizes, tier=tier, buffer_bytes=buffer_bytes, label="optimizer states", brief=brief
+            memory,
+            sizes,
+            tier=tier,
+            buffer_bytes=buffer_bytes,
+            label="optimizer states",
+            brief=brief,
+            on_gpu=on_gpu,
         )
         where = "the disk" if tier == DISK else "RAM"
         self._todo = f"They are in {where}. {_TODO}"
@@ -173,7 +180,7 @@ class States:
             with new_states if news else contextlib.nullcontext():
                 yield
             new_bytes = new_states.unplaced_bytes
-            passing = self._memory.ram.account(new_bytes, "new states") if new_bytes else None
+            passing = self.records.pool.account(new_bytes, "new states") if new_bytes else None
         finally:
             self._take(index, stored, parameters, flat)
             if passing is not None:

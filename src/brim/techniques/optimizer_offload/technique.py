@@ -3,7 +3,8 @@
 They are loaded block by block. The update is the code of the user's own optimizer: for each block its
 parameter groups are narrowed to the block's parameters, the block's states are put into ``optimizer.state``, ``step``
 runs, and the states are offloaded again. So results are those of the plain optimizer, bit for bit, and learning rate
-schedulers, hooks and options work as usual. Beside a GPU, the step of a block with offloaded states runs on the CPU.
+schedulers, hooks and options work as usual. Beside a GPU, the step of a block with offloaded states runs on the CPU,
+or on the GPU, which its states visit: then it is the step of training in VRAM, bit for bit.
 
 Sources: ZeRO-Offload (Ren et al., 2021), stepping on the CPU during backward; torchao's ``CPUOffloadOptimizer``,
 leaving the optimizer alone; PyTorch, torch/optim/optimizer.py, for the wrappers of ``step``.
@@ -65,23 +66,37 @@ def apply(
     block_bytes: int = BLOCK_BYTES,
     buffer_bytes: int | None = None,
     brief: bool = False,
+    on_gpu: bool = False,
 ) -> OptimizerOffload:
     """Offload the states of ``optimizer`` and its gradients to ``ram`` or ``disk``.
 
     ``keep``: names of blocks whose states stay. ``block_bytes`` bounds the parameters of a block; ``buffer_bytes``
     is the RAM that states on disk pass through (None: enough for three ordinary blocks, or for the largest one). With
     ``brief`` it has room for the largest unit only, so that nothing is read ahead, and is freed at the end of each
-    step. Raises UsageError for an unknown choice or an optimizer that is fitted already, UnsupportedError for an
-    optimizer that needs all its parameters at once, BudgetError and TransferError; then nothing has changed.
+    step. With ``on_gpu`` states in RAM pass through such a buffer in VRAM, and the GPU steps. Raises UsageError for
+    an unknown choice, ``on_gpu`` without a GPU or states in RAM, or an optimizer that is fitted already,
+    UnsupportedError for an optimizer that needs all its parameters at once, BudgetError and TransferError; then
+    nothing has changed.
     """
     check(optimizer, states=states, gradients=gradients)
+    if on_gpu and (memory.host is None or states != RAM):
+        raise UsageError(
+            "Cannot update on the GPU.",
+            f"States are in {states}.",
+            'Offload them to RAM beside a GPU (states="ram").',
+        )
     streamed_blocks, trial = () if streaming is None else streaming.blocks, Trial(optimizer)
     blocks = state_blocks(model, optimizer, block_bytes=block_bytes, given=streamed_blocks, trial=trial)
     unknown = set(keep) - {block.name for block in blocks}
     if unknown:
         raise UsageError(f"Unknown blocks keep={sorted(unknown)} of {NAME}.", "The model has no such blocks.")
     choices = Choices(
-        states=states, gradients=gradients, keep=frozenset(keep), buffer_bytes=buffer_bytes, brief=brief
+        states=states,
+        gradients=gradients,
+        keep=frozenset(keep),
+        buffer_bytes=buffer_bytes,
+        brief=brief,
+        on_gpu=on_gpu,
     )
     return OptimizerOffload(model, optimizer, memory, blocks, trial, choices, streaming)
 
@@ -243,7 +258,7 @@ class OptimizerOffload:
             streamed = [number for number, p in enumerate(block.parameters) if id(p) in self._streamed]
             weights, resting = [block.parameters[number] for number in streamed], list[int]()
             if streaming is not None and streamed:
-                if is_offloaded and streaming.rests_in_ram(weights):
+                if is_offloaded and not self._storage.on_gpu and streaming.rests_in_ram(weights):
                     resting = streamed
                 else:
                     stack.enter_context(streaming.updating(weights))
@@ -392,8 +407,8 @@ def _has_gradient(block: StateBlock) -> bool:
 class Choices:
     """``states`` and ``gradients``: ``keep``, ``ram`` or ``disk``; ``keep``: names of blocks whose states stay.
 
-    ``brief``: the RAM that states on disk pass through has room for the largest unit only, and is freed between
-    steps.
+    ``brief``: the buffer that states pass through has room for the largest unit only, and is freed between steps.
+    ``on_gpu``: the buffer is in VRAM, and the GPU steps.
     """
 
     states: str
@@ -401,6 +416,7 @@ class Choices:
     keep: frozenset[str]
     buffer_bytes: int | None
     brief: bool
+    on_gpu: bool
 
 
 def check(optimizer: Optimizer, **choices: str) -> None:
@@ -428,7 +444,7 @@ class OffloadStorage:
     def __init__(
         self, optimizer: Optimizer, memory: Memory, blocks: Mapping[int, StateBlock], choices: Choices
     ) -> None:
-        self._blocks = blocks
+        self._blocks, self.on_gpu = blocks, choices.on_gpu
         no_move = {KEEP, memory.compute.tier}
         gradients = None if choices.gradients in no_move else choices.gradients
         self.offloaded = {
@@ -440,16 +456,25 @@ class OffloadStorage:
         largest = max((padded_bytes(p) for b in blocks.values() for p in b.parameters), default=0)
         with contextlib.ExitStack() as undo:
             self.host_copy = HostDeviceCopy(
-                memory, work_bytes=work_bytes(offloaded), gradient_bytes=largest if gradients is not None else 0
+                memory,
+                work_bytes=0 if self.on_gpu else work_bytes(offloaded),
+                gradient_bytes=largest if gradients is not None else 0,
             )
             undo.callback(self.host_copy.free)
-            at_once = memory.host is not None  # a block is copied to RAM and back without cuts
+            at_once = memory.host is not None and not self.on_gpu  # a block is copied to RAM and back without cuts
             sizes = [size for b in offloaded for size in ([b.state_bytes] if at_once else b.unit_bytes())]
             usual = max(sizes, default=0) if choices.brief else usual_buffer_bytes(sizes)
             room = choices.buffer_bytes or usual
             tier = RAM if choices.states == KEEP else choices.states
             self.states = States(
-                optimizer, memory, self.offloaded, tier=tier, buffer_bytes=room, at_once=at_once, brief=choices.brief
+                optimizer,
+                memory,
+                self.offloaded,
+                tier=tier,
+                buffer_bytes=room,
+                at_once=at_once,
+                brief=choices.brief,
+                on_gpu=self.on_gpu,
             )
             undo.callback(self.states.records.free)
             room = choices.buffer_bytes or gradient_buffer_bytes([b.bytes for b in blocks.values()])
@@ -476,14 +501,14 @@ class OffloadStorage:
         soon: Sequence[int],
         resting: Collection[int],
     ) -> Iterator[None]:
-        """Restrict ``optimizer`` to a unit of a block, in RAM, within. ``soon``: the blocks after it. ``resting``:
-        the numbers of the block's parameters that are in RAM already.
+        """Restrict ``optimizer`` to a unit of a block, where it is stepped, within. ``soon``: the blocks after it.
+        ``resting``: the numbers of the block's parameters that are in RAM already.
         """
-        block, states, in_ram = self._blocks[index], self.states, self.host_copy.stepping_in_ram
+        block, states, bound = self._blocks[index], self.states, self.host_copy.stepping_offloaded
         if self.units(index, gradients) < states.units(index):
             with (
                 states.gathered(index),
-                in_ram(block.parameters, gradients, block.name, resting),
+                bound(block.parameters, gradients, block.name, resting),
                 narrowed(optimizer, block.parameters),
             ):
                 yield
@@ -496,7 +521,7 @@ class OffloadStorage:
         ) as stand_ins:
             states.expect([index, *soon], number + 1)
             parts_at_rest = [place for place, part in enumerate(parts) if part.parameter in resting]
-            with in_ram(stand_ins, part_gradients, block.name, parts_at_rest), narrowed(optimizer, owners, stand_ins):
+            with bound(stand_ins, part_gradients, block.name, parts_at_rest), narrowed(optimizer, owners, stand_ins):
                 yield
 
     @property

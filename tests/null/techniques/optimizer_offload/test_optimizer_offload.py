@@ -14,6 +14,7 @@ from brim.errors import UnsupportedError, UsageError
 from brim.memory.tiers import Memory
 from brim.techniques.offloaded_tensor import OffloadedTensor
 from support.offloaded import (
+    ON_GPU,
     OPTIMIZERS,
     PLACES,
     WIDTH,
@@ -55,17 +56,20 @@ def test_every_optimizer_computes_what_it_computes_in_memory(
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["step", "final"])
-def test_room_for_states_can_be_there_during_the_update_only(early: bool, folder: Path) -> None:
+@pytest.mark.parametrize(("kind", "states"), [("cpu", "disk"), ("emulated", ON_GPU)])
+def test_room_for_states_can_be_there_during_the_update_only(
+    kind: str, states: str, early: bool, folder: Path
+) -> None:
     model, twin = make(), make()
     optimizer, plain = (torch.optim.AdamW(groups(m), lr=1e-2) for m in (model, twin))
-    memory = machine("cpu", folder)
+    memory = machine(kind, folder)
     want = train(twin, plain)
-    with offloaded(model, optimizer, memory, states="disk", brief=True) as handle:
-        held_bytes = memory.ram.held_bytes
+    with offloaded(model, optimizer, memory, states=states, brief=True) as handle:
+        held_bytes = memory.compute.held_bytes
         assert train(model, optimizer, final=handle.final if early else None) == want
         assert_same(model, twin)
         assert_same_state(optimizer.state_dict(), plain.state_dict())
-        assert memory.ram.held_bytes == held_bytes < memory.ram.peak_bytes
+        assert memory.compute.held_bytes == held_bytes < memory.compute.peak_bytes
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["step", "final"])
@@ -76,6 +80,9 @@ def test_room_for_states_can_be_there_during_the_update_only(early: bool, folder
         ("cpu", "disk", "disk"),
         ("cpu", "keep", "disk"),
         ("emulated", "ram", "ram"),
+        ("emulated", ON_GPU, "keep"),
+        ("emulated", ON_GPU, "ram"),
+        ("emulated", ON_GPU, "disk"),
         ("emulated", "keep", "ram"),
         ("emulated", "disk", "disk"),
         ("emulated", "ram", "disk"),
@@ -97,7 +104,14 @@ def test_gradients_that_leave_add_up_as_autograd_adds_them(
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize(
-    ("kind", "states", "gradients"), [("cpu", "disk", "keep"), ("cpu", "disk", "disk"), ("emulated", "ram", "ram")]
+    ("kind", "states", "gradients"),
+    [
+        ("cpu", "disk", "keep"),
+        ("cpu", "disk", "disk"),
+        ("emulated", "ram", "ram"),
+        ("emulated", ON_GPU, "keep"),
+        ("emulated", ON_GPU, "ram"),
+    ],
 )
 def test_the_global_norm_is_exact(
     kind: str, states: str, gradients: str, norm_type: float, parts: int, folder: Path

@@ -17,6 +17,7 @@ from brim.techniques.offloaded_tensor import OffloadedTensor
 from brim.techniques.optimizer_offload.state_blocks import state_blocks
 from brim.techniques.optimizer_offload.technique import apply
 from support.offloaded import (
+    ON_GPU,
     OPTIMIZERS,
     PLACES,
     Lion,
@@ -114,7 +115,9 @@ def test_states_are_loaded_into_a_fitted_optimizer_and_out_of_one(kind: str, fol
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "nadam", "lion", "adagrad", "sgd momentum"])
-@pytest.mark.parametrize(("keep", "place"), [(False, ("cpu", "disk")), (True, ("emulated", "ram"))])
+@pytest.mark.parametrize(
+    ("keep", "place"), [(False, ("cpu", "disk")), (True, ("emulated", "ram")), (True, ("emulated", ON_GPU))]
+)
 def test_states_go_one_by_one_into_a_checkpoint_and_back(
     name: str, keep: bool, place: tuple[str, str], folder: Path
 ) -> None:
