@@ -365,7 +365,15 @@ def test_a_wait_that_is_missing_in_a_streamed_model_is_noticed(
 
 @pytest.mark.parametrize(
     ("planted", "on_gpu"),
-    [("", 0), ("the copy", 0), ("the compute", 0), ("the gradients", 0), ("", 1), ("the copy", 1), ("the compute", 1)],
+    [
+        ("", 0),
+        ("the copy", 0),
+        ("the compute", 0),
+        ("the gradients", 0),
+        ("", 1),
+        ("the copy", 1),
+        ("the compute", 1),
+    ],
 )
 def test_so_is_one_in_a_training_that_offloads(
     on_device: OnDevice, monkeypatch: pytest.MonkeyPatch, planted: str, on_gpu: int

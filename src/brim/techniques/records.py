@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
@@ -152,6 +153,8 @@ class Records:
 
     def expect(self, records: Sequence[int]) -> None:
         """Start to read the next records, as far as there is room beside those in use."""
+        ends = accumulate(self.sizes.get(record, 0) for record in records)
+        records = [record for record, end in zip(records, ends, strict=True) if end <= self._buffer_bytes]
         for record in records:
             if (
                 self._passes

@@ -24,10 +24,12 @@ from brim.planning.solver.step_profile import (
     Shape,
     StepProfile,
 )
-from brim.techniques.optimizer_offload.state_blocks import GPU_BLOCK_BYTES, UPDATE_PARTS
+from brim.techniques.optimizer_offload.state_blocks import UPDATE_PARTS
 from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM, RESIDENT
 
 CPU = "cpu"  # the lane of updates by the processor beside a GPU
+_VISITS = "visits"  # the lane of states in RAM that visit the GPU
+_VISITING_PARTS = (1, 3, 6)  # sixteenths of them that VRAM has room for
 WHOLE = ""  # the class of the frame, which is chosen once for the model
 _RING, _AGAIN, _WINDOW = "ring", "recompute", "window"
 _WINDOW_SLOTS = 2
@@ -80,7 +82,7 @@ def frames(hardware: Hardware, limits: Limits, profile: StepProfile, shape: Shap
     """Return the frames that a shape and the limits allow, by name."""
     away = (DISK,) if hardware.compute == RAM else (RAM, DISK)
     frames_by_name = {}
-    visits = (False, True) if hardware.compute != RAM == shape.states else (False,)
+    visits = _VISITING_PARTS if shape.on_gpu else (0,)
     for chunked, in_backward, gradients, update_on_gpu in product(
         (False, True) if profile.head_bytes else (False,), (False, True), (KEEP, *away), visits
     ):
@@ -163,6 +165,17 @@ def _whole_column(name: str, profile: StepProfile, hardware: Hardware, frame: Fr
     """Build the frame's column; updates in backward overlap with it, an update after it is serial."""
     sizes = whole_bytes(profile, hardware.compute, frame)
     lanes = update_lanes(profile, hardware, frame)
+    if frame.update_on_gpu:  # what fits in VRAM comes before the update begins, and the last goes down after its end
+        away = 1 - frame.update_on_gpu / UPDATE_PARTS
+        visits = [lane for lane in lanes if lane != COMPUTE]
+        lanes[_VISITS] = away * max(lanes[lane] for lane in visits)
+        if frame.in_backward:
+            micro, passes = profile.at(frame.micro_batch), profile.passes(frame.micro_batch)
+            forward_s = micro.outside_s[0] + sum(block.forward_s for block in micro.blocks)
+            backward_s = micro.outside_s[1] + sum(block.backward_s for block in micro.blocks)
+            lanes[_VISITS] += passes * forward_s + (passes - 1) * backward_s
+        else:
+            lanes = {lane: seconds for lane, seconds in lanes.items() if lane not in visits}
     if not frame.in_backward:
         lanes = {SERIAL: max(lanes.values(), default=0.0)}
     if frame.chunked:
@@ -193,10 +206,7 @@ def _fixed_bytes(profile: StepProfile, compute: str, frame: Frame) -> Held:
     for moment in MOMENTS:
         add(compute, moment, loose)
         add(states, moment, profile.state_bytes)
-        if frame.update_on_gpu:  # three blocks in the buffer that they pass through
-            trained_bytes = max(1, profile.gradient_bytes)
-            block_bytes = min(GPU_BLOCK_BYTES, trained_bytes // UPDATE_PARTS)
-            add(compute, moment, int(3 * block_bytes * profile.state_bytes / trained_bytes))
+        add(compute, moment, frame.update_on_gpu * profile.state_bytes // UPDATE_PARTS)
     accumulates = frame.micro_batch < profile.batch
     if accumulates:
         add(gradients, BACKWARD, profile.gradient_bytes)

@@ -151,7 +151,8 @@ def _mix_bytes(low: int, high: int, share: float) -> int:
 class Frame:
     """The choices for the model as a whole; weights and activations are chosen block by block.
 
-    ``update_on_gpu``: states that rest in RAM visit the GPU to be updated, else the CPU updates.
+    ``update_on_gpu``: states that rest in RAM visit the GPU to be updated, this many sixteenths of them at once; with
+    0 the CPU updates.
     """
 
     micro_batch: int
@@ -159,7 +160,7 @@ class Frame:
     in_backward: bool = False
     states: str = KEEP
     gradients: str = KEEP
-    update_on_gpu: bool = False
+    update_on_gpu: int = 0
     slots: int = 2
 
     def homes(self, compute: str) -> tuple[str, str]:
@@ -222,12 +223,14 @@ class Shape:
     """The fields of a Frame that an integer program fixes; the others are among its columns.
 
     ``in_backward`` None: it is among them too. A program sees how long lanes are busy, not how long they wait, so it
-    cannot tell that updates in backward hide the copies of offloaded states.
+    cannot tell that updates in backward hide the copies of offloaded states, nor compare updates ``on_gpu`` with
+    those by the CPU.
     """
 
     micro_batch: int
     slots: int
     states: str
+    on_gpu: bool = False
     in_backward: bool | None = None
 
 
@@ -235,5 +238,9 @@ def shape_of(assignment: Assignment) -> Shape:
     """Return the shape for another search; updates in backward are fixed, updates after it are not."""
     frame = assignment.frame
     return Shape(
-        micro_batch=frame.micro_batch, slots=frame.slots, states=frame.states, in_backward=frame.in_backward or None
+        micro_batch=frame.micro_batch,
+        slots=frame.slots,
+        states=frame.states,
+        on_gpu=bool(frame.update_on_gpu),
+        in_backward=frame.in_backward or None,
     )

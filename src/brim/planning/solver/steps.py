@@ -11,13 +11,13 @@ from brim.core.hardware import DISK, RAM
 from brim.planning.solver.cost_model import CPU, copy_s, update_lanes
 from brim.planning.solver.schedule import COMPUTE, UPDATE, Schedule, TaskList, lane_of, simulate
 from brim.planning.solver.step_profile import KEEP, OFFLOAD, Assignment, BlockProfile, StepProfile
+from brim.techniques.optimizer_offload.state_blocks import UPDATE_PARTS
 from brim.techniques.streaming.placement import FROM_DISK, RESIDENT
 
 _STEPS = 4  # two fill the pipeline, the third is timed, and the last one overlaps with its end
 _MICROS = 3  # micro-batches that are simulated; each further one takes as long as the third
 _WINDOW = 2  # blocks whose activations are loaded ahead
 _STAGING = 2  # buffers in RAM between disk and VRAM, and between disk and the update
-_VISITING = 3  # buffers in VRAM for states that rest in RAM
 
 
 def training_step_s(profile: StepProfile, hardware: Hardware, assignment: Assignment) -> tuple[float, Schedule]:
@@ -75,7 +75,8 @@ class _Maker(TaskList):
         self._compute = hardware.compute
         self._away = DISK if self._compute == RAM else RAM
         frame = assignment.frame
-        self._buffers: deque[list[int]] = deque([[]] * (_VISITING if frame.update_on_gpu else _STAGING))
+        count = max(1, frame.update_on_gpu * len(profile.blocks) // UPDATE_PARTS) if frame.update_on_gpu else _STAGING
+        self._buffers: deque[list[int]] = deque([[]] * count)
         self._updated: dict[str, list[int]] = {}  # tasks that the next use of a block waits for
         self._barrier: list[int] = []  # tasks that the next step waits for
         lanes = update_lanes(profile, hardware, frame)

@@ -245,8 +245,9 @@ def shapes(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator
         if slots != limits.fixed.get("slots", slots):
             continue
         moved = states != KEEP and limits.single_pass and backward is None
-        for in_backward in (None, True) if moved else (None,):
-            yield Shape(micro_batch=size, slots=slots, states=states, in_backward=in_backward)
+        visits = (False, True) if hardware.compute != RAM == states else (False,)
+        for on_gpu, in_backward in product(visits, (None, True) if moved else (None,)):
+            yield Shape(micro_batch=size, slots=slots, states=states, on_gpu=on_gpu, in_backward=in_backward)
 
 
 def best(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator[Assignment]:
@@ -347,7 +348,9 @@ def _with(limits: Limits, budget_bytes: Mapping[str, int]) -> Limits:
 
 def _first(profile: StepProfile, hardware: Hardware, limits: Limits) -> Assignment | None:
     """Return any choices that fit, searched at the fewest rows and at all rows, which need no sum of gradients."""
-    candidates = (shape for shape in shapes(profile, hardware, limits) if shape.in_backward is None)
+    candidates = (
+        shape for shape in shapes(profile, hardware, limits) if shape.in_backward is None and not shape.on_gpu
+    )
     least = [shape for shape in candidates if shape.slots == min(_RING_SLOTS)]
     sizes = {min(shape.micro_batch for shape in least), max(shape.micro_batch for shape in least)} if least else set()
     for shape in least:

@@ -35,9 +35,9 @@ class Choice:
     once (0: all). ``checkpointing`` has ``full`` or ``selective`` by block, ``activations`` the blocks whose saved
     tensors are offloaded. ``in_backward``: each block is updated in the last backward pass, as soon as its gradients
     exist. ``states`` and ``gradients`` are the places where those rest; with ``brief_buffer`` states on disk are
-    loaded to RAM one at a time, into a buffer that exists only during the update; with ``update_on_gpu`` states in
-    RAM visit the GPU to be updated. ``streaming`` has ``stream:ram`` or ``stream:disk`` by block; other blocks are
-    resident.
+    loaded to RAM one at a time, into a buffer that exists only during the update. ``update_on_gpu`` sixteenths of the
+    states in RAM have room in VRAM, where the GPU updates them; with 0 the CPU does. ``streaming`` has ``stream:ram``
+    or ``stream:disk`` by block; other blocks are resident.
     """
 
     precision: str = "fp32"
@@ -50,7 +50,7 @@ class Choice:
     states: Place = "keep"
     gradients: Place = "keep"
     brief_buffer: bool = False
-    update_on_gpu: bool = False
+    update_on_gpu: int = 0
     streaming: Mapping[str, str] = field(default_factory=dict)
     streaming_settings: Mapping[str, int] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class Choice:
             IN_PLACE: int(self.in_place),
             IN_BACKWARD: int(self.in_backward),
             **({BRIEF_BUFFER: 1} if self.brief_buffer else {}),
-            **({UPDATE_ON_GPU: 1} if self.update_on_gpu else {}),
+            **({UPDATE_ON_GPU: self.update_on_gpu} if self.update_on_gpu else {}),
         }
 
     def plan(self, *, model: str, hardware: str, budget_bytes: Mapping[str, int], promise: Promise) -> Plan:
@@ -99,7 +99,7 @@ class Choice:
         """Return the choice of a training plan. Raises FormatError for settings that are no training's."""
         settings = dict(plan.settings)
         own = {name: settings.pop(name) for name in (MICRO_BATCH, CHUNK_TOKENS, IN_PLACE, IN_BACKWARD)}
-        brief_buffer, update_on_gpu = (bool(settings.pop(name, 0)) for name in (BRIEF_BUFFER, UPDATE_ON_GPU))
+        brief_buffer, update_on_gpu = bool(settings.pop(BRIEF_BUFFER, 0)), settings.pop(UPDATE_ON_GPU, 0)
         if unknown := sorted(settings.keys() - {weight_streaming.RING_SLOTS, weight_streaming.STAGING_SLOTS}):
             raise FormatError(f"The plan for {plan.model} is not valid.", f"Unknown settings: {', '.join(unknown)}.")
         return cls(

@@ -27,6 +27,7 @@ from brim.planning.strategy.prediction import TrainingStep
 from brim.planning.strategy.step import bytes_at_once, part_bytes
 from brim.techniques.activation_offload.activations import ToDisk, ToRam
 from brim.techniques.blocks import Partition, tensor_bytes
+from brim.techniques.optimizer_offload.state_blocks import UPDATE_PARTS
 from brim.techniques.optimizer_offload.technique import gradient_buffer_bytes, usual_buffer_bytes
 from brim.techniques.streaming.placement import RESIDENT
 from brim.techniques.streaming.weight_streaming import Weights
@@ -191,6 +192,8 @@ class _KnownLayers:
             for moment in (BACKWARD, UPDATE):
                 share = block.trained_bytes / trained
                 own[states, moment] = own.get((states, moment), 0) + int(profile.state_bytes * share)
+                visiting_bytes = int(profile.state_bytes * share) * assignment.frame.update_on_gpu // UPDATE_PARTS
+                own[compute, moment] = own.get((compute, moment), 0) + visiting_bytes
                 own[gradients, moment] = own.get((gradients, moment), 0) + block.trained_bytes
 
     def weight(self, layers: Collection[int], tier: str, early: bool) -> int:
@@ -199,17 +202,16 @@ class _KnownLayers:
         return sum(self._bytes[layer].get(key, 0) + _LEAST_WEIGHT for layer in layers)
 
     def room(self, layers: Collection[int]) -> int:
-        """Return the bytes of the buffers for states and gradients that visit, in a model of these layers."""
+        """Return the bytes of the RAM buffers for states and gradients on disk, in a model of these layers."""
         profile, frame = self._profile, self._assignment.frame
         per_byte = profile.state_bytes / max(1, profile.gradient_bytes)
         sizes: list[int] = []
-        visits = frame.states == DISK or frame.update_on_gpu
         for block in profile.blocks:
             if block.trained_bytes and self._stack.place(block.name) in {None, *layers}:
-                streams = self._assignment.weights[block.name] != RESIDENT and not frame.update_on_gpu
+                streams = self._assignment.weights[block.name] != RESIDENT
                 pieces = 1 if streams else -(-block.trained_bytes // self._at_once_bytes)
                 sizes += [block.trained_bytes // pieces] * pieces
-        states = usual_buffer_bytes([int(size * per_byte) for size in sizes]) if visits else 0
+        states = usual_buffer_bytes([int(size * per_byte) for size in sizes]) if frame.states == DISK else 0
         return states + (gradient_buffer_bytes(sizes) if frame.gradients == DISK else 0)
 
     def fewest(self, treatments: Mapping[int, str]) -> dict[str, int]:

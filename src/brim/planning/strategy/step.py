@@ -107,7 +107,7 @@ class Fitted(Readable):
         if choice.checkpointing:
             words.append(f"{next(iter(choice.checkpointing.values()))} checkpointing")
         if choice.states != "keep":
-            how = ", one at a time" * choice.brief_buffer + ", updated by the GPU" * choice.update_on_gpu
+            how = ", one at a time" * choice.brief_buffer + ", updated by the GPU" * bool(choice.update_on_gpu)
             words.append(f"optimizer states in {choice.states}{how}")
         if choice.activations:
             words.append("activations offloaded")

@@ -33,7 +33,14 @@ from brim.techniques.optimizer_offload.host_device_copy import (
     HostStep,
     padded_bytes,
 )
-from brim.techniques.optimizer_offload.state_blocks import BLOCK_BYTES, LoadedGradient, Part, StateBlock, state_blocks
+from brim.techniques.optimizer_offload.state_blocks import (
+    BLOCK_BYTES,
+    UPDATE_PARTS,
+    LoadedGradient,
+    Part,
+    StateBlock,
+    state_blocks,
+)
 from brim.techniques.optimizer_offload.states import OptimizerState, States
 from brim.techniques.optimizer_offload.step_context import (
     Recomputation,
@@ -49,7 +56,7 @@ from brim.units import MIB
 NAME = "optimizer_offload"
 KEEP = "keep"
 CHOICES = (KEEP, RAM, DISK)
-_AHEAD = 4  # blocks whose states are fetched while one is updated, as far as they fit
+_AHEAD = 64  # blocks whose states are fetched while one is updated, as far as they fit
 _WORTH_READING_AHEAD_BYTES = MIB
 _PART = 12  # three blocks are then a quarter of all
 
@@ -66,17 +73,17 @@ def apply(
     block_bytes: int = BLOCK_BYTES,
     buffer_bytes: int | None = None,
     brief: bool = False,
-    on_gpu: bool = False,
+    on_gpu: int = 0,
 ) -> OptimizerOffload:
     """Offload the states of ``optimizer`` and its gradients to ``ram`` or ``disk``.
 
     ``keep``: names of blocks whose states stay. ``block_bytes`` bounds the parameters of a block; ``buffer_bytes``
     is the RAM that states on disk pass through (None: enough for three ordinary blocks, or for the largest one). With
     ``brief`` it has room for the largest unit only, so that nothing is read ahead, and is freed at the end of each
-    step. With ``on_gpu`` states in RAM pass through such a buffer in VRAM, and the GPU steps. Raises UsageError for
-    an unknown choice, ``on_gpu`` without a GPU or states in RAM, or an optimizer that is fitted already,
-    UnsupportedError for an optimizer that needs all its parameters at once, BudgetError and TransferError; then
-    nothing has changed.
+    step. With ``on_gpu`` > 0 states in RAM pass through a buffer in VRAM for that many sixteenths of them, and the
+    GPU steps. Raises UsageError for an unknown choice, ``on_gpu`` without a GPU or states in RAM, or an optimizer
+    that is fitted already, UnsupportedError for an optimizer that needs all its parameters at once, BudgetError and
+    TransferError; then nothing has changed.
     """
     check(optimizer, states=states, gradients=gradients)
     if on_gpu and (memory.host is None or states != RAM):
@@ -408,7 +415,7 @@ class Choices:
     """``states`` and ``gradients``: ``keep``, ``ram`` or ``disk``; ``keep``: names of blocks whose states stay.
 
     ``brief``: the buffer that states pass through has room for the largest unit only, and is freed between steps.
-    ``on_gpu``: the buffer is in VRAM, and the GPU steps.
+    ``on_gpu``: the buffer is in VRAM for this many sixteenths of the states, and the GPU steps; 0: the CPU.
     """
 
     states: str
@@ -416,7 +423,7 @@ class Choices:
     keep: frozenset[str]
     buffer_bytes: int | None
     brief: bool
-    on_gpu: bool
+    on_gpu: int
 
 
 def check(optimizer: Optimizer, **choices: str) -> None:
@@ -464,6 +471,8 @@ class OffloadStorage:
             at_once = memory.host is not None and not self.on_gpu  # a block is copied to RAM and back without cuts
             sizes = [size for b in offloaded for size in ([b.state_bytes] if at_once else b.unit_bytes())]
             usual = max(sizes, default=0) if choices.brief else usual_buffer_bytes(sizes)
+            if self.on_gpu and not choices.brief:
+                usual = self.on_gpu * sum(sizes) // UPDATE_PARTS
             room = choices.buffer_bytes or usual
             tier = RAM if choices.states == KEEP else choices.states
             self.states = States(
@@ -474,7 +483,7 @@ class OffloadStorage:
                 buffer_bytes=room,
                 at_once=at_once,
                 brief=choices.brief,
-                on_gpu=self.on_gpu,
+                on_gpu=bool(self.on_gpu),
             )
             undo.callback(self.states.records.free)
             room = choices.buffer_bytes or gradient_buffer_bytes([b.bytes for b in blocks.values()])
