@@ -211,6 +211,36 @@ def test_updating_in_backward_hides_the_processors_work() -> None:
     assert beside_s < after_s * 0.9
 
 
+# The link's and the memory's bytes per second, and the seconds of a step's compute: of an H200, a 4090 and a 3060 for
+# 1.1 B float32 parameters and 8 x 1024 tokens.
+MACHINES = [(55e9, 200e9, 0.23), (25e9, 60e9, 0.6), (12e9, 40e9, 2.86)]
+
+
+def adam(link_bytes_per_s: float, ram_bytes_per_s: float, compute_s: float) -> tuple[StepProfile, Hardware]:
+    """AdamW of 1.1 billion parameters on a machine."""
+    step = profile(batch=1, weights=550_000_000, kept=GIB, seconds=compute_s / 3 / COUNT)
+    tiers = (GPU.tiers[0], replace(GPU.tiers[1], bytes_per_s=ram_bytes_per_s), GPU.tiers[2])
+    links = tuple(replace(link, bytes_per_s=link_bytes_per_s) for link in GPU.links[:2])
+    return step, replace(GPU, tiers=tiers, links=(*links, GPU.links[2]))
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_states_that_visit_the_gpu_keep_its_busiest_lane_busy(machine: tuple[float, float, float]) -> None:
+    step, hardware = adam(*machine)
+    seconds, _ = training_step_s(step, hardware, plain(step, states=RAM, in_backward=True, update_on_gpu=6))
+    bound_s = max(machine[2], step.state_bytes / machine[0])
+    assert bound_s <= seconds <= 1.05 * bound_s
+
+
+@pytest.mark.parametrize(
+    ("machine", "on_gpu"), [(MACHINES[0], True), (MACHINES[1], True), ((3e9, 200e9, 0.6), False)]
+)
+def test_the_gpu_updates_where_the_link_is_fast(machine: tuple[float, float, float], on_gpu: bool) -> None:
+    step, hardware = adam(*machine)
+    _, chosen = fastest(step, hardware, limits(24 * GIB, fixed={"states": RAM}))
+    assert bool(chosen.frame.update_on_gpu) == on_gpu
+
+
 @pytest.mark.parametrize(("seconds", "kept"), [(0.002, 60), (0.005, 60), (0.01, 60), (0.01, 5)])
 def test_updates_in_backward_are_found_where_they_hide_what_states_wait_for(seconds: float, kept: int) -> None:
     step = replace(profile(kept=kept * MIB, seconds=seconds), update_s=0.2)
