@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from _checkpoint import Shape
 from brim.core import Timeline
 from brim.core.hardware import RAM
 from brim.memory.tiers import Memory, device_memory, emulated_memory
+from brim.planning.strategy.choice import Choice
+from brim.planning.strategy.step import bytes_at_once
 from brim.techniques.optimizer_offload import technique as optimizer_offload
 
 _LR = 1e-4
@@ -111,10 +114,11 @@ def _in_vram(model: Any, device: torch.device) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
-def _brim(model: Any, device: torch.device) -> Iterator[Step]:
+def _brim(model: Any, device: torch.device, on_gpu: int = 6) -> Iterator[Step]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
     memory = _memory(device)
-    handle = optimizer_offload.apply(model, optimizer, memory, states=RAM)
+    size = bytes_at_once(model, Choice(update_on_gpu=on_gpu))
+    handle = optimizer_offload.apply(model, optimizer, memory, states=RAM, block_bytes=size, on_gpu=on_gpu)
     yield lambda loss_of: _usual(optimizer, loss_of, handle.final)
     handle.remove()
     memory.close()
@@ -130,7 +134,7 @@ def _torchao(model: Any, device: torch.device) -> Iterator[Step]:
     yield lambda loss_of: _usual(optimizer, loss_of, contextlib.nullcontext)
 
 
-_CONTENDERS = {"in_vram": _in_vram, "brim": _brim, "torchao": _torchao}
+_CONTENDERS = {"in_vram": _in_vram, "brim": _brim, "brim_cpu": partial(_brim, on_gpu=0), "torchao": _torchao}
 
 
 def _usual(optimizer: Any, loss_of: Callable[[], torch.Tensor], around: Callable[[], Any]) -> torch.Tensor:

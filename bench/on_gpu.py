@@ -47,7 +47,9 @@ class Figure:
 def _of_training(rows: Rows) -> Iterator[Figure]:
     for document in rows:
         for label, row in document["rows"].items():
-            rival = document["rows"].get(label.replace("brim", "in_vram").replace("streamed", "resident"), {})
+            rival = document["rows"].get(
+                label.replace("brim_cpu", "brim").replace("brim", "in_vram").replace("streamed", "resident"), {}
+            )
             if rival is not row and "step_s" in row:
                 promise_s = row.get("promised_s")
                 yield Figure(
