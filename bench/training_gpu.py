@@ -6,8 +6,8 @@
 
     full        3 B parameters, full AdamW by ``brim train``, 12 GiB of VRAM
     lora        7 B parameters, LoRA by ``brim train``, 8 GiB of VRAM; the same with all of VRAM: at least 0.95 of it
-    adam        1.1 B parameters, states in RAM, stepped beside backward by the GPU and by the CPU; the same in VRAM: at
-                least 0.90 of it at large batches; torchao's CPUOffloadOptimizer beside it
+    adam        1.1 B parameters, states in RAM, stepped beside backward by the GPU and by the CPU; the same in VRAM:
+                at least 0.90 of it at large batches; torchao's CPUOffloadOptimizer beside it
     activations two stacks of blocks, activations in RAM: at most 3 % slower where compute covers the copies, and at
                 least 90 % of the bytes that left saved at the peak
 
