@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from brim.core import Category, Hardware, Op, Phase, Storage, Trace
@@ -26,6 +28,7 @@ from brim.errors import UnsupportedError, UsageError
 from brim.predict.cost import base_name, op_s
 from brim.techniques.base import Option, StandIn, in_force
 from brim.techniques.blocks import Block, Partition, is_container, tensor_bytes
+from brim.techniques.checkpointing import pieces
 
 NAME = "checkpointing"
 NONE, SELECTIVE, ALTERNATE, FULL = "none", "selective", "alternate", "full"
@@ -71,12 +74,16 @@ def every(model: nn.Module, k: int) -> dict[str, str]:
     return {name: FULL if index % k == 0 else NONE for index, name in enumerate(blocks(model))}
 
 
-def apply(model: nn.Module, choices: Mapping[str, str]) -> Checkpointing:
+def apply(model: nn.Module, choices: Mapping[str, str], *, rows: int = 0) -> Checkpointing:
     """Checkpoint modules of ``model`` by their paths, each by its choice of ``CHOICES``.
 
-    It acts in training mode with gradients enabled only. Losses, gradients and buffers are bit for bit those of the
-    model without it. A key-value cache that is passed to such a block is not appended to, with a warning
-    (``use_cache=False`` avoids it).
+    With ``rows`` > 0 a checkpointed block takes its batch in pieces of so many rows, in forward and in backward, and
+    its parameters get one gradient. A block whose rows are not independent (batch norm, a capacity of experts) takes
+    the batch as a whole, with a warning.
+
+    It acts in training mode with gradients enabled only. Without ``rows`` losses, gradients and buffers are bit for
+    bit those of the model without it. A key-value cache that is passed to such a block is not appended to, with a
+    warning (``use_cache=False`` avoids it).
 
     Raises UsageError for an unknown path or choice, a block inside another one, or a block that is checkpointed
     already, by brim or by its own library.
@@ -85,49 +92,74 @@ def apply(model: nn.Module, choices: Mapping[str, str]) -> Checkpointing:
     modules = {name: _module(model, name) for name in chosen}
     for name, module in modules.items():
         _refuse(name, module, modules)
-    return Checkpointing({name: (module, chosen[name]) for name, module in modules.items()})
+    return Checkpointing({name: (module, chosen[name]) for name, module in modules.items()}, rows)
 
 
 class Checkpointing:
     """The handle. ``choices`` are those of the checkpointed blocks."""
 
-    def __init__(self, chosen: Mapping[str, tuple[nn.Module, str]]) -> None:
+    def __init__(self, chosen: Mapping[str, tuple[nn.Module, str]], rows: int = 0) -> None:
         self.choices = {name: choice for name, (_, choice) in chosen.items()}
-        self._warned = False
-        self._placed = [_Checkpointed(module, choice, self._warn) for module, choice in chosen.values()]
+        self._warned: set[str] = set()
+        self._placed = [_Checkpointed(module, choice, rows, self._warn) for module, choice in chosen.values()]
 
     def remove(self) -> None:
         for placed in self._placed:
             placed.remove()
         self._placed = []
 
-    def _warn(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                "use_cache is ignored, because checkpointed blocks cannot write to a KV cache. Pass use_cache=False.",
-                stacklevel=2,
-            )
+    def _warn(self, message: str) -> None:
+        """Warn once of each thing."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=2)
 
 
 class _Checkpointed(StandIn):
     """A checkpointed forward; the module's hooks stay outside and are not repeated."""
 
-    def __init__(self, module: nn.Module, choice: str, on_cache: Callable[[], None]) -> None:
+    def __init__(self, module: nn.Module, choice: str, rows: int, warn: Callable[[str], None]) -> None:
         super().__init__(module)
-        self.choice, self._on_cache = choice, on_cache
+        self.choice, self._rows, self._warn = choice, rows, warn
+        self._has_independent_rows: bool | None = None  # not known yet
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self._active and self._module.training and torch.is_grad_enabled()):
             return self._forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self._outside_graph(*args, **kwargs)
-        return self._checkpointed(*args, **kwargs)
+        return self._in_pieces(*args, **kwargs)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # imports the compiler when called, not when defined
     def _outside_graph(self, *args: Any, **kwargs: Any) -> Any:
         """Break the graph around the block: the contexts of checkpoints cannot be compiled."""
-        return self._checkpointed(*args, **kwargs)
+        return self._in_pieces(*args, **kwargs)
+
+    def _in_pieces(self, *args: Any, **kwargs: Any) -> Any:
+        """Checkpoint the batch in pieces: autograd differentiates one after the other, and adds up their gradients of
+        the parameters before it sets them.
+        """
+        rows = pieces.rows_of((args, kwargs)) if self._rows else 0
+        if rows <= self._rows or not self._are_independent(args, kwargs, rows):
+            return self._checkpointed(*args, **kwargs)
+        outputs = []
+        for begin in range(0, rows, self._rows):
+            its_args, its_kwargs = pieces.piece((args, kwargs), begin, min(begin + self._rows, rows), rows)
+            outputs.append(self._checkpointed(*its_args, **its_kwargs))
+        output = pieces.joined(outputs)
+        return self._checkpointed(*args, **kwargs) if output is None else output
+
+    def _are_independent(self, args: Any, kwargs: Any, rows: int) -> bool:
+        if self._has_independent_rows is None:
+            is_traced = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)))
+            with BuffersBefore(self._module), torch.random.fork_rng():
+                self._has_independent_rows = not pieces.mixes_rows(self._module) and (
+                    is_traced or pieces.computes_alike(self._module, self._forward, args, kwargs, rows)
+                )
+            if not self._has_independent_rows:
+                name = type(self._module).__name__
+                self._warn(f"{name} takes its batch as a whole: its rows are not computed independently.")
+        return self._has_independent_rows
 
     def _checkpointed(self, *args: Any, **kwargs: Any) -> Any:
         names, count = tuple(kwargs), len(args)
@@ -136,7 +168,9 @@ class _Checkpointed(StandIn):
         caches = [value for value in arguments if is_cache(value)]
         unwritten = Unwritten(caches)
         if caches:
-            self._on_cache()
+            self._warn(
+                "use_cache is ignored, because checkpointed blocks cannot write to a KV cache. Pass use_cache=False."
+            )
 
         def run(*values: Any) -> Any:
             values = tuple(copy_of_cache(value) if is_cache(value) else value for value in values)

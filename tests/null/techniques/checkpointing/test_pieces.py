@@ -1,0 +1,139 @@
+"""A block that takes its batch in pieces computes what it computes from the batch, and moves the same bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from brim.core.hardware import RAM, VRAM
+from brim.techniques.blocks import find_blocks
+from brim.techniques.checkpointing import technique as checkpointing
+from brim.techniques.checkpointing.technique import FULL, SELECTIVE
+from brim.techniques.optimizer_offload import technique as optimizer_offload
+from brim.techniques.streaming import weight_streaming
+from brim.techniques.streaming.weight_streaming import FROM_RAM
+from support import streamed_training as streamed
+from support import trained
+
+ROWS = 6
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        for name in ("p", "attention_dropout", "dropout_prob"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+@pytest.mark.parametrize("kind", [FULL, SELECTIVE])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "vit"])
+def test_losses_and_gradients_are_those_of_the_batch(family: str, rows: int, kind: str) -> None:
+    plain, other = (without_dropout(trained.make(family)) for _ in range(2))
+    checkpointing.apply(other, dict.fromkeys(checkpointing.blocks(other), kind), rows=rows)
+    batch = trained.batch(family, 0, ROWS)
+    losses = []
+    for model in (plain, other):
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    for (name, one), two in zip(plain.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(two.grad, one.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+class Routed(nn.Module):
+    """Passes on as many rows of the batch as it has room for, as experts with a capacity do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.room = nn.Linear(width, width), 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, 1)
+        kept = torch.arange(len(flat)) < self.room
+        return x + (self.inner(flat) * kept[:, None]).view_as(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), kind(8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class NormOverBatch(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kind", [Routed, NormOverBatch])
+def test_a_block_whose_rows_depend_on_each_other_takes_the_batch_as_a_whole(kind: type[nn.Module]) -> None:
+    plain, other = Stack(kind), Stack(kind)
+    checkpointing.apply(other, {"layers.0": FULL, "layers.1": FULL}, rows=2)
+    x = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(UserWarning, match="Sequential takes its batch as a whole"):
+        loss = other(x)
+    want = plain(x)
+    assert torch.equal(loss, want)
+    for one in (loss, want):
+        one.backward()
+    for one, two in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad)
+    for one, two in zip(plain.buffers(), other.buffers(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_rows_that_cannot_be_told_from_tokens_stay_together() -> None:
+    model = Stack(Routed)
+    seen: list[Any] = []
+    model.layers[0].register_forward_hook(lambda module, args, output: seen.append(args[0].shape))
+    checkpointing.apply(model, {"layers.0": FULL}, rows=2)
+    model.train()(torch.randn(5, 5, 8)).backward()
+    assert seen == [(5, 5, 8)]
+
+
+def copied_bytes(rows: int, early: bool) -> list[tuple[int, int]]:
+    """The bytes up and down in three steps of a streamed net, whose losses and weights are those of plain training."""
+    net, twin = streamed.Net(), streamed.Net()
+    optimizer, plain = (torch.optim.AdamW(n.parameters(), lr=1e-2) for n in (net, twin))
+    checkpointing.apply(net, dict.fromkeys(checkpointing.blocks(net), FULL), rows=rows)
+    partition, memory = find_blocks(net), streamed.memory_for("ram")
+    plan = streamed.plan_of(partition, FROM_RAM, 2)
+    weights = weight_streaming.apply(net, partition, plan, memory, weight_streaming.Weights(), training=True)
+    offload = optimizer_offload.apply(net, optimizer, memory, states=RAM, streaming=weights)
+    copied = []
+    for _ in range(3):
+        loss, want = streamed.loss_of(net), streamed.loss_of(twin)
+        with offload.final() if early else torch.enable_grad():
+            loss.backward()
+        want.backward()
+        torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
+        for its in (optimizer, plain):
+            its.step()
+            its.zero_grad()
+        streamed.finish_copies(memory)
+        copied.append((memory.recorder.copied_bytes[RAM, VRAM], memory.recorder.copied_bytes[VRAM, RAM]))
+    offload.remove()
+    weights.remove()
+    for (name, one), other in zip(net.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=name)
+    return copied
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["step", "final"])
+def test_pieces_move_no_more_bytes_than_one_pass(early: bool) -> None:
+    assert copied_bytes(1, early) == copied_bytes(0, early)
