@@ -32,7 +32,7 @@ from brim.planning.file import described, parameter_count, quantized_module
 from brim.planning.inference.warm_up import most_grown, warm_up
 from brim.planning.request import PLAN_FILE, Machine, Proposal, Request
 from brim.planning.seconds.block_timing import block_seconds
-from brim.planning.solver.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Limits
+from brim.planning.solver.step_profile import Limits
 from brim.planning.strategy.case import Clock, TrainingCase, TrainingStrategy
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.choose import loop_case, search_training
@@ -124,7 +124,6 @@ def training_limits(
         single_pass=states_leave and not clips and precision != "fp16-mixed",
         gradients_leave=precision != "fp16-mixed" and states_leave,
         states_leave=states_leave,
-        activations=(KEEP, SELECTIVE, FULL, OFFLOAD),
         streams=states_leave or frozen,
     )
 
@@ -329,7 +328,7 @@ def _orders(choice: Choice, blocks: list[str]) -> dict[str, Any] | None:
     kept = {choice.checkpointing.get(name, "none") for name in _repeated(choice, blocks)} or {"none"}
     evenly = choice.activations == spread(_repeated(choice, blocks), len(choice.activations))
     untold = choice.streams or choice.chunk_tokens or choice.in_backward or choice.gradients != "keep"
-    untold = untold or choice.in_place or choice.brief_buffer or choice.update_on_gpu
+    untold = untold or choice.in_place or choice.brief_buffer or choice.update_on_gpu or choice.block_rows
     if untold or len(kept) > 1 or not evenly:
         return None
     return {

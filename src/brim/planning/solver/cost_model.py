@@ -12,6 +12,7 @@ from brim.planning.solver.schedule import COMPUTE, lane_of
 from brim.planning.solver.step_profile import (
     BACKWARD,
     FULL,
+    FULL_OFFLOAD,
     KEEP,
     MOMENTS,
     OFFLOAD,
@@ -46,7 +47,7 @@ def problem(
         count=1,
         columns=[_whole_column(name, profile, hardware, frame) for name, frame in frames.items()],
     )
-    micro, passes = profile.at(shape.micro_batch), profile.passes(shape.micro_batch)
+    micro, passes = profile.under(shape), profile.passes(shape.micro_batch)
     classes = [
         BlockClass(
             name=members[0].name,
@@ -99,6 +100,7 @@ def frames(hardware: Hardware, limits: Limits, profile: StepProfile, shape: Shap
             in_backward=in_backward,
             gradients=gradients,
             update_on_gpu=update_on_gpu,
+            block_rows=shape.block_rows,
         )
         if limits.allow(frame):
             frames_by_name[f"{chunked} {in_backward} {gradients} {update_on_gpu}"] = frame
@@ -110,7 +112,7 @@ def choices(block: BlockProfile, compute: str, limits: Limits) -> Iterator[tuple
     homes: tuple[str, ...] = (FROM_DISK,) if compute == RAM else (FROM_RAM, FROM_DISK)
     for weights in (RESIDENT, *(homes if limits.streams else ())):
         for activations in limits.activations:
-            if activations == OFFLOAD and not block.offload_bytes:
+            if activations in (OFFLOAD, FULL_OFFLOAD) and not block.moved_bytes(activations):
                 continue
             if activations in (SELECTIVE, FULL) and activations not in block.kept_bytes:
                 if KEEP not in limits.activations:  # the user chose it, but this block cannot be checkpointed so
@@ -127,7 +129,7 @@ def kinds(blocks: Sequence[BlockProfile]) -> list[list[BlockProfile]]:
 
 def held_bytes(profile: StepProfile, hardware: Hardware, assignment: Assignment) -> Held:
     """Estimate the bytes of a step in each tier at each moment, the program's own included."""
-    micro, compute = profile.at(assignment.frame.micro_batch), hardware.compute
+    micro, compute = profile.under(assignment.frame), hardware.compute
     sizes: Held = {}
     pools: dict[str, int] = {}
     for (tier, moment), count in whole_bytes(profile, compute, assignment.frame).items():
@@ -259,15 +261,14 @@ def update_moves(profile: StepProfile, compute: str, frame: Frame) -> dict[tuple
 def moved_bytes(profile: StepProfile, hardware: Hardware, assignment: Assignment) -> int:
     """Return the bytes that a step moves over all links together."""
     micro, passes, compute = (
-        profile.at(assignment.frame.micro_batch),
+        profile.under(assignment.frame),
         profile.passes(assignment.frame.micro_batch),
         hardware.compute,
     )
     count = sum(update_moves(profile, compute, assignment.frame).values())
     for block in micro.blocks:
         count += sum(weight_moves(block, assignment.weights[block.name], compute, passes).values())
-        if assignment.activations[block.name] == OFFLOAD:
-            count += 2 * passes * block.offload_bytes
+        count += 2 * passes * block.moved_bytes(assignment.activations[block.name])
     return count
 
 
@@ -305,11 +306,11 @@ def _column(block: BlockProfile, weights: str, activations: str, hardware: Hardw
     compute = hardware.compute
     sizes: Held = {}
     slots = block_bytes(block, weights, activations, compute, sizes)
-    lanes = {COMPUTE: (block.forward_s + block.backward_s + block.again_s.get(activations, 0.0)) * passes}
-    if activations == OFFLOAD:
+    lanes = {COMPUTE: (block.forward_s + block.backward_s + block.recompute_s(activations)) * passes}
+    if offloaded_bytes := block.moved_bytes(activations):
         away = DISK if compute == RAM else RAM
         for pair in ((compute, away), (away, compute)):
-            lanes[lane_of(*pair)] = passes * copy_s(hardware, *pair, block.offload_bytes)
+            lanes[lane_of(*pair)] = passes * copy_s(hardware, *pair, offloaded_bytes)
     for pair, count in weight_moves(block, weights, compute, passes).items():
         each = min(count, block.bytes)
         copies_s = count / each * copy_s(hardware, *pair, each) if each else 0.0
@@ -326,17 +327,18 @@ def block_bytes(block: BlockProfile, weights: str, activations: str, compute: st
         sizes[tier, moment] = sizes.get((tier, moment), 0) + count
 
     add(compute, BACKWARD, block.saved_bytes(activations))
-    if activations in (SELECTIVE, FULL):
-        slots[_AGAIN] = max(0, block.kept_bytes[KEEP] - block.saved_bytes(activations))
+    if activations in (SELECTIVE, FULL, FULL_OFFLOAD):
+        again_bytes = block.kept_bytes[KEEP] - block.kept_bytes[SELECTIVE if activations == SELECTIVE else FULL]
+        slots[_AGAIN] = max(0, again_bytes if block.piece_bytes is None else block.piece_bytes)
     if weights != RESIDENT:
         slots[_RING] = block.bytes
-    if activations == OFFLOAD:
-        slots[_WINDOW] = block.offload_bytes
+    if offloaded_bytes := block.moved_bytes(activations):
+        slots[_WINDOW] = offloaded_bytes
     for moment in MOMENTS:
         if weights in (RESIDENT, FROM_RAM):
             add(compute if weights == RESIDENT else RAM, moment, block.bytes)
         elif block.trained_bytes:  # frozen weights are read from the checkpoint
             add(DISK, moment, block.bytes)
-        if activations == OFFLOAD:
-            add(DISK if compute == RAM else RAM, moment, block.offload_bytes)
+        if offloaded_bytes:
+            add(DISK if compute == RAM else RAM, moment, offloaded_bytes)
     return slots

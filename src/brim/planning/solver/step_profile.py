@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from brim.core.hardware import DISK, RAM
 
 KEEP, SELECTIVE, FULL, OFFLOAD = "keep", "selective", "full", "offload"
+FULL_OFFLOAD = "full+offload"  # checkpointed, and the saved inputs offloaded
+ACTIVATIONS = (KEEP, SELECTIVE, FULL, OFFLOAD, FULL_OFFLOAD)
 BACKWARD, UPDATE = "backward", "update"  # the moments
 MOMENTS = (BACKWARD, UPDATE)
 
@@ -17,7 +19,8 @@ class BlockProfile:
     """A block in a plain pass over some rows.
 
     ``kept_bytes`` are its activations saved for backward under ``keep``, ``selective`` and ``full``, ``again_s`` the
-    seconds of recomputation under the latter two. ``offload_bytes`` of its activations can be offloaded.
+    seconds of recomputation under the latter two. ``offload_bytes`` of its activations can be offloaded. A block that
+    takes its rows in pieces has ``piece_bytes`` of them while it recomputes one.
     """
 
     name: str
@@ -28,6 +31,7 @@ class BlockProfile:
     kept_bytes: Mapping[str, int]
     again_s: Mapping[str, float] = field(default_factory=dict)
     offload_bytes: int = 0
+    piece_bytes: int | None = None
 
     def kind(self) -> tuple[object, ...]:
         """Return a key that is the same for blocks that the planner need not distinguish."""
@@ -36,9 +40,27 @@ class BlockProfile:
 
     def saved_bytes(self, activations: str) -> int:
         """Return the bytes that stay in the compute tier for backward under a choice of ``activations``."""
-        if activations == OFFLOAD:
-            return self.kept_bytes[KEEP] - self.offload_bytes
+        if activations in (OFFLOAD, FULL_OFFLOAD):
+            return self.kept_bytes[KEEP if activations == OFFLOAD else FULL] - self.moved_bytes(activations)
         return self.kept_bytes[activations]
+
+    def moved_bytes(self, activations: str) -> int:
+        """Return the bytes that leave the compute tier under a choice of ``activations``."""
+        return {OFFLOAD: self.offload_bytes, FULL_OFFLOAD: self.kept_bytes.get(FULL, 0)}.get(activations, 0)
+
+    def recompute_s(self, activations: str) -> float:
+        """Return the seconds that a choice of ``activations`` adds to the backward pass."""
+        return self.again_s.get(FULL if activations == FULL_OFFLOAD else activations, 0.0)
+
+    def in_pieces(self, piece: BlockProfile, count: int) -> BlockProfile:
+        """Return this block taking its rows in ``count`` pieces, each of which has the profile ``piece``."""
+        return replace(
+            self,
+            forward_s=count * piece.forward_s,
+            backward_s=count * piece.backward_s,
+            again_s={choice: count * seconds for choice, seconds in piece.again_s.items()},
+            piece_bytes=piece.kept_bytes[KEEP],
+        )
 
     def between(self, other: BlockProfile, share: float) -> BlockProfile:
         """Interpolate between this block (``share`` 0) and ``other`` (1)."""
@@ -102,6 +124,15 @@ class StepProfile:
     def passes(self, micro_batch: int) -> int:
         return -(-self.batch // micro_batch)
 
+    def under(self, frame: Frame | Shape) -> StepProfile:
+        """Return the profile of a pass under a frame: over its micro-batch, with blocks that take it in pieces."""
+        micro = self.at(frame.micro_batch)
+        if not frame.block_rows:
+            return micro
+        count = -(-frame.micro_batch // frame.block_rows)
+        pairs = zip(micro.blocks, self.at(frame.block_rows).blocks, strict=True)
+        return replace(micro, blocks=[block.in_pieces(piece, count) for block, piece in pairs])
+
     def at(self, micro_batch: int) -> StepProfile:
         """Return the profile of a pass over ``micro_batch`` rows; a step has ``passes`` of them."""
         if micro_batch >= self.batch:
@@ -152,7 +183,8 @@ class Frame:
     """The choices for the model as a whole; weights and activations are chosen block by block.
 
     ``update_on_gpu``: states that rest in RAM visit the GPU to be updated, this many sixteenths of them at once; with
-    0 the CPU updates.
+    0 the CPU updates. ``block_rows``: checkpointed blocks take the micro-batch in pieces of so many rows, with 0 as a
+    whole.
     """
 
     micro_batch: int
@@ -161,6 +193,7 @@ class Frame:
     states: str = KEEP
     gradients: str = KEEP
     update_on_gpu: int = 0
+    block_rows: int = 0
     slots: int = 2
 
     def homes(self, compute: str) -> tuple[str, str]:
@@ -204,7 +237,7 @@ class Limits:
     gradients_leave: bool = True
     states_leave: bool = True
     fixed: Mapping[str, object] = field(default_factory=dict)
-    activations: Sequence[str] = (KEEP, SELECTIVE, FULL, OFFLOAD)
+    activations: Sequence[str] = ACTIVATIONS
     streams: bool = True
 
     def allow(self, frame: Frame) -> bool:
@@ -231,6 +264,7 @@ class Shape:
     slots: int
     states: str
     on_gpu: bool = False
+    block_rows: int = 0
     in_backward: bool | None = None
 
 
@@ -242,5 +276,6 @@ def shape_of(assignment: Assignment) -> Shape:
         slots=frame.slots,
         states=frame.states,
         on_gpu=bool(frame.update_on_gpu),
+        block_rows=frame.block_rows,
         in_backward=frame.in_backward or None,
     )

@@ -10,7 +10,7 @@ from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
 from brim.planning.solver.cost_model import CPU, copy_s, update_lanes
 from brim.planning.solver.schedule import COMPUTE, UPDATE, Schedule, TaskList, lane_of, simulate
-from brim.planning.solver.step_profile import KEEP, OFFLOAD, Assignment, BlockProfile, StepProfile
+from brim.planning.solver.step_profile import KEEP, Assignment, BlockProfile, StepProfile
 from brim.techniques.optimizer_offload.state_blocks import UPDATE_PARTS
 from brim.techniques.streaming.placement import FROM_DISK, RESIDENT
 
@@ -71,7 +71,7 @@ class _Maker(TaskList):
 
     def __init__(self, profile: StepProfile, hardware: Hardware, assignment: Assignment) -> None:
         super().__init__(assignment.frame.slots, _STAGING)
-        self._profile, self._hardware, self._choices = profile.at(assignment.frame.micro_batch), hardware, assignment
+        self._profile, self._hardware, self._choices = profile.under(assignment.frame), hardware, assignment
         self._compute = hardware.compute
         self._away = DISK if self._compute == RAM else RAM
         frame = assignment.frame
@@ -109,8 +109,8 @@ class _Maker(TaskList):
             ready = self._load(block) + self._updated.pop(block.name, []) + self._barrier + self._turn
             done = self._task(f"{block.name} forward", COMPUTE, block.forward_s, ready)
             self._let_go(block, done)
-            if self._choices.activations[block.name] == OFFLOAD:
-                name, count = f"{block.name} activations", block.offload_bytes
+            if count := block.moved_bytes(self._choices.activations[block.name]):
+                name = f"{block.name} activations"
                 copies[block.name] = self._copy(name, self._compute, self._away, count, [done])
         more = self._profile.head_s if self._choices.frame.chunked else 0.0
         self._task("outside of blocks", COMPUTE, sum(self._profile.outside_s) + more, [])
@@ -123,8 +123,8 @@ class _Maker(TaskList):
             kept = self._choices.activations[block.name]
             if block.name in copies:
                 name, after = f"{block.name} activations", [copies[block.name], *window.popleft()]
-                ready.append(self._copy(name, self._away, self._compute, block.offload_bytes, after))
-            seconds = block.backward_s + block.again_s.get(kept, 0.0)
+                ready.append(self._copy(name, self._away, self._compute, block.moved_bytes(kept), after))
+            seconds = block.backward_s + block.recompute_s(kept)
             done = self._task(f"{block.name} backward", COMPUTE, seconds, ready)
             if block.name in copies:
                 window.append([done])

@@ -246,8 +246,17 @@ def shapes(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator
             continue
         moved = states != KEEP and limits.single_pass and backward is None
         visits = (False, True) if hardware.compute != RAM == states else (False,)
-        for on_gpu, in_backward in product(visits, (None, True) if moved else (None,)):
-            yield Shape(micro_batch=size, slots=slots, states=states, on_gpu=on_gpu, in_backward=in_backward)
+        in_pieces = size == profile.batch and FULL in limits.activations
+        pieces = [rows for rows in sizes if rows < size] if in_pieces else []
+        for on_gpu, rows, in_backward in product(visits, (0, *pieces), (None, True) if moved else (None,)):
+            yield Shape(
+                micro_batch=size,
+                slots=slots,
+                states=states,
+                on_gpu=on_gpu,
+                block_rows=rows,
+                in_backward=in_backward,
+            )
 
 
 def best(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator[Assignment]:
@@ -364,7 +373,7 @@ def _first(profile: StepProfile, hardware: Hardware, limits: Limits) -> Assignme
 def _assignment(profile: StepProfile, shape: Shape, frame: Frame, solution: Solution) -> Assignment:
     weights: dict[str, str] = {}
     activations: dict[str, str] = {}
-    blocks = profile.at(shape.micro_batch).blocks
+    blocks = profile.under(shape).blocks
     order = {block.name: index for index, block in enumerate(blocks)}
     for members in kinds(blocks):
         names = sorted((block.name for block in members), key=order.__getitem__)

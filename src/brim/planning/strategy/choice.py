@@ -10,7 +10,7 @@ from brim.core import Decision, Plan, Promise
 from brim.core.hardware import VRAM
 from brim.core.options import Place as Place
 from brim.errors import FormatError
-from brim.planning.solver.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Assignment, Frame
+from brim.planning.solver.step_profile import FULL, FULL_OFFLOAD, KEEP, OFFLOAD, Assignment, Frame
 from brim.techniques.checkpointing.technique import NONE
 from brim.techniques.streaming import weight_streaming
 from brim.techniques.streaming.placement import RESIDENT, STAGING_SLOTS
@@ -21,9 +21,11 @@ PRECISION, CHECKPOINTING, ACTIVATIONS = "precision", "checkpointing", "activatio
 STATES, GRADIENTS = "optimizer_offload", "gradient_offload"
 MICRO_BATCH, CHUNK_TOKENS, IN_PLACE, IN_BACKWARD = "micro_batch", "chunk_tokens", "in_place", "update_in_backward"
 BRIEF_BUFFER, UPDATE_ON_GPU = "brief_state_buffer", "update_on_gpu"
+BLOCK_ROWS = "block_rows"
 OFFLOADED = "offload"
 TOKENS_AT_ONCE = 256  # of a chunk of logits, whose matrix product still runs at full rate
-SHARED = ("micro_batch", "in_backward", "states", "gradients", "update_on_gpu")  # fields of Choice and of Frame
+# Fields of Choice and of Frame.
+SHARED = ("micro_batch", "block_rows", "in_backward", "states", "gradients", "update_on_gpu")
 UNSOLVED = ("precision", "in_place", "brief_buffer")  # fields of Choice that the solver does not choose
 
 
@@ -31,8 +33,8 @@ UNSOLVED = ("precision", "in_place", "brief_buffer")  # fields of Choice that th
 class Choice:
     """The techniques of a training step. The defaults are plain PyTorch with everything in the compute tier.
 
-    ``micro_batch`` sequences go through the model at once, and logits exist for ``chunk_tokens`` of their tokens at
-    once (0: all). ``checkpointing`` has ``full`` or ``selective`` by block, ``activations`` the blocks whose saved
+    ``micro_batch`` sequences go through the model at once, ``block_rows`` of them through a checkpointed block (0:
+    all), and logits exist for ``chunk_tokens`` of their tokens at once (0: all). ``checkpointing`` has ``full`` or ``selective`` by block, ``activations`` the blocks whose saved
     tensors are offloaded. ``in_backward``: each block is updated in the last backward pass, as soon as its gradients
     exist. ``states`` and ``gradients`` are the places where those rest; with ``brief_buffer`` states on disk are
     loaded to RAM one at a time, into a buffer that exists only during the update. ``update_on_gpu`` sixteenths of the
@@ -42,6 +44,7 @@ class Choice:
 
     precision: str = "fp32"
     micro_batch: int = 1
+    block_rows: int = 0
     chunk_tokens: int = 0
     in_place: bool = False
     checkpointing: Mapping[str, str] = field(default_factory=dict)
@@ -81,6 +84,7 @@ class Choice:
             IN_BACKWARD: int(self.in_backward),
             **({BRIEF_BUFFER: 1} if self.brief_buffer else {}),
             **({UPDATE_ON_GPU: self.update_on_gpu} if self.update_on_gpu else {}),
+            **({BLOCK_ROWS: self.block_rows} if self.block_rows else {}),
         }
 
     def plan(self, *, model: str, hardware: str, budget_bytes: Mapping[str, int], promise: Promise) -> Plan:
@@ -100,6 +104,7 @@ class Choice:
         settings = dict(plan.settings)
         own = {name: settings.pop(name) for name in (MICRO_BATCH, CHUNK_TOKENS, IN_PLACE, IN_BACKWARD)}
         brief_buffer, update_on_gpu = bool(settings.pop(BRIEF_BUFFER, 0)), settings.pop(UPDATE_ON_GPU, 0)
+        block_rows = settings.pop(BLOCK_ROWS, 0)
         if unknown := sorted(settings.keys() - {weight_streaming.RING_SLOTS, weight_streaming.STAGING_SLOTS}):
             raise FormatError(f"The plan for {plan.model} is not valid.", f"Unknown settings: {', '.join(unknown)}.")
         return cls(
@@ -114,6 +119,7 @@ class Choice:
             gradients=_place(plan, GRADIENTS),
             brief_buffer=brief_buffer,
             update_on_gpu=update_on_gpu,
+            block_rows=block_rows,
             streaming=plan.choices(weight_streaming.NAME),
             streaming_settings=settings,
         )
@@ -149,8 +155,8 @@ def as_choice(assignment: Assignment, precision: str, compute: str) -> Choice:
     return Choice(
         precision=precision,
         chunk_tokens=TOKENS_AT_ONCE if frame.chunked else 0,
-        checkpointing={b: c for b, c in kept.items() if c in (SELECTIVE, FULL)},
-        activations=tuple(b for b, c in kept.items() if c == OFFLOAD),
+        checkpointing={b: FULL if c == FULL_OFFLOAD else c for b, c in kept.items() if c not in (KEEP, OFFLOAD)},
+        activations=tuple(b for b, c in kept.items() if c in (OFFLOAD, FULL_OFFLOAD)),
         **{name: getattr(frame, name) for name in SHARED},
         streaming=dict(assignment.weights) if streams else {},
         streaming_settings=settings,
@@ -174,5 +180,5 @@ def as_assignment(choice: Choice, names: Sequence[str]) -> Assignment | None:
     return Assignment(
         frame=frame,
         weights={name: choice.streaming.get(name, RESIDENT) for name in names},
-        activations=kept | dict.fromkeys(choice.activations, OFFLOAD),
+        activations=kept | {name: FULL_OFFLOAD if kept[name] == FULL else OFFLOAD for name in choice.activations},
     )

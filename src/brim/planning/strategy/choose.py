@@ -19,7 +19,7 @@ from brim.errors import BudgetError, UnsupportedError
 from brim.planning import proof
 from brim.planning.inference.choosing import Need, make_plan
 from brim.planning.proof import Bytes, fits, plan_or_smallest_budget, prove_within
-from brim.planning.solver.step_profile import KEEP, OFFLOAD, Assignment, Limits
+from brim.planning.solver.step_profile import FULL, FULL_OFFLOAD, KEEP, OFFLOAD, Assignment, Limits
 from brim.planning.strategy.case import TrainingCase, TrainingStrategy
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.ladder import Orders, Subject, climb_down, is_small, ladder, no_smaller, too_small
@@ -83,9 +83,11 @@ def within(orders: Orders, limits: Limits) -> Limits:
             case "offload_optimizer":
                 fixed |= {"states": order, **({"gradients": KEEP} if order == KEEP else {})}
             case "checkpointing":
-                activations = (KEEP, OFFLOAD) if order == "none" else (order,)
+                activations = (KEEP, OFFLOAD) if order == "none" else (order, *([FULL_OFFLOAD] * (order == FULL)))
             case "offload_activations":  # only fallback levels can be held to a number of blocks above 0
-                activations = tuple(choice for choice in activations if order or choice != OFFLOAD)
+                activations = tuple(
+                    choice for choice in activations if order or choice not in (OFFLOAD, FULL_OFFLOAD)
+                )
             case "stream_weights":
                 streams = streams and order
             case _:

@@ -21,7 +21,7 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.estimation.extrapolation import Stack, find_stack
 from brim.memory.pool import round_up
 from brim.planning.solver.cost_model import block_bytes
-from brim.planning.solver.step_profile import BACKWARD, OFFLOAD, UPDATE, Assignment, StepProfile
+from brim.planning.solver.step_profile import BACKWARD, UPDATE, Assignment, StepProfile
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.prediction import TrainingStep
 from brim.planning.strategy.step import bytes_at_once, part_bytes
@@ -221,9 +221,10 @@ class _KnownLayers:
         """
         window = ToRam.window_bytes if self.compute == VRAM else ToDisk.window_bytes
         return {
-            treatments[layer]: 1 + -(-window // max(1, block.offload_bytes))
+            treatments[layer]: 1 + -(-window // moved_bytes)
             for block, layer in self._blocks
-            if layer in treatments and layer is not None and self._assignment.activations[block.name] == OFFLOAD
+            if layer in treatments and layer is not None
+            if (moved_bytes := block.moved_bytes(self._assignment.activations[block.name]))
         }
 
 

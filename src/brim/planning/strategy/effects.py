@@ -9,8 +9,25 @@ from typing import Any
 
 from brim.core.hardware import DISK, RAM
 from brim.planning.solver.cost_model import held_bytes, peak_bytes
-from brim.planning.solver.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Assignment, Frame, StepProfile
-from brim.planning.strategy.choice import CHUNK_TOKENS, GRADIENTS, IN_BACKWARD, MICRO_BATCH, STATES, TOKENS_AT_ONCE
+from brim.planning.solver.step_profile import (
+    FULL,
+    FULL_OFFLOAD,
+    KEEP,
+    OFFLOAD,
+    SELECTIVE,
+    Assignment,
+    Frame,
+    StepProfile,
+)
+from brim.planning.strategy.choice import (
+    BLOCK_ROWS,
+    CHUNK_TOKENS,
+    GRADIENTS,
+    IN_BACKWARD,
+    MICRO_BATCH,
+    STATES,
+    TOKENS_AT_ONCE,
+)
 from brim.planning.strategy.search import TrainingSearch
 from brim.techniques.activation_offload import technique as activation_offload
 from brim.techniques.checkpointing import technique as checkpointing
@@ -80,13 +97,13 @@ def _used(profile: StepProfile, assignment: Assignment) -> Iterator[tuple[str, s
     """Yield each technique in use, its use in words, and the assignment without it."""
     yield from _frame_used(profile, assignment)
     total = len(assignment.weights)
-    for kept in (SELECTIVE, FULL, OFFLOAD):
+    for kept in (SELECTIVE, FULL, OFFLOAD, FULL_OFFLOAD):
         chosen = [name for name, choice in assignment.activations.items() if choice == kept]
         if chosen:
-            offloads = kept == OFFLOAD
+            offloads = kept in (OFFLOAD, FULL_OFFLOAD)
             technique = activation_offload.NAME if offloads else checkpointing.NAME
             what = f"{len(chosen)} of {total} blocks" + ("" if offloads else f", {kept}")
-            activations = {**assignment.activations, **dict.fromkeys(chosen, KEEP)}
+            activations = {**assignment.activations, **dict.fromkeys(chosen, FULL if kept == FULL_OFFLOAD else KEEP)}
             yield technique, what, replace(assignment, activations=activations)
     for choice in (FROM_RAM, FROM_DISK):
         chosen = [name for name, other in assignment.weights.items() if other == choice]
@@ -105,6 +122,9 @@ def _frame_used(profile: StepProfile, assignment: Assignment) -> Iterator[tuple[
     if frame.micro_batch < profile.batch:
         what = f"{frame.micro_batch} of {profile.batch} rows at once"
         yield MICRO_BATCH, what, without(micro_batch=profile.batch)
+    if frame.block_rows:
+        what = f"checkpointed blocks take {frame.block_rows} of {frame.micro_batch} rows at once"
+        yield BLOCK_ROWS, what, without(block_rows=0)
     if frame.chunked:
         yield CHUNK_TOKENS, f"logits of {TOKENS_AT_ONCE} tokens at once", without(chunked=False)
     if frame.in_backward:

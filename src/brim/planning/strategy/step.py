@@ -105,7 +105,8 @@ class Fitted(Readable):
         if choice.in_place:
             words.append("activations in place")
         if choice.checkpointing:
-            words.append(f"{next(iter(choice.checkpointing.values()))} checkpointing")
+            pieces = f" of {choice.block_rows} rows at once" * bool(choice.block_rows)
+            words.append(f"{next(iter(choice.checkpointing.values()))} checkpointing{pieces}")
         if choice.states != "keep":
             how = ", one at a time" * choice.brief_buffer + ", updated by the GPU" * bool(choice.update_on_gpu)
             words.append(f"optimizer states in {choice.states}{how}")
@@ -133,7 +134,7 @@ class Fitted(Readable):
         self.precision = self.hold(precision.apply(model, self.optimizer, choice.precision, device=memory.device))
         self.precision.keeps_casts = not (choice.checkpointing or choice.streams)
         if choice.checkpointing:
-            self.hold(checkpointing.apply(model, choice.checkpointing))
+            self.hold(checkpointing.apply(model, choice.checkpointing, rows=choice.block_rows))
         if choice.chunk_tokens:
             self.hold(chunked_loss.apply(model, choice.chunk_tokens))
         if choice.in_place:

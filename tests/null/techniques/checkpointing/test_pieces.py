@@ -107,7 +107,7 @@ def test_rows_that_cannot_be_told_from_tokens_stay_together() -> None:
 
 
 def copied_bytes(rows: int, early: bool) -> list[tuple[int, int]]:
-    """The bytes up and down in three steps of a streamed net, whose losses and weights are those of plain training."""
+    """The bytes up and down in three steps of a streamed net, which trains as a plain one."""
     net, twin = streamed.Net(), streamed.Net()
     optimizer, plain = (torch.optim.AdamW(n.parameters(), lr=1e-2) for n in (net, twin))
     checkpointing.apply(net, dict.fromkeys(checkpointing.blocks(net), FULL), rows=rows)
