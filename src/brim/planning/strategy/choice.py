@@ -34,8 +34,9 @@ class Choice:
     """The techniques of a training step. The defaults are plain PyTorch with everything in the compute tier.
 
     ``micro_batch`` sequences go through the model at once, ``block_rows`` of them through a checkpointed block (0:
-    all), and logits exist for ``chunk_tokens`` of their tokens at once (0: all). ``checkpointing`` has ``full`` or ``selective`` by block, ``activations`` the blocks whose saved
-    tensors are offloaded. ``in_backward``: each block is updated in the last backward pass, as soon as its gradients
+    all), and logits exist for ``chunk_tokens`` of their tokens at once (0: all). ``checkpointing`` has ``full`` or
+    ``selective`` by block, ``activations`` the blocks whose saved tensors, or checkpointed inputs, are offloaded.
+    ``in_backward``: each block is updated in the last backward pass, as soon as its gradients
     exist. ``states`` and ``gradients`` are the places where those rest; with ``brief_buffer`` states on disk are
     loaded to RAM one at a time, into a buffer that exists only during the update. ``update_on_gpu`` sixteenths of the
     states in RAM have room in VRAM, where the GPU updates them; with 0 the CPU does. ``streaming`` has ``stream:ram``
