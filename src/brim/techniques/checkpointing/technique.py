@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from brim.core import Category, Hardware, Op, Phase, Storage, Trace
@@ -142,8 +142,13 @@ class _Checkpointed(StandIn):
         rows = pieces.rows_of((args, kwargs)) if self._rows else 0
         if rows <= self._rows or not self._are_independent(args, kwargs, rows):
             return self._checkpointed(*args, **kwargs)
-        outputs = []
-        for begin in range(0, rows, self._rows):
+        outputs: list[Any] = []
+        begins = range(0, rows, self._rows)
+        left_out = begins[2:-1] if _is_traced(args, kwargs) else ()  # they take the same bytes as the second
+        for begin in begins:
+            if begin in left_out:
+                outputs.append(tree_map_only(torch.Tensor, torch.empty_like, outputs[1]))
+                continue
             its_args, its_kwargs = pieces.piece((args, kwargs), begin, min(begin + self._rows, rows), rows)
             outputs.append(self._checkpointed(*its_args, **its_kwargs))
         output = pieces.joined(outputs)
@@ -151,10 +156,9 @@ class _Checkpointed(StandIn):
 
     def _are_independent(self, args: Any, kwargs: Any, rows: int) -> bool:
         if self._has_independent_rows is None:
-            is_traced = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)))
             with BuffersBefore(self._module), torch.random.fork_rng():
                 self._has_independent_rows = not pieces.mixes_rows(self._module) and (
-                    is_traced or pieces.computes_alike(self._module, self._forward, args, kwargs, rows)
+                    _is_traced(args, kwargs) or pieces.computes_alike(self._module, self._forward, args, kwargs, rows)
                 )
             if not self._has_independent_rows:
                 name = type(self._module).__name__
@@ -186,6 +190,10 @@ class _Checkpointed(StandIn):
             return nullcontext(), before
         forward, again = selective_contexts(alternate=self.choice == ALTERNATE)
         return forward, Together(before, again)
+
+
+def _is_traced(*arguments: Any) -> bool:
+    return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(arguments))
 
 
 def selective_contexts(*, alternate: bool = False) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

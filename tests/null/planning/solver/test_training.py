@@ -211,6 +211,20 @@ def test_updating_in_backward_hides_the_processors_work() -> None:
     assert beside_s < after_s * 0.9
 
 
+def test_a_batch_in_pieces_keeps_a_slow_link_free() -> None:
+    """Weights that stream come twice a step, however large the batch, where its activations find no room."""
+    step = profile(batch=8, kept=4 * GIB, weights=GIB, seconds=0.08)
+    frozen = [replace(block, trained_bytes=0) for block in step.blocks]
+    peaks = {BACKWARD: COUNT * 5 * GIB, UPDATE: COUNT * GIB}
+    step = replace(step, blocks=frozen, gradient_bytes=0, state_bytes=0, peak_bytes=peaks)
+    slow = replace(GPU, links=tuple(replace(link, bytes_per_s=10e9) for link in GPU.links))
+    at_most = limits(7 * GIB, states_leave=False, single_pass=False)
+    seconds, chosen = fastest(step, slow, at_most)
+    assert chosen.frame.micro_batch == 8 and chosen.frame.block_rows
+    other_s, other = fastest(step, slow, replace(at_most, activations=(KEEP, OFFLOAD, SELECTIVE)))
+    assert other.frame.micro_batch < 8 and seconds < other_s
+
+
 # The link's and the memory's bytes per second, and the seconds of a step's compute: of an H200, a 4090 and a 3060 for
 # 1.1 B float32 parameters and 8 x 1024 tokens.
 MACHINES = [(55e9, 200e9, 0.23), (25e9, 60e9, 0.6), (12e9, 40e9, 2.86)]

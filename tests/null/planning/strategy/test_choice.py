@@ -19,12 +19,14 @@ from brim.techniques.streaming.weight_streaming import RING_SLOTS
 BLOCKS = ["a", "b", "c"]
 CHOICE = Choice(
     micro_batch=2,
+    block_rows=1,
     chunk_tokens=TOKENS_AT_ONCE,
     checkpointing={"a": "full"},
-    activations=("b",),
+    activations=("a", "b"),
     in_backward=True,
     states="ram",
     gradients="disk",
+    update_on_gpu=3,
     streaming={"a": "stream:ram", "b": "resident", "c": "resident"},
     streaming_settings={RING_SLOTS: 3, STAGING_SLOTS: 2},
 )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from brim.core.hardware import RAM, VRAM
+from brim.techniques.activation_offload import technique as activation_offload
 from brim.techniques.blocks import find_blocks
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.checkpointing.technique import FULL, SELECTIVE
@@ -137,3 +138,24 @@ def copied_bytes(rows: int, early: bool) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("early", [False, True], ids=["step", "final"])
 def test_pieces_move_no_more_bytes_than_one_pass(early: bool) -> None:
     assert copied_bytes(1, early) == copied_bytes(0, early)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_inputs_of_checkpointed_blocks_are_offloaded(rows: int) -> None:
+    net, twin = streamed.Net(), streamed.Net()
+    memory, names = streamed.memory_for("ram"), checkpointing.blocks(net)
+    checkpointing.apply(net, dict.fromkeys(names, FULL), rows=rows)
+    handle = activation_offload.apply(net, names, memory, smallest_bytes=2 * 4096, window_bytes=4 * 4096)
+    ids = torch.arange(96).view(3, 32) % streamed.WORDS
+    for _ in range(2):
+        for one in (net, twin):
+            one.zero_grad()
+            one(ids).square().mean().backward()
+        boundary_bytes = 3 * 32 * streamed.WIDTH * 4
+        streamed.finish_copies(memory)
+    # Of each step, all inputs but those of the last blocks, which the window still has when backward begins.
+    moved = memory.recorder.copied_bytes[VRAM, RAM]
+    assert 2 * (len(names) - 3) * boundary_bytes <= moved <= 2 * len(names) * boundary_bytes
+    handle.remove()
+    for (name, one), other in zip(net.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-8, msg=name)
