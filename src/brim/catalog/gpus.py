@@ -1,12 +1,14 @@
 """GPUs by name, and the machines they are sold in: memory, rates, links, library defaults, each with its source.
 
-The figures are in ``gpus.json``, ``nodes.json`` (host RAM) and ``links.json`` (between GPUs; NCCL's buffers).
+The figures are in ``gpus.json``, ``shares.json`` (of peak rates, by kind of kernel), ``nodes.json`` (host RAM) and
+``links.json`` (between GPUs; NCCL's buffers).
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -87,7 +89,7 @@ class Gpu:
         """Return this GPU as a Hardware; with ``ram_bytes``, in a host of that much memory.
 
         ``link_bytes_per_s`` is the rate of the link to the host if it is not PCIe. ``measured`` prefers measured
-        rates to the vendor's peaks.
+        rates to the vendor's peaks, and applies the shares that kernels reach.
         """
         rates, bandwidth = dict(self.flops_per_s), self.bytes_per_s or 0.0
         if measured:
@@ -103,8 +105,17 @@ class Gpu:
                 Link(source=VRAM, target=RAM, bytes_per_s=rate),
             )
         return Hardware(
-            name=self.name, compute=VRAM, tiers=tiers, links=links, flops_per_s=rates, source="catalog/gpus.json"
-        )
+            name=self.name, compute=VRAM, tiers=tiers, links=links, flops_per_s=rates, source="catalog/gpus.json",
+            **(self._kernels() if measured else {}),
+        )  # fmt: skip
+
+    def _kernels(self) -> dict[str, Any]:
+        """Return the shares and seconds of kernels on this generation; a measured product is no faster than that."""
+        facts = read_facts("shares.json")
+        generation = facts["like"].get(self.compute_capability, self.compute_capability)
+        entry = facts["generations"].get(generation, facts["generations"]["general"])
+        most = 1.0 if "bfloat16" in self.measured_flops_per_s else math.inf
+        return {**entry, "shares": {name: min(share, most) for name, share in entry["shares"].items()}}
 
     def _measured_rates(self) -> dict[str, float]:
         """Return the measured rates; float16 runs on the units of bfloat16 and takes its measurement."""

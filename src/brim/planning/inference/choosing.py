@@ -34,6 +34,7 @@ from brim.planning.proof import (
 )  # fmt: skip
 from brim.planning.seconds.block_seconds import OUTSIDE, BlockSeconds
 from brim.planning.seconds.expert_reading import reading
+from brim.predict.cost import flops_per_s
 from brim.planning.solver import BlockCost, Job
 from brim.planning.solver.streaming import CHOICES, Contender, contender
 from brim.techniques.blocks import Block, Partition, find_blocks, tensor_bytes
@@ -421,8 +422,7 @@ class _Work:
 
 def rate_of(model: nn.Module, hardware: Hardware) -> float:
     """Return the FLOPs per second in the model's dtype."""
-    name = str(_dtype(model)).removeprefix("torch.")
-    return hardware.flops_per_s.get(name, 0.0) or min(hardware.flops_per_s.values())
+    return flops_per_s(hardware, str(_dtype(model)).removeprefix("torch."))
 
 
 def _fixed_layouts(loose: Sequence[TensorSource], in_ram: bool) -> list[BlockLayout]:
