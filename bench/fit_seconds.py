@@ -1,10 +1,11 @@
-"""Fit the shares of GPUs' peak rates that kernels reach (catalog/shares.json) to published and recorded seconds.
+"""Fit the shares of peak rates that kernels reach (catalog/shares.json) to published and recorded seconds.
 
     python bench/fit_seconds.py --table FOLDER           errors with the shares of the catalog
-    python bench/fit_seconds.py --table FOLDER --fit     fit two thirds of the families, print the shares and errors
+    python bench/fit_seconds.py --table FOLDER --fit     fit two thirds of the families, print the shares and errors;
+                                                         the H200's are of its measured rates, the catalog's of peaks
     ... --of-family 4                                    the most models of a family (2)
 
-A share is of one kind of kernel on one generation of GPUs. Nothing else is fitted, and no model or row has a number of
+A share is of one kind of kernel on one generation of GPUs. Nothing else is fitted; no model or row has a number of
 its own. A third of the families (by a hash of the name) is not fitted to; the two are printed apart. The sets: timm's
 models (training on an RTX 3090, inference on an RTX 4090 and a 5090), which need timm and the published tables beside
 the repository, and the runs on an H200 of measurements/gpu_truth.jsonl. FOLDER keeps the traces; the first call takes
@@ -15,10 +16,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,14 @@ from support.gpu import records
 from support.gpu.zoo import Case, build
 
 H200 = "gpu_truth H200"
-# Where a fit begins, and to where it is drawn where a set says little: a tenth of a logarithm's unit is a deviation of 1.
+# Where a fit begins, and to where it is drawn where a set says little.
 START = {
-    "product.flops": 1.0, "convolution.flops": 0.9, "grouped.flops": 0.6, "batched.flops": 0.5, "depthwise.flops": 0.05,
-    "attention.flops": 0.5, ".bytes": 0.85, "normalization.bytes": 0.5, "pooling.bytes": 0.4, "depthwise.bytes": 0.4,
-    "planar.bytes": 0.5, "kernel_s": 3e-6, "dispatch_s": 17e-6,
+    "product.flops": 1.0, "convolution.flops": 0.9, "grouped.flops": 0.6, "batched.flops": 0.5,
+    "depthwise.flops": 0.05, "attention.flops": 0.5, ".bytes": 0.85, "normalization.bytes": 0.5,
+    "pooling.bytes": 0.4, "depthwise.bytes": 0.4, "planar.bytes": 0.5, "kernel_s": 3e-6, "dispatch_s": 17e-6,
 }  # fmt: skip
 _DRAWN = 0.3
+_UNTRACED = (BrimError, RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, KeyError)
 _OUTLIER = 0.25  # an error, as a logarithm, from which a row pulls less
 _STEPS = 30
 
@@ -129,7 +131,15 @@ def timm_rows(name: str, folder: Path, of_family: int) -> list[Row]:
     for measured in step_seconds.published(name, of_family):
         try:
             made = step_seconds.traced(measured, folder)
-        except (BrimError, RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, KeyError) as error:
+        except (
+            BrimError,
+            RuntimeError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            NotImplementedError,
+            KeyError,
+        ) as error:
             print(f"{name} {measured.model}: not traced: {str(error)[:100]}", file=sys.stderr)
             continue
         rows.append(Row(measured.model, measured.task, measured.is_held_out, measured.step_s, made))
@@ -142,13 +152,16 @@ def h200_rows(folder: Path) -> list[Row]:
         if record.get("error"):
             continue
         case = Case.of(record["case"])
-        make: Callable[[], Trace] = lambda case=case, record=record: step_seconds.trace(  # type: ignore[misc]
-            lambda: build(case, "cuda"), steps=min(case.steps, 2), capability=tuple(record["capability"])
-        )
-        made = step_seconds.stored(folder / f"h200-{case.name}.json", make)
+        made = step_seconds.stored(folder / f"h200-{case.name}.json", partial(_h200_trace, case, record))
         held_out = step_seconds.is_held_out(case.model)
-        rows.append(Row(case.name, case.family, held_out, record["measured"]["step_s"], made))
+        group = "convolutional networks" if case.family == "cnn" else "others"
+        rows.append(Row(case.name, group, held_out, record["measured"]["step_s"], made))
     return rows
+
+
+def _h200_trace(case: Case, record: Mapping[str, Any]) -> Trace:
+    steps = min(case.steps, 2)  # as many as an optimizer needs for its states
+    return step_seconds.trace(lambda: build(case, "cuda"), steps=steps, capability=tuple(record["capability"]))
 
 
 def show(title: str, rows: Sequence[Row], errors: Sequence[float]) -> None:
@@ -157,7 +170,9 @@ def show(title: str, rows: Sequence[Row], errors: Sequence[float]) -> None:
         sizes = [abs(error) for row, error in zip(rows, errors, strict=True) if row.held_out == held_out]
         if sizes:
             middle, high = quantile(sizes, 0.5), quantile(sizes, 0.9)
-            print(f"{title:28} {label:9} {len(sizes):4} median {middle:6.1%}  p90 {high:6.1%}  largest {max(sizes):.0%}")
+            print(
+                f"{title:28} {label:9} {len(sizes):4} median {middle:6.1%}  p90 {high:6.1%}  largest {max(sizes):.0%}"
+            )
 
 
 def main() -> None:

@@ -92,9 +92,11 @@ def measured(name: str, build: Build, hardware: Any) -> dict[str, Any]:
     for _ in range(2):
         step()
     return {
-        "case": name, "predicted_s": cost.step_s(made, hardware), "measured_s": min(_seconds(step) for _ in range(_RUNS)),
-        "flops": sum(op.flops for op in made.ops if op.step == 1), "hardware": hardware.name, "torch": torch.__version__,
-        "threads": torch.get_num_threads(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "case": name, "predicted_s": cost.step_s(made, hardware),
+        "measured_s": min(_seconds(step) for _ in range(_RUNS)),
+        "flops": sum(op.flops for op in made.ops if op.step == 1), "hardware": hardware.name,
+        "torch": torch.__version__, "threads": torch.get_num_threads(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -30,6 +29,9 @@ class Context:
     torch: str
     bytes: int
     source: str
+
+
+_FASTEST = 1.07  # of the measured rate: H200's products in models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +112,18 @@ class Gpu:
         )  # fmt: skip
 
     def _kernels(self) -> dict[str, Any]:
-        """Return the shares and seconds of kernels on this generation; a measured product is no faster than that."""
-        facts = read_facts("shares.json")
+        """Return this generation's shares, of the measured rates where there are any, and its seconds per kernel."""
+        facts, measured = read_facts("shares.json"), self.measured_flops_per_s.get("bfloat16")
         generation = facts["like"].get(self.compute_capability, self.compute_capability)
         entry = facts["generations"].get(generation, facts["generations"]["general"])
-        most = 1.0 if "bfloat16" in self.measured_flops_per_s else math.inf
-        return {**entry, "shares": {name: min(share, most) for name, share in entry["shares"].items()}}
+        more = {
+            "flops": self.flops_per_s["bfloat16"] / measured if measured else 1.0,
+            "bytes": (self.bytes_per_s or 0.0) / self.measured_bytes_per_s if self.measured_bytes_per_s else 1.0,
+        }
+        shares = {name: share * more[name.rpartition(".")[2]] for name, share in entry["shares"].items()}
+        if measured:  # another product is hardly faster than the best that was measured
+            shares = {name: min(share, _FASTEST) for name, share in shares.items()}
+        return {"shares": shares, "kernel_s": entry["kernel_s"], "dispatch_s": entry["dispatch_s"]}
 
     def _measured_rates(self) -> dict[str, float]:
         """Return the measured rates; float16 runs on the units of bfloat16 and takes its measurement."""

@@ -26,7 +26,6 @@ _READ_BYTES = 1024 * MIB
 _COPIES = 8
 _ROUNDS = 5
 _WARM_S, _MOST_WARM_S, _RISES = 0.3, 1.5, 1.02
-_IMAGE_BYTES = 3 * 2 * 256 * 56 * 56  # two images and their sum, in float16
 _SIMT, _TENSOR_CORES = "ieee", "tf32"
 
 
@@ -110,47 +109,41 @@ def matrix_rates(on: Accelerator) -> dict[str, float]:
 
 def kernel_shares(on: Accelerator, flops_per_s: Mapping[str, float], bytes_per_s: float) -> dict[str, float]:
     """Return the shares of measured rates that kernels of each kind reach in float16, as in ``Hardware``."""
-    # So many images that adding two takes a fifth of a millisecond: larger than caches, and soon done everywhere.
-    count = int(min(max(1, bytes_per_s * 2e-4 // _IMAGE_BYTES), 128, device_free_bytes(on) // (32 * _IMAGE_BYTES)))
+    count = int(min(max(1, bytes_per_s / 5e10), 64))  # images: more than caches hold, and soon done everywhere
+    planes = torch.ones(count, 256, 56, 56, dtype=torch.float16, device=on.device)
+    images, heads = planes.to(memory_format=torch.channels_last), planes.view(count, 32, 392, 64)
+    moved_s, products = 2 * planes.nbytes / bytes_per_s, flops_per_s["float16"] / planes.numel()
 
-    def ones(*shape: int) -> torch.Tensor:
-        return torch.ones(shape, dtype=torch.float16, device=on.device)
+    def seconds(kernel: Callable[..., object], *tensors: torch.Tensor) -> float:
+        return median_s(lambda: kernel(*tensors), synchronize=on.synchronize)
 
-    def seconds(kernel: Callable[[], object]) -> float:
-        return median_s(kernel, synchronize=on.synchronize)
-
-    planes, factor, query = ones(max(count, 1), 256, 56, 56), ones(4 * count + 1, 256, 64), ones(count + 1, 8, 512, 64)
-    images, size = planes.to(memory_format=torch.channels_last), planes.numel()
-    products, moved_s = flops_per_s["float16"], 4 * size / bytes_per_s  # of reading and writing all images
     shares = {
-        ".bytes": moved_s * 1.5 / seconds(lambda: planes + planes),
+        ".bytes": moved_s / seconds(torch.neg, planes),
         "normalization.bytes": moved_s / seconds(lambda: F.layer_norm(planes, (56,))),
-        "pooling.bytes": moved_s * 1.125 / seconds(lambda: F.max_pool2d(planes, 2)),
-        "batched.flops": factor.numel() * 512 / products / filled(256, 256, 64)
-        / seconds(lambda: torch.bmm(factor, factor.mT)),
-        "attention.flops": query.numel() * 2048 / products
-        / seconds(lambda: F.scaled_dot_product_attention(query, query, query)),
-    }  # fmt: skip
-    convolved_s = {}
+        "pooling.bytes": moved_s / seconds(lambda: F.max_pool2d(planes, 3, 1, 1)),
+        "batched.flops": 784 / products / filled(392, 392, 64) / seconds(torch.matmul, heads, heads.mT),
+        "attention.flops": 1568 / products / seconds(F.scaled_dot_product_attention, heads, heads, heads),
+    }
     for name, source, depth, taps in (
         ("product.flops", images, 256, 1), ("convolution.flops", images, 256, 3), ("grouped.flops", images, 8, 3),
-        ("depthwise.flops", planes, 1, 7), ("depthwise.bytes", planes, 1, 3), ("planar.bytes", planes, 256, 1),
+        ("planar.bytes", planes, 256, 1), ("depthwise.flops", planes, 1, 7), ("depthwise.bytes", planes, 1, 3),
     ):  # fmt: skip
-        weight = ones(256, depth, taps, taps)
-        convolved_s[name] = seconds(partial(F.conv2d, source, weight, padding=taps // 2, groups=256 // depth))
-        rate = flops_per_s["float32"] if depth == 1 else products * filled(depth, depth * taps**2)
-        at_peak_s = moved_s if name.endswith("bytes") else 2 * size * depth * taps**2 / rate
-        shares[name] = at_peak_s / convolved_s[name]
-    converted_s = convolved_s["planar.bytes"] - convolved_s["product.flops"]
-    return shares | {"planar.bytes": moved_s / max(converted_s, convolved_s["planar.bytes"] / 10)}
+        kernel = partial(F.conv2d, padding=taps // 2, groups=256 // depth)
+        measured_s = seconds(kernel, source, planes.new_ones(256, depth, taps, taps))
+        rate = flops_per_s["float32"] / planes.numel() if depth == 1 else products * filled(depth, depth * taps**2)
+        arithmetic_s = 2 * depth * taps**2 / rate
+        if name == "planar.bytes":  # the rest converts
+            measured_s = max(measured_s - arithmetic_s / shares["product.flops"], measured_s / 10)
+        shares[name] = (moved_s if name.endswith("bytes") else arithmetic_s) / measured_s
+    return shares
 
 
 def dispatch_s(on: Accelerator) -> float:
     """Return the host's seconds to launch an operation from modules in Python; the device is faster with each."""
-    parts = [nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()]
-    model, ones = nn.Sequential(*parts * 64).to(on.device), torch.ones(1, 64, device=on.device)
+    model = nn.Sequential(*[nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()] * 64).to(on.device)
+    inputs = torch.ones(1, 64, device=on.device)
     with torch.inference_mode():
-        return median_s(lambda: model(ones), synchronize=on.synchronize) / len(model)
+        return median_s(lambda: model(inputs), synchronize=on.synchronize) / len(model)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ _disk_measured_s: dict[Path, float] = {}
 
 
 def probe(*, refresh: bool = False, device: str = "auto", directory: Path | None = None) -> Hardware:
-    """Measure this machine: memory, disk, links between them, rates of kernels. It takes a few seconds the first time.
+    """Measure this machine: memory, disk, links between them, kernels. It takes some seconds the first time.
 
     The result is stored in the user's cache folder by machine, device, driver, PyTorch and filesystem; the disk's
     part is valid for a day. Rates are medians; capacities are read each time. Measuring briefly takes up to 350 MiB

@@ -1,5 +1,3 @@
-
-
 import functools
 import tomllib
 from importlib import resources

@@ -63,7 +63,9 @@ def test_float32_products_use_tf32_where_pytorch_does():
     assert op_s(conv, GPU) == n / 5e13
 
 
-SHARES = replace(INSTANT, shares={".bytes": 0.8, "product.flops": 0.5, "planar.bytes": 0.4, "normalization.bytes": 0.2})
+SHARES = replace(
+    INSTANT, shares={".bytes": 0.8, "product.flops": 0.5, "planar.bytes": 0.4, "normalization.bytes": 0.2}
+)
 
 
 def test_a_kernel_takes_the_share_of_the_rate_that_its_kind_reaches():

@@ -34,9 +34,9 @@ from brim.planning.proof import (
 )  # fmt: skip
 from brim.planning.seconds.block_seconds import OUTSIDE, BlockSeconds
 from brim.planning.seconds.expert_reading import reading
-from brim.predict.cost import flops_per_s
 from brim.planning.solver import BlockCost, Job
 from brim.planning.solver.streaming import CHOICES, Contender, contender
+from brim.predict.cost import flops_per_s
 from brim.techniques.blocks import Block, Partition, find_blocks, tensor_bytes
 from brim.techniques.streaming.placement import COMPUTE_RAM, computable
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
