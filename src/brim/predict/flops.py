@@ -86,7 +86,7 @@ def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
         return attention(*args, causal=_is_causal(func, args, kwargs))
     if func.overloadpacket is aten.convolution_backward:  # the registry's ignores groups
         points = args[bool(args[7])]  # of the result; of the input where that is the smaller
-        return 2 * points.numel() // points.size(1) * args[2].numel() * sum(args[10][:2])
+        return int(2 * points.numel() // points.size(1) * args[2].numel() * sum(args[10][:2]))
     count = flop_registry.get(func.overloadpacket)
     if count is not None:
         lengths = _ROWS_BEFORE_HEADS.get(func.overloadpacket)
