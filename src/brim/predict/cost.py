@@ -8,10 +8,10 @@ GPU the CPU issues operations ahead of the device; the step ends when the device
 
 from __future__ import annotations
 
+from brim.catalog.gpus import read_facts
 from brim.core import Hardware, Op, Trace
 from brim.core.hardware import RAM
 from brim.errors import UsageError
-from brim.predict import read_operators
 
 # Dtypes whose rates replace an unknown one, in this order: the arithmetic then runs in that dtype.
 FALLBACKS = {
@@ -24,7 +24,7 @@ FALLBACKS = {
 _FLOAT8 = ("float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 _DOUBLE_SLOWDOWN = 64  # CUDA C++ Programming Guide, arithmetic throughput: 2 against 128 results per clock (8.6, 8.9)
 
-_PRODUCTS = read_operators()["work"]["products"]
+_PRODUCTS = read_facts("operators.json")["work"]["products"]
 _CONVOLUTIONS = "conv"
 _PLANAR = "planar "  # begins the kernel of a convolution whose channels are not last
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")

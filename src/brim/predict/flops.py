@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from brim.catalog.gpus import read_facts
 from brim.core.hardware import filled
-from brim.predict import read_operators
 
 aten = torch.ops.aten
 
-_OPERATORS = {kind: frozenset(names) for kind, names in read_operators()["work"].items()}
-_KINDS = read_operators()["kernels"]
+_OPERATORS = {kind: frozenset(names) for kind, names in read_facts("operators.json")["work"].items()}
+_KINDS = read_facts("operators.json")["kernels"]
 _MATRICES = ("mm", "addmm", "bmm", "baddbmm")
 
 # Attention kernels for (batch, rows, heads, width), while PyTorch's own counts expect the heads first;

@@ -19,18 +19,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import DefaultDeviceType
 
+from brim.catalog.gpus import read_facts
 from brim.core.trace import EMPTY_CACHE, FIRST_GRAPH_POOL
-from brim.predict import failures, read_operators
+from brim.predict import failures
 from brim.predict.dispatch import RecordingMode
 
 _VRAM_BYTES = 1 << 40
-_FUNCTIONS = read_operators()["functions"]
-_TYPED = {
-    "FloatTensor": torch.FloatTensor, "DoubleTensor": torch.DoubleTensor, "HalfTensor": torch.HalfTensor,
-    "BFloat16Tensor": torch.BFloat16Tensor, "LongTensor": torch.LongTensor, "IntTensor": torch.IntTensor,
-    "ByteTensor": torch.ByteTensor, "BoolTensor": torch.BoolTensor,
-}  # fmt: skip
-_AUTOCAST = read_operators()["autocast"]
+_FUNCTIONS = read_facts("operators.json")["functions"]
+_AUTOCAST = read_facts("operators.json")["autocast"]
 
 
 @contextmanager
@@ -82,7 +78,7 @@ def torch_cuda(recording: RecordingMode, capability: tuple[int, int]) -> dict[st
         **dict.fromkeys(_FUNCTIONS["silent"], _nothing),
         **_memory(recording),
         **_device(recording, capability),
-        **{name: _typed(legacy) for name, legacy in _TYPED.items()},
+        **{name: _typed(getattr(torch, name)) for name in _FUNCTIONS["typed"]},
         **streams(),
         **_graphs(recording),
         "make_graphed_callables": NoGraph,

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from brim.predict import read_operators
+from brim.catalog.gpus import read_facts
 from brim.predict.values.assumptions import Values
 from brim.predict.values.known import MADE_UP, forget, known
 
@@ -176,7 +176,7 @@ def _of_unknown(builtin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Functions of torch and Tensor whose plain numbers are sizes, positions or counts.
-_SIZED = frozenset(read_operators()["functions"]["sized"])
+_SIZED = frozenset(read_facts("operators.json")["functions"]["sized"])
 
 
 def unknown_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values | None:
