@@ -22,7 +22,7 @@ from brim.measure.capacity import disk_free_bytes, ram_capacity_bytes
 from brim.measure.user_cache import cache_folder, load_text, store_text
 
 # Incremented when the measurements change, so that stored ones are repeated.
-_METHOD = 4
+_METHOD = 5
 # Unlike processors and memory, a drive fills up, wears and is shared.
 _DISK_GOOD_FOR_S = 24 * 3600.0
 _OF_DISK = ", disk of "  # begins the part of a source that describes the disk
@@ -31,7 +31,7 @@ _disk_measured_s: dict[Path, float] = {}
 
 
 def probe(*, refresh: bool = False, device: str = "auto", directory: Path | None = None) -> Hardware:
-    """Measure this machine: memory, disk, links between them, matrix rates. It takes a few seconds the first time.
+    """Measure this machine: memory, disk, links between them, kernels. It takes some seconds the first time.
 
     The result is stored in the user's cache folder by machine, device, driver, PyTorch and filesystem; the disk's
     part is valid for a day. Rates are medians; capacities are read each time. Measuring briefly takes up to 350 MiB
@@ -140,6 +140,7 @@ def _measure(on: Accelerator | None, directory: Path, facts: dict[str, Any]) -> 
         Tier(name=DISK, capacity_bytes=0, bytes_per_s=disk[0].bytes_per_s),
     ]
     links: list[Link] = [*disk, bandwidth.ram_link()]
+    kernels: dict[str, Any] = {}
     if on is not None:
         from brim.measure import device_rates
 
@@ -148,6 +149,9 @@ def _measure(on: Accelerator | None, directory: Path, facts: dict[str, Any]) -> 
             tiers.insert(0, Tier(name=VRAM, capacity_bytes=0, bytes_per_s=device_rates.vram_read_rate(on)))
             links += device_rates.links(on)
             rates = device_rates.matrix_rates(on)
+            if on.type == accelerator.CUDA:
+                shares = device_rates.kernel_shares(on, rates, tiers[0].bytes_per_s)
+                kernels = {"shares": shares, "dispatch_s": device_rates.dispatch_s(on)}
     else:
         rates = bandwidth.cpu_matrix_rates()
     source = f"measured {_today()}, torch {facts['torch']}{of_disk}"
@@ -158,6 +162,7 @@ def _measure(on: Accelerator | None, directory: Path, facts: dict[str, Any]) -> 
         links=tuple(links),
         flops_per_s=rates,
         source=source,
+        **kernels,
     )
     return _with_capacities(hardware, directory, on)
 
