@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from brim.core import Decision, Hardware, Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
@@ -20,10 +22,11 @@ from brim.planning.inference.memory import Sizes
 from brim.planning.inference.pass_seconds import PassSeconds
 from brim.planning.proof import check_promise, largest_fitting, raise_promise, search
 from brim.planning.solver import Job
+from brim.techniques.decoding_graphs import GRAPH_BYTES, graph_bytes
 from brim.techniques.experts.technique import EXPERT_SLOTS
 from brim.techniques.experts.technique import NAME as EXPERTS
 from brim.techniques.kv_offload import cache as kv_cache
-from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM
+from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import RING_SLOTS
 from brim.units import format_bytes
@@ -42,7 +45,8 @@ class GenerationRequest:
     """The largest generation to plan for. ``batch`` and ``chunk`` None: as many sequences and tokens at once as fit.
 
     ``lengths``: tokens of each prompt. ``drawn``: tokens are sampled. ``continued``: turns of a conversation, each
-    with a mask over those before it. ``host_compute``: the processor beside a GPU may compute blocks.
+    with a mask over those before it. ``host_compute``: the processor beside a GPU may compute blocks. ``graphs``: a
+    GPU may decode by CUDA graphs.
     """
 
     lengths: tuple[int, ...]
@@ -52,12 +56,15 @@ class GenerationRequest:
     drawn: bool = False
     continued: bool = False
     host_compute: bool = True
+    graphs: bool = True
 
     @classmethod
-    def of(cls, inputs: Inputs, *, host_compute: bool = True) -> GenerationRequest:
+    def of(cls, inputs: Inputs, *, host_compute: bool = True, graphs: bool = True) -> GenerationRequest:
         """Return the request of a step's largest inputs."""
         lengths, new_tokens = (inputs.prompt,) * inputs.batch, inputs.total - inputs.prompt
-        return cls(lengths=lengths, new_tokens=new_tokens, batch=inputs.batch, host_compute=host_compute)
+        return cls(
+            lengths=lengths, new_tokens=new_tokens, batch=inputs.batch, host_compute=host_compute, graphs=graphs
+        )
 
     def padded(self, batch: int) -> bool:
         """Return True where a batch has prompts of several lengths."""
@@ -179,11 +186,27 @@ class GenerationSearch:
         memory = self.case.device_memory
         if memory is None:
             return self._run()
-        return within_reserved(
-            self.case,
-            lambda budget: self._with_budget(budget)._run(),
-            lambda strategy, vram_bytes: self._reserved_bytes(memory, strategy, vram_bytes),
+        return self._with_graphs(
+            within_reserved(
+                self.case,
+                lambda budget: self._with_budget(budget)._run(),
+                lambda strategy, vram_bytes: self._reserved_bytes(memory, strategy, vram_bytes),
+            )
         )
+
+    def _with_graphs(self, strategy: GenerationStrategy) -> GenerationStrategy:
+        """Decode by CUDA graphs where all weights are in VRAM, and the budget has room for them, too."""
+        plan, sizes = strategy.plan, strategy.sizes
+        whole = set(plan.choices(STREAMING).values()) <= {RESIDENT} and not plan.choices(EXPERTS)
+        if not (self.case.request.graphs and whole and torch.cuda.is_available()) or strategy.resting:
+            return strategy
+        planned = strategy.placement is not None and bool(strategy.placement.shape.planned)
+        takes = graph_bytes(self.case.module, sizes.batch, sizes.cached, planned=planned)
+        promised = plan.promise.peak_bytes[VRAM] + takes
+        if promised > plan.budget_bytes[VRAM]:
+            return strategy
+        plan = replace(plan, settings={**plan.settings, GRAPH_BYTES: takes})
+        return replace(strategy, plan=raise_promise(plan, {VRAM: promised}, plan.budget_bytes))
 
     def _reserved_bytes(self, memory: DeviceMemory, strategy: GenerationStrategy, vram_bytes: int) -> int:
         from brim.planning.inference.device_memory import Passes
@@ -390,7 +413,8 @@ class GenerationSearch:
                 "Make a new one on this machine: brim plan MODEL ... --output FILE.",
                 smallest_bytes={VRAM: reserved},
             )
-        return replace(strategy, plan=raise_promise(plan, {VRAM: reserved}, plan.budget_bytes))
+        promised = raise_promise(plan, {VRAM: reserved}, plan.budget_bytes)
+        return self._with_graphs(replace(strategy, plan=promised))
 
     def _with_more(self, fixed: Plan, sizes: Sizes, step_bytes: int) -> Plan:
         """Add the bytes of sampling and of prompts of several lengths to ``fixed``, planned without them."""

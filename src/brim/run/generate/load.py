@@ -31,6 +31,7 @@ from brim.planning.inference.remembered_passes import RememberedPasses
 from brim.planning.inference.warm_up import spent, warm_up
 from brim.planning.proof import search
 from brim.planning.seconds.drives import reading_from
+from brim.techniques import decoding_graphs
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import FROM_DISK
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
@@ -126,8 +127,18 @@ def load_opened(
 
     (strategy,) = search(sizes, attempt, most=1)
     weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
-    put_in_force(module, strategy.partition, strategy.plan, hardware, weights, device)
+    _in_force(module, strategy, hardware, weights, device)
     return module
+
+
+def _in_force(
+    module: nn.Module, strategy: GenerationStrategy, hardware: Hardware, weights: Weights, device: Device
+) -> WeightStreaming:
+    handle = put_in_force(module, strategy.partition, strategy.plan, hardware, weights, device)
+    graphs = decoding_graphs.apply(module, strategy.plan, handle.memory)
+    if graphs is not None:
+        handle.at_end.callback(graphs.remove)
+    return handle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +191,7 @@ def load_for_generation(
 ) -> Loaded:
     """Load the weights of an opened model by the strategy. ``on_loaded`` gets the loaded and the total bytes."""
     weights = Weights(sources=by_parameter(opened), verify=verifier(opened), loaded=_Progress(strategy, on_loaded))
-    handle = put_in_force(opened.module, strategy.partition, strategy.plan, hardware, weights, device)
+    handle = _in_force(opened.module, strategy, hardware, weights, device)
     return Loaded(module=opened.module, handle=handle, strategy=strategy)
 
 
