@@ -45,7 +45,7 @@ def graph_bytes(model: nn.Module, batch: int, tokens: int, *, planned: bool) -> 
     """
     config: Any = model.config
     text = config.get_text_config(decoder=True)
-    heads = int(text.num_attention_heads)
+    heads = int(getattr(text, "num_attention_heads", 1))
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
     windows = getattr(text, "sliding_window", None) is not None
@@ -61,22 +61,27 @@ def apply(model: nn.Module, plan: Plan, memory: Memory) -> DecodingGraphs | None
     room_bytes = plan.settings.get(GRAPH_BYTES, 0)
     if not room_bytes or memory.device.type != accelerator.CUDA:
         return None
-    return DecodingGraphs(model, room_bytes, plan.settings.get("total_tokens", 0), memory.device)
+    return DecodingGraphs(model, room_bytes, plan.settings.get("total_tokens", 0), memory)
 
 
 class DecodingGraphs:
-    """The handle. ``refused``: why passes are not replayed; empty while they are."""
+    """The handle. ``refused``: why passes are not replayed; empty while they are.
 
-    def __init__(self, model: nn.Module, room_bytes: int, tokens: int, device: torch.device) -> None:
+    The timeline's fact ``graph_replays`` counts the passes that were.
+    """
+
+    def __init__(self, model: nn.Module, room_bytes: int, tokens: int, memory: Memory) -> None:
         self.model: Any = model
-        self.room_bytes, self.tokens, self.on = room_bytes, tokens, accelerator.of(device)
+        self.room_bytes, self.tokens, self.on = room_bytes, tokens, accelerator.of(memory.device)
         self.stream, self.refused, self.replays = self.on.new_stream(), "", 0
+        self._facts = memory.recorder.timeline.facts
         self._lock, self._generate = threading.Lock(), self.model.generate
 
         @functools.wraps(self._generate)
         def generate(*args: Any, **kwargs: Any) -> Any:
             return self._decode(*args, **kwargs)
 
+        vars(generate)["graphs"] = self
         vars(model)["generate"] = generate
 
     def remove(self) -> None:
@@ -93,6 +98,7 @@ class DecodingGraphs:
         finally:
             del vars(self.model)["forward"]
             passes.leave()
+            self._facts["graph_replays"] = self.replays
             self._lock.release()
 
     def refuse(self, why: object) -> None:
@@ -101,13 +107,6 @@ class DecodingGraphs:
         warnings.warn(
             f"{type(self.model).__name__} is decoded without CUDA graphs: {self.refused}", stacklevel=2
         )
-
-    @contextlib.contextmanager
-    def within_room(self) -> Iterator[None]:
-        """Limit what the allocator adds to ``room_bytes``."""
-        self.on.empty_cache()
-        with self.on.limited(self.on.reserved_bytes() + self.room_bytes):
-            yield
 
 
 class _Passes:
@@ -120,17 +119,20 @@ class _Passes:
         self._static: _StaticCache | None = None
         self._graph: _Graph | None = None
         self._mask: torch.Tensor | None = None  # of all tokens so far, without the cache's unused ones
+        self._limit_bytes = 0  # of what the allocator may reserve for the cache and the graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        ids, cache = kwargs.get("input_ids"), kwargs.get(self._name or "")
-        decodes = isinstance(ids, torch.Tensor) and ids.shape[-1] == 1 and isinstance(cache, Cache)
+        ids, cache = kwargs.get("input_ids", kwargs.get("decoder_input_ids")), kwargs.get(self._name or "")
+        decodes = isinstance(ids, torch.Tensor) and ids.shape[-1] == 1
         recorded = kwargs.get("output_attentions") or kwargs.get("output_hidden_states")
         if threading.get_ident() != self._thread or self._graphs.refused:
             return self.forward(*args, **kwargs)
         if args or not decodes or recorded or torch.is_grad_enabled():
             self.leave()
             return self.forward(*args, **kwargs)
-        assert isinstance(cache, Cache)
+        if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
+            self._graphs.refuse(f"its cache is of type {type(cache).__name__}.")
+            return self.forward(*args, **kwargs)
         if self._static is not None and cache is self._cache and not self._static.full:
             return self._step(kwargs)
         self.leave()
@@ -149,8 +151,12 @@ class _Passes:
         self._cache = self._static = None
 
     def _enter(self, cache: Cache) -> None:
+        if any(isinstance(each, PlannedLayer) and each.get_seq_length() >= each.get_max_length() for each in cache.layers):
+            return  # no other token has room
+        self._graphs.on.empty_cache()
+        self._limit_bytes = self._graphs.on.reserved_bytes() + self._graphs.room_bytes
         try:
-            with self._graphs.within_room():
+            with self._graphs.on.limited(self._limit_bytes):
                 self._static = _StaticCache(cache, self._graphs.tokens, self._graphs.on.device)
         except (_Unsuitable, torch.OutOfMemoryError) as error:
             self._graphs.refuse(error)
@@ -171,10 +177,10 @@ class _Passes:
             else:
                 output = self._proved(graph, kwargs)
         except _Unsuitable as error:
-            output = error.output
+            static.advance()  # the plain pass wrote its token
             self.leave()
             graphs.refuse(error)
-            return output
+            return error.output
         static.advance()
         if static.full and static.grows:
             cache = self._cache
@@ -190,7 +196,7 @@ class _Passes:
         with static.growing():
             plain = self.forward(**(kwargs | {"attention_mask": self._mask}))
         try:
-            with self._graphs.within_room():
+            with self._graphs.on.limited(self._limit_bytes):
                 graph = _Graph(self.forward, kwargs, self._name, self._graphs.stream)
                 if not _agree(plain.logits, graph.warm_up().logits):
                     raise _Unsuitable("its scores depend on unused tokens of the cache.")
@@ -225,18 +231,16 @@ class _StaticCache:
     """
 
     def __init__(self, cache: Cache, tokens: int, device: torch.device) -> None:
+        unsuitable = {type(layer).__name__ for layer in cache.layers if not _suits(layer)}
+        if unsuitable:
+            raise _Unsuitable(f"its cache has layers of type {', '.join(sorted(unsuitable))}.")
         self._cache, self._before = cache, list(cache.layers)
         self._tokens = int(cache.get_seq_length())
         planned = [layer for layer in cache.layers if isinstance(layer, PlannedLayer)]
         self.grows = not planned
         more = self._tokens + max(_GROWN_TOKENS, self._tokens // 2)
         self._most = min([layer.get_max_length() for layer in planned], default=tokens if tokens > self._tokens else more)
-        if self._tokens >= self._most:
-            raise _Unsuitable("its cache has no room for another token.")
         self._position = torch.full((1,), self._tokens, device=device)
-        unsuitable = {type(layer).__name__ for layer in cache.layers if not _suits(layer)}
-        if unsuitable:
-            raise _Unsuitable(f"its cache has layers of type {', '.join(sorted(unsuitable))}.")
         try:
             for index, layer in enumerate(self._before):
                 if isinstance(layer, PlannedLayer):

@@ -196,16 +196,19 @@ class GenerationSearch:
 
     def _with_graphs(self, strategy: GenerationStrategy) -> GenerationStrategy:
         """Decode by CUDA graphs where all weights are in VRAM, and the budget has room for them, too."""
-        plan, sizes = strategy.plan, strategy.sizes
-        whole = set(plan.choices(STREAMING).values()) <= {RESIDENT} and not plan.choices(EXPERTS)
-        if not (self.case.request.graphs and whole and torch.cuda.is_available()) or strategy.resting:
+        sizes, settings = strategy.sizes, dict(strategy.plan.settings)
+        settings.pop(GRAPH_BYTES, None)  # of a given plan
+        plan = replace(strategy.plan, settings=settings)
+        strategy = replace(strategy, plan=plan)
+        in_vram = set(plan.choices(STREAMING).values()) <= {RESIDENT} and not plan.choices(EXPERTS)
+        if not (self.case.request.graphs and in_vram and torch.cuda.is_available()) or strategy.resting:
             return strategy
         planned = strategy.placement is not None and bool(strategy.placement.shape.planned)
         takes = graph_bytes(self.case.module, sizes.batch, sizes.cached, planned=planned)
         promised = plan.promise.peak_bytes[VRAM] + takes
         if promised > plan.budget_bytes[VRAM]:
             return strategy
-        plan = replace(plan, settings={**plan.settings, GRAPH_BYTES: takes})
+        plan = replace(plan, settings={**settings, GRAPH_BYTES: takes})
         return replace(strategy, plan=raise_promise(plan, {VRAM: promised}, plan.budget_bytes))
 
     def _reserved_bytes(self, memory: DeviceMemory, strategy: GenerationStrategy, vram_bytes: int) -> int:

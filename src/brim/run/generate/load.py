@@ -50,13 +50,14 @@ def load(
     dtype: torch.dtype | None = None,
     quantization: str | None = None,
     host_compute: bool = True,
+    cuda_graphs: bool = True,
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """Load a model for inference within a memory budget. The budget also holds during loading.
 
     The module behaves as if all its weights were in memory; weights that do not fit are streamed from RAM or from the
     checkpoint on disk. Results are equal, bit for bit, to those of a model that is entirely in memory, if the
-    same device computes them (see ``host_compute``). Call it under ``torch.no_grad()``. The KV cache is transformers'
+    same device computes them (see ``host_compute`` and ``cuda_graphs``). Call it under ``torch.no_grad()``. The KV cache is transformers'
     own. The budget includes it up to the tokens of ``inputs``, but it may grow further. Layers that the CPU computes
     have their part of the cache in RAM.
 
@@ -75,6 +76,8 @@ def load(
             is stored in the user's cache folder. None: as in the checkpoint.
         host_compute: True lets the CPU compute blocks that are in RAM, if that is faster than moving them to the GPU.
             Its kernels round differently; with False results are equal to the GPU's bit for bit.
+        cuda_graphs: True lets ``generate`` launch a token's pass as one CUDA graph, where all weights are in VRAM and
+            the budget has room. Attention then reads a cache of fixed size, which may round differently.
         trust_remote_code: True lets Python code in the model's folder run.
 
     Returns:
@@ -100,7 +103,9 @@ def load(
             opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
         else:
             opened = open_quantized(model, quantization, dtype=dtype, trust_remote_code=trust_remote_code)
-        return load_opened(opened, hardware, budget, inputs, start_bytes, kind, host_compute=host_compute)
+        return load_opened(
+            opened, hardware, budget, inputs, start_bytes, kind, host_compute=host_compute, cuda_graphs=cuda_graphs
+        )
 
 
 def load_opened(
@@ -112,6 +117,7 @@ def load_opened(
     device: Device = "auto",
     *,
     host_compute: bool = True,
+    cuda_graphs: bool = True,
 ) -> nn.Module:
     """Place the weights of an opened model; the budget counts from a resident set of ``start_bytes``."""
     module = opened.module
@@ -122,7 +128,7 @@ def load_opened(
     spent_bytes = spent(start_bytes)
 
     def attempt(size: Inputs) -> GenerationStrategy:
-        request = GenerationRequest.of(size, host_compute=host_compute)
+        request = GenerationRequest.of(size, host_compute=host_compute, graphs=cuda_graphs)
         return search_generation(generation_case(opened, hardware, budget, request, lambda: spent_bytes, called=True))
 
     (strategy,) = search(sizes, attempt, most=1)
