@@ -29,7 +29,7 @@ class Device:
         return int(self.library.brim_device_launches())
 
     def host_launches(self) -> int:
-        """What the host submitted since the last reset: kernels outside of graphs, and graphs."""
+        """Kernels launched outside of graphs, and graphs, since the last reset."""
         return int(self.library.brim_device_host_launches())
 
     def kernels(self) -> dict[str, int]:

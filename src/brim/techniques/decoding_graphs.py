@@ -25,7 +25,6 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from brim import accelerator
 from brim.core import Plan
-from brim.core.hardware import VRAM
 from brim.memory.tiers import Memory
 from brim.model_cache import cache_argument
 from brim.techniques.kv_offload.cache import PlannedLayer, TensorStorage
@@ -70,12 +69,12 @@ class DecodingGraphs:
     The timeline's fact ``graph_replays`` counts the passes that were.
     """
 
-    def __init__(self, model: nn.Module, room_bytes: int, tokens: int, memory: Memory) -> None:
-        self.model: Any = model
+    def __init__(self, model: Any, room_bytes: int, tokens: int, memory: Memory) -> None:
+        self.model = model
         self.room_bytes, self.tokens, self.on = room_bytes, tokens, accelerator.of(memory.device)
         self.stream, self.refused, self.replays = self.on.new_stream(), "", 0
         self._facts = memory.recorder.timeline.facts
-        self._lock, self._generate = threading.Lock(), self.model.generate
+        self._lock, self._generate = threading.Lock(), model.generate
 
         @functools.wraps(self._generate)
         def generate(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +88,8 @@ class DecodingGraphs:
         vars(self.model).pop("generate", None)
 
     def _decode(self, *args: Any, **kwargs: Any) -> Any:
-        if self.refused or "forward" in vars(self.model) or not self._lock.acquire(blocking=False):
+        changed = "forward" in vars(self.model) or self.model._compiled_call_impl is not None
+        if self.refused or changed or not self._lock.acquire(blocking=False):
             return self._generate(*args, **kwargs)
         passes = _Passes(self)
         vars(self.model)["forward"] = functools.wraps(passes.forward)(passes)
@@ -97,16 +97,14 @@ class DecodingGraphs:
             return self._generate(*args, **kwargs)
         finally:
             del vars(self.model)["forward"]
+            self._lock.release()
             passes.leave()
             self._facts["graph_replays"] = self.replays
-            self._lock.release()
 
     def refuse(self, why: object) -> None:
         """Decode without graphs from now on."""
         self.refused = " ".join(str(why).split())[:300]
-        warnings.warn(
-            f"{type(self.model).__name__} is decoded without CUDA graphs: {self.refused}", stacklevel=2
-        )
+        warnings.warn(f"{type(self.model).__name__} is decoded without CUDA graphs: {self.refused}", stacklevel=2)
 
 
 class _Passes:
@@ -114,7 +112,7 @@ class _Passes:
 
     def __init__(self, graphs: DecodingGraphs) -> None:
         self._graphs, self.forward = graphs, graphs.model.forward
-        self._name, self._thread = cache_argument(graphs.model), threading.get_ident()
+        self._name, self._thread = cache_argument(graphs.model) or "", threading.get_ident()
         self._cache: Cache | None = None
         self._static: _StaticCache | None = None
         self._graph: _Graph | None = None
@@ -122,7 +120,7 @@ class _Passes:
         self._limit_bytes = 0  # of what the allocator may reserve for the cache and the graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        ids, cache = kwargs.get("input_ids", kwargs.get("decoder_input_ids")), kwargs.get(self._name or "")
+        ids, cache = kwargs.get("input_ids", kwargs.get("decoder_input_ids")), kwargs.get(self._name)
         decodes = isinstance(ids, torch.Tensor) and ids.shape[-1] == 1
         recorded = kwargs.get("output_attentions") or kwargs.get("output_hidden_states")
         if threading.get_ident() != self._thread or self._graphs.refused:
@@ -151,7 +149,8 @@ class _Passes:
         self._cache = self._static = None
 
     def _enter(self, cache: Cache) -> None:
-        if any(isinstance(each, PlannedLayer) and each.get_seq_length() >= each.get_max_length() for each in cache.layers):
+        planned = [layer for layer in cache.layers if isinstance(layer, PlannedLayer)]
+        if any(layer.get_seq_length() >= layer.get_max_length() for layer in planned):
             return  # no other token has room
         self._graphs.on.empty_cache()
         self._limit_bytes = self._graphs.on.reserved_bytes() + self._graphs.room_bytes
@@ -168,6 +167,7 @@ class _Passes:
         assert static is not None
         if self._mask is not None:
             self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), 1)], dim=-1)
+        why = ""
         try:
             if graph is None:
                 output = self._compared(kwargs)
@@ -177,12 +177,12 @@ class _Passes:
             else:
                 output = self._proved(graph, kwargs)
         except _Unsuitable as error:
-            static.advance()  # the plain pass wrote its token
+            why, output = str(error), error.output
+        static.advance()  # also where a plain pass wrote the token
+        if why:
             self.leave()
-            graphs.refuse(error)
-            return error.output
-        static.advance()
-        if static.full and static.grows:
+            graphs.refuse(why)
+        elif static.full and static.grows:
             cache = self._cache
             self.leave()
             assert cache is not None
@@ -239,9 +239,11 @@ class _StaticCache:
         planned = [layer for layer in cache.layers if isinstance(layer, PlannedLayer)]
         self.grows = not planned
         more = self._tokens + max(_GROWN_TOKENS, self._tokens // 2)
-        self._most = min([layer.get_max_length() for layer in planned], default=tokens if tokens > self._tokens else more)
+        most = tokens if tokens > self._tokens else more
+        self._most = min([layer.get_max_length() for layer in planned], default=most)
         self._position = torch.full((1,), self._tokens, device=device)
         try:
+            layer: Any
             for index, layer in enumerate(self._before):
                 if isinstance(layer, PlannedLayer):
                     for room in layer.stored():
@@ -316,26 +318,17 @@ def _give_back(layer: Any, keys: torch.Tensor, values: torch.Tensor, tokens: int
 
 
 class _Graph:
-    """A captured pass and its inputs."""
+    """A captured pass and its inputs. ``proved``: a replay gave the bits of a pass."""
 
-    def __init__(self, forward: Callable[..., Any], kwargs: Mapping[str, Any], cache: str | None, stream: Any) -> None:
-        self._forward, self._stream, self._cache = forward, stream, cache
-        self._inputs, self._others, self._spec = self._parts(kwargs)
-        self._inputs = [tensor.clone() for tensor in self._inputs]
-        self._kwargs = self._joined(kwargs)
+    def __init__(self, forward: Callable[..., Any], kwargs: Mapping[str, Any], cache: str, stream: Any) -> None:
+        self._forward, self._cache, self._stream = forward, cache, stream
+        leaves, self._rest = self._parts(kwargs)
+        self._leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._kwargs = {cache: kwargs[cache], **tree_unflatten(self._leaves, self._rest)}
         self._graph, self.proved, self._output = torch.cuda.CUDAGraph(), False, None
 
-    def _parts(self, kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[Any], Any]:
-        leaves, spec = tree_flatten({name: value for name, value in kwargs.items() if name != self._cache})
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return tensors, [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
-
-    def _joined(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        tensors, (leaves, spec) = iter(self._inputs), tree_flatten(
-            {name: value for name, value in kwargs.items() if name != self._cache}
-        )
-        joined = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return {**tree_unflatten(joined, spec), **{name: kwargs[name] for name in (self._cache,) if name in kwargs}}
+    def _parts(self, kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+        return tree_flatten({name: value for name, value in kwargs.items() if name != self._cache})
 
     def warm_up(self) -> Any:
         """Run the pass on the stream that captures, whose libraries then have their memory."""
@@ -352,14 +345,19 @@ class _Graph:
 
     def replay(self, kwargs: Mapping[str, Any]) -> Any:
         """The output for these inputs, in memory that the next replay overwrites."""
-        inputs, others, spec = self._parts(kwargs)
-        shapes = [[(tensor.shape, tensor.dtype) for tensor in tensors] for tensors in (inputs, self._inputs)]
-        if shapes[0] != shapes[1] or others != self._others or spec != self._spec:
+        leaves, rest = self._parts(kwargs)
+        if rest != self._rest or any(_form(one) != _form(own) for one, own in zip(leaves, self._leaves, strict=True)):
             raise _Unsuitable("its inputs change from token to token.", self._forward(**kwargs))
-        for tensor, given in zip(self._inputs, inputs, strict=True):
-            tensor.copy_(given)
+        for own, given in zip(self._leaves, leaves, strict=True):
+            if isinstance(own, torch.Tensor):
+                own.copy_(given)
         self._graph.replay()
         return self._output
+
+
+def _form(leaf: object) -> object:
+    """Return what a graph has of an input: all but the values of a tensor."""
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _agree(plain: torch.Tensor, other: torch.Tensor) -> bool:

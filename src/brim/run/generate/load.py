@@ -57,9 +57,9 @@ def load(
 
     The module behaves as if all its weights were in memory; weights that do not fit are streamed from RAM or from the
     checkpoint on disk. Results are equal, bit for bit, to those of a model that is entirely in memory, if the
-    same device computes them (see ``host_compute`` and ``cuda_graphs``). Call it under ``torch.no_grad()``. The KV cache is transformers'
-    own. The budget includes it up to the tokens of ``inputs``, but it may grow further. Layers that the CPU computes
-    have their part of the cache in RAM.
+    same device computes them (see ``host_compute`` and ``cuda_graphs``). Call it under ``torch.no_grad()``. The KV
+    cache is transformers' own. The budget includes it up to the tokens of ``inputs``, but it may grow further. Layers
+    that the CPU computes have their part of the cache in RAM.
 
     Args:
         model: A Hugging Face folder (safetensors), a ``.gguf`` file, or a hub id.

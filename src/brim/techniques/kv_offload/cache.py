@@ -392,8 +392,8 @@ _LayerStorage = TensorStorage | _RestingLayer
 class PlannedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """A layer of transformers' cache; ``keys`` and ``values`` are the result of the last ``update``.
 
-    ``position`` (a tensor, for a CUDA graph): where the next token is written, while ``update`` gives the whole storage
-    and a mask excludes what is not written yet. None: ``update`` gives the tokens so far.
+    ``position`` (a tensor, for a CUDA graph): where the next token is written; ``update`` then gives all storage, and
+    a mask excludes what is not written yet. None: ``update`` gives the tokens so far.
     """
 
     is_sliding = False
