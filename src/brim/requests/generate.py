@@ -48,8 +48,8 @@ class Request:
     )
     cuda_graphs: bool = option(
         True,
-        "Launch a token's pass as one CUDA graph if all weights are in VRAM; its results differ in the last "
-        "bits.  [default: on]",
+        "Launch a token's pass, or each streamed block, as one CUDA graph; results differ in the last bits.  "
+        "[default: on]",
     )
     max_new_tokens: int = option(128, min=1)
     system: str | None = option(

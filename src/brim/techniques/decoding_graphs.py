@@ -2,11 +2,12 @@
 
 A pass of a small batch is a few hundred kernels that take less time than their launches. So ``generate`` is replaced:
 after the first token's pass the KV cache gets its final addresses and shapes, a pass over it is captured as a graph,
-and later passes replay it. transformers' own loop still prepares the inputs, chooses the tokens and stops.
+and later passes replay it. transformers' own loop still prepares the inputs, chooses the tokens and stops. Where
+weights are streamed, each block is a graph for every slot that it is loaded into, and hooks still load it before.
 
 Attention reads the unused tokens of the cache, too, and a mask excludes them. PyTorch has another kernel for that,
 which may round differently. What is captured is compared first: a pass over such a cache with a plain one, and a
-replay with the next pass, bit for bit. A model that differs, or cannot be captured, is decoded as without graphs.
+replay with the next call, bit for bit. A model that differs, or cannot be captured, is decoded as without graphs.
 """
 
 from __future__ import annotations
@@ -15,24 +16,25 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from brim import accelerator
-from brim.core import Plan
-from brim.memory.tiers import Memory
 from brim.model_cache import cache_argument
 from brim.techniques.kv_offload.cache import PlannedLayer, TensorStorage
+from brim.techniques.streaming.placement import NAME, RESIDENT, loading_triggers
+from brim.techniques.streaming.weight_streaming import WeightStreaming
 
 GRAPH_BYTES = "graph_bytes"  # in a plan's settings: most VRAM that graphs take beside what plain passes take
 # Relative to the scores' spread: fp32, and types whose own rounding is as large.
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1
 _GROWN_TOKENS = 256  # a cache of transformers' own grows by so many tokens, or by half
+_MOST_GRAPHS = 16  # of a module: one for each slot
 _WORKSPACE_BYTES, _SEGMENTS_BYTES = 32 << 20, 64 << 20  # of cuBLAS on the capturing stream; unused parts of segments
 _COPIES = 16  # of a token's widest tensor in fp32: more than any pass has at once
 
@@ -55,25 +57,35 @@ def graph_bytes(model: nn.Module, batch: int, tokens: int, *, planned: bool) -> 
     return _WORKSPACE_BYTES + _SEGMENTS_BYTES + _COPIES * 4 * batch * (widest + heads * tokens) + copies
 
 
-def apply(model: nn.Module, plan: Plan, memory: Memory) -> DecodingGraphs | None:
-    """Decode by graphs in ``model.generate`` where ``plan`` has bytes for them. The handle's ``remove`` ends it."""
-    room_bytes = plan.settings.get(GRAPH_BYTES, 0)
-    if not room_bytes or memory.device.type != accelerator.CUDA:
-        return None
-    return DecodingGraphs(model, room_bytes, plan.settings.get("total_tokens", 0), memory)
+def apply(handle: WeightStreaming) -> None:
+    """Decode by graphs in ``generate`` of a fitted model whose plan has bytes for them, until it is removed."""
+    if handle.plan.settings.get(GRAPH_BYTES, 0) and handle.memory.device.type == accelerator.CUDA:
+        handle.at_end.callback(DecodingGraphs(handle).remove)
+
+
+def units(handle: WeightStreaming) -> list[nn.Module]:
+    """The modules whose calls are graphs: the model, or each block of one that is streamed."""
+    if set(handle.plan.choices(NAME).values()) <= {RESIDENT}:
+        return [handle.model]
+    paths = {path for block in handle.partition.blocks for path in loading_triggers(block)}
+    inner = [path for path in paths if path and not any(other.startswith(f"{path}.") for other in paths)]
+    modules = map(handle.model.get_submodule, sorted(inner))
+    return [module for module in modules if any(True for _ in module.children())]  # else a single kernel
 
 
 class DecodingGraphs:
-    """The handle. ``refused``: why passes are not replayed; empty while they are.
+    """The handle. ``refused``: why calls are not replayed; empty while they are.
 
-    The timeline's fact ``graph_replays`` counts the passes that were.
+    The timeline's fact ``graph_replays`` counts the graphs that were launched.
     """
 
-    def __init__(self, model: Any, room_bytes: int, tokens: int, memory: Memory) -> None:
-        self.model = model
-        self.room_bytes, self.tokens, self.on = room_bytes, tokens, accelerator.of(memory.device)
+    def __init__(self, handle: WeightStreaming) -> None:
+        model: Any = handle.model
+        self.model, self.units, self.on = model, units(handle), accelerator.of(handle.memory.device)
+        self.room_bytes = handle.plan.settings.get(GRAPH_BYTES, 0)
+        self.tokens = handle.plan.settings.get("total_tokens", 0)
         self.stream, self.refused, self.replays = self.on.new_stream(), "", 0
-        self._facts = memory.recorder.timeline.facts
+        self._facts = handle.memory.recorder.timeline.facts
         self._lock, self._generate = threading.Lock(), model.generate
 
         @functools.wraps(self._generate)
@@ -88,15 +100,18 @@ class DecodingGraphs:
         vars(self.model).pop("generate", None)
 
     def _decode(self, *args: Any, **kwargs: Any) -> Any:
-        changed = "forward" in vars(self.model) or self.model._compiled_call_impl is not None
+        modules: list[Any] = list({id(module): module for module in (self.model, *self.units)}.values())
+        changed = any("forward" in vars(m) or m._compiled_call_impl is not None for m in modules)
         if self.refused or changed or not self._lock.acquire(blocking=False):
             return self._generate(*args, **kwargs)
         passes = _Passes(self)
-        vars(self.model)["forward"] = functools.wraps(passes.forward)(passes)
         try:
+            for module, forward in passes.replacements():
+                vars(module)["forward"] = functools.wraps(module.forward)(forward)
             return self._generate(*args, **kwargs)
         finally:
-            del vars(self.model)["forward"]
+            for module in modules:
+                vars(module).pop("forward", None)
             self._lock.release()
             passes.leave()
             self._facts["graph_replays"] = self.replays
@@ -111,25 +126,41 @@ class _Passes:
     """The passes of one call of ``generate``."""
 
     def __init__(self, graphs: DecodingGraphs) -> None:
-        self._graphs, self.forward = graphs, graphs.model.forward
+        self.graphs, self.forward = graphs, graphs.model.forward
         self._name, self._thread = cache_argument(graphs.model) or "", threading.get_ident()
         self._cache: Cache | None = None
         self._static: _StaticCache | None = None
-        self._graph: _Graph | None = None
+        self._compared = False  # a pass over the static cache, with a plain one
         self._mask: torch.Tensor | None = None  # of all tokens so far, without the cache's unused ones
-        self._limit_bytes = 0  # of what the allocator may reserve for the cache and the graph
+        self.pool = torch.cuda.graph_pool_handle()  # of all graphs, which run one after the other
+        self.limit_bytes = 0  # of what the allocator may reserve for the cache and the graphs
+        self.replays = False  # in a pass over the static cache, until something fails
+        self.failed = ""
+        # In the present pass: inputs that graphs have in memory of their own, and what that memory was filled from.
+        self.own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.filled: dict[int, torch.Tensor] = {}
+        self._units = [_Unit(module, self) for module in graphs.units]
+        self._pass = self._units[0] if graphs.units[:1] == [graphs.model] else self.forward
+
+    def replacements(self) -> list[tuple[Any, Any]]:
+        """Each module with the replacement of its ``forward``."""
+        blocks = [(unit.module, unit) for unit in self._units if unit.module is not self.graphs.model]
+        return [(self.graphs.model, self), *blocks]
+
+    def fail(self, why: object) -> None:
+        self.failed, self.replays = self.failed or str(why) or type(why).__name__, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         ids, cache = kwargs.get("input_ids", kwargs.get("decoder_input_ids")), kwargs.get(self._name)
         decodes = isinstance(ids, torch.Tensor) and ids.shape[-1] == 1
         recorded = kwargs.get("output_attentions") or kwargs.get("output_hidden_states")
-        if threading.get_ident() != self._thread or self._graphs.refused:
+        if threading.get_ident() != self._thread or self.graphs.refused:
             return self.forward(*args, **kwargs)
         if args or not decodes or recorded or torch.is_grad_enabled():
             self.leave()
             return self.forward(*args, **kwargs)
         if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
-            self._graphs.refuse(f"its cache is of type {type(cache).__name__}.")
+            self.graphs.refuse(f"its cache is of type {type(cache).__name__}.")
             return self.forward(*args, **kwargs)
         if self._static is not None and cache is self._cache and not self._static.full:
             return self._step(kwargs)
@@ -140,88 +171,99 @@ class _Passes:
         return output
 
     def leave(self) -> None:
-        """Give the cache back its own layers, and free the graph."""
+        """Give the cache back its own layers, and free the graphs."""
         if self._static is not None:
             self._static.leave()
-        if self._graph is not None:
-            self._graph = None
-            self._graphs.on.empty_cache()
-        self._cache = self._static = None
+            self.own.clear()
+            self.filled.clear()
+            for unit in self._units:
+                unit.graphs.clear()
+            self.graphs.on.empty_cache()
+        self._cache, self._static, self._compared = None, None, False
 
     def _enter(self, cache: Cache) -> None:
         planned = [layer for layer in cache.layers if isinstance(layer, PlannedLayer)]
         if any(layer.get_seq_length() >= layer.get_max_length() for layer in planned):
             return  # no other token has room
-        self._graphs.on.empty_cache()
-        self._limit_bytes = self._graphs.on.reserved_bytes() + self._graphs.room_bytes
+        self.graphs.on.empty_cache()
+        self.limit_bytes = self.graphs.on.reserved_bytes() + self.graphs.room_bytes
         try:
-            with self._graphs.on.limited(self._limit_bytes):
-                self._static = _StaticCache(cache, self._graphs.tokens, self._graphs.on.device)
+            with self.graphs.on.limited(self.limit_bytes):
+                self._static = _StaticCache(cache, self.graphs.tokens, self.graphs.on.device)
         except (_Unsuitable, torch.OutOfMemoryError) as error:
-            self._graphs.refuse(error)
+            self.graphs.refuse(error)
             return
         self._cache = cache
 
     def _step(self, kwargs: dict[str, Any]) -> Any:
-        static, graph, graphs = self._static, self._graph, self._graphs
-        assert static is not None
+        static, cache, plain = self._static, self._cache, None
+        assert static is not None and cache is not None
         if self._mask is not None:
             self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), 1)], dim=-1)
-        why = ""
+        if not self._compared:
+            with static.growing():
+                plain = self.forward(**(kwargs | {"attention_mask": self._mask}))
+        self.own.clear()
+        self.filled.clear()
+        self.replays = self._compared = True
         try:
-            if graph is None:
-                output = self._compared(kwargs)
-            elif graph.proved:
-                output = graph.replay(kwargs)
-                graphs.replays += 1
-            else:
-                output = self._proved(graph, kwargs)
-        except _Unsuitable as error:
-            why, output = str(error), error.output
-        static.advance()  # also where a plain pass wrote the token
-        if why:
-            self.leave()
-            graphs.refuse(why)
-        elif static.full and static.grows:
-            cache = self._cache
-            self.leave()
-            assert cache is not None
-            self._enter(cache)
-        return output
-
-    def _compared(self, kwargs: dict[str, Any]) -> Any:
-        """The output of a plain pass; a pass over the static cache agrees with it, and is captured."""
-        static = self._static
-        assert static is not None
-        with static.growing():
-            plain = self.forward(**(kwargs | {"attention_mask": self._mask}))
-        try:
-            with self._graphs.on.limited(self._limit_bytes):
-                graph = _Graph(self.forward, kwargs, self._name, self._graphs.stream)
-                if not _agree(plain.logits, graph.warm_up().logits):
-                    raise _Unsuitable("its scores depend on unused tokens of the cache.")
-                graph.capture()
+            output = self._pass(**kwargs)
+            if plain is not None and not _agree(plain.logits, output.logits):
+                self.fail("its scores depend on unused tokens of the cache.")
         except Exception as error:
-            raise _Unsuitable(error, plain) from error
-        self._graph = graph
-        return plain
+            if plain is None:
+                raise
+            self.fail(error)
+        finally:
+            self.replays = False
+        static.advance()
+        if self.failed:
+            self.leave()
+            self.graphs.refuse(self.failed)
+        elif static.full and static.grows:
+            self.leave()
+            self._enter(cache)
+        return output if plain is None else plain
 
-    def _proved(self, graph: _Graph, kwargs: dict[str, Any]) -> Any:
-        """The output of a pass; a replay gives the same bits."""
-        output = self.forward(**kwargs)
-        scores = output.logits.clone()
-        if not torch.equal(graph.replay(kwargs).logits, scores):
-            raise _Unsuitable("a replay's scores differ from those of its next pass.", output)
-        graph.proved = True
+
+class _Unit:
+    """The calls of a module: the first is captured, the second compared with a replay, later ones are replays."""
+
+    def __init__(self, module: nn.Module, passes: _Passes) -> None:
+        self.module, self.forward, self._passes = module, module.forward, passes
+        self.graphs: list[_Graph] = []
+        self._weights = [] if module is passes.graphs.model else list(module.parameters())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        passes = self._passes
+        if not passes.replays:
+            return self.forward(*args, **kwargs)
+        leaves, rest = tree_flatten((args, kwargs), is_leaf=_is_cache)
+        form = ([weight.data_ptr() for weight in self._weights], rest, [_form(leaf) for leaf in leaves])
+        graph = next((graph for graph in self.graphs if graph.form == form), None)
+        if graph is not None and graph.proved:
+            passes.graphs.replays += 1
+            return graph.replay(leaves)
+        output = self.forward(*args, **kwargs)
+        try:
+            if graph is None and len(self.graphs) == _MOST_GRAPHS:
+                raise _Unsuitable("its inputs change from token to token.")
+            if graph is None:
+                with passes.graphs.on.limited(passes.limit_bytes):
+                    self.graphs.append(_Graph(self.forward, leaves, form, passes))
+            else:
+                expected = [tensor.clone() for tensor in _tensors(output)]
+                pairs = zip(expected, _tensors(graph.replay(leaves)), strict=True)
+                if not all(torch.equal(one, other) for one, other in pairs):
+                    raise _Unsuitable("the results of a replay differ from those of its next call.")
+                graph.proved = True
+        except Exception as error:
+            passes.fail(error)
         return output
 
 
 class _Unsuitable(Exception):
-    """A pass cannot be replayed; ``output`` is that of a plain one."""
-
-    def __init__(self, why: object, output: Any = None) -> None:
-        super().__init__(why)
-        self.output = output
+    """A model, or its cache, cannot be decoded by graphs."""
 
 
 class _StaticCache:
@@ -318,41 +360,46 @@ def _give_back(layer: Any, keys: torch.Tensor, values: torch.Tensor, tokens: int
 
 
 class _Graph:
-    """A captured pass and its inputs. ``proved``: a replay gave the bits of a pass."""
+    """A captured call. ``form``: what it has of weights and inputs. ``proved``: a replay gave the bits of a call."""
 
-    def __init__(self, forward: Callable[..., Any], kwargs: Mapping[str, Any], cache: str, stream: Any) -> None:
-        self._forward, self._cache, self._stream = forward, cache, stream
-        leaves, self._rest = self._parts(kwargs)
-        self._leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._kwargs = {cache: kwargs[cache], **tree_unflatten(self._leaves, self._rest)}
-        self._graph, self.proved, self._output = torch.cuda.CUDAGraph(), False, None
+    def __init__(
+        self, forward: Callable[..., Any], leaves: list[Any], form: tuple[Any, ...], passes: _Passes
+    ) -> None:
+        self.form, self.proved, self._passes = form, False, passes
+        self._leaves = [self._own(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(self._leaves, form[1])
+        stream, current = passes.graphs.stream, torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):  # whose libraries then have their memory
+            forward(*args, **kwargs)
+        current.wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=passes.pool, stream=stream, capture_error_mode="thread_local"):
+            self._output = forward(*args, **kwargs)
 
-    def _parts(self, kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
-        return tree_flatten({name: value for name, value in kwargs.items() if name != self._cache})
+    def _own(self, given: torch.Tensor) -> torch.Tensor:
+        """Memory of the graphs' own, one for an input of several graphs."""
+        _, own = self._passes.own.setdefault(id(given), (given, given.clone()))
+        self._passes.filled[id(own)] = given
+        return own
 
-    def warm_up(self) -> Any:
-        """Run the pass on the stream that captures, whose libraries then have their memory."""
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            output = self._forward(**self._kwargs)
-        current.wait_stream(self._stream)
-        return output
-
-    def capture(self) -> None:
-        with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
-            self._output = self._forward(**self._kwargs)
-
-    def replay(self, kwargs: Mapping[str, Any]) -> Any:
+    def replay(self, leaves: list[Any]) -> Any:
         """The output for these inputs, in memory that the next replay overwrites."""
-        leaves, rest = self._parts(kwargs)
-        if rest != self._rest or any(_form(one) != _form(own) for one, own in zip(leaves, self._leaves, strict=True)):
-            raise _Unsuitable("its inputs change from token to token.", self._forward(**kwargs))
+        filled = self._passes.filled
         for own, given in zip(self._leaves, leaves, strict=True):
-            if isinstance(own, torch.Tensor):
+            if isinstance(own, torch.Tensor) and filled.get(id(own)) is not given:
                 own.copy_(given)
+                filled[id(own)] = given
         self._graph.replay()
         return self._output
+
+
+def _is_cache(value: object) -> bool:
+    return isinstance(value, Cache)
+
+
+def _tensors(output: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(output, is_leaf=_is_cache) if isinstance(leaf, torch.Tensor)]
 
 
 def _form(leaf: object) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from brim import device
 from brim.errors import UnsupportedError
 from brim.estimation.step_memory import Inputs
 from brim.run.generate.request import Answer, Request, chat, generate_many
+from brim.techniques import decoding_graphs
 from support.generating import DECODER, FAMILIES, WINDOW
 from support.tiny_model import save_tokenizer
 
@@ -48,7 +50,7 @@ CAPTURED = (
 )  # fmt: skip
 REFUSED = {
     "falcon": "Cannot copy between CPU and CUDA",
-    "gpt-neo": "depend on unused tokens",
+    "gpt-neo": "Cannot copy between CPU and CUDA",
     "mamba": "type LinearAttentionLayer",
     "t5": "type EncoderDecoderCache",
 }
@@ -167,6 +169,41 @@ def test_a_cache_that_is_full_grows(folders: Callable[[str], Path]) -> None:
     model = load(folder, inputs=Inputs(batch=2, prompt=16, total=26))
     assert tokens(model, 2, sampled=False, new=300) == tokens(plain, 2, sampled=False, new=300)
     assert replays(model) == 299 - 1 - 3 * 2  # each of three caches is compared in two passes
+    model.brim.remove()
+
+
+def streamed(folder: Path) -> Any:
+    """A model of which a part is streamed from RAM; its blocks are graphs, in more VRAM than the budget."""
+    model = load(folder, vram="92MiB", host_compute=False)
+    plan = model.brim.plan
+    assert "stream:ram" in plan.choices("weight_streaming").values()
+    model.brim.plan = replace(plan, settings=plan.settings | {"graph_bytes": 256 << 20})
+    decoding_graphs.apply(model.brim)
+    return model
+
+
+@pytest.mark.parametrize(("family", "batch"), [("llama", 8), ("gemma3", 1), ("gpt2", 1), ("gpt-neox", 1)])
+def test_streamed_blocks_are_graphs_too(family: str, batch: int, tmp_path: Path) -> None:
+    """A graph for each slot that a block is loaded into; the copy of the next block is beside it."""
+    wide = {"n_embd": 512, "n_head": 8} if family == "gpt2" else {"hidden_size": 512, "intermediate_size": 1408}
+    folder = save(tmp_path, family, **wide | ({"n_layer": 8} if family == "gpt2" else {"num_hidden_layers": 8}))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder).cuda().eval()
+    expected = [tokens(plain, batch, sampled) for sampled in (False, True)]
+    del plain
+    model = streamed(folder)
+    assert [tokens(model, batch, sampled) for sampled in (False, True)] == expected
+    assert not vars(model)["generate"].graphs.refused
+    assert replays(model) > 4 * 8
+    model.brim.remove()
+
+
+def test_a_refused_pass_is_continued_plainly(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folders("llama")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder).cuda().eval()
+    monkeypatch.setattr(decoding_graphs, "_agree", lambda plain, other: False)
+    model = load(folder)
+    with pytest.warns(UserWarning, match="depend on unused tokens"):
+        assert tokens(model, 8, sampled=False) == tokens(plain, 8, sampled=False)
     model.brim.remove()
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 # A plan's settings, beside those of weight streaming.
 BATCH, PROMPT_TOKENS, TOTAL_TOKENS, CHUNK_TOKENS = "batch", "prompt_tokens", "total_tokens", "prefill_chunk"
+_GRAPHS_SHARE = 20  # graphs may keep a twentieth of VRAM from weights, which are then moved for each token
 _CHUNK_STEPS = 16  # the largest chunk that fits is searched to a sixteenth of the prompt
 _WORTH_TOKENS = 256  # the least tokens of a chunk for a larger batch, as each chunk costs a pass
 
@@ -186,30 +187,48 @@ class GenerationSearch:
         memory = self.case.device_memory
         if memory is None:
             return self._run()
-        return self._with_graphs(
-            within_reserved(
+        counted: set[int] = set()
+
+        def attempt(most_bytes: int) -> GenerationStrategy:
+            def graphs(strategy: GenerationStrategy) -> int:
+                takes = self._graph_bytes(strategy)
+                counted.add(takes if takes <= most_bytes else 0)
+                return takes if takes <= most_bytes else 0
+
+            strategy = within_reserved(
                 self.case,
                 lambda budget: self._with_budget(budget)._run(),
-                lambda strategy, vram_bytes: self._reserved_bytes(memory, strategy, vram_bytes),
+                lambda strategy, vram_bytes: self._reserved_bytes(memory, strategy, vram_bytes) + graphs(strategy),
             )
-        )
+            return self._with_graphs(strategy, graphs(strategy))
 
-    def _with_graphs(self, strategy: GenerationStrategy) -> GenerationStrategy:
-        """Decode by CUDA graphs where all weights are in VRAM, and the budget has room for them, too."""
-        sizes, settings = strategy.sizes, dict(strategy.plan.settings)
-        settings.pop(GRAPH_BYTES, None)  # of a given plan
-        plan = replace(strategy.plan, settings=settings)
-        strategy = replace(strategy, plan=plan)
-        in_vram = set(plan.choices(STREAMING).values()) <= {RESIDENT} and not plan.choices(EXPERTS)
-        if not (self.case.request.graphs and in_vram and torch.cuda.is_available()) or strategy.resting:
-            return strategy
-        planned = strategy.placement is not None and bool(strategy.placement.shape.planned)
-        takes = graph_bytes(self.case.module, sizes.batch, sizes.cached, planned=planned)
-        promised = plan.promise.peak_bytes[VRAM] + takes
-        if promised > plan.budget_bytes[VRAM]:
-            return strategy
-        plan = replace(plan, settings={**settings, GRAPH_BYTES: takes})
-        return replace(strategy, plan=raise_promise(plan, {VRAM: promised}, plan.budget_bytes))
+        try:
+            return attempt(self.case.budget_bytes[VRAM] // _GRAPHS_SHARE)
+        except BudgetError:
+            if not any(counted):
+                raise
+            return attempt(0)
+
+    def _graph_bytes(self, strategy: GenerationStrategy) -> int:
+        """Return what CUDA graphs take; 0 where they are not used, as the CPU computes, or experts are cached."""
+        plan, sizes, placement = strategy.plan, strategy.sizes, strategy.placement
+        moved = set(plan.choices(STREAMING).values()) <= {RESIDENT, FROM_RAM, FROM_DISK}
+        if not (self.case.request.graphs and moved and torch.cuda.is_available()):
+            return 0
+        if strategy.resting or plan.choices(EXPERTS):
+            return 0
+        planned = placement is not None and bool(placement.shape.planned)
+        return graph_bytes(self.case.module, sizes.batch, sizes.cached, planned=planned)
+
+    def _with_graphs(self, strategy: GenerationStrategy, promised_bytes: int = 0) -> GenerationStrategy:
+        """Decode by CUDA graphs where the budget has room for them, too; ``promised_bytes`` of it already."""
+        plan, takes = strategy.plan, self._graph_bytes(strategy)
+        settings = {name: count for name, count in plan.settings.items() if name != GRAPH_BYTES}  # of a given plan
+        promised = plan.promise.peak_bytes.get(VRAM, 0) + takes - promised_bytes
+        if takes and promised <= plan.budget_bytes[VRAM]:
+            settings[GRAPH_BYTES] = takes
+            plan = raise_promise(plan, {VRAM: promised}, plan.budget_bytes)
+        return replace(strategy, plan=replace(plan, settings=settings))
 
     def _reserved_bytes(self, memory: DeviceMemory, strategy: GenerationStrategy, vram_bytes: int) -> int:
         from brim.planning.inference.device_memory import Passes

@@ -76,8 +76,8 @@ def load(
             is stored in the user's cache folder. None: as in the checkpoint.
         host_compute: True lets the CPU compute blocks that are in RAM, if that is faster than moving them to the GPU.
             Its kernels round differently; with False results are equal to the GPU's bit for bit.
-        cuda_graphs: True lets ``generate`` launch a token's pass as one CUDA graph, where all weights are in VRAM and
-            the budget has room. Attention then reads a cache of fixed size, which may round differently.
+        cuda_graphs: True lets ``generate`` launch a token's pass, or each streamed block, as one CUDA graph, where the
+            budget has room. Attention then reads a cache of fixed size, which may round differently.
         trust_remote_code: True lets Python code in the model's folder run.
 
     Returns:
@@ -141,9 +141,7 @@ def _in_force(
     module: nn.Module, strategy: GenerationStrategy, hardware: Hardware, weights: Weights, device: Device
 ) -> WeightStreaming:
     handle = put_in_force(module, strategy.partition, strategy.plan, hardware, weights, device)
-    graphs = decoding_graphs.apply(module, strategy.plan, handle.memory)
-    if graphs is not None:
-        handle.at_end.callback(graphs.remove)
+    decoding_graphs.apply(handle)
     return handle
 
 
