@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # A plan's settings, beside those of weight streaming.
 BATCH, PROMPT_TOKENS, TOTAL_TOKENS, CHUNK_TOKENS = "batch", "prompt_tokens", "total_tokens", "prefill_chunk"
-_GRAPHS_SHARE = 20  # graphs may keep a twentieth of VRAM from weights, which are then moved for each token
+_GRAPHS_SHARE = 10  # graphs may keep a tenth of VRAM from weights, which are then moved for each token
 _CHUNK_STEPS = 16  # the largest chunk that fits is searched to a sixteenth of the prompt
 _WORTH_TOKENS = 256  # the least tokens of a chunk for a larger batch, as each chunk costs a pass
 

@@ -76,7 +76,7 @@ def load(
             is stored in the user's cache folder. None: as in the checkpoint.
         host_compute: True lets the CPU compute blocks that are in RAM, if that is faster than moving them to the GPU.
             Its kernels round differently; with False results are equal to the GPU's bit for bit.
-        cuda_graphs: True lets ``generate`` launch a token's pass, or each streamed block, as one CUDA graph, where the
+        cuda_graphs: True lets ``generate`` launch a token's pass, or each streamed block, as one CUDA graph, if the
             budget has room. Attention then reads a cache of fixed size, which may round differently.
         trust_remote_code: True lets Python code in the model's folder run.
 
