@@ -31,6 +31,7 @@ from brim.planning.inference.remembered_passes import RememberedPasses
 from brim.planning.inference.warm_up import spent, warm_up
 from brim.planning.proof import search
 from brim.planning.seconds.drives import reading_from
+from brim.techniques import decoding_graphs
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import FROM_DISK
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
@@ -49,15 +50,16 @@ def load(
     dtype: torch.dtype | None = None,
     quantization: str | None = None,
     host_compute: bool = True,
+    cuda_graphs: bool = True,
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """Load a model for inference within a memory budget. The budget also holds during loading.
 
     The module behaves as if all its weights were in memory; weights that do not fit are streamed from RAM or from the
     checkpoint on disk. Results are equal, bit for bit, to those of a model that is entirely in memory, if the
-    same device computes them (see ``host_compute``). Call it under ``torch.no_grad()``. The KV cache is transformers'
-    own. The budget includes it up to the tokens of ``inputs``, but it may grow further. Layers that the CPU computes
-    have their part of the cache in RAM.
+    same device computes them (see ``host_compute`` and ``cuda_graphs``). Call it under ``torch.no_grad()``. The KV
+    cache is transformers' own. The budget includes it up to the tokens of ``inputs``, but it may grow further. Layers
+    that the CPU computes have their part of the cache in RAM.
 
     Args:
         model: A Hugging Face folder (safetensors), a ``.gguf`` file, or a hub id.
@@ -74,6 +76,8 @@ def load(
             is stored in the user's cache folder. None: as in the checkpoint.
         host_compute: True lets the CPU compute blocks that are in RAM, if that is faster than moving them to the GPU.
             Its kernels round differently; with False results are equal to the GPU's bit for bit.
+        cuda_graphs: True lets ``generate`` launch a token's pass, or each streamed block, as one CUDA graph, if the
+            budget has room. Attention then reads a cache of fixed size, which may round differently.
         trust_remote_code: True lets Python code in the model's folder run.
 
     Returns:
@@ -99,7 +103,9 @@ def load(
             opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
         else:
             opened = open_quantized(model, quantization, dtype=dtype, trust_remote_code=trust_remote_code)
-        return load_opened(opened, hardware, budget, inputs, start_bytes, kind, host_compute=host_compute)
+        return load_opened(
+            opened, hardware, budget, inputs, start_bytes, kind, host_compute=host_compute, cuda_graphs=cuda_graphs
+        )
 
 
 def load_opened(
@@ -111,6 +117,7 @@ def load_opened(
     device: Device = "auto",
     *,
     host_compute: bool = True,
+    cuda_graphs: bool = True,
 ) -> nn.Module:
     """Place the weights of an opened model; the budget counts from a resident set of ``start_bytes``."""
     module = opened.module
@@ -121,13 +128,21 @@ def load_opened(
     spent_bytes = spent(start_bytes)
 
     def attempt(size: Inputs) -> GenerationStrategy:
-        request = GenerationRequest.of(size, host_compute=host_compute)
+        request = GenerationRequest.of(size, host_compute=host_compute, graphs=cuda_graphs)
         return search_generation(generation_case(opened, hardware, budget, request, lambda: spent_bytes, called=True))
 
     (strategy,) = search(sizes, attempt, most=1)
     weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
-    put_in_force(module, strategy.partition, strategy.plan, hardware, weights, device)
+    _in_force(module, strategy, hardware, weights, device)
     return module
+
+
+def _in_force(
+    module: nn.Module, strategy: GenerationStrategy, hardware: Hardware, weights: Weights, device: Device
+) -> WeightStreaming:
+    handle = put_in_force(module, strategy.partition, strategy.plan, hardware, weights, device)
+    decoding_graphs.apply(handle)
+    return handle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +195,7 @@ def load_for_generation(
 ) -> Loaded:
     """Load the weights of an opened model by the strategy. ``on_loaded`` gets the loaded and the total bytes."""
     weights = Weights(sources=by_parameter(opened), verify=verifier(opened), loaded=_Progress(strategy, on_loaded))
-    handle = put_in_force(opened.module, strategy.partition, strategy.plan, hardware, weights, device)
+    handle = _in_force(opened.module, strategy, hardware, weights, device)
     return Loaded(module=opened.module, handle=handle, strategy=strategy)
 
 

@@ -242,6 +242,7 @@ class OpenedRun:
             drawn=self.sampling.draws,
             continued=self.context is not None,
             host_compute=self._request.host_compute,
+            graphs=self._request.cuda_graphs,
         )
 
     def batches(self) -> Iterator[Batch]:
