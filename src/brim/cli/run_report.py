@@ -74,7 +74,9 @@ def print_promise(
         table.add_row(tier.upper(), *("" if cell is None else format_bytes(cell) for cell in cells))
     step, measured_s = seconds
     shown_s = "-" if measured_s is None else format_seconds(measured_s)
-    table.add_row(f"time per {step}", "", format_seconds(plan.promise.step_s), shown_s)
+    table.add_row(
+        f"time per {step}", "", format_seconds(plan.promise.step_s) if plan.promise.step_s else "-", shown_s
+    )
     console.print(table)
     console.print(verdict.of_precision(*precision), highlight=False, soft_wrap=True)
 

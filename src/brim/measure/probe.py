@@ -68,6 +68,20 @@ def probe(*, refresh: bool = False, device: str = "auto", directory: Path | None
     return hardware
 
 
+def known() -> Hardware:
+    """Return the processor and its memory, with the rates that were measured before."""
+    place = drive_folder()
+    facts = _fingerprint(None, place)
+    stored = _load(_cache_file(facts))
+    tiers = (Tier(name=RAM, capacity_bytes=0), Tier(name=DISK, capacity_bytes=0))
+    hardware = stored[0] if stored else Hardware(name=_name(facts), compute=RAM, tiers=tiers)
+    return _with_capacities(hardware, place, None)
+
+
+def _name(facts: dict[str, Any]) -> str:
+    return facts["device"] or f"{facts['processor']}, {facts['cores']} cores"
+
+
 def _cache_file(facts: dict[str, Any]) -> Path:
     return cache_folder() / f"hardware-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
 
@@ -152,7 +166,7 @@ def _measure(on: Accelerator | None, directory: Path, facts: dict[str, Any]) -> 
         rates = bandwidth.cpu_matrix_rates()
     source = f"measured {_today()}, torch {facts['torch']}{of_disk}"
     hardware = Hardware(
-        name=facts["device"] or f"{facts['processor']}, {facts['cores']} cores",
+        name=_name(facts),
         compute=RAM if on is None else VRAM,
         tiers=tuple(tiers),
         links=tuple(links),

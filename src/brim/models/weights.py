@@ -9,13 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from brim.errors import ModelError
 from brim.memory.checkpoint_files import TensorSource
-from brim.memory.checksums import Checksum
 from brim.models.file_tensor import FileTensor
-from brim.models.opening import OpenedModel
-
-_PIECE_BYTES = 4 << 20  # copied from a device at once, to be verified
+from brim.models.opening import OpenedModel, check_value
 
 
 def by_parameter(opened: OpenedModel) -> dict[str, TensorSource]:
@@ -35,23 +31,11 @@ def verifier(opened: OpenedModel) -> Callable[[str, torch.Tensor], None] | None:
         return None
 
     def verify(name: str, value: torch.Tensor) -> None:
-        if name in known and _checksum(value) != known[name]:
+        if name in known:
             folder = Path(opened.sources[opened.tied.get(name, name)].extents[0].path).parent
-            raise ModelError(
-                f"Cannot use {name} of {opened.name}.",
-                "Its bytes are not those that were written: the checksum differs.",
-                f"The files in {folder} are damaged: fetch or convert the model again.",
-            )
+            check_value(opened.name, folder, name, value, known[name])
 
     return verify
-
-
-def _checksum(value: torch.Tensor) -> int:
-    """Checksum of a tensor's bytes. From a device they come in pieces, as RAM may have no room for all of them."""
-    data, checksum = value.reshape(-1).view(torch.uint8), Checksum()
-    for piece in data.split(data.numel() if value.device.type == "cpu" else _PIECE_BYTES):
-        checksum.update(piece.cpu())
-    return checksum.value()
 
 
 def materialize(module: nn.Module, opened: OpenedModel) -> None:

@@ -5,18 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from brim.core import Hardware, Plan
+from brim.core.hardware import RAM
 from brim.errors import UsageError
 from brim.estimation.step_memory import Inputs, Observation, watch_inference
 from brim.measure.capacity import resident_bytes
-from brim.models.opening import OpenedModel, open_model
+from brim.measure.probe import known
+from brim.memory.checkpoint_files import read_checkpoint
+from brim.models.architecture import model_class
+from brim.models.location import locate
+from brim.models.opening import OpenedModel, described_by, open_mapped, open_model
 from brim.models.quantized import open_quantized
 from brim.models.weights import by_parameter, materialize, verifier
+from brim.planning.inference.ample import AmpleStrategy, ample_strategy, fits_amply
 from brim.planning.inference.choose import (
     GenerationCase,
     GenerationRequest,
@@ -24,7 +31,7 @@ from brim.planning.inference.choose import (
     follow,
     search_generation,
 )
-from brim.planning.inference.machine import Device, budgets, machine, on, put_in_force
+from brim.planning.inference.machine import Device, budgets, computing, machine, on, put_in_force
 from brim.planning.inference.memory import Sizes
 from brim.planning.inference.pass_seconds import PassSeconds
 from brim.planning.inference.remembered_passes import RememberedPasses
@@ -92,6 +99,13 @@ def load(
         )
     # Tensors created in inference mode could never be changed outside of it.
     with on(device) as kind, torch.inference_mode(False):
+        if quantization is None and not trust_remote_code:
+            size = inputs or Inputs(prompt=_TOTALS[0] // 2, total=_TOTALS[0])
+            sizes = ample_sizes(size.batch, size.prompt, size.total - size.prompt)
+            start_bytes, path = resident_bytes(), locate(model)
+            budget = ample_budget(vram, ram, kind)
+            if path.is_dir() and (opener := ample_opener(path, sizes, budget, dtype)):
+                return place_ample(opener(), known(), budget, sizes, start_bytes).module
         hardware = reading_from(machine(kind), Path(model))  # before start_bytes: measuring takes RAM for a moment
         start_bytes = resident_bytes()
         budget = budgets(hardware, vram, ram, kind)
@@ -100,6 +114,41 @@ def load(
         else:
             opened = open_quantized(model, quantization, dtype=dtype, trust_remote_code=trust_remote_code)
         return load_opened(opened, hardware, budget, inputs, start_bytes, kind, host_compute=host_compute)
+
+
+def ample_budget(vram: str | int | None, ram: str | int | None, device: Device) -> dict[str, int]:
+    """Return the budget of RAM where the processor computes in all of it; empty elsewhere."""
+    if device == "emulated" or computing(device) is not None:
+        return {}
+    return budgets(known(), vram, ram, device)
+
+
+def ample_sizes(batch: int, prompt: int, new_tokens: int) -> Sizes:
+    """Return the sizes of passes over prompts without chunks."""
+    return Sizes(batch=batch, prompt=prompt, total=prompt + new_tokens, chunk=prompt)
+
+
+def ample_opener(
+    folder: Path, sizes: Sizes, budget: Mapping[str, int], dtype: torch.dtype | None = None
+) -> Callable[[], OpenedModel] | None:
+    """Return a function that opens a model with its weights if it certainly fits the ``budget``, else None."""
+    if not budget:
+        return None
+    directory, name, config = described_by(folder, trust_remote_code=False, quantized=True)
+    stored, kind = read_checkpoint(directory), model_class(directory, config, False)
+    if not fits_amply(kind, config, stored, dtype, sizes, budget[RAM]):
+        return None
+    return partial(open_mapped, directory, name, config, stored)
+
+
+def place_ample(
+    opened: OpenedModel, hardware: Hardware, budget: Mapping[str, int], sizes: Sizes, start_bytes: int
+) -> Loaded:
+    """Keep the weights of a model of ``ample_opener`` where they are."""
+    module = opened.module
+    strategy = ample_strategy(opened.name, module, opened.sources, hardware, budget, sizes, start_bytes)
+    handle = put_in_force(module, strategy.partition, strategy.plan, hardware, Weights(), "cpu")
+    return Loaded(module=module, handle=handle, strategy=strategy)
 
 
 def load_opened(
@@ -136,7 +185,7 @@ class Loaded:
 
     module: nn.Module
     handle: WeightStreaming
-    strategy: GenerationStrategy
+    strategy: GenerationStrategy | AmpleStrategy
 
     def cache(self, batch: int, prompt: int, new_tokens: int) -> kv_cache.PlannedCache | None:
         """An empty cache for a batch; None where the model makes its own."""

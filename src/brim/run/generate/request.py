@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from brim.core import Hardware, Plan, Timeline
+from brim.core import Plan, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.measure.monitor import Monitor, Usage
+from brim.measure.probe import known
 from brim.measure.token_clock import Clock
 from brim.memory import heap
 from brim.models.opening import OpenedModel, open_tokenizer, precision_of, prepare, verify_files
 from brim.models.quantized import open_as
 from brim.planning.inference import predicted_timeline
+from brim.planning.inference.ample import AmpleStrategy
 from brim.planning.inference.choose import GenerationRequest
 from brim.planning.inference.machine import budgets, held_to, machine, on, within_room
 from brim.planning.seconds.drives import reading_from
@@ -31,7 +33,15 @@ from brim.planning.seconds.spans import ComputeSpans
 from brim.requests.generate import Request as Request
 from brim.requests.sampling import cut
 from brim.run.generate.inputs import Batch, batches, check, encode, encode_chat, instructed
-from brim.run.generate.load import Loaded, choose_generation, load_for_generation
+from brim.run.generate.load import (
+    Loaded,
+    ample_budget,
+    ample_opener,
+    ample_sizes,
+    choose_generation,
+    load_for_generation,
+    place_ample,
+)
 from brim.run.generate.loop import (
     CHECKED_TOKENS,
     Ending,
@@ -47,6 +57,8 @@ from brim.run.generate.loop import (
 if TYPE_CHECKING:
     from brim.planning.file import PlanFile
 
+_ADDED = 512  # the most tokens that a chat template adds to a prompt, usually
+_SHORT = 512  # tokens
 DEFAULT_CONTEXT = 4096  # tokens of a conversation
 
 
@@ -67,7 +79,7 @@ class Figures:
     eta: float | None
     seed: int | None = None  # of sampling
     timeline: Timeline = field(compare=False)
-    predicted: Timeline = field(compare=False)  # by the plan, from the first measured pass on
+    predicted: Timeline | None = field(compare=False)  # by the plan, from the first measured pass on
     precision: tuple[str, str] = ("", "")  # the name, and its origin
 
     def figures(self) -> dict[str, Any]:
@@ -207,12 +219,10 @@ class OpenedRun:
         opened: OpenedModel,
         rows: list[torch.Tensor],
         tokenizer: Any,
-        hardware: Hardware,
         context: int | None,
     ) -> None:
         self.context = context
         self._request, self.opened, self._rows, self.tokenizer = request, opened, rows, tokenizer
-        self._hardware = hardware
         self.sampling = request.sampling.with_seed()
         self.usage: Usage | None = None
         self.precision = ("", "")
@@ -272,7 +282,7 @@ class OpenedRun:
     def figures(self, clock: Clock) -> dict[str, Any]:
         assert self.usage is not None, "it is not closed"
         step_s = clock.s_per_step()
-        handle = self.loaded.handle
+        handle, strategy = self.loaded.handle, self.loaded.strategy
         promise = handle.plan.promise
         return {
             "plan": handle.plan,
@@ -280,10 +290,10 @@ class OpenedRun:
             "measured_bytes": {VRAM: self.usage.vram_reserved_bytes, RAM: self.usage.ram_growth_bytes},
             "s_per_token": step_s,
             "steady_s_per_token": clock.steady_s_per_step(),
-            "eta": promise.bound_s / step_s if step_s else None,
+            "eta": promise.bound_s / step_s if step_s and promise.bound_s else None,
             "precision": self.precision,
             "timeline": handle.timeline(),
-            "predicted": predicted_timeline.beside(handle, self.loaded.strategy),
+            "predicted": None if isinstance(strategy, AmpleStrategy) else predicted_timeline.beside(handle, strategy),
         }
 
 
@@ -327,53 +337,78 @@ def _opened_here(
     on_loaded: Callable[[int, int], None],
     *,
     context: int | None,
+    plans: bool = False,
 ) -> Iterator[OpenedRun]:
-    precision = request.precision if file is None else file.request.precision
-    on_stage("measuring this machine (once)")
-    hardware = machine(request.device)
-    budget = file.plan.budget_bytes if file else budgets(hardware, request.vram, request.ram, request.device)
+    precision, device = request.precision if file is None else file.request.precision, request.device
+    new_tokens, trusts = request.max_new_tokens, request.trust_remote_code
+    batch = len(prompts) if request.batch == "auto" else min(request.batch, len(prompts))
+    budget = ample_budget(request.vram, request.ram, device) if file is None else {}
     on_stage("opening the model")
-    directory = prepare(request.model, trust_remote_code=request.trust_remote_code)
+    directory = prepare(request.model, trust_remote_code=trusts)
     if request.verify:
         on_stage("comparing the weights with their checksums")
         verify_files(directory)
-    if precision is not None:
-        on_stage("converting the weights (once)")
-        open_as(directory, precision, trust_remote_code=request.trust_remote_code)
-    # A plan for another tier than this device's has none; it is refused below, with all else that differs.
-    hardware = reading_from(hardware, directory, budget_bytes=budget.get(hardware.compute, 0))
+    open_ample = None
+    # Later tokens, and turns, are faster with a planned cache.
+    if not (plans or trusts or precision or prompts == [] or request.prefill_chunk != "auto" or new_tokens > _SHORT):
+        # A token has at least a byte; a chat template adds some.
+        sizes = ample_sizes(batch, _ADDED + max(len(f"{p}{request.system}".encode()) for p in prompts), new_tokens)
+        open_ample = ample_opener(directory, sizes, budget)
+    if open_ample is not None:
+        hardware = known()
+    else:
+        on_stage("measuring this machine (once)")
+        hardware = machine(device)
+        budget = dict(file.plan.budget_bytes) if file else budgets(hardware, request.vram, request.ram, device)
+        if precision is not None:
+            on_stage("converting the weights (once)")
+            open_as(directory, precision, trust_remote_code=trusts)
+        # A plan for another tier than this device's has none; it is refused below, with all else that differs.
+        hardware = reading_from(hardware, directory, budget_bytes=budget.get(hardware.compute, 0))
     heap.return_freed_memory()  # what a long prompt's pass frees is counted as long as the heap keeps it
     given = file is not None or request.ram is not None or request.vram is not None
     budget = within_room(budget, given=given)  # libraries and a conversion have taken some since
     with Monitor() as monitor:
         start_bytes = int(psutil.Process().memory_info().rss)
-        opened = open_as(directory, precision, trust_remote_code=request.trust_remote_code)
+        opened = open_ample() if open_ample else open_as(directory, precision, trust_remote_code=trusts)
         _refuse_others(opened)
         if file is not None:
             file.check(model=opened.module, hardware=hardware, task="generate")
         tokenizer = open_tokenizer(opened)
         rows = [encode(tokenizer, prompt, request.chat, request.system) for prompt in prompts]
-        check(opened.module, opened.name, rows, request.max_new_tokens)
+        check(opened.module, opened.name, rows, new_tokens)
         if context is not None:
-            context = _context(opened, context, request.max_new_tokens)
-        run = OpenedRun(request, opened, rows, tokenizer, hardware, context)
+            context = _context(opened, context, new_tokens)
+        run = OpenedRun(request, opened, rows, tokenizer, context)
         name, origin = precision_of(opened, precision)
         run.precision = (name, "by the plan" if file is not None and precision is not None else origin)
-        on_stage("loading weights")
-        fixed = file.plan if file else None
-        generation, device = run.generation(), request.device
-        limited = held_to(budget, device)  # from before the first product, whose workspace the budget includes
-        strategy = choose_generation(opened, hardware, budget, generation, start_bytes, device, fixed=fixed)
-        with limited():
-            run._loaded = load_for_generation(opened, hardware, strategy, device, on_loaded=on_loaded)
-            try:
-                on_stage("generating")
-                handle = run.loaded.handle
-                with ComputeSpans(opened.module, [name for name, _ in handle.blocks], handle.memory):
-                    yield run
-            finally:
-                run.loaded.handle.close()
-        run.usage = monitor.usage()
+        longest = max(map(len, rows), default=0)
+        if open_ample is None or longest <= sizes.prompt:
+            on_stage("loading weights")
+            limited = held_to(budget, device)  # from before the first product, whose workspace the budget includes
+            fixed = file.plan if file else None
+            strategy = (
+                None
+                if open_ample
+                else choose_generation(opened, hardware, budget, run.generation(), start_bytes, device, fixed=fixed)
+            )
+            with limited():
+                if strategy is None:
+                    sizes = ample_sizes(batch, longest, new_tokens)
+                    run._loaded = place_ample(opened, hardware, budget, sizes, start_bytes)
+                else:
+                    run._loaded = load_for_generation(opened, hardware, strategy, device, on_loaded=on_loaded)
+                try:
+                    on_stage("generating")
+                    handle = run.loaded.handle
+                    with ComputeSpans(opened.module, [name for name, _ in handle.blocks], handle.memory):
+                        yield run
+                finally:
+                    run.loaded.handle.close()
+            run.usage = monitor.usage()
+            return
+    with _opened_here(request, file, prompts, on_stage, on_loaded, context=context, plans=True) as run:
+        yield run  # the chat template has added more than expected
 
 
 def _context(opened: OpenedModel, wanted: int, new_tokens: int) -> int:

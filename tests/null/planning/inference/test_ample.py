@@ -1,0 +1,170 @@
+"""Models that certainly fit: the bound of their memory, and the same results as with a plan."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import brim
+from brim.core.hardware import RAM
+from brim.errors import TransferError
+from brim.estimation.step_memory import Inputs, watch_inference
+from brim.memory.checkpoint_files import read_checkpoint
+from brim.model_cache import cache_input, cache_of
+from brim.planning.inference.ample import fits_amply, step_bound_bytes
+from brim.planning.inference.memory import Sizes
+from brim.requests.generate import Request
+from brim.run.generate.request import generate
+from brim.run.ranks.memory import TensorMeter
+from support.generating import save_words_llama
+
+FAMILIES = [
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_neox",
+    "olmo2", "apertus", "cohere", "granite", "starcoder2", "smollm3", "glm", "opt", "helium",
+]  # fmt: skip
+PLANNED = "400MiB"  # too little to be ample for any model: libraries alone may take more than half of it
+TINY = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def random_sizes(family: str, seed: int) -> tuple[Any, Sizes]:
+    """A small configuration, with heads, widths and lengths of all proportions, and the sizes of its passes."""
+    draw = random.Random(f"{family} {seed}")
+    heads, groups, head = (
+        draw.choice([(2, 1), (4, 2), (8, 8), (12, 3)]),
+        draw.choice([1, 2]),
+        draw.choice([8, 16, 64]),
+    )
+    config = AutoConfig.for_model(
+        family,
+        hidden_size=heads[0] * head,
+        head_dim=head * (1 if family in ("phi", "gpt_neox", "opt", "gpt2", "helium") else groups),
+        intermediate_size=draw.choice([32, 200, 1024]),
+        ffn_dim=draw.choice([32, 1024]),
+        num_hidden_layers=draw.choice([1, 3]),
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        vocab_size=draw.choice([64, 1000, 5000]),
+        word_embed_proj_dim=heads[0] * head,
+        max_position_embeddings=512,
+        **TINY,
+    )
+    config.dtype = torch.float32
+    prompt = draw.choice([1, 7, 64, 300])
+    return config, Sizes(batch=draw.choice([1, 3]), prompt=prompt, total=prompt + draw.choice([1, 40]), chunk=prompt)
+
+
+def save(folder: Path, config: Any) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).eval().save_pretrained(folder)
+    return folder
+
+
+def measured_bytes(model: Any, sizes: Sizes) -> int:
+    """The peak of real tensors beside the weights: the prompt's pass, and the last token's."""
+    meter = TensorMeter("passes", torch.device("cpu"))
+    meter.hold([*model.parameters(), *model.buffers()], "parameter")
+    before = sum({id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}.values())
+    ids = torch.ones(sizes.batch, sizes.prompt, dtype=torch.long)
+    with meter, torch.no_grad():
+        cache = cache_of(model(input_ids=ids, use_cache=True))
+        for _ in range(sizes.total - sizes.prompt):
+            cache = cache_of(model(input_ids=ids[:, :1], **cache_input(model, cache), use_cache=True))
+    return meter.peak_bytes[RAM] - before
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_bound_is_not_below_the_peak_of_random_configurations(family: str, tmp_path: Path) -> None:
+    for seed in range(4):
+        config, sizes = random_sizes(family, seed)
+        model: Any = brim.load(save(tmp_path / str(seed), config), device="cpu")
+        stored = read_checkpoint(tmp_path / str(seed))
+        assert fits_amply(type(model), model.config, stored, None, sizes, 1 << 40)
+        bound = step_bound_bytes(model.config, stored, sizes)
+        assert measured_bytes(model, sizes) <= bound
+        model.brim.remove()
+        inputs = Inputs(batch=sizes.batch, prompt=sizes.prompt, total=sizes.total)
+        assert watch_inference(model, inputs).step_bytes <= bound
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_a_planned_model(family: str, tmp_path: Path) -> None:
+    config, _ = random_sizes(family, 9)
+    folder, ids = save(tmp_path, config), torch.arange(20)[None] % 60
+    ample, planned = brim.load(folder, device="cpu"), brim.load(folder, ram=PLANNED, device="cpu")
+    assert ["prefill_chunk" in model.brim.plan.settings for model in (ample, planned)] == [False, True]
+    with torch.no_grad():
+        assert torch.equal(ample(input_ids=ids).logits, planned(input_ids=ids).logits)
+        plain = AutoModelForCausalLM.from_pretrained(folder)(input_ids=ids).logits
+        assert torch.equal(ample(input_ids=ids).logits, plain)
+
+
+def test_text_is_that_of_a_plan_and_memory_is_as_promised(tmp_path: Path) -> None:
+    folder = save_words_llama(tmp_path / "llama", layers=2)
+    results = [
+        generate(Request(model=folder, prompt="a b", max_new_tokens=9, ram=ram, device="cpu"))
+        for ram in (PLANNED, "2GiB")
+    ]
+    assert results[0].token_ids == results[1].token_ids
+    assert ["prefill_chunk" in result.plan.settings for result in results] == [True, False]
+    ample = results[1]
+    assert not ample.plan.exceeded({RAM: ample.measured_bytes[RAM]})
+    assert ample.measured_bytes[RAM] > 0
+
+
+def test_nothing_is_traced_measured_or_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_words_llama(tmp_path / "llama", layers=2)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    loading = "brim.run.generate.load."
+    for name in ("machine", "warm_up", "watch_inference", "search_generation"):
+        monkeypatch.setattr(loading + name, None)
+    model = brim.load(folder, ram="2GiB", device="cpu")
+    assert model.brim.plan.promise.step_s == 0
+    assert list((tmp_path / "cache" / "brim").iterdir()) == []
+
+
+def test_a_chat_template_that_adds_more_than_expected_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("brim.run.generate.request._ADDED", -5)
+    folder = save_words_llama(tmp_path / "llama", layers=2)
+    result = generate(Request(model=folder, prompt="a b", max_new_tokens=2, ram="2GiB", device="cpu"))
+    assert "prefill_chunk" in result.plan.settings
+
+
+def test_a_mixture_of_experts_a_state_space_model_and_another_type_are_planned(tmp_path: Path) -> None:
+    config, sizes = random_sizes("llama", 0)
+    model, stored = AutoModelForCausalLM.from_config(config), read_checkpoint(save(tmp_path, config))
+    source = next(iter(stored.values()))
+    assert fits_amply(type(model), config, stored, torch.float32, sizes, 1 << 40)
+    assert not fits_amply(type(model), config, stored, torch.bfloat16, sizes, 1 << 40)
+    for name in ("model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.0.A_log"):
+        odd = (
+            source if "experts" in name else type(source)(name=name, dtype=source.dtype, shape=(2, 1, 4), extents=())
+        )
+        assert not fits_amply(type(model), config, {**stored, name: odd}, torch.float32, sizes, 1 << 40)
+
+
+def test_a_file_that_changed_after_its_header_was_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from brim.run.generate import load as loading
+
+    folder = save_words_llama(tmp_path / "llama", layers=2)
+    reading = loading.read_checkpoint
+
+    def read_and_change(directory: Path) -> Any:
+        stored = reading(directory)
+        with (folder / "model.safetensors").open("ab") as file:
+            file.write(b"x")
+        return stored
+
+    monkeypatch.setattr(loading, "read_checkpoint", read_and_change)
+    with pytest.raises(TransferError, match="written to since its header was read"):
+        brim.load(folder, ram="2GiB", device="cpu")
