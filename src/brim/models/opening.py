@@ -89,7 +89,9 @@ def open_model(
     )
 
 
-def open_mapped(directory: Path, name: str, config: Any, stored: dict[str, TensorSource]) -> OpenedModel:
+def open_mapped(
+    directory: Path, name: str, config: Any, stored: dict[str, TensorSource], dtype: torch.dtype | None
+) -> OpenedModel:
     """Open the model of ``described_by`` with its weights in memory: the pages of its files, as they are read.
 
     All tensors of ``stored`` must be mappable; they are the ``sources``, by their names in the files. Raises as
@@ -100,7 +102,7 @@ def open_mapped(directory: Path, name: str, config: Any, stored: dict[str, Tenso
     for tensor_name, value in state.items():
         if tensor_name in manifest:
             check_value(name, directory, tensor_name, value, manifest[tensor_name])
-    built = build_module(directory, config, stored, dtype=None, trust_remote_code=False, state=state)
+    built = build_module(directory, config, stored, dtype=dtype, trust_remote_code=False, state=state)
     return OpenedModel(
         module=built.module, sources=stored, tied={}, path=directory, name=name, unexpected=built.unexpected
     )

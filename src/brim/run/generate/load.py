@@ -99,21 +99,36 @@ def load(
         )
     # Tensors created in inference mode could never be changed outside of it.
     with on(device) as kind, torch.inference_mode(False):
-        if quantization is None and not trust_remote_code:
+        start_bytes, path = resident_bytes(), locate(model, trust_remote_code=trust_remote_code)
+        if quantization is None and not trust_remote_code and path.is_dir():
             size = inputs or Inputs(prompt=_TOTALS[0] // 2, total=_TOTALS[0])
             sizes = ample_sizes(size.batch, size.prompt, size.total - size.prompt)
-            start_bytes, path = resident_bytes(), locate(model)
             budget = ample_budget(vram, ram, kind)
-            if path.is_dir() and (opener := ample_opener(path, sizes, budget, dtype)):
+            if opener := ample_opener(path, sizes, budget, dtype):
                 return place_ample(opener(), known(), budget, sizes, start_bytes).module
-        hardware = reading_from(machine(kind), Path(model))  # before start_bytes: measuring takes RAM for a moment
-        start_bytes = resident_bytes()
+        grown_bytes = resident_bytes() - start_bytes
+        hardware = reading_from(machine(kind), Path(model))  # measuring takes RAM for a moment
+        start_bytes = resident_bytes() - grown_bytes
         budget = budgets(hardware, vram, ram, kind)
         if quantization is None:
             opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
         else:
             opened = open_quantized(model, quantization, dtype=dtype, trust_remote_code=trust_remote_code)
-        return load_opened(opened, hardware, budget, inputs, start_bytes, kind, host_compute=host_compute)
+        module = opened.module
+        materialize(module, opened)
+        choices = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
+        warm_up(module, hardware, max(size.prompt for size in choices), kind)
+        watch_inference(module, Inputs(prompt=1, total=1))  # memory that it leaves behind is measured too
+        spent_bytes = spent(start_bytes)
+
+        def attempt(size: Inputs) -> GenerationStrategy:
+            request = GenerationRequest.of(size, host_compute=host_compute)
+            return search_generation(
+                generation_case(opened, hardware, budget, request, lambda: spent_bytes, called=True)
+            )
+
+        (strategy,) = search(choices, attempt, most=1)
+        return load_for_generation(opened, hardware, strategy, kind).module
 
 
 def ample_budget(vram: str | int | None, ram: str | int | None, device: Device) -> dict[str, int]:
@@ -138,7 +153,7 @@ def ample_opener(
     stored, kind = read_checkpoint(directory), model_class(directory, config, False)
     if not fits_amply(kind, config, stored, dtype, sizes, budget[RAM]):
         return None
-    return partial(open_mapped, directory, name, config, stored)
+    return partial(open_mapped, directory, name, config, stored, dtype)
 
 
 def place_ample(
@@ -149,34 +164,6 @@ def place_ample(
     strategy = ample_strategy(opened.name, module, opened.sources, hardware, budget, sizes, start_bytes)
     handle = put_in_force(module, strategy.partition, strategy.plan, hardware, Weights(), "cpu")
     return Loaded(module=module, handle=handle, strategy=strategy)
-
-
-def load_opened(
-    opened: OpenedModel,
-    hardware: Hardware,
-    budget: Mapping[str, int],
-    inputs: Inputs | None,
-    start_bytes: int,
-    device: Device = "auto",
-    *,
-    host_compute: bool = True,
-) -> nn.Module:
-    """Place the weights of an opened model; the budget counts from a resident set of ``start_bytes``."""
-    module = opened.module
-    materialize(module, opened)
-    sizes = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
-    warm_up(module, hardware, max(size.prompt for size in sizes), device)
-    watch_inference(module, Inputs(prompt=1, total=1))  # memory that it leaves behind is measured too
-    spent_bytes = spent(start_bytes)
-
-    def attempt(size: Inputs) -> GenerationStrategy:
-        request = GenerationRequest.of(size, host_compute=host_compute)
-        return search_generation(generation_case(opened, hardware, budget, request, lambda: spent_bytes, called=True))
-
-    (strategy,) = search(sizes, attempt, most=1)
-    weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
-    put_in_force(module, strategy.partition, strategy.plan, hardware, weights, device)
-    return module
 
 
 @dataclass(frozen=True, kw_only=True)

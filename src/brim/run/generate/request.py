@@ -350,7 +350,7 @@ def _opened_here(
         verify_files(directory)
     open_ample = None
     # Later tokens, and turns, are faster with a planned cache.
-    if not (plans or trusts or precision or prompts == [] or request.prefill_chunk != "auto" or new_tokens > _SHORT):
+    if not (plans or trusts or precision or not prompts or request.prefill_chunk != "auto" or new_tokens > _SHORT):
         # A token has at least a byte; a chat template adds some.
         sizes = ample_sizes(batch, _ADDED + max(len(f"{p}{request.system}".encode()) for p in prompts), new_tokens)
         open_ample = ample_opener(directory, sizes, budget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,15 @@ def test_text_is_that_of_a_plan_and_memory_is_as_promised(tmp_path: Path) -> Non
     ample = results[1]
     assert not ample.plan.exceeded({RAM: ample.measured_bytes[RAM]})
     assert ample.measured_bytes[RAM] > 0
+
+
+def test_the_type_may_be_that_of_the_files_against_the_configuration(tmp_path: Path) -> None:
+    folder = save_words_llama(tmp_path / "llama", layers=2)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    model = brim.load(folder, ram="2GiB", device="cpu", dtype=torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert "prefill_chunk" not in model.brim.plan.settings
 
 
 def test_nothing_is_traced_measured_or_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
