@@ -396,6 +396,7 @@ def _opened_here(
                 if strategy is None:
                     sizes = ample_sizes(batch, longest, new_tokens)
                     run._loaded = place_ample(opened, hardware, budget, sizes, start_bytes)
+                    on_loaded(opened.bytes, opened.bytes)
                 else:
                     run._loaded = load_for_generation(opened, hardware, strategy, device, on_loaded=on_loaded)
                 try:
