@@ -144,6 +144,22 @@ def test_experts_are_counted_once_in_the_note(hub: Hub) -> None:
     assert f"mxfp4: 48 weights of {packed_bytes / 2**30:.3g} GiB" in " ".join(result.notes)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "openai/gpt-oss-120b"])
+def test_a_short_name_has_the_bytes_of_the_published_checkpoint(name: str) -> None:
+    """Where the hub is not reached, the name of the catalog answers as the hub id does."""
+    settings: dict[str, Any] = {"gpu": "H200", "seq": 16, "new_tokens": 2}
+    result = brim.estimate(name.partition("/")[2], "generate", **settings)
+    size = bytes_of(PUBLISHED[name].headers())
+    assert result.workload.precision == STORED and result.at_peak_bytes["parameters"] - size in range(1024)
+    trained = find_model(name.partition("/")[2])
+    for method in ("full", "lora"):  # transformers unpacks them: MXFP4 takes no gradient
+        job = Job(trained, Workload(task="train", method=method, seq=16))
+        with quiet(), torch.device("meta"):
+            job.module()
+        assert job.workload.precision == "bf16"
+
+
 def test_a_custom_class_that_transformers_has_is_built_by_it(hub: Hub) -> None:
     """Kimi K2 is DeepSeek V3 with a model_type of its own, which transformers has not."""
     changes = {

@@ -212,6 +212,18 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+def library_config(precision: str) -> Any:
+    """transformers' configuration of the library that brim names for a precision."""
+    if precision == "fp8":
+        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig
+        from transformers import TorchAoConfig
+
+        return TorchAoConfig(quant_type=Float8DynamicActivationFloat8WeightConfig())
+    if precision == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("precision", LOSSY)
 @pytest.mark.parametrize("name", MODELS)
@@ -219,14 +231,9 @@ def test_what_brim_quantizes_has_the_logits_of_transformers_quantizer(
     name: str, precision: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("bitsandbytes")
-    config = {
-        "int8": BitsAndBytesConfig(load_in_8bit=True),
-        "int4": BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-        ),
-    }[precision]
     torch.manual_seed(0)
     MODELS[name]().bfloat16().save_pretrained(tmp_path)
+    config = library_config(precision)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).eval()
     opened = open_quantized(tmp_path, precision)
     materialize(opened.module, opened)
@@ -453,16 +460,53 @@ def storages(owner: Any) -> dict[int, int]:
     return held
 
 
-@torch.no_grad()
-def test_an_estimate_has_the_bytes_that_transformers_holds(checkpoint: Path) -> None:
-    whole = transformers_model(checkpoint).eval()
-    whole(IDS)  # compressed-tensors widens all weights
-    for module in whole.modules():  # tables that gptqmodel's torch kernels make, and those of GPUs do not
+def storages_of(model: torch.nn.Module) -> dict[int, int]:
+    return {address: size for module in model.modules() for address, size in storages(module).items()}
+
+
+def bytes_of(model: torch.nn.Module) -> int:
+    """The bytes of the tensors that a model holds after a pass, but for those that it holds on CPUs alone."""
+    for module in model.eval().modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes would pack the weights anew
+            module.support_avx512bf16_for_cpu = False
+    model(IDS)  # compressed-tensors widens all weights
+    for module in model.modules():  # tables of gptqmodel's torch kernels
         for name in ("_zeros_cache", "_g_idx_long_cache", "wf_unsqueeze_zero", "wf_unsqueeze_neg_one"):
             if hasattr(module, name):
                 setattr(module, name, None)
-    held: dict[int, int] = {}
-    for module in whole.modules():
-        held |= storages(module)
+    return sum(storages_of(model).values())
+
+
+@torch.no_grad()
+def test_an_estimate_has_the_bytes_that_transformers_holds(checkpoint: Path) -> None:
+    held_bytes = bytes_of(transformers_model(checkpoint))
     estimate = brim.estimate(checkpoint, "generate", seq=8, new_tokens=2, gpu="H100")
-    assert estimate.at_peak_bytes["parameters"] == sum(held.values())
+    assert estimate.at_peak_bytes["parameters"] == held_bytes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_estimate_in_a_precision_has_the_bytes_of_its_library(name: str, precision: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao" if precision == "fp8" else "bitsandbytes")
+    torch.manual_seed(0)
+    MODELS[name]().bfloat16().save_pretrained(tmp_path)
+
+    plain_bytes = sum(storages_of(AutoModelForCausalLM.from_pretrained(tmp_path)).values())
+    if precision == "fp8":  # on a CPU torchao quantizes to it, and cannot multiply
+        with mock.patch("torchao.quantization.quant_api._check_hardware_support"):
+            whole = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=library_config(precision))
+        held_bytes = sum(storages_of(whole).values())
+    else:
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=library_config(precision))
+        held_bytes = bytes_of(whole)
+
+    def estimate() -> int:
+        found = brim.estimate(tmp_path, "generate", seq=8, new_tokens=2, gpu="H100", precision=precision)
+        return found.at_peak_bytes["parameters"]
+
+    if held_bytes == plain_bytes:
+        with pytest.raises(UnsupportedError, match="can be quantized"):
+            estimate()
+    else:
+        assert estimate() == held_bytes

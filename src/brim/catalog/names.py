@@ -31,9 +31,12 @@ def _words(name: str) -> list[str]:
 
 def unknown(kind: str, name: str, known: Sequence[str], near: Iterable[str] = ()) -> UsageError:
     """Return the error for a name that the catalog lacks; it suggests ``near``, else the nearest known names."""
-    reason = f"None of the {len(known)} in the catalog has this name."
     todo = f"Nearest: {', '.join(list(near) or _nearest(name, known))}."
-    return UsageError(f"Unknown {kind} {name!r}.", reason, " ".join([todo, *_ALTERNATIVES.get(kind, ())]))
+    return UsageError(
+        f"Unknown {kind} {name!r}.",
+        f"None of the {len(known)} in the catalog has this name.",
+        " ".join([todo, *_ALTERNATIVES.get(kind, ())]),
+    )
 
 
 def _nearest(name: str, known: Sequence[str]) -> list[str]:

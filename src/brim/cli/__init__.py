@@ -132,7 +132,7 @@ def _outcome(arguments: Sequence[str] | None) -> Any:
                     f"The system has no more memory: {' '.join(str(error).split()) or type(error).__name__:.300}",
                     "End other programs, or allow this one more memory or threads.",
                 )
-            elif (refusal := failed_import(error)) is not None:
+            elif refusal := failed_import(error):
                 behind = last_signal()  # the signal that interrupted the import
             elif "torch" in sys.modules:
                 from brim.predict import failures

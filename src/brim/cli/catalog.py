@@ -31,8 +31,11 @@ def models(options: ListOptions) -> None:
     With WORDS, only models that have all words in a name or hub id, for example: brim models qwen 7b. For other
     models, commands take a folder with a config.json, or that file.
     """
-    presets = [catalog.model(name) for name in catalog.model_names()]
-    listed = [preset for preset in presets if _has(options.words, (preset.name, *preset.hub_ids))]
+    listed = [
+        preset
+        for preset in map(catalog.model, catalog.model_names())
+        if _has(options.words, (preset.name, *preset.hub_ids))
+    ]
     _check(options.words, listed, "models")
     if options.as_json:
         print_json({"models": [_model(preset) for preset in listed]})
@@ -48,8 +51,9 @@ def gpus(options: ListOptions) -> None:
     With WORDS, only GPUs that have all words in their names, for example: brim gpus rtx 40. For other GPUs, give the
     memory by --vram.
     """
-    cards = [catalog.gpu(name) for name in catalog.gpu_names()]
-    listed = [card for card in cards if _has(options.words, (card.name, *card.aliases))]
+    listed = [
+        card for card in map(catalog.gpu, catalog.gpu_names()) if _has(options.words, (card.name, *card.aliases))
+    ]
     _check(options.words, listed, "gpus")
     if options.as_json:
         print_json({"gpus": [_gpu(card) for card in listed]})
@@ -89,16 +93,16 @@ def _gpu(card: Gpu) -> dict[str, Any]:
 
 
 def _billions(count: int | None) -> str:
-    return "" if count is None else f"{count / 1e9:.3g} B"
+    return f"{count / 1e9:.3g} B" if count else ""
 
 
 def _per_s(rate: float | None, unit: str) -> str:
-    return "" if not rate else f"{rate / 1e12:.3g} T{unit}/s"
+    return f"{rate / 1e12:.3g} T{unit}/s" if rate else ""
 
 
 def _print(columns: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> None:
     """Print each row on one line, even on a narrow terminal, for tools such as grep."""
-    widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
         cells = [
             cell.rjust(width) if index in right else cell.ljust(width)

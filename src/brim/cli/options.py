@@ -355,7 +355,7 @@ def command(
 def _groups(request: type, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The fields of ``request`` that are groups, with the values of their options."""
     for field in option_fields(request):
-        if (group := field.option.group) is not None:
+        if group := field.option.group:
             settings = {each.name: values[each.name] for each in option_fields(group)}
             if field.option.only_given:
                 settings = {name: value for name, value in settings.items() if value is not None}

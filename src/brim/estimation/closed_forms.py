@@ -22,7 +22,6 @@ from brim.predict.formulas import (
     parameters_from_size,
 )
 
-_DTYPES = {"bf16": "bfloat16"}
 _STORED = {"fp32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn", "int8": "int8", "int4": "int4"}
 
 
@@ -46,7 +45,7 @@ def closed_forms(source: Source, workload: Workload) -> dict[str, Result]:
     except Exception as error:
         raise ModelError(f"Cannot build {source.name}.", short(error), "Correct its configuration.") from error
     done = job.workload
-    dtype, tokens = _DTYPES.get(done.precision or "", "float32"), done.seq or 1
+    dtype, tokens = "bfloat16" if done.precision == "bf16" else "float32", done.seq or 1
     if done.task == "generate":
         total = tokens + (done.new_tokens or 0)
         cached = source.config if done.new_tokens else {}  # a model that generates nothing caches nothing

@@ -444,7 +444,7 @@ def _failed(job: Job, error: BaseException) -> ModelError:
     if isinstance(error, ModuleNotFoundError):
         package = str(error.name).partition(".")[0]
         return ModelError(asked, f"{package} is not installed.", f"Run pip install {package}.")
-    if isinstance(error, Exception) and (refusal := failed_import(error)) is not None:
+    if isinstance(error, Exception) and (refusal := failed_import(error)):
         return ModelError(asked, f"{refusal.request} {refusal.reason}", refusal.todo)
     library = f"{job.source.library} {version(job.source.library)}"
     todo = f"Its sizes may contradict each other. If they are as published, try another version than {library}."

@@ -21,6 +21,7 @@ from brim.errors import BrimError, ModelError, UnsupportedError, UsageError
 from brim.estimation.hub import Stored, hub_model, is_hub_id
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+_PART = re.compile(r"\d{5}(?=-of-(\d{5})\.\w+$)")
 # Not *_layer, which is an index: negative values count from the end.
 _SIZE = re.compile(r"(^|_)((hidden|vocab|intermediate)_size|n_layer|layers|heads?|embd|experts|channels)$|^d_")
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")  # transformers' common names
@@ -57,7 +58,8 @@ class Source:
     ``architecture`` is its class in ``library``; ``factory`` replaces both for user code. ``folder`` holds its
     weights if they are on this machine; ``stored`` has the headers of weights on the hub. ``assumed`` says what
     stands for something that the hub did not give. ``parts`` has the models of a pipeline of diffusers, by their
-    names in it.
+    names in it. ``is_catalog``: it is described by the catalog, and may be trained in 16 bits also where the
+    published weights are quantized.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Source:
     stored: Mapping[str, Stored] | None = None
     assumed: str = ""
     parts: Mapping[str, Source] = field(default_factory=dict)
+    is_catalog: bool = False
 
 
 def find_model(model: str | Path | Callable[[], Any]) -> Source:
@@ -84,11 +87,11 @@ def find_model(model: str | Path | Callable[[], Any]) -> Source:
     text = os.fspath(model)
     if not text:
         raise UsageError("An empty name was given as the model.", todo="Name a model, a folder or file.py:function.")
-    if weights := weights_of(Path(text)):
+    if weights := weights_of(path := Path(text)):
         raise ModelError(
             f"{text} was given as the model.",
             f"It has weights ({weights[0].name}) and no config.json: without it the model is unknown.",
-            "Add its config.json, or use --explain-formula, which needs the weights alone.",
+            "Add its config.json, or use --explain-formula, which needs the weights alone; brim plan reads a .gguf.",
         )
     file, colon, attribute = text.rpartition(":")
     if colon and file.endswith(".py"):
@@ -99,10 +102,9 @@ def find_model(model: str | Path | Callable[[], Any]) -> Source:
             "It names no function.",
             f"Write {text}:build; brim estimate also takes an unchanged program.",
         )
-    path = Path(text)
     if path.is_dir():
         return _of_file(path / "config.json", path)
-    if path.exists() or text.endswith(".json") or text.startswith((".", "/", "~")):
+    if path.exists() or text.endswith((".json", *_WEIGHTS)) or text.startswith((".", "/", "~")):
         return _of_file(path, path)
     return _of_hub(text) if is_hub_id(text) else _of_catalog(text)
 
@@ -134,41 +136,60 @@ def _of_hub(name: str) -> Source:
 
 def _of_catalog(name: str) -> Source:
     preset = catalog.model(name)
-    published = next(iter(preset.hub_ids), "")
-    assumed = f"weights: counted in 16 bits; those of {published} are in {preset.quantized}."
+    assumed, config = _ALONE * (preset.library == "diffusers"), preset.config
+    if preset.quantized:
+        assumed = (
+            f"weights: in 16 bits unless precision is stored; those of {preset.hub_ids[0]} are in {preset.quantized}."
+        )
+    if preset.quantized == "MXFP4":
+        config = {**config, "quantization_config": {"quant_method": "mxfp4"}}
     return Source(
-        name=preset.name, library=preset.library, architecture=preset.architecture, config=preset.config,
-        assumed=assumed if preset.quantized else _ALONE * (preset.library == "diffusers"),
+        name=preset.name, library=preset.library, architecture=preset.architecture, config=config, assumed=assumed,
+        is_catalog=True,
     )  # fmt: skip
+
+
+def parts_of_file(path: Path) -> list[Path]:
+    """Return all files of a checkpoint of which ``path`` is one, as in ``model-00001-of-00003.gguf``.
+
+    Raises ModelError if one is missing.
+    """
+    match = _PART.search(path.name)
+    numbers = range(1, int(match[1]) + 1) if match else [1]
+    parts = [path.with_name(_PART.sub(f"{number:05}", path.name)) for number in numbers]
+    for part in parts:
+        if match and not part.exists():
+            raise ModelError(f"{path} was given as the model.", f"There is no {part}.", "Fetch all of its files.")
+    return parts
 
 
 def weights_of(path: Path) -> list[Path]:
     """The weight files of a MODEL that is a checkpoint, or a folder of checkpoints without a config.json."""
     if path.is_file():
-        return [path] if path.suffix in _WEIGHTS else []
+        return parts_of_file(path) if path.suffix in _WEIGHTS else []
     if not path.is_dir() or (path / "config.json").exists():
         return []
-    files_by_suffix = (sorted(path.glob(f"*{suffix}")) for suffix in _WEIGHTS)
-    return next((files for files in files_by_suffix if files), [])
+    return next(filter(None, (sorted(path.glob(f"*{suffix}")) for suffix in _WEIGHTS)), [])
 
 
 def _of_file(path: Path, argument: Path) -> Source:
     try:
         config = json.loads(regular(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        hint = "Give a folder with a config.json, a config.json, a name of the catalog or file.py:function."
         if path.name == "config.json" and (argument / _PIPELINE).exists():
             return _of_pipeline(argument)
-        raise ModelError(f"{argument} was given as the model.", f"There is no {path}.", hint) from error
+        raise ModelError(
+            f"{argument} was given as the model.",
+            f"There is no {path}.",
+            "Give a folder with a config.json, a config.json, a name of the catalog or file.py:function.",
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"Cannot read {path}.", f"It is not a model's configuration: {error}.") from error
     if not isinstance(config, dict):
         raise ModelError(f"Cannot read {path}.", f"It holds a {type(config).__name__}, not a JSON object.")
     name = argument.name if argument.is_dir() else argument.parent.name or argument.stem
     if isinstance(config.get("_class_name"), str):
-        return Source(
-            name=name, library="diffusers", architecture=config["_class_name"], config=config,
-        )  # fmt: skip
+        return Source(name=name, library="diffusers", architecture=config["_class_name"], config=config)
     return replace(_of_transformers(path, name, config), folder=path.parent)
 
 
@@ -216,11 +237,12 @@ def _of_transformers(path: Path, name: str, config: dict[str, Any]) -> Source:
             config = config | {"model_type": kind}
     if kind not in transformers.CONFIG_MAPPING:
         nearest = unknown("model_type", kind, list(transformers.CONFIG_MAPPING)).todo
-        known = f"transformers {transformers.__version__} has no model_type {kind!r}."
-        raise UsageError(f"Cannot build the model of {path}.", known, f"Install a newer version of it. {nearest}")
-    return Source(
-        name=name, library="transformers", architecture=architecture, config=config,
-    )  # fmt: skip
+        raise UsageError(
+            f"Cannot build the model of {path}.",
+            f"transformers {transformers.__version__} has no model_type {kind!r}.",
+            f"Install a newer version of it. {nearest}",
+        )
+    return Source(name=name, library="transformers", architecture=architecture, config=config)
 
 
 def quantization_of(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -248,7 +270,7 @@ def quantized_by(source: Source) -> str:
 
 def check_not_quantized(source: Source) -> None:
     """Raise UnsupportedError for quantized weights, where only the quantization of ``--precision`` is modelled."""
-    if method := quantized_by(source):
+    if (method := quantized_by(source)) and not source.is_catalog:
         raise UnsupportedError(
             f"{source.name} was given as the model.",
             f"Its weights are quantized ({method}). brim estimate and brim plan take them as they are stored, to "
@@ -262,10 +284,10 @@ def weight_type(source: Source) -> WeightType:
     part of the configuration. float32, PyTorch's default, where none is given."""
     if source.library != "transformers":
         return WeightType(dtype="float32", origin="default")
-    named = [(path, dtype) for path, part in parts_of(source.config) if (dtype := _dtype_of(part)) is not None]
+    named = [(path, dtype) for path, part in parts_of(source.config) if (dtype := _dtype_of(part))]
     if named and not named[0][0]:
         return WeightType(dtype=named[0][1], origin="dtype of its configuration")
-    if (stored := _stored_dtype(source)) is not None:
+    if stored := _stored_dtype(source):
         return WeightType(dtype=stored, origin="the weights of its checkpoint")
     if named:
         return WeightType(dtype=named[0][1], origin=f"{named[0][0]}.dtype of its configuration")
@@ -367,7 +389,7 @@ def transformers_config(source: Source) -> Any:
     from transformers import AutoConfig
 
     settings = {key: value for key, value in source.config.items() if key not in _NOT_SIZES}
-    if (wrong := wrong_size(settings)) is not None:
+    if wrong := wrong_size(settings):
         raise ModelError(
             f"Cannot build {source.name}.", f"Its configuration has {wrong[0]}={wrong[1]!s:.40}.", "Correct it."
         )
@@ -379,7 +401,7 @@ def transformers_config(source: Source) -> Any:
             f"transformers does not accept it: {short(error)}",
             "Correct it.",
         ) from error
-    if (zero := next((name for name in _NEEDED if getattr(config, name, None) == 0), None)) is not None:
+    if zero := next((name for name in _NEEDED if getattr(config, name, None) == 0), ""):
         raise ModelError(f"Cannot build {source.name}.", f"Its configuration has {zero}=0.", "Correct it.")
     return config
 
@@ -421,7 +443,7 @@ def _of_python(path: Path, attribute: str) -> Source:
     if not path.is_file():
         raise ModelError(f"{path}:{attribute} was given as the model.", f"There is no file {path}.")
     spec = importlib.util.spec_from_file_location(f"_brim_model_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickling look their module up
     if (beside := str(path.resolve().parent)) not in sys.path:

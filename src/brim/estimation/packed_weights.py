@@ -264,7 +264,7 @@ def has_equal_layers(source: Source, numbers: range) -> bool:
     tensors = [(name, f"{tensor.dtype} {tensor.shape}") for name, tensor in stored_tensors(source).items()]
     layers: dict[str, dict[int, set[str]]] = {}
     for name, kind in tensors or skipped:
-        if (found := _IN_LAYER.match(name)) is not None and int(found[2]) in numbers:
+        if (found := _IN_LAYER.match(name)) and int(found[2]) in numbers:
             layers.setdefault(found[1], {}).setdefault(int(found[2]), set()).add(f"{found[3]} {kind}")
     return all(len({frozenset(parts) for parts in alike.values()}) == 1 for alike in layers.values())
 

@@ -146,8 +146,8 @@ class Linear8bit(nn.Linear):
     SCB: torch.Tensor
 
     def take_over(self) -> None:
-        shape = (self.out_features, self.in_features)
-        _set_parameters(self, {"weight": torch.empty(shape, dtype=torch.int8), "SCB": torch.empty(self.out_features)})
+        weight = torch.empty(self.out_features, self.in_features, dtype=torch.int8)
+        _set_parameters(self, {"weight": weight, "SCB": torch.empty(self.out_features)})
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = _Product8bit.apply(  # type: ignore[no-untyped-call]
@@ -237,8 +237,7 @@ class Float8WeightLinear(nn.Linear):
     scale: torch.Tensor
 
     def take_over(self) -> None:
-        shape = (self.out_features, self.in_features)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=_E4M3), requires_grad=False)
+        _set_parameters(self, {"weight": torch.empty(self.out_features, self.in_features, dtype=_E4M3)})
         self.register_buffer("scale", torch.empty(1, 1))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -255,16 +254,14 @@ def _rounded_float8(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """torchao's _quantize_affine_float8 holds three float32 copies until it returns."""
     wide = rows.float()
     scaled = wide / scale
-    clamped = scaled.clamp(-1, 1)
-    return clamped.to(_E4M3)
+    return scaled.clamp(-1, 1).to(_E4M3)
 
 
 def _float8(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     amax = torch.max(torch.abs(tensor))
     scale = (1 / torch.clamp(amax.double(), min=1e-12)).float()
     scaled = tensor.float() * scale
-    clamped = scaled.clamp(-1, 1)
-    return clamped.to(dtype)
+    return scaled.clamp(-1, 1).to(dtype)
 
 
 def _mm_float8(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -280,6 +277,15 @@ def _mm_float8(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) ->
 # -- which layers ---------------------------------------------------------------------------------------------------
 
 
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+def _fits_float8(layer: nn.Module) -> bool:
+    """Return whether torchao replaces a layer: it leaves GPT-2's Conv1D as it is."""
+    return type(layer) is nn.Linear and not any(size % _FLOAT8_ALIGNMENT for size in layer.weight.shape)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
     """The library that implements a precision, and its layers for training and generation."""
@@ -287,7 +293,7 @@ class Scheme:
     description: str
     to_train: type[nn.Linear]
     to_generate: type[nn.Linear]
-    multiple: int = 1  # of the sides of a weight; layers of other sizes are not replaced
+    replaces: Callable[[nn.Module], bool] = is_linear  # among those that transformers does not skip
 
 
 SCHEMES = {
@@ -296,12 +302,12 @@ SCHEMES = {
         to_generate=Linear8bit,
     ),
     "int4": Scheme(
-        description=f"bitsandbytes' 4 bits, a float32 scale per {_BLOCK} weights", to_train=Linear4bit,
+        description=f"bitsandbytes' NF4, a float32 scale per {_BLOCK} weights", to_train=Linear4bit,
         to_generate=Linear4bit,
     ),
     "fp8": Scheme(
         description="torchao's float8, one scale per tensor, not compiled", to_train=Float8Linear,
-        to_generate=Float8WeightLinear, multiple=_FLOAT8_ALIGNMENT,
+        to_generate=Float8WeightLinear, replaces=_fits_float8,
     ),
 }  # fmt: skip
 
@@ -315,8 +321,8 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
     """
     scheme = SCHEMES[precision]
     kind = scheme.to_train if training else scheme.to_generate
-    named, chosen = [(name, module) for name, module in model.named_modules() if is_linear(module)], choice(model)
-    layers = [(name, module) for name, module in named if chosen(name) and _fits(module, scheme.multiple)]
+    named, chosen = [entry for entry in model.named_modules() if is_linear(entry[1])], choice(model)
+    layers: list[Any] = [layer for name, layer in named if chosen(name) and scheme.replaces(layer)]
     if not layers:
         raise UnsupportedError(
             f"Cannot use precision={precision} for {type(model).__name__}.",
@@ -325,18 +331,10 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
         )
     total = sum(p.numel() for p in model.parameters())
     replaced = 0
-    for _, module in layers:
-        replaced += module.weight.numel()
-        become(module, kind)
+    for layer in layers:
+        replaced += layer.weight.numel()
+        become(layer, kind)
     return f"{scheme.description}: in {len(layers):,} linear layers with {replaced:,} of {total:,} parameters"
-
-
-def is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
-
-
-def _fits(module: nn.Module, multiple: int) -> bool:
-    return not any(size % multiple for size in module.weight.shape)  # type: ignore[union-attr]
 
 
 def choice(model: nn.Module, skipped: Sequence[str] | None = None) -> Callable[[str], bool]:

@@ -42,7 +42,6 @@ Step = Callable[[], Any]
 # An estimate describes a program as in the libraries' manuals: transformers' model and its ``generate``, optimizers
 # by their defaults, PEFT's adapters, bitsandbytes' and torchao's layers. ``brim plan`` predicts brim's own commands.
 PROGRAM = "an ordinary program"
-_STORED_TYPES = {"bf16": "bfloat16"}  # the weights' type; float32 for every other precision that is not quantized
 
 _WIDENED = (
     "weights that are not quantized are float32 and products bfloat16, as PEFT's prepare_model_for_kbit_training and "
@@ -165,11 +164,10 @@ class Job:
                 "Use brim estimate, brim plan --for diffusers or brim.fit." * bool(self.source.parts),
             )
         self._set_precision(weight_type(self.source))
-        if (image := making.IMAGES.get(self.source.architecture)) is not None:
+        if image := making.IMAGES.get(self.source.architecture):
             self.notes["inputs"] = image
-        dtype = _weights_dtype(self.workload)
         with quiet():  # the import may have set another level
-            model: nn.Module = kind.from_config(dict(self.source.config)).to(dtype)
+            model: nn.Module = kind.from_config(dict(self.source.config)).to(_weights_dtype(self.workload))
         self.workload = self.workload.resolved(seq=None, precision="fp32", new_tokens=None)
         return model
 
@@ -177,8 +175,9 @@ class Job:
         """Fill in the precision where none was given, and note its origin."""
         if self.workload.precision is None:
             precision, self.precision_origin = _HALF.get(stored.dtype, "fp32"), stored.origin_and_type
-            if method := quantized_by(self.source):
-                if self.workload.task == "train" and self.workload.method != "lora":
+            trains = self.workload.task == "train"
+            if (method := quantized_by(self.source)) and not (trains and self.source.is_catalog):
+                if trains and self.workload.method != "lora":
                     raise UsageError(
                         f"Cannot train all parameters of {self.source.name}.",
                         f"Its weights are quantized ({method}) and take no gradient.",
@@ -516,8 +515,7 @@ def differences(workload: Workload, stored: str, *, language_model: bool) -> dic
     elif precision == "fp8":
         parts["layers"] = "brim train takes torchao's own layers"
     if workload.method == "lora" and precision not in ("int8", "int4", "fp8", STORED):
-        dtype = _STORED_TYPES.get(precision, "float32")
-        if dtype != stored:
+        if stored != ("bfloat16" if precision == "bf16" else "float32"):
             parts["weights"] = f"brim train keeps weights that are not trained in their stored dtype, {stored}"
         if precision == "bf16":
             parts["adapters"] = "brim train --precision bf16 keeps them in bfloat16, PEFT in float32"

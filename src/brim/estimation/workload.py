@@ -70,7 +70,7 @@ class Workload:
     seq: int | None = option(None, "Tokens of a sequence, or of the prompt. [default: 4096, or the model's own]")
     precision: str | None = option(
         None,
-        "fp32, bf16, bf16-mixed, fp16-mixed, fp8, int8, int4, or stored (of quantized checkpoints). "
+        "fp32, bf16, bf16-mixed, fp16-mixed, fp8, int8, int4 (NF4), or stored (of quantized checkpoints). "
         "[default: the weights' own; with --gpus bf16-mixed]",
     )
     optimizer: str | None = option(

@@ -104,7 +104,7 @@ def _convert(path: Path, folder: Path) -> None:
     reader = open_gguf(path)
     with _read_by_transformers(path, "metadata"):
         config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-    if (wrong := wrong_size(config.to_dict())) is not None:
+    if wrong := wrong_size(config.to_dict()):
         raise _damaged(path, f"By its metadata, its {wrong[0]} is {wrong[1]!s:.40}.")
     model_class = _model_class(path, config)
     with _read_by_transformers(path, "sizes"), torch.device("meta"), limited_modules(path, len(reader.tensors)):
@@ -297,7 +297,7 @@ def check_header(path: Path) -> None:
     except OSError as error:
         raise ModelError(f"Cannot read {path} as GGUF.", f"{error.strerror}.", "Check the path.") from error
     except ValueError as error:
-        raise ModelError(f"Cannot read {path} as GGUF.", f"{error}.", "Fetch the file again.") from error
+        raise _damaged(path, f"{error}.") from error
 
 
 class _Header:
@@ -328,6 +328,12 @@ class _Header:
                 raise ValueError(f"A tensor has {dimensions} dimensions")
             largest = max([largest, *(self._number("Q") for _ in range(dimensions))])
             self._skip(4 + 8)
+        if (count := sizes.get("split.count", 1)) > 1:
+            raise UnsupportedError(
+                f"{self._file.name} was given as the model.",
+                f"It is one of {count} files, and transformers reads one.",
+                "Join them by llama-gguf-split --merge FIRST_FILE JOINED_FILE.",
+            )
         for key, size in sizes.items():
             if key.endswith(".block_count") and not 0 <= size <= tensors:
                 raise ValueError(f"Its {key} is {size}, and it has {tensors} tensors")
@@ -349,18 +355,15 @@ class _Header:
                 self._skip(count * _SIZES[inner])
                 return
             for _ in range(count):
-                if inner == _STRING:
-                    self._skip(self._length(_MOST_TOKEN_BYTES))
-                else:
+                if inner != _STRING:
                     self._value(inner, depth + 1)
+                    continue
+                length = self._number("Q")
+                if length > _MOST_TOKEN_BYTES:
+                    raise ValueError(f"A text has {length} bytes in an array; at most {_MOST_TOKEN_BYTES} are read")
+                self._skip(length)
         else:
             raise ValueError(f"A value is of the unknown type {kind}, or arrays are nested too deep")
-
-    def _length(self, most: int) -> int:
-        length = self._number("Q")
-        if length > most:
-            raise ValueError(f"A text in an array has {length} bytes; at most {most} are read")
-        return length
 
     def _text(self, length: int) -> str:
         self._has_room(length, 1, "bytes")

@@ -150,7 +150,7 @@ def _check_decisions(file: PlanFile) -> None:
         raise FormatError(summary, f"It has no budget for {file.hardware.compute.upper()}, in which it computes.")
     _check_choices(file, summary)
     decided = Counter((decision.technique, decision.block) for decision in plan.decisions)
-    if (twice := next((what for what, count in decided.items() if count > 1), None)) is not None:
+    if twice := next((what for what, count in decided.items() if count > 1), None):
         raise FormatError(summary, f"It has two decisions on {twice}.")
     wrong = {name: count for name, count in plan.settings.items() if not 0 <= count < _MOST}
     if wrong:
@@ -298,7 +298,7 @@ def parameter_count(model: str | Path) -> int:
     """Return the number of parameters of MODEL, tied ones once."""
     if not Path(model).exists():
         with suppress(UsageError):  # a model of the hub may not be in the catalog
-            if (count := catalog.model(str(model)).parameters) is not None:
+            if count := catalog.model(str(model)).parameters:
                 return count
     return sum(parameter.numel() for parameter in described(model).parameters())
 

@@ -130,11 +130,12 @@ def _opened(request: Request, machine: Machine, inputs: Inputs) -> Subject:
         _check_generates(opened.module, opened.name, inputs)
         materialize(opened.module, opened)
     weights = Weights(sources=by_parameter(opened))
+    precision = STORED if opened.quantization else dtype_name(opened.module)
     subject = Subject(
         name=opened.name,
         module=opened.module,
-        precision=STORED if opened.quantization else dtype_name(opened.module),
-        own_precision=STORED if opened.quantization else dtype_name(opened.module),
+        precision=precision,
+        own_precision=precision,
         weights=weights,
         inputs=inputs,
         machine=machine,

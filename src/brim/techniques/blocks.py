@@ -88,7 +88,7 @@ def find_blocks(
     sizes = {triggers: sum(tensor_bytes(parameters[name]) for name in names) for triggers, names in groups.items()}
     small = total * _LOOSE_FRACTION
     if sum(size for triggers, size in sizes.items() if triggers and size < small) > total / 4:
-        small = 0  # a model of many small units, which must then be moved nevertheless
+        small *= _LOOSE_FRACTION  # a model of many small units, which must then be moved, but for the smallest
     moved = {triggers for triggers, size in sizes.items() if triggers and size >= small}
     loose = tuple(name for triggers, names in groups.items() if triggers not in moved for name in names)
     return Partition(
@@ -136,7 +136,8 @@ def _units(
     """
     size = sum(tensor_bytes(p) for p in module.parameters() if id(p) not in staying)
     children = [(name, child) for name, child in module.named_children() if _holds_parameters(child)]
-    fits = in_container and (size <= coarse or (size <= largest and not _holds_container(module)))
+    is_called = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    fits = in_container and is_called and (size <= coarse or (size <= largest and not _holds_container(module)))
     if fits or not children or _is_fused(module):
         if size:
             yield path

@@ -162,6 +162,7 @@ def test_a_window_is_found_in_the_part_that_has_it(config, windows):
 
 def test_a_short_name_of_a_quantized_checkpoint_says_what_it_counts() -> None:
     assert find_model("gpt-oss-20b").assumed.endswith("those of openai/gpt-oss-20b are in MXFP4.")
+    assert find_model("deepseek-v3").assumed.startswith("weights: in 16 bits")
     assert find_model("gpt2").assumed == ""
 
 

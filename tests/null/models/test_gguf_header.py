@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from brim.errors import ModelError
+from brim.errors import ModelError, UnsupportedError
 from brim.models.gguf import check_header
 
 
@@ -95,6 +95,13 @@ def test_a_size_that_no_tensor_has_is_refused_before_a_library_counts_to_it(
     (tmp_path / "a.gguf").write_bytes(header([entry], [WEIGHT]))
     with pytest.raises(ModelError, match=says):
         check_header(tmp_path / "a.gguf")
+
+
+def test_a_part_of_a_model_is_refused_with_the_tool_that_joins_parts(tmp_path: Path) -> None:
+    path = tmp_path / "a-00001-of-00003.gguf"
+    path.write_bytes(header([number(b"split.count", 2, "H", 3), number(b"llama.block_count", 4, "I", 9)], [WEIGHT]))
+    with pytest.raises(UnsupportedError, match=r"one of 3 files[\s\S]*llama-gguf-split --merge"):
+        check_header(path)
 
 
 def test_sizes_that_tensors_have_pass(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import brim
 from brim.core.hardware import DISK, RAM, VRAM
-from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.errors import BudgetError, ModelError, UnsupportedError, UsageError
 from brim.models.gguf import open_gguf
 from brim.planning.engines.answer import EnginePlan, first_that_fits
 from brim.planning.engines.inference import _bytes_of, _grouped, accelerate, diffusers, llama_cpp, vllm
@@ -187,10 +187,12 @@ def llama_flags(command: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def gguf_file(path: Path, *, layers: int = 4, experts: int = 0, tied: bool = False, without: str = "") -> Path:
+def gguf_file(
+    path: Path, *, layers: int = 4, experts: int = 0, tied: bool = False, without: str = "", parted: bool = False
+) -> Path:
     """Write a model in Q8_0, with vectors in float32: llama.cpp's own names and metadata, and zeros."""
     hidden, inner, vocabulary = 256, 512, 1024
-    writer = GGUFWriter(str(path), "llama")
+    writer = GGUFWriter(str(path), "llama", split_max_tensors=20 if parted else 0)
     for count, name in ((4096, "context_length"), (hidden, "embedding_length"), (layers, "block_count"),
                         (inner, "feed_forward_length"), (8, "head_count"), (2, "head_count_kv")):  # fmt: skip
         if name != without:
@@ -272,6 +274,17 @@ def test_experts_leave_the_gpu_before_layers() -> None:
     assert flags.n_gpu_layers == 49 and 0 < flags.n_cpu_moe < 48
 
 
+@pytest.mark.thorough
+def test_experts_in_mxfp4_stay_so_in_a_gguf() -> None:
+    """Its blocks of 32 values take 17 bytes, as in the checkpoint; llama.cpp has biases in more bits."""
+    plan = planned(llama_cpp, "gpt-oss-20b", gpu="RTX 4090", ram="60GiB")
+    published_bytes = 13_761_264_768
+    assert 0 <= sum(weights(plan).values()) - published_bytes < 1e7
+    assert llama_flags(plan.command).n_gpu_layers == 25
+    few = llama_flags(planned(llama_cpp, "gpt-oss-20b", vram="6GiB", ram="60GiB").command)
+    assert few.n_gpu_layers == 25 and 0 < few.n_cpu_moe < 24
+
+
 def test_a_cache_is_rounded_last_and_never_where_nothing_may_be(llama: Path) -> None:
     tight = {"vram": "1GiB", "ram": "300MiB", "batch": 128, "seq": 1000}
     with pytest.raises(BudgetError):
@@ -285,16 +298,21 @@ def test_a_gguf_that_is_no_language_model_is_refused(tmp_path: Path, without: st
         planned(llama_cpp, gguf_file(tmp_path / "model.gguf", without=without))
 
 
-def test_a_part_of_a_gguf_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model-00001-of-00002.gguf"
-    writer = GGUFWriter(str(path), "llama")
-    writer.add_uint16("split.count", 2)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(UnsupportedError, match="first of several files"):
-        planned(llama_cpp, path)
+def test_a_gguf_in_several_files_is_planned_as_in_one(tmp_path: Path) -> None:
+    gguf_file(tmp_path / "model.gguf", parted=True)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert [part.name for part in parts] == ["model-00001-of-00002.gguf", "model-00002-of-00002.gguf"]
+    alone = planned(llama_cpp, gguf_file(tmp_path / "model.gguf"), vram="77MiB", ram="8GiB")
+    for part in parts:  # whichever was given, llama.cpp takes the first
+        plan = planned(llama_cpp, part, vram="77MiB", ram="8GiB")
+        assert plan.bytes == alone.bytes
+        assert llama_flags(plan.command).model == str(parts[0])
+    parts[1].rename(tmp_path / "second.gguf")
+    with pytest.raises(ModelError, match=r"There is no .*model-00002-of-00002.gguf"):
+        planned(llama_cpp, parts[0])
+    parts[0].rename(tmp_path / "first.gguf")
+    with pytest.raises(UnsupportedError, match="one of several files"):
+        planned(llama_cpp, tmp_path / "first.gguf")
 
 
 def test_vllm_is_not_planned_for_a_model_without_attention() -> None:

@@ -119,6 +119,14 @@ def test_a_model_of_small_units_only_is_moved_all_the_same() -> None:
     assert partition.loose == ()
 
 
+def test_tiny_tables_stay_in_a_model_of_small_units() -> None:
+    """A table of relative positions is not looked up in RAM, by indices that must leave the GPU first."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(600)), nn.Embedding(8, 1))
+    partition = find_blocks(model)
+    assert len(partition.blocks) == 600
+    assert partition.loose == ("600.weight",)
+
+
 def test_parameters_directly_in_a_parent_stay() -> None:
     model = model_of(layers=nn.ModuleList(mlp() for _ in range(10)))
     model.register_parameter("scale", nn.Parameter(torch.ones(100)))

@@ -108,7 +108,7 @@ def estimate(options: EstimateOptions) -> int | None:
         arguments = " ".join(options.arguments)
         raise UsageError(f"{arguments} was given beside {options.model}.", "Only programs take arguments.")
     split = split_of(options.split, options.engine, options.megatron, batch=options.workload["batch"])
-    if split is not None:
+    if split:
         if options.explain_formula or options.html is not None:
             raise UsageError("Cannot use --gpus with --explain-formula or --html.", "They apply to one GPU only.")
         from brim.cli.estimate import ranks as estimate_ranks
@@ -174,7 +174,7 @@ def _report(options: EstimateOptions) -> int | None:
     from brim.device.kernels import begin
     from brim.estimation.simulation import capability_of, place_of
 
-    workload, model = Workload(**options.workload), options.model
+    workload = Workload(**options.workload)
     place = place_of(options.gpu, options.vram)
     begin(capability_of(place))  # beside the imports
     load("brim.estimation.estimate")
@@ -183,12 +183,11 @@ def _report(options: EstimateOptions) -> int | None:
     from brim.estimation.estimate import Study, hardware_of
     from brim.estimation.models import find_model
 
-    hardware = hardware_of(options.gpu)
-    source = find_model(model)
+    source = find_model(options.model)
     if source.library == "transformers":
         load(MODELS)
     with Console(stderr=True).status("Tracing one step on fake tensors") as status:
-        study = Study(source, workload, place, hardware, options.alloc_conf)
+        study = Study(source, workload, place, hardware_of(options.gpu), options.alloc_conf)
         estimate = study.estimate()
         status.update("Solving for other sizes")
         growth = None if options.as_json and estimate.fits is not False else study.growth()
@@ -201,7 +200,7 @@ def _report(options: EstimateOptions) -> int | None:
     if options.as_json:
         print_json(estimate.to_json() | {"fits_with": [other.to_json() for other in others]})
     else:
-        assert growth is not None
+        assert growth
         print_estimate(estimate, growth, others, _plan_command(options, estimate))
     return _exit_code(estimate)
 
@@ -227,8 +226,7 @@ def _write_html(
     here = simulate(study.trace, study.place, study.alloc_conf)
     views = [View(timeline=here, phases=phases(study.trace, here))]
     if estimate.fits is False:
-        endless = dataclasses.replace(study.place, total_bytes=None)
-        rest = simulate(study.trace, endless, study.alloc_conf)
+        rest = simulate(study.trace, dataclasses.replace(study.place, total_bytes=None), study.alloc_conf)
         title = f"{estimate.model} (predicted with unlimited memory)"
         views.append(View(timeline=rest, title=title, phases=phases(study.trace, rest)))
     _write_page(path, views, estimate, growth, others)
@@ -282,10 +280,11 @@ def _explain(model: str, settings: Mapping[str, Any], as_json: bool) -> None:
         from brim.estimation.models import find_model, weights_of
 
     files = weights_of(Path(model)) if model else []
-    if files:
-        forms = forms_of_weights(files, settings["precision"])
-    else:
-        forms = closed_forms(find_model(model), Workload(**settings))
+    forms = (
+        forms_of_weights(files, settings["precision"])
+        if files
+        else closed_forms(find_model(model), Workload(**settings))
+    )
     if as_json:
         print_json({name: dataclasses.asdict(form) for name, form in forms.items()})
         return
@@ -312,9 +311,8 @@ def print_estimate(
     console.print(sentence, soft_wrap=True, style="bold")
     console.print(estimate.describe(), soft_wrap=True)
     if estimate.precision_origin:
-        told = verdict.of_precision(estimate.workload.precision, estimate.precision_origin)
-        console.print(told, soft_wrap=True)
-    for line in of_leak(asdict(estimate.leak)) if estimate.leak is not None else ():
+        console.print(verdict.of_precision(estimate.workload.precision, estimate.precision_origin), soft_wrap=True)
+    for line in of_leak(asdict(estimate.leak)) if estimate.leak else ():
         console.print(line, soft_wrap=True)
     if estimate.out_of_memory:
         console.print(estimate.out_of_memory)
@@ -352,8 +350,9 @@ def _print_tables(console: Console, estimate: Estimate, growth: Growth) -> None:
     console.print_table(("peak", "bytes", ""), peaks)
     sizes = {name: size for name, size in estimate.at_peak_bytes.items() if name != "context"}
     sizes["allocator's rounding"] = estimate.rounding_bytes
-    categories = verdict.shares(sizes, max(estimate.peak_bytes.allocated, 1))
-    console.print_table(("at the peak", "bytes", "share"), categories)
+    console.print_table(
+        ("at the peak", "bytes", "share"), verdict.shares(sizes, max(estimate.peak_bytes.allocated, 1))
+    )
     modules = list(folded(estimate.per_module).items())
     shown, rest = modules[:_MOST_MODULES], [row for _, row in modules[_MOST_MODULES:]]
     if rest:

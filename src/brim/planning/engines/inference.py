@@ -21,7 +21,7 @@ from brim import catalog
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.estimate import Study
-from brim.estimation.models import find_model
+from brim.estimation.models import find_model, parts_of_file, quantized_by
 from brim.estimation.ranks.estimate import locked_bytes
 from brim.estimation.silence import quiet
 from brim.estimation.simulation import place_of
@@ -31,6 +31,7 @@ from brim.estimation.workload import STORED, Workload
 from brim.models.gguf import open_gguf
 from brim.models.opening import DTYPES
 from brim.planning.engines.answer import EnginePlan, check, copied, published
+from brim.planning.file import described_source
 from brim.planning.inference.memory import Sizes, scores_bytes
 from brim.planning.opening import described_subject
 from brim.planning.request import Machine
@@ -53,9 +54,12 @@ def _subject(request: MeshRequest, machine: Machine, engine: str) -> Subject:
         raise UsageError(asked, f"{request.precision} is brim's own.", f"Give --precision {' or '.join(DTYPES)}.")
     inputs = Inputs(batch=request.batch, prompt=request.seq, total=request.seq + request.new_tokens)
     subject = described_subject(request, machine, inputs, request.precision)
-    if subject.precision == STORED and engine != "vllm":
+    mxfp4 = quantized_by(described_source(request.model)) == "mxfp4"
+    if subject.precision == STORED and engine != "vllm" and not (engine == "llama.cpp" and mxfp4):
         raise UnsupportedError(
-            asked, f"brim does not know how {engine} stores its packed weights.", "Give --for vllm."
+            asked,
+            f"brim does not know how {engine} stores its packed weights.",
+            "Give --for vllm, or --precision bf16.",
         )
     return subject
 
@@ -101,7 +105,7 @@ def _units(module: nn.Module) -> list[_Unit]:
         for name, child in part.named_children():
             yield from walk(f"{path}.{name}".removeprefix("."), child)
 
-    entries = [(path, groups) for path, groups in walk("", module) if any(groups)]
+    entries = [entry for entry in walk("", module) if any(entry[1])]
     uses = Counter(key for _, groups in entries for key in {id(tensor) for group in groups for tensor in group})
     units, seen = [], set[int]()
     for path, groups in entries:
@@ -122,8 +126,10 @@ def _own(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _beside(request: MeshRequest, subject: Subject) -> dict[str, int]:
     """Return the bytes beside weights of a generation by transformers, whose cache grows by copies of a layer's."""
-    total, padded = request.seq + request.new_tokens, request.batch > 1
-    sizes = Sizes(batch=request.batch, prompt=request.seq, total=total, chunk=request.seq, padded=padded)
+    sizes = Sizes(
+        batch=request.batch, prompt=request.seq, total=request.seq + request.new_tokens, chunk=request.seq,
+        padded=request.batch > 1,
+    )  # fmt: skip
     activations, shape, cached = subject.watch(sizes).step_bytes, subject.shape, sizes.cached * request.batch
     joined = max((layer.joined_bytes for _, layer in shape.planned), default=0) if shape else 0
     kv_cache = shape.token_bytes * cached if shape else 0  # without a shape it is among the activations
@@ -172,7 +178,7 @@ _BUFFERS = (
     "output is the first of -ngl's layers, as in newer builds"
 )
 _NO_DISK = "llama.cpp cannot read from disk inside a budget: without --no-mmap the kernel decides what stays in RAM."
-_CONVERTED = "the .gguf has 16 bits, as llama.cpp's converter writes it; quantized ones are smaller"
+_CONVERTED = "the .gguf has 16 bits, or MXFP4 where the checkpoint has it, as llama.cpp's converter writes it"
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")  # LLM_FFN_EXPS_REGEX, which --n-cpu-moe uses
 _INPUT, _OUTPUT, _PAGE = "token_embd.weight", "output.weight", 256  # a cache has a multiple of 256 tokens
 
@@ -189,12 +195,16 @@ class _Gguf(NamedTuple):
 
 
 def _of_file(path: Path) -> _Gguf:
-    reader = open_gguf(path)
-    fields = {name.partition(".")[2]: f.contents() for name, f in reader.fields.items() if name[:9] != "tokenizer"}
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    if fields.get("count", 1) > 1:
-        why = "It is the first of several files, and brim reads one."
-        raise UnsupportedError(f"Cannot plan {path} for llama.cpp.", why, "Join them with llama-gguf-split --merge.")
+    readers = [open_gguf(part) for part in parts_of_file(path)]
+    stated = [item for reader in readers for item in reader.fields.items()]
+    fields = {name.partition(".")[2]: f.contents() for name, f in stated if name[:9] != "tokenizer"}
+    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    if fields.get("count", 1) > len(readers):
+        raise UnsupportedError(
+            f"Cannot plan {path} for llama.cpp.",
+            "It is one of several files, and its name does not say which, as in 00001-of-00002.gguf.",
+            "Give the files their own names again.",
+        )
     needed = {"embedding_length", "block_count", "feed_forward_length", "attention.head_count"}
     if not needed <= fields.keys() or _INPUT not in tensors or any(n.startswith(("ssm.", "wkv.")) for n in fields):
         raise UnsupportedError(
@@ -203,14 +213,15 @@ def _of_file(path: Path) -> _Gguf:
     hidden, heads = fields["embedding_length"], fields["attention.head_count"]
     width = fields.get("attention.key_length", hidden // int(np.max(heads)))
     token = 2 * (width + fields.get("attention.value_length", width))
-    each = fields.get("attention.head_count_kv", heads)
-    cache = [int(token * count) for count in np.broadcast_to(each, fields["block_count"])]
-    inner = fields.get("expert_used_count", 0) * fields.get("expert_feed_forward_length", 0)
-    inner, sizes = (
-        max(inner, int(np.max(fields["feed_forward_length"]))),
-        {n: int(t.n_bytes) for n, t in tensors.items()},
+    counts = np.broadcast_to(fields.get("attention.head_count_kv", heads), fields["block_count"])
+    of_experts = fields.get("expert_used_count", 0) * fields.get("expert_feed_forward_length", 0)
+    return _Gguf(
+        {name: int(tensor.n_bytes) for name, tensor in tensors.items()},
+        [int(token * count) for count in counts],
+        hidden,
+        max(of_experts, int(np.max(fields["feed_forward_length"]))),
+        int(tensors[_INPUT].shape[1]),
     )
-    return _Gguf(sizes, cache, hidden, inner, int(tensors[_INPUT].shape[1]))
 
 
 def _as_file(subject: Subject) -> _Gguf:
@@ -220,33 +231,39 @@ def _as_file(subject: Subject) -> _Gguf:
     numbers = {name: re.match(r"(.*?)\.(\d+)\.(.*)", name) for name, _ in module.named_parameters()}
     stacks = {match[1] for match in numbers.values() if match}
     if len(stacks) != 1 or shape is None or not (shape.only_attention and shape.planned):
-        why = "brim does not know how llama.cpp stores several stacks of layers, or states that are no cache."
-        raise UnsupportedError(f"Cannot plan {subject.name} for llama.cpp.", why, "Give its .gguf file.")
+        raise UnsupportedError(
+            f"Cannot plan {subject.name} for llama.cpp.",
+            "brim does not know how llama.cpp stores several stacks of layers, or states that are no cache.",
+            "Give its .gguf file.",
+        )
     experts = {name for layer in find_experts(module) for name in layer.tensors}
     ends = {id(module.get_output_embeddings().weight): _OUTPUT, id(module.get_input_embeddings().weight): _INPUT}
     tensors: dict[str, int] = {}
     for name, parameter in module.named_parameters():
         match, is_float = numbers[name], parameter.dim() < 2 or re.search(r"\.(gate|router)\.weight$", name)
-        stored = f"blk.{match[2]}.{'ffn_up_exps.' * (name in experts)}{match[3]}" if match else name
-        tensors[ends.get(id(parameter), stored)] = parameter.numel() * (4 if is_float else 2)
+        stored = (
+            f"blk.{match[2]}.{'ffn_up_exps.' * (name in experts or '_packed_' in name)}{match[3]}" if match else name
+        )
+        tensors[ends.get(id(parameter), stored)] = parameter.numel() * (
+            1 if "_packed_" in name else 4 if is_float else 2
+        )
     most = max(layer.heads * (layer.key_dim + layer.value_dim) for _, layer in shape.planned)
-    inner = getattr(config, "num_experts_per_tok", 0) * getattr(config, "moe_intermediate_size", 0)
-    inner = max(inner, getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    of_experts = getattr(config, "num_experts_per_tok", 0) * getattr(config, "moe_intermediate_size", 0)
+    inner = max(of_experts, getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
     return _Gguf(tensors, [2 * most] * len(shape.layers), config.hidden_size, inner, config.vocab_size)
 
 
 def llama_cpp(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
     """Yield flags, the fastest first: experts leave the GPU before layers, and the cache is rounded last."""
     machine = check(request, machine, "llama.cpp", "generate", several=False, cpu=True)
-    path, is_file = Path(request.model).expanduser(), Path(request.model).suffix.lower() == ".gguf"
+    path = parts_of_file(Path(request.model).expanduser())[0]
+    is_file = path.suffix.lower() == ".gguf"
     model = _of_file(path) if is_file else _as_file(_subject(request, machine, "llama.cpp"))
     every, name = len(model.cache), str(path) if is_file else f"{path.name}-16bit.gguf"
     moe = every if any(map(_EXPERTS.search, model.tensors)) else 0  # layers whose experts may be in RAM
     steps = [(every + 1, count) for count in range(moe + 1)] + [(count, moe) for count in range(every, -1, -1)]
-    steps, tokens = (
-        steps * (machine.hardware.compute == VRAM),
-        -(-(request.seq + request.new_tokens) // _PAGE) * _PAGE,
-    )
+    steps *= machine.hardware.compute == VRAM
+    tokens = -(-(request.seq + request.new_tokens) // _PAGE) * _PAGE
     for kind, (layers, on_cpu) in product(("f16", "q8_0")[: 2 - request.lossless], [*steps, (0, -1)]):
         used = _sizes(model, request.batch * tokens, tokens, layers, on_cpu, 34 / 64 if kind == "q8_0" else 1.0)
         away = used[RAM]["weights"] - model.tensors[_INPUT]
@@ -268,7 +285,7 @@ def _sizes(model: _Gguf, cells: int, tokens: int, layers: int, on_cpu: int, roun
     resident = {_OUTPUT: tensors.get(_OUTPUT, tensors[_INPUT])} if layers else {}  # a copy of the input, if tied
     for name, count in tensors.items():
         number = int(match[1]) if (match := re.match(r"blk\.(\d+)\.", name)) else -1
-        is_expert = number < on_cpu and _EXPERTS.search(name) is not None
+        is_expert = number < on_cpu and _EXPERTS.search(name)
         if (number >= first and not is_expert) if match else layers and name != _INPUT:
             resident[name] = count
     away = {name: count for name, count in tensors.items() if name not in resident}
@@ -298,8 +315,11 @@ def vllm(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
     gpus, batch, capacity_bytes = request.gpus or 1, request.batch, machine.hardware.tier(VRAM).capacity_bytes
     module, shape = cast(Any, subject.module), subject.shape
     if shape is None or not (shape.only_attention and shape.planned):
-        why = "brim knows vLLM's cache of models of attention layers alone."
-        raise UnsupportedError(f"Cannot plan {subject.name} for vllm.", why, "Give another model.")
+        raise UnsupportedError(
+            f"Cannot plan {subject.name} for vllm.",
+            "brim knows vLLM's cache of models of attention layers alone.",
+            "Give another model.",
+        )
     if (heads := module.config.get_text_config().num_attention_heads) % gpus:
         raise UsageError(
             f"Cannot plan {subject.name} for vllm.", f"It has {heads} heads.", "Give a divisor as --gpus."
@@ -371,8 +391,8 @@ def diffusers(request: MeshRequest, machine: Machine) -> Iterator[EnginePlan]:
     ways += [(f"{group}{count})", max(_grouped(model, count, 1) for model in models)) for count in (8, 4, 2, 1)]
     tensors = [tensor for model in models for part in model.modules() for tensor in _own(part).values()]
     locked = sum(locked_bytes(tensor_bytes(tensor)) for tensor in tensors) + max(sizes)  # beside those of a model
-    moved = copied(machine, RAM, VRAM, sum(sizes))
-    waits = f"diffusers cannot leave a part of a model on the GPU: an image copies {moved} or more."
+    copies = f"an image copies {copied(machine, RAM, VRAM, sum(sizes))} or more."
+    waits = f"diffusers cannot leave a part of a model on the GPU: {copies}"
     if not all(getattr(model, "_supports_group_offloading", True) for model in models):
         ways = ways[:2]
     for call, count in [*ways, ("enable_sequential_cpu_offload()", max(layers))]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
@@ -43,6 +44,7 @@ from brim.techniques.streaming.weight_streaming import RESIDENT, Weights
 
 _IN_MODULE = Weights()
 P = TypeVar("P", bound="Placed")
+_TOO_FINE = 1.05  # times the seconds of the best cut: hooks cost more from there on than smaller slots bring
 _HOOKS_S = 60e-6  # two hooks, a slot's hand-over and a request; an estimate, not a measurement
 
 
@@ -250,16 +252,22 @@ def best_plan(
     """Return the fastest plan; of equal ones, that of the fewest moved bytes. Raises BudgetError when none fits."""
     contenders: list[tuple[Cut, Contender]] = []
 
+    def seconds(cut: Cut) -> list[float]:
+        return [p.plan.promise.step_s for c, p in contenders if c.experts is cut.experts]
+
     def candidates() -> Iterator[tuple[Cut, Job]]:
         for candidate in jobs:
+            known_s = seconds(candidate[0])
+            if known_s and known_s[-1] > _TOO_FINE * min(known_s):
+                continue
             yield candidate
             if contenders and _is_resident(*contenders[-1]):
                 return  # finer blocks and cached experts only cost more
 
     def attempt(candidate: tuple[Cut, Job]) -> tuple[Cut, Contender]:
         cut, job = candidate
-        plain_s = (p.plan.promise.step_s for c, p in contenders if c.experts is None and cut.experts is None)
-        planned = contender(job, hardware, budget, allowed=allowed, known_s=min(plain_s, default=float("inf")))
+        known_s = min([] if cut.experts else seconds(cut), default=float("inf"))
+        planned = contender(job, hardware, budget, allowed=allowed, known_s=known_s)
         if cut.experts is None:
             return cut, planned
         plan = cut.experts.plan(planned.plan, hardware, tokens)
@@ -289,11 +297,22 @@ def _over(plan: Plan, over: Mapping[str, int]) -> BudgetError:
 
 
 def partitions(model: nn.Module, need: Need, weights: Weights = _IN_MODULE) -> Iterator[Partition]:
-    """Yield partitions from the module tree's blocks down to the smallest modules that can be moved alone."""
-    partition: Partition | None = find_blocks(model, stay=need.stay)
-    while partition is not None:
-        yield _without_unreadable_lookups(partition, weights)
-        partition = _finer(model, partition, need)
+    """Yield partitions from the module tree's blocks down to the smallest modules that can be moved alone.
+
+    Each opens the largest blocks that were not opened yet, and those up to a fifth smaller.
+    """
+    partition, count, size = find_blocks(model, stay=need.stay), -1, math.inf
+    while True:
+        if len(partition.blocks) > count:  # parts may be too small to be blocks
+            if count >= 0 and need.observation is not None and not need.observation.allows(partition):
+                return
+            yield _without_unreadable_lookups(partition, weights)
+            count = len(partition.blocks)
+        smaller = [block.bytes for block in partition.blocks if block.bytes < size]
+        if not smaller:
+            return
+        size = min(size for size in smaller if size >= 0.8 * max(smaller))
+        partition = find_blocks(model, largest_bytes=size - 1, cut_parts=need.observation is not None, stay=need.stay)
 
 
 def _without_unreadable_lookups(partition: Partition, weights: Weights) -> Partition:
@@ -304,27 +323,6 @@ def _without_unreadable_lookups(partition: Partition, weights: Weights) -> Parti
         return block if all(source.is_mappable for source in stored) else replace(block, lookups=())
 
     return replace(partition, blocks=tuple(checked(block) for block in partition.blocks))
-
-
-def _finer(model: nn.Module, partition: Partition, need: Need) -> Partition | None:
-    """Cut the largest blocks that can be cut; None where none can."""
-    for size in sorted({block.bytes for block in partition.blocks}, reverse=True):
-        finer = _cut_below(model, size, need)
-        # As many blocks, but smaller ones: some parts are too small to be blocks. A further cut yields more blocks.
-        while len(finer.blocks) <= len(partition.blocks) and 0 < _largest_bytes(finer) < size:
-            size = _largest_bytes(finer)
-            finer = _cut_below(model, size, need)
-        if len(finer.blocks) > len(partition.blocks):
-            return finer if need.observation is None or need.observation.allows(finer) else None
-    return None
-
-
-def _cut_below(model: nn.Module, size: int, need: Need) -> Partition:
-    return find_blocks(model, largest_bytes=size - 1, cut_parts=need.observation is not None, stay=need.stay)
-
-
-def _largest_bytes(partition: Partition) -> int:
-    return max((block.bytes for block in partition.blocks), default=0)
 
 
 def job_of(model: nn.Module, cut: Cut, hardware: Hardware, need: Need, weights: Weights, task: str) -> Job:

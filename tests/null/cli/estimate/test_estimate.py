@@ -106,6 +106,23 @@ def test_a_file_of_weights_is_counted_by_size_and_type_alone(tmp_path, capsys):
     assert "--precision" in capsys.readouterr().err
 
 
+def test_all_files_of_a_model_are_counted_whichever_is_given(tmp_path, capsys):
+    for number in (1, 2):
+        (tmp_path / f"model-0000{number}-of-00002.gguf").write_bytes(bytes(1000))
+    words = ["--explain-formula", "--precision", "int4"]
+    assert main(["estimate", str(tmp_path / "model-00002-of-00002.gguf"), *words]) == 0
+    assert capsys.readouterr().out == "parameters: 2,000 B / 0.5 B = 4,000 parameters\n"
+    (tmp_path / "model-00001-of-00002.gguf").unlink()
+    assert main(["estimate", str(tmp_path / "model-00002-of-00002.gguf"), *words]) == 2
+    assert "model-00001-of-00002.gguf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["missing.gguf", "missing.safetensors", "missing.json"])
+def test_a_file_that_is_missing_is_no_unknown_model(name, capsys):
+    assert main(["estimate", name]) == 2
+    assert f"There is no {name}." in capsys.readouterr().err
+
+
 def test_a_cache_is_explained_for_what_generates_only_and_checkpointing_counts(tmp_path, model, capsys):
     vit = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 64,
            "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}  # fmt: skip

@@ -31,3 +31,21 @@ def test_a_deep_model_is_cut_down_to_its_matrices() -> None:
     assert largest == sorted(largest, reverse=True)
     assert largest[-1] <= (5 * 64 * 64 + 5 * 64) * 4  # one matrix
     assert found[-1].loose_bytes < found[-1].bytes / 16
+
+
+class Stage(nn.Module):
+    """A stage of a UNet: its lists are not modules that are called."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+        self.attentions = nn.ModuleList([Layer(width) for _ in range(2)])
+
+
+def test_no_block_is_a_list_of_modules_and_sizes_that_are_close_are_opened_at_once() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleList([Stage(width) for width in range(256, 512, 2)])
+    ladder = list(partitions(model, Need(step_bytes=0, observation=Observation(step_bytes=0, uses={}))))
+    triggers = {t for one in ladder for block in one.blocks for t in block.triggers}
+    assert not any(isinstance(model.get_submodule(trigger), nn.ModuleList) for trigger in triggers)
+    assert len(ladder) <= 20

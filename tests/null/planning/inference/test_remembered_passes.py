@@ -16,6 +16,7 @@ from brim.planning.inference import choosing, remembered_passes
 from brim.planning.inference.memory import Sizes, cache_shape, watch_generation
 from brim.planning.inference.remembered_passes import RememberedPasses
 from brim.run.generate.request import Generation, Request, generate
+from brim.techniques.blocks import Partition, find_blocks
 from support.generating import FAMILIES, save
 
 SIZES = Sizes(prompt=7, total=12, chunk=4)
@@ -45,8 +46,15 @@ def test_a_second_generation_with_a_model_that_fits_makes_no_fake_pass_and_searc
     folder = save(tmp_path / "llama", "llama")
     first = generated(folder)
     refuse(monkeypatch, remembered_passes, "cache_shape", "watch_generation")
-    refuse(monkeypatch, choosing, "_finer")
+    thresholds: list[int | None] = []
+
+    def watched(*arguments: Any, largest_bytes: int | None = None, **options: Any) -> Partition:
+        thresholds.append(largest_bytes)
+        return find_blocks(*arguments, largest_bytes=largest_bytes, **options)
+
+    monkeypatch.setattr(choosing, "find_blocks", watched)
     second = generated(folder)
+    assert thresholds == [None]  # no finer blocks were sought
     assert second.token_ids == first.token_ids
     assert second.plan.decisions == first.plan.decisions
 
