@@ -22,7 +22,7 @@ from brim.measure.monitor import Monitor, Usage
 from brim.measure.probe import known
 from brim.measure.token_clock import Clock
 from brim.memory import heap
-from brim.models.opening import OpenedModel, open_tokenizer, precision_of, prepare, verify_files
+from brim.models.opening import OpenedModel, precision_of, prepare, read_tokenizer, verify_files
 from brim.models.quantized import open_as
 from brim.planning.inference import predicted_timeline
 from brim.planning.inference.ample import AmpleStrategy
@@ -57,7 +57,6 @@ from brim.run.generate.loop import (
 if TYPE_CHECKING:
     from brim.planning.file import PlanFile
 
-_ADDED = 512  # the most tokens that a chat template adds to a prompt, usually
 _SHORT = 512  # tokens
 DEFAULT_CONTEXT = 4096  # tokens of a conversation
 
@@ -337,7 +336,6 @@ def _opened_here(
     on_loaded: Callable[[int, int], None],
     *,
     context: int | None,
-    plans: bool = False,
 ) -> Iterator[OpenedRun]:
     precision, device = request.precision if file is None else file.request.precision, request.device
     new_tokens, trusts = request.max_new_tokens, request.trust_remote_code
@@ -348,11 +346,12 @@ def _opened_here(
     if request.verify:
         on_stage("comparing the weights with their checksums")
         verify_files(directory)
+    tokenizer = read_tokenizer(directory, directory.resolve().name)
+    rows = [encode(tokenizer, prompt, request.chat, request.system) for prompt in prompts]
+    sizes = ample_sizes(batch, max(map(len, rows), default=0), new_tokens)
     open_ample = None
     # Later tokens, and turns, are faster with a planned cache.
-    if not (plans or trusts or precision or not prompts or request.prefill_chunk != "auto" or new_tokens > _SHORT):
-        # A token has at least a byte; a chat template adds some.
-        sizes = ample_sizes(batch, _ADDED + max(len(f"{p}{request.system}".encode()) for p in prompts), new_tokens)
+    if not (trusts or precision or not rows or request.prefill_chunk != "auto" or new_tokens > _SHORT):
         open_ample = ample_opener(directory, sizes, budget)
     if open_ample is not None:
         hardware = known()
@@ -374,42 +373,32 @@ def _opened_here(
         _refuse_others(opened)
         if file is not None:
             file.check(model=opened.module, hardware=hardware, task="generate")
-        tokenizer = open_tokenizer(opened)
-        rows = [encode(tokenizer, prompt, request.chat, request.system) for prompt in prompts]
         check(opened.module, opened.name, rows, new_tokens)
         if context is not None:
             context = _context(opened, context, new_tokens)
         run = OpenedRun(request, opened, rows, tokenizer, context)
         name, origin = precision_of(opened, precision)
         run.precision = (name, "by the plan" if file is not None and precision is not None else origin)
-        longest = max(map(len, rows), default=0)
-        if open_ample is None or longest <= sizes.prompt:
-            on_stage("loading weights")
-            limited = held_to(budget, device)  # from before the first product, whose workspace the budget includes
+        on_stage("loading weights")
+        limited = held_to(budget, device)  # from before the first product, whose workspace the budget includes
+        strategy = None
+        if not open_ample:
             fixed = file.plan if file else None
-            strategy = (
-                None
-                if open_ample
-                else choose_generation(opened, hardware, budget, run.generation(), start_bytes, device, fixed=fixed)
-            )
-            with limited():
-                if strategy is None:
-                    sizes = ample_sizes(batch, longest, new_tokens)
-                    run._loaded = place_ample(opened, hardware, budget, sizes, start_bytes)
-                    on_loaded(opened.bytes, opened.bytes)
-                else:
-                    run._loaded = load_for_generation(opened, hardware, strategy, device, on_loaded=on_loaded)
-                try:
-                    on_stage("generating")
-                    handle = run.loaded.handle
-                    with ComputeSpans(opened.module, [name for name, _ in handle.blocks], handle.memory):
-                        yield run
-                finally:
-                    run.loaded.handle.close()
-            run.usage = monitor.usage()
-            return
-    with _opened_here(request, file, prompts, on_stage, on_loaded, context=context, plans=True) as run:
-        yield run  # the chat template has added more than expected
+            strategy = choose_generation(opened, hardware, budget, run.generation(), start_bytes, device, fixed=fixed)
+        with limited():
+            if strategy is None:
+                run._loaded = place_ample(opened, hardware, budget, sizes, start_bytes)
+                on_loaded(opened.bytes, opened.bytes)
+            else:
+                run._loaded = load_for_generation(opened, hardware, strategy, device, on_loaded=on_loaded)
+            try:
+                on_stage("generating")
+                handle = run.loaded.handle
+                with ComputeSpans(opened.module, [name for name, _ in handle.blocks], handle.memory):
+                    yield run
+            finally:
+                run.loaded.handle.close()
+        run.usage = monitor.usage()
 
 
 def _context(opened: OpenedModel, wanted: int, new_tokens: int) -> int:

@@ -139,15 +139,6 @@ def test_nothing_is_traced_measured_or_stored(tmp_path: Path, monkeypatch: pytes
     assert list((tmp_path / "cache" / "brim").iterdir()) == []
 
 
-def test_a_chat_template_that_adds_more_than_expected_is_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("brim.run.generate.request._ADDED", -5)
-    folder = save_words_llama(tmp_path / "llama", layers=2)
-    result = generate(Request(model=folder, prompt="a b", max_new_tokens=2, ram="2GiB", device="cpu"))
-    assert "prefill_chunk" in result.plan.settings
-
-
 def test_a_mixture_of_experts_a_state_space_model_and_another_type_are_planned(tmp_path: Path) -> None:
     config, sizes = random_sizes("llama", 0)
     model, stored = AutoModelForCausalLM.from_config(config), read_checkpoint(save(tmp_path, config))
