@@ -32,9 +32,7 @@ from brim.planning.file import described, parameter_count, quantized_module
 from brim.planning.inference.warm_up import most_grown, warm_up
 from brim.planning.request import PLAN_FILE, Machine, Proposal, Request
 from brim.planning.seconds.block_timing import block_seconds
-from brim.planning.seconds.drive_contention import SharesWhenAsked
 from brim.planning.solver.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Limits
-from brim.planning.solver.steps import contention_of
 from brim.planning.strategy.case import Clock, TrainingCase, TrainingStrategy
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.choose import loop_case, search_training
@@ -140,9 +138,8 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> TrainingCas
     check_positions(model, request.seq)
     base = frozenset(name for name, _ in model.named_parameters() if ".lora_" not in name)
     adapters = frozenset(name for name, _ in model.named_parameters()) - base
-    here, rows = _is_here(request, machine), request.batch * request.seq
-    if here:
-        warm_up(model, hardware, rows, precision=precision)
+    if here := _is_here(request, machine):
+        warm_up(model, hardware, request.batch * request.seq, precision=precision)
 
     def inputs(count: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(count, request.seq, dtype=torch.long)
@@ -159,7 +156,6 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> TrainingCas
         stay=adapters,
         in_place=lambda: works_in_place(model, inputs(1)),
         clock=_clock(model, partition, inputs) if here and precision == "fp32" else None,
-        beside=SharesWhenAsked(hardware, rows, contention_of(hardware), writes=True) if here else None,
     )
 
 

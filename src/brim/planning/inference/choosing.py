@@ -35,7 +35,6 @@ from brim.planning.proof import (
 from brim.planning.seconds.block_seconds import OUTSIDE, BlockSeconds
 from brim.planning.seconds.expert_reading import reading
 from brim.planning.solver import BlockCost, Job
-from brim.planning.solver.schedule import Contention
 from brim.planning.solver.streaming import CHOICES, Contender, contender
 from brim.techniques.blocks import Block, Partition, find_blocks, tensor_bytes
 from brim.techniques.streaming.placement import COMPUTE_RAM, computable
@@ -56,7 +55,7 @@ class Need:
     Parameters in ``stay`` are not streamed. ``seconds`` gives a partition's measured seconds (``block_timing``) in
     place of those by rates; ``cpu_seconds`` those of a processor beside the GPU that may compute blocks in RAM, with
     ``cpu_bytes`` for each block and ``cpu_step_bytes`` during its computation. ``cache_experts``: in inference, a
-    mixture's experts may be loaded one by one. ``beside`` is the measured contention of lanes. ``shares``: the share
+    mixture's experts may be loaded one by one. ``shares``: the share
     of steps that call a child of the model, by its name; 1 for all others.
     """
 
@@ -70,7 +69,6 @@ class Need:
     cpu_bytes: int = 0
     cpu_step_bytes: int = 0
     cache_experts: bool = True
-    beside: Contention | None = None
     shares: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -358,7 +356,6 @@ def make_job(
         bounce_bytes=max((bounce_bytes(layout.runs) for layout in (*layouts, *fixed)), default=0),
         passage_bytes=max(staged_layout(layout).bytes for layout in (*layouts, *fixed)) if passes else 0,
         cpu_step_bytes=need.cpu_step_bytes,
-        beside=need.beside,
     )
 
 

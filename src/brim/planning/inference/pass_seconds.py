@@ -21,8 +21,6 @@ from brim.planning.inference.remembered_passes import fingerprint_of
 from brim.planning.seconds.block_seconds import OUTSIDE, BlockSeconds
 from brim.planning.seconds.measurement_cache import Remembered
 from brim.planning.seconds.rated_seconds import rated_seconds, triggers
-from brim.planning.solver.passes import contention
-from brim.planning.solver.schedule import Contention
 from brim.techniques.blocks import Partition
 
 # An unmeasured processor: 8 cores with two products of 8 floats per cycle at 3.5 GHz reach 0.9 Tflop/s, and large
@@ -83,7 +81,7 @@ class PassSeconds:
                 return known
             return rated_seconds(self.module, partition, work, self.hardware, tokens=tokens)
 
-        paced = replace(plain, tokens=tokens, seconds=seconds, beside=self._beside(tokens))
+        paced = replace(plain, tokens=tokens, seconds=seconds)
         if self.host is None:
             return paced
         with_host = self._with_host(paced, work, self.host, cache_bytes)
@@ -99,16 +97,6 @@ class PassSeconds:
         # include a cache that counts as activations; ``cache_bytes`` is that of a planned one.
         step_bytes = 2 * need.observation.step_bytes
         return replace(need, cpu_seconds=cpu_seconds, cpu_bytes=cache_bytes, cpu_step_bytes=step_bytes)
-
-    def _beside(self, tokens: int) -> Contention | None:
-        from brim.planning.seconds.drive_contention import (
-            SharesWhenAsked,  # most machines are others, or not measured here
-        )
-
-        if not self.is_here:
-            return None
-        rates = contention(self.hardware)
-        return SharesWhenAsked(self.hardware, tokens, rates, writes=False, measures=self.measures)
 
     # -- measurements
 

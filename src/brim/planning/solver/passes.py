@@ -67,7 +67,6 @@ class Job:
     ``bounce_bytes`` is the RAM buffer of reads that cannot go straight to their place in RAM (``fills_ram``: some
     exist under every choice); ``passage_bytes`` is the RAM through which residents are loaded from disk to VRAM, one
     at a time; ``cpu_step_bytes`` are the activations in RAM while a processor beside a GPU computes a block.
-    ``beside`` is the measured contention of lanes (None: that of ``contention``).
     """
 
     model: str
@@ -81,7 +80,6 @@ class Job:
     fills_ram: bool = False
     passage_bytes: int = 0
     cpu_step_bytes: int = 0
-    beside: Contention | None = None
 
     def overhead_bytes(self, tier: str) -> int:
         """Return a tier's most bytes beside blocks and the step: ``spent_bytes`` and the bounce buffer."""
@@ -156,9 +154,7 @@ class Passes:
         return self.schedule.begin_s[index] - (self.schedule.end_s[before] if before >= 0 else 0.0)
 
 
-def simulate_passes(
-    jobs: Sequence[Job], hardware: Hardware, choices: Mapping[str, str], slots: int, beside: Contention | None = None
-) -> Passes:
+def simulate_passes(jobs: Sequence[Job], hardware: Hardware, choices: Mapping[str, str], slots: int) -> Passes:
     """Simulate a pass for each of ``jobs``, which have the same blocks. ``choices``: block -> choice.
 
     The ring is empty at first; after a pass's last block it is filled for the next pass.
@@ -168,16 +164,12 @@ def simulate_passes(
         firsts.append(len(maker.tasks))
         maker.add_pass(job)
         lasts.append(maker.last)
-    beside = jobs[0].beside if beside is None and jobs else beside
-    schedule = simulate(maker.tasks, contention(hardware) if beside is None else beside)
-    return Passes(schedule=schedule, firsts=firsts, lasts=lasts, chain=maker.chain)
+    return Passes(schedule=simulate(maker.tasks, contention(hardware)), firsts=firsts, lasts=lasts, chain=maker.chain)
 
 
-def pass_s(
-    job: Job, hardware: Hardware, choices: Mapping[str, str], slots: int, beside: Contention | None = None
-) -> tuple[float, Schedule]:
+def pass_s(job: Job, hardware: Hardware, choices: Mapping[str, str], slots: int) -> tuple[float, Schedule]:
     """Return the seconds of a pass in the steady state, and the simulated schedule."""
-    done = simulate_passes([job] * _PASSES, hardware, choices, slots, beside)
+    done = simulate_passes([job] * _PASSES, hardware, choices, slots)
     return done.ends_s[-2] - done.ends_s[-3], done.schedule
 
 

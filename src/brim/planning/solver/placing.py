@@ -166,7 +166,7 @@ def _problem(
 
 def _beside(job: Job, hardware: Hardware) -> Beside:
     """Describe how processor and link, both reading RAM, slow each other; the processor's blocks release no slot."""
-    shares = contention(hardware) if job.beside is None else job.beside
+    shares = contention(hardware)
     link = hardware.link(RAM, hardware.compute)
     lane = lane_of(RAM, hardware.compute)
     uses = max((block.uses for block in job.blocks), default=1)

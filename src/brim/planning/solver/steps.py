@@ -9,7 +9,7 @@ from itertools import pairwise
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
 from brim.planning.solver.cost_model import CPU, copy_s, update_lanes
-from brim.planning.solver.schedule import COMPUTE, UPDATE, Contention, Schedule, TaskList, lane_of, simulate
+from brim.planning.solver.schedule import COMPUTE, UPDATE, Schedule, TaskList, lane_of, simulate
 from brim.planning.solver.step_profile import KEEP, OFFLOAD, Assignment, BlockProfile, StepProfile
 from brim.techniques.streaming.placement import FROM_DISK, RESIDENT
 
@@ -19,16 +19,13 @@ _WINDOW = 2  # blocks whose activations are loaded ahead
 _STAGING = 2  # buffers in RAM between disk and VRAM, and between disk and the update
 
 
-def training_step_s(
-    profile: StepProfile, hardware: Hardware, assignment: Assignment, contention: Contention | None = None
-) -> tuple[float, Schedule]:
+def training_step_s(profile: StepProfile, hardware: Hardware, assignment: Assignment) -> tuple[float, Schedule]:
     """Return the seconds of a step in the steady state, and the simulated schedule."""
-    contention = contention_of(hardware) if contention is None else contention
     micros = profile.passes(assignment.frame.micro_batch)
     shown, step_s = min(micros, _MICROS), 0.0
-    step_s, schedule = _steady(profile, hardware, assignment, shown, contention)
+    step_s, schedule = _steady(profile, hardware, assignment, shown)
     if micros > shown:
-        fewer, _ = _steady(profile, hardware, assignment, shown - 1, contention)
+        fewer, _ = _steady(profile, hardware, assignment, shown - 1)
         step_s += (micros - shown) * (step_s - fewer)
     return step_s, schedule
 
@@ -51,9 +48,7 @@ def contention_of(hardware: Hardware) -> dict[tuple[str, str], float]:
     return shares
 
 
-def _steady(
-    profile: StepProfile, hardware: Hardware, assignment: Assignment, shown: int, contention: Contention
-) -> tuple[float, Schedule]:
+def _steady(profile: StepProfile, hardware: Hardware, assignment: Assignment, shown: int) -> tuple[float, Schedule]:
     """Return the seconds from the first computation of a step to that of the next.
 
     A step's end is no measure: its last writes overlap with the next step, and nothing slows those of the last step.
@@ -63,7 +58,7 @@ def _steady(
     for _ in range(_STEPS):
         first.append(len(maker.tasks))
         maker.step(shown)
-    schedule = simulate(maker.tasks, contention)
+    schedule = simulate(maker.tasks, contention_of(hardware))
     starts = [next(i for i in range(index, len(maker.tasks)) if maker.tasks[i].lane == COMPUTE) for index in first]
     return schedule.begin_s[starts[-1]] - schedule.begin_s[starts[-2]], schedule
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from brim.planning.solver.schedule import Contention, Schedule
+from brim.planning.solver.schedule import Schedule
 from brim.planning.solver.step_profile import Assignment, Limits
 from brim.planning.strategy.choice import Choice
 from brim.planning.strategy.ladder import Orders
@@ -55,8 +55,8 @@ class TrainingCase:
     settings, ``limits`` the choices that they leave. Parameters in ``stay`` are not streamed. ``in_place()`` is True
     where some activations can write over their inputs. ``aside`` are bytes of the compute tier reserved for a step
     that cannot be traced; ``finer``: blocks may be cut finer than in ``step`` where nothing else fits.
-    ``brief``: a step's gradients are freed before those of the next exist. ``beside`` is the measured contention of
-    lanes. ``exact``: every proof traces every layer; ``proves_all``: that of the chosen strategy does.
+    ``brief``: a step's gradients are freed before those of the next exist. ``exact``: every proof traces every layer;
+    ``proves_all``: that of the chosen strategy does.
     """
 
     step: TrainingStep
@@ -71,6 +71,5 @@ class TrainingCase:
     finer: bool = False
     brief: bool = True
     clock: Clock | None = None
-    beside: Contention | None = None
     exact: bool = False
     proves_all: bool = False

@@ -23,7 +23,7 @@ from brim.planning.solver import training as solver
 from brim.planning.solver.cost_model import held_bytes, moved_bytes, peak_bytes
 from brim.planning.solver.schedule import Schedule
 from brim.planning.solver.step_profile import KEEP, Assignment, Limits, StepProfile, shape_of
-from brim.planning.solver.steps import contention_of, training_step_s
+from brim.planning.solver.steps import training_step_s
 from brim.planning.solver.training import deepened, measured, profile_of
 from brim.planning.strategy.case import TrainingCase, TrainingStrategy
 from brim.planning.strategy.choice import TOKENS_AT_ONCE, Choice, as_assignment, as_choice, rank, signature
@@ -262,10 +262,9 @@ class TrainingSearch:
         return self._seconds[key]
 
     def _timed(self, assignment: Assignment) -> tuple[float, Schedule]:
-        beside = contention_of(self.hardware) if self.case.beside is None else self.case.beside
         # The profile over one row is not needed where all rows are computed at once.
         profile = self._all_rows() if assignment.frame.micro_batch == self._step.batch else self.profile
-        return training_step_s(profile, self.hardware, assignment, beside)
+        return training_step_s(profile, self.hardware, assignment)
 
     def estimated_peaks(self, assignment: Assignment) -> dict[str, int]:
         """Estimate peaks per tier from the profile."""
