@@ -26,7 +26,9 @@ import torch
 
 import _gpu_checkpoint
 import _harness as harness
+import brim
 from _checkpoint import TINY, Shape
+from brim.processes import python_command
 
 SHAPE = Shape(hidden=3072, intermediate=8192, layers=28, heads=24, kv_heads=8, vocabulary=32_000)
 WAYS = ("transformers resident", "brim resident", "transformers budget", "brim budget")
@@ -44,8 +46,6 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     promised_bytes: Any = None
     if peer == "brim":
-        import brim
-
         kind = device if device == "cuda" or not in_budget else "emulated"
         model: Any = brim.load(folder, device=kind, vram=budget_bytes if in_budget else None)
         promised_bytes = dict(model.brim.plan.promise.peak_bytes)
@@ -81,25 +81,6 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rates(device: str) -> dict[str, float]:
-    """Return the bytes per second of a copy within the GPU and of the link to it; empty without a GPU."""
-    if device != "cuda":
-        return {}
-    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
-    on_gpu = host.cuda()
-    rates = {}
-    for name, source, moved_bytes in (("gpu", on_gpu, 2 << 30), ("link", host, 1 << 30)):
-        target, times_s = torch.empty_like(on_gpu), []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-            times_s.append(time.perf_counter() - start)
-        rates[name] = moved_bytes / min(times_s)
-    return rates
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All ways in turns; medians by way."""
     shape = TINY if options.tiny else SHAPE
@@ -113,7 +94,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(options.rounds):
         for way in options.only:
             done = subprocess.run(
-                [sys.executable, __file__, "--work", json.dumps(request | {"way": way})],
+                python_command(__file__, "--work", json.dumps(request | {"way": way})),
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
             row = {"problem": " ".join(done.stderr.split())[-300:]} if done.returncode else _last(done.stdout)
@@ -123,8 +104,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     reference = rows.get("transformers resident", {}).get("tokens")
     for row in rows.values():
         row["tokens_equal"] = reference is not None and row.pop("tokens", None) == reference
-    rates = _rates(options.device)
-    bounds = {"resident": weights_bytes / rates["gpu"], "budget": weights_bytes / 2 / rates["link"]} if rates else {}
+    bounds = {}
+    if options.device == "cuda":
+        hardware = brim.probe(device="cuda")
+        bounds = {
+            "resident": weights_bytes / hardware.tier("vram").bytes_per_s,
+            "budget": weights_bytes / 2 / hardware.link("ram", "vram").bytes_per_s,
+        }
     return {
         "benchmark": "generation_gpu",
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -16,7 +16,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,8 +25,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from brim.processes import python_command
+
 HERE = Path(__file__).resolve().parent
-LEAST_S = 10  # no stage begins with less
+LEAST_S = 3  # no stage begins with less
 Rows = list[dict[str, Any]]
 
 
@@ -221,7 +222,7 @@ class Running:
         (folder / f"{stage.name}.jsonl").unlink(missing_ok=True)
         with (folder / f"{stage.name}.log").open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *arguments], stdout=log, stderr=log, start_new_session=True
+                python_command(*arguments), stdout=log, stderr=log, start_new_session=True
             )
 
     def wait(self) -> None:

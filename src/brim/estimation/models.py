@@ -87,7 +87,8 @@ def find_model(model: str | Path | Callable[[], Any]) -> Source:
     text = os.fspath(model)
     if not text:
         raise UsageError("An empty name was given as the model.", todo="Name a model, a folder or file.py:function.")
-    if weights := weights_of(path := Path(text)):
+    path = Path(text)
+    if weights := weights_of(path):
         raise ModelError(
             f"{text} was given as the model.",
             f"It has weights ({weights[0].name}) and no config.json: without it the model is unknown.",

@@ -321,12 +321,12 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
     """
     scheme = SCHEMES[precision]
     kind = scheme.to_train if training else scheme.to_generate
-    named, chosen = [entry for entry in model.named_modules() if is_linear(entry[1])], choice(model)
-    layers: list[Any] = [layer for name, layer in named if chosen(name) and scheme.replaces(layer)]
+    linear, chosen = {name: layer for name, layer in model.named_modules() if is_linear(layer)}, choice(model)
+    layers: list[Any] = [layer for name, layer in linear.items() if chosen(name) and scheme.replaces(layer)]
     if not layers:
         raise UnsupportedError(
             f"Cannot use precision={precision} for {type(model).__name__}.",
-            f"None of its {len(named)} linear layers can be quantized; the last two never are.",
+            f"None of its {len(linear)} linear layers can be quantized; the last two never are.",
             "Use bf16.",
         )
     total = sum(p.numel() for p in model.parameters())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,13 +29,12 @@ def test_every_stage_runs_without_a_gpu_and_not_again(tmp_path: Path) -> None:
         assert figure in out
     row = json.loads((tmp_path / "generation.jsonl").read_text())["rows"]
     assert row["brim resident"]["tokens_equal"] and row["brim budget"]["tokens_equal"]
-    start = time.monotonic()
     again = run(tmp_path)
-    assert "after" not in again and "CPU and GPU at once" in again and time.monotonic() - start < 60
+    assert "after" not in again and "CPU and GPU at once" in again
 
 
 @pytest.mark.thorough
 def test_a_stage_without_time_is_cut_and_runs_later(tmp_path: Path) -> None:
-    assert "adam: cut" in run(tmp_path, "--only", "adam", "--limit-s", "11")
-    assert "no time left" in run(tmp_path, "--only", "adam", "--limit-s", "5")
+    assert "adam: cut" in run(tmp_path, "--only", "adam", "--limit-s", "4")
+    assert "no time left" in run(tmp_path, "--only", "adam", "--limit-s", "2")
     assert json.loads((tmp_path / "adam.json").read_text())["state"] == "cut"

@@ -10,12 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TEST = """
-import torch
-
-def build(width=1024, layers=4, batch=64):
-    model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
-    inputs = torch.empty(batch, width)
+_STEP = """
     optimizer = torch.optim.{optimizer}(model.parameters())
     def step():
         model(inputs).sum().backward()
@@ -26,6 +21,16 @@ def build(width=1024, layers=4, batch=64):
 def test_memory(brim_memory):
     assert brim_memory("{limit}", lambda: build({arguments}), gpu="RTX 4090") > 0
 """
+TEST = (
+    """
+import torch
+
+def build(width=1024, layers=4, batch=64):
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
+    inputs = torch.empty(batch, width)
+"""
+    + _STEP
+)
 
 # Three small histories: a first version, one that computes the same in other words, and one that takes 1 % more.
 HISTORIES = {
@@ -51,16 +56,7 @@ import torch
 def build():
     model = {model}
     inputs = {inputs}
-    optimizer = torch.optim.AdamW(model.parameters())
-    def step():
-        model(inputs).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return step
-
-def test_memory(brim_memory):
-    brim_memory("20GiB", build, gpu="RTX 4090")
-"""
+""" + _STEP.format(optimizer="AdamW", limit="20GiB", arguments="")
 
 
 def run(folder: Path, *options: str, limit: str = "1GiB", optimizer: str = "SGD", arguments: str = "") -> str:

@@ -280,11 +280,10 @@ def _explain(model: str, settings: Mapping[str, Any], as_json: bool) -> None:
         from brim.estimation.models import find_model, weights_of
 
     files = weights_of(Path(model)) if model else []
-    forms = (
-        forms_of_weights(files, settings["precision"])
-        if files
-        else closed_forms(find_model(model), Workload(**settings))
-    )
+    if files:
+        forms = forms_of_weights(files, settings["precision"])
+    else:
+        forms = closed_forms(find_model(model), Workload(**settings))
     if as_json:
         print_json({name: dataclasses.asdict(form) for name, form in forms.items()})
         return

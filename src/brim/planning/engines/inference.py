@@ -105,7 +105,7 @@ def _units(module: nn.Module) -> list[_Unit]:
         for name, child in part.named_children():
             yield from walk(f"{path}.{name}".removeprefix("."), child)
 
-    entries = [entry for entry in walk("", module) if any(entry[1])]
+    entries = [(path, groups) for path, groups in walk("", module) if any(groups)]
     uses = Counter(key for _, groups in entries for key in {id(tensor) for group in groups for tensor in group})
     units, seen = [], set[int]()
     for path, groups in entries:
@@ -241,12 +241,11 @@ def _as_file(subject: Subject) -> _Gguf:
     tensors: dict[str, int] = {}
     for name, parameter in module.named_parameters():
         match, is_float = numbers[name], parameter.dim() < 2 or re.search(r"\.(gate|router)\.weight$", name)
-        stored = (
-            f"blk.{match[2]}.{'ffn_up_exps.' * (name in experts or '_packed_' in name)}{match[3]}" if match else name
-        )
-        tensors[ends.get(id(parameter), stored)] = parameter.numel() * (
-            1 if "_packed_" in name else 4 if is_float else 2
-        )
+        is_packed = "_packed_" in name  # experts in MXFP4, of which each element is a byte
+        group = "ffn_up_exps." if is_packed or name in experts else ""
+        stored = f"blk.{match[2]}.{group}{match[3]}" if match else name
+        element_bytes = 1 if is_packed else 4 if is_float else 2
+        tensors[ends.get(id(parameter), stored)] = parameter.numel() * element_bytes
     most = max(layer.heads * (layer.key_dim + layer.value_dim) for _, layer in shape.planned)
     of_experts = getattr(config, "num_experts_per_tok", 0) * getattr(config, "moe_intermediate_size", 0)
     inner = max(of_experts, getattr(config, "intermediate_size", None) or 4 * config.hidden_size)

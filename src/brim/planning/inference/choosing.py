@@ -257,7 +257,7 @@ def best_plan(
         for candidate in jobs:
             known_s = seconds(candidate[0])
             if known_s and known_s[-1] > _TOO_FINE * min(known_s):
-                continue
+                continue  # to the next plan of experts
             yield candidate
             if contenders and _is_resident(*contenders[-1]):
                 return  # finer blocks and cached experts only cost more

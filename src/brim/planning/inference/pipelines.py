@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
+import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from brim.errors import UnsupportedError, UsageError
 from brim.model_inputs import map_tensors
+from brim.planning.inference.example_shapes import keeps_values
 from brim.techniques.dry_run import dry_run, not_predictable
 
 _METHODS = ("forward", "encode", "decode")  # that a pipeline calls; an autoencoder's second and third
@@ -34,64 +39,149 @@ class PipelineModels(nn.Module):
             if isinstance(part, nn.Module) and part not in self.children():
                 self.add_module(name, part)
 
-    def forward(self, *calls: tuple[str, str, Any, Any]) -> Any:
-        """Run calls one after another: the name of a model, that of its method, and the arguments."""
-        output = None
-        for name, method, args, kwargs in calls:
-            part: Any = self.get_submodule(name)
-            output = part(*args, **kwargs) if method == "forward" else getattr(part, method)(*args, **kwargs)
-        return output
+    def forward(self, like: torch.Tensor, *events: Any) -> list[torch.Tensor]:
+        """Repeat a recorded call on the device of ``like``; return the tensors that are left at its end."""
+        live: dict[int, torch.Tensor] = {}
+        for event in events:
+            if isinstance(event, _Call):
+                method = getattr(
+                    self.get_submodule(event.model), "__call__" if event.method == "forward" else event.method
+                )
+                args, kwargs = tree_map_only(_View, lambda view: view.of(live), event.arguments)
+                live.update(zip(event.outputs, _tensors(method(*args, **kwargs)), strict=True))
+                del args, kwargs
+            elif isinstance(event, int):
+                del live[event]
+            else:
+                number, size = event
+                live[number] = torch.empty(size, dtype=torch.uint8, device=like.device)
+        return list(live.values())
 
     def recorded(self, pipe: Any, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, float]]:
         """Call ``pipe`` with the models on fake tensors, which return zeros.
 
-        Returns the calls of the models, without repeated ones of the same shapes, and by the models' names how often
-        they are called, as a share of the most called one's calls. Raises UnsupportedError where a model needs
-        values.
+        Returns what ``forward`` takes: the models' calls, without repeated ones of the same shapes, and between them
+        memory that the pipeline itself creates (a number and bytes) and frees (the number); and by the models' names
+        how often they are called, as a share of the most called one's calls. Raises UnsupportedError where a model
+        needs values.
         """
-        calls = _Calls()
+        recording = _Recording()
         with ExitStack() as stack, torch.no_grad():
             for name, part in self.named_children():
                 for method in _METHODS:
                     if hasattr(part, method):
-                        recording = calls.recording(name, part, method, getattr(part, method))
-                        stack.enter_context(mock.patch.object(part, method, recording))
+                        wrapped = recording.wrap(name, part, method, getattr(part, method))
+                        stack.enter_context(mock.patch.object(part, method, wrapped))
             try:
-                pipe(**arguments)
+                with recording:
+                    result = pipe(**arguments)
+                    events = tuple(recording.events)
+                    del result
             except (RuntimeError, UnsupportedError) as error:  # fake kernels raise RuntimeError and subclasses
                 raise not_predictable(f"a call of {type(pipe).__name__}", error) from error
-        most = max(calls.counts.values(), default=1)
-        return tuple(calls.first.values()), {name: count / most for name, count in calls.counts.items()}
+        most = max(recording.counts.values(), default=1)
+        return (torch.zeros(()), *events), {name: count / most for name, count in recording.counts.items()}
 
 
-class _Calls:
-    """The calls of models: the first of each shape, its output, and counts by model."""
+@dataclass(frozen=True)
+class _View:
+    """A tensor in recorded memory."""
+
+    number: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, live: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        memory = live[self.number]
+        if memory.dtype != self.dtype:
+            memory = memory.view(self.dtype)
+        return memory.as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a model; ``outputs`` are the numbers of its results."""
+
+    model: str
+    method: str
+    arguments: Any
+    outputs: Sequence[int]
+
+
+class _Recording(TorchDispatchMode):
+    """The calls of models, the first of each shape, and the memory of the pipeline's own tensors between them."""
 
     def __init__(self) -> None:
-        self.first: dict[Any, tuple[str, str, Any, Any]] = {}
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Any] = []
         self.counts: Counter[str] = Counter()
+        self._numbers: dict[int, tuple[int, Any]] = {}  # by storage
+        self._next_number = itertools.count()
         self._outputs: dict[Any, Any] = {}
         self._is_inside = False  # a model's method may call another one
 
-    def recording(self, name: str, part: nn.Module, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._is_inside:
+            for tensor in _tensors(result):
+                self._number(tensor)
+        return result
+
+    def _number(self, tensor: torch.Tensor, *, is_created: bool = True) -> int:
+        """Return the number of a tensor's memory; ``is_created``: it is an event of its own where it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._numbers:
+            number = next(self._next_number)
+
+            def freed(_: Any) -> None:
+                self._numbers.pop(key)
+                self.events.append(number)
+
+            self._numbers[key] = number, weakref.ref(storage, freed)
+            if is_created:
+                self.events.append((number, storage.nbytes()))
+        return self._numbers[key][0]
+
+    def _argument(self, tensor: torch.Tensor) -> torch.Tensor | _View:
+        if keeps_values(tensor):
+            return tensor.clone()
+        return _View(
+            self._number(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        )
+
+    def wrap(self, name: str, part: nn.Module, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that replaces ``original``: it records the call and returns zeros."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside:
                 return original(*args, **kwargs)
             self.counts[name] += 1
-            shapes = [tuple(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            shapes = [tuple(tensor.shape) for tensor in _tensors((args, kwargs))]
             key = (name, method, *shapes)
-            if key not in self.first:
-                self.first[key] = name, method, args, kwargs
-                self._is_inside = True
-                try:
+            is_first = key not in self._outputs
+            self._is_inside = True
+            try:
+                if is_first:
+                    arguments = tree_map_only(torch.Tensor, self._argument, (args, kwargs))
                     with dry_run(part, [args, kwargs]) as (fake_args, fake_kwargs):
                         output = original(*fake_args, **fake_kwargs)
                     self._outputs[key] = map_tensors(output, _zeros)
-                finally:
-                    self._is_inside = False
-            return map_tensors(self._outputs[key], torch.clone)
+                output = map_tensors(self._outputs[key], torch.clone)
+            finally:
+                self._is_inside = False
+            numbers = [self._number(tensor, is_created=not is_first) for tensor in _tensors(output)]
+            if is_first:
+                self.events.append(_Call(name, method, arguments, numbers))
+            return output
 
         return call
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,8 @@ def training_step_s(profile: StepProfile, hardware: Hardware, assignment: Assign
 def contention_of(hardware: Hardware) -> dict[tuple[str, str], float]:
     """Return the share of its speed that a lane keeps while another is busy.
 
-    Both directions of a link slow each other. A drive slows a processor, as it writes to the memory that this reads.
+    Both directions of a link slow each other; those of a drive share its time. A drive slows a processor, as it
+    writes to the memory that this reads.
     """
     shares = {}
     for link in hardware.links:
@@ -45,6 +46,7 @@ def contention_of(hardware: Hardware) -> dict[tuple[str, str], float]:
             left = 1 - link.bytes_per_s / memory_bytes_per_s
             for lane in (COMPUTE, UPDATE):
                 shares[lane, lane_of(link.source, link.target)] = max(0.5, left)
+            shares[lane_of(link.source, link.target), lane_of(link.target, link.source)] = 0.5
     return shares
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from brim.core import EventKind, Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM, VRAM
+from brim.planning.solver import steps
 from brim.planning.solver.cost_model import held_bytes, peak_bytes
 from brim.planning.solver.schedule import COMPUTE, lane_of
 from brim.planning.solver.schedule import UPDATE as UPDATES
@@ -217,15 +219,26 @@ def test_updates_in_backward_are_found_where_they_hide_what_states_wait_for(seco
     assert fastest(step, CPU, room)[0] <= training_step_s(step, CPU, by_hand)[0] * (1 + 1e-6)
 
 
+def step_s(step: StepProfile, made: Assignment, shares: dict[tuple[str, str], float]) -> float:
+    """Return a step's seconds on the CPU where lanes keep ``shares`` of their speeds beside each other."""
+    with mock.patch.object(steps, "contention_of", lambda _: shares):
+        return training_step_s(step, CPU, made)[0]
+
+
+def test_both_directions_of_a_drive_share_its_time() -> None:
+    step = profile()
+    moved_s = step_s(step, plain(step, states=DISK), {})
+    assert training_step_s(step, CPU, plain(step, states=DISK))[0] > 1.1 * moved_s
+
+
 def test_what_updates_leave_a_drive_is_told_apart_from_what_products_do() -> None:
     """In turn with a drive, updates and the states that they wait for take as long as one after the other."""
     step = replace(profile(), update_s=0.5)
     made, read, write = plain(step, states=DISK), lane_of(DISK, RAM), lane_of(RAM, DISK)
     in_turn = {(a, b): 0.5 for a in (UPDATES, read, write) for b in (UPDATES, read, write) if a != b}
-    beside_s, _ = training_step_s(step, CPU, made, {})
-    turns_s, _ = training_step_s(step, CPU, made, in_turn)
+    beside_s, turns_s = step_s(step, made, {}), step_s(step, made, in_turn)
     moved_s = 2 * step.state_bytes / 5e9  # read, and written as fast
-    held_s, _ = training_step_s(step, CPU, plain(step), {})
+    held_s = step_s(step, plain(step), {})
     assert held_s == pytest.approx(COUNT * 0.03 + 0.003 + 0.5)
     assert beside_s < held_s + 0.35 * moved_s
     assert turns_s == pytest.approx(held_s + moved_s, rel=0.08)
@@ -246,8 +259,8 @@ def test_states_on_a_drive_make_no_step_faster_however_lanes_slow_each_other(
 ) -> None:
     step = profile(seconds=seconds)
     step = replace(step, blocks=step.blocks[:layers])
-    held_s, _ = training_step_s(step, CPU, plain(step, in_backward=in_backward), left)
-    moved_s, _ = training_step_s(step, CPU, plain(step, states=DISK, in_backward=in_backward), left)
+    held_s = step_s(step, plain(step, in_backward=in_backward), left)
+    moved_s = step_s(step, plain(step, states=DISK, in_backward=in_backward), left)
     assert moved_s >= held_s * (1 - 1e-9)
 
 
