@@ -14,15 +14,13 @@ from brim.errors import ModelError, UnsupportedError
 from brim.estimation.models import Source, quantization_of, weight_type
 from brim.estimation.workload import ASKED, STORED
 from brim.memory.checkpoint_files import TensorSource, read_checkpoint
-from brim.memory.checksums import Checksum, read_manifest, verify_hub_blob
-from brim.memory.mapped import mapped_tensors
+from brim.memory.checksums import read_manifest, verify_hub_blob
 from brim.models.architecture import build_module, model_class, read_config
 from brim.models.converted import convert_tensors
 from brim.models.file_tensor import FileTensor
 from brim.models.gguf import convert_gguf
 from brim.models.location import locate
 
-_PIECE_BYTES = 4 << 20  # copied from a device at once, to be verified
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -87,43 +85,6 @@ def open_model(
         unexpected=built.unexpected,
         quantization=built.quantization,
     )
-
-
-def open_mapped(
-    directory: Path, name: str, config: Any, stored: dict[str, TensorSource], dtype: torch.dtype | None
-) -> OpenedModel:
-    """Open the model of ``described_by`` with its weights in memory: the pages of its files, as they are read.
-
-    All tensors of ``stored`` must be mappable; they are the ``sources``, by their names in the files. Raises as
-    ``open_model``.
-    """
-    state = mapped_tensors(stored)
-    manifest = read_manifest(directory) or {}
-    for tensor_name, value in state.items():
-        if tensor_name in manifest:
-            check_value(name, directory, tensor_name, value, manifest[tensor_name])
-    built = build_module(directory, config, stored, dtype=dtype, trust_remote_code=False, state=state)
-    return OpenedModel(
-        module=built.module, sources=stored, tied={}, path=directory, name=name, unexpected=built.unexpected
-    )
-
-
-def check_value(model: str, folder: Path, name: str, value: torch.Tensor, expected: int) -> None:
-    """Raise ModelError if a tensor's bytes are not those that were written to ``folder``."""
-    if _checksum(value) != expected:
-        raise ModelError(
-            f"Cannot use {name} of {model}.",
-            "Its bytes are not those that were written: the checksum differs.",
-            f"The files in {folder} are damaged: fetch or convert the model again.",
-        )
-
-
-def _checksum(value: torch.Tensor) -> int:
-    """Checksum of a tensor's bytes. From a device they come in pieces, as RAM may have no room for all of them."""
-    data, checksum = value.reshape(-1).view(torch.uint8), Checksum()
-    for piece in data.split(data.numel() if value.device.type == "cpu" else _PIECE_BYTES):
-        checksum.update(piece.cpu())
-    return checksum.value()
 
 
 def described_by(model: str | Path, *, trust_remote_code: bool, quantized: bool) -> tuple[Path, str, Any]:

@@ -5,13 +5,45 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from brim.errors import ModelError
 from brim.memory.checkpoint_files import TensorSource
+from brim.memory.checksums import Checksum, read_manifest
+from brim.memory.mapped import mapped_tensors
+from brim.models.architecture import build_module
 from brim.models.file_tensor import FileTensor
-from brim.models.opening import OpenedModel, check_value
+from brim.models.opening import OpenedModel
+
+_PIECE_BYTES = 4 << 20  # copied from a device at once, to be verified
+
+
+def open_mapped(
+    directory: Path, name: str, config: Any, stored: dict[str, TensorSource], dtype: torch.dtype | None
+) -> OpenedModel:
+    """Open the model of ``described_by`` with its weights in memory: the pages of its files, as they are read.
+
+    All tensors of ``stored`` must be mappable; they are the ``sources``, by their names in the files. Raises as
+    ``open_model``.
+    """
+    state = mapped_tensors(stored)
+    built = build_module(directory, config, stored, dtype=dtype, trust_remote_code=False, state=state)
+    opened = OpenedModel(
+        module=built.module,
+        sources=stored,
+        tied={},
+        path=directory,
+        name=name,
+        checksums=read_manifest(directory) or {},
+        unexpected=built.unexpected,
+    )
+    if verify := verifier(opened):
+        for tensor_name, value in state.items():
+            verify(tensor_name, value)
+    return opened
 
 
 def by_parameter(opened: OpenedModel) -> dict[str, TensorSource]:
@@ -31,11 +63,23 @@ def verifier(opened: OpenedModel) -> Callable[[str, torch.Tensor], None] | None:
         return None
 
     def verify(name: str, value: torch.Tensor) -> None:
-        if name in known:
+        if name in known and _checksum(value) != known[name]:
             folder = Path(opened.sources[opened.tied.get(name, name)].extents[0].path).parent
-            check_value(opened.name, folder, name, value, known[name])
+            raise ModelError(
+                f"Cannot use {name} of {opened.name}.",
+                "Its bytes are not those that were written: the checksum differs.",
+                f"The files in {folder} are damaged: fetch or convert the model again.",
+            )
 
     return verify
+
+
+def _checksum(value: torch.Tensor) -> int:
+    """Checksum of a tensor's bytes. From a device they come in pieces, as RAM may have no room for all of them."""
+    data, checksum = value.reshape(-1).view(torch.uint8), Checksum()
+    for piece in data.split(data.numel() if value.device.type == "cpu" else _PIECE_BYTES):
+        checksum.update(piece.cpu())
+    return checksum.value()
 
 
 def materialize(module: nn.Module, opened: OpenedModel) -> None:

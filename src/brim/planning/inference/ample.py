@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from brim.core import Decision, Hardware, Plan, Promise
 from brim.core.hardware import RAM
 from brim.measure.capacity import resident_bytes
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.mapped import present_bytes
+from brim.models.opening import OpenedModel
 from brim.planning.inference.memory import Sizes
 from brim.techniques.blocks import Partition, find_blocks, tensor_bytes
 from brim.techniques.streaming.placement import NAME, RESIDENT
@@ -72,25 +72,19 @@ def fits_amply(
 
 
 def ample_strategy(
-    name: str,
-    module: nn.Module,
-    stored: Mapping[str, TensorSource],
-    hardware: Hardware,
-    budget: Mapping[str, int],
-    sizes: Sizes,
-    start_bytes: int,
+    opened: OpenedModel, hardware: Hardware, budget: Mapping[str, int], sizes: Sizes, start_bytes: int
 ) -> AmpleStrategy:
     """Return the strategy of a loaded model. The resident set of ``start_bytes`` was before it."""
-    model: Any = module
-    parameters = list(module.parameters())
+    model: Any = opened.module
+    parameters = list(model.parameters())
     beside_bytes = max(0, resident_bytes() - present_bytes(parameters) - start_bytes) + _PROGRAM_BYTES
     weights_bytes = sum(map(tensor_bytes, parameters))
-    peak_bytes = weights_bytes + step_bound_bytes(model.config, stored, sizes) + beside_bytes
+    peak_bytes = weights_bytes + step_bound_bytes(model.config, opened.sources, sizes) + beside_bytes
     rate = hardware.tier(RAM).bytes_per_s  # 0: not measured yet
     token_s = weights_bytes / rate if rate else 0.0
-    partition = find_blocks(module)
+    partition = find_blocks(model)
     plan = Plan(
-        model=name,
+        model=opened.name,
         hardware=hardware.name,
         task="generate",
         budget_bytes=budget,

@@ -1,5 +1,4 @@
-"""Load a model inside a budget that also holds while it is being loaded: ``brim.load``, and for generation, with a
-KV cache."""
+"""Load a model inside a budget that also holds while it loads: ``brim.load``, and for generation, with a KV cache."""
 
 from __future__ import annotations
 
@@ -19,10 +18,9 @@ from brim.measure.capacity import resident_bytes
 from brim.measure.probe import known
 from brim.memory.checkpoint_files import read_checkpoint
 from brim.models.architecture import model_class
-from brim.models.location import locate
-from brim.models.opening import OpenedModel, described_by, open_mapped, open_model
+from brim.models.opening import OpenedModel, described_by, open_model, prepare
 from brim.models.quantized import open_quantized
-from brim.models.weights import by_parameter, materialize, verifier
+from brim.models.weights import by_parameter, materialize, open_mapped, verifier
 from brim.planning.inference.ample import AmpleStrategy, ample_strategy, fits_amply
 from brim.planning.inference.choose import (
     GenerationCase,
@@ -32,9 +30,8 @@ from brim.planning.inference.choose import (
     search_generation,
 )
 from brim.planning.inference.machine import Device, budgets, computing, machine, on, put_in_force
-from brim.planning.inference.memory import Sizes
+from brim.planning.inference.memory import Sizes, cache_shape, watch_generation
 from brim.planning.inference.pass_seconds import PassSeconds
-from brim.planning.inference.remembered_passes import RememberedPasses
 from brim.planning.inference.warm_up import spent, warm_up
 from brim.planning.proof import search
 from brim.planning.seconds.drives import reading_from
@@ -43,6 +40,7 @@ from brim.techniques.streaming.placement import FROM_DISK
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 
+OnLoaded = Callable[[int, int], None]
 _TOTALS = (1024, 512, 256, 128, 64)  # tokens to reserve memory for, tried in this order, when ``inputs`` is None
 
 
@@ -99,71 +97,27 @@ def load(
         )
     # Tensors created in inference mode could never be changed outside of it.
     with on(device) as kind, torch.inference_mode(False):
-        start_bytes, path = resident_bytes(), locate(model, trust_remote_code=trust_remote_code)
-        if quantization is None and not trust_remote_code and path.is_dir():
+        start_bytes, folder = resident_bytes(), prepare(model, trust_remote_code=trust_remote_code)
+        if quantization is None and not trust_remote_code:
             size = inputs or Inputs(prompt=_TOTALS[0] // 2, total=_TOTALS[0])
-            sizes = ample_sizes(size.batch, size.prompt, size.total - size.prompt)
-            budget = ample_budget(vram, ram, kind)
-            if opener := ample_opener(path, sizes, budget, dtype):
-                return place_ample(opener(), known(), budget, sizes, start_bytes).module
+            if ample := ample_model(folder, size, vram, ram, kind, dtype):
+                return ample.place(ample.open(), start_bytes).module
         grown_bytes = resident_bytes() - start_bytes
-        hardware = reading_from(machine(kind), Path(model))  # measuring takes RAM for a moment
+        hardware = reading_from(machine(kind), folder)  # measuring takes RAM for a moment
         start_bytes = resident_bytes() - grown_bytes
         budget = budgets(hardware, vram, ram, kind)
         if quantization is None:
             opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
         else:
             opened = open_quantized(model, quantization, dtype=dtype, trust_remote_code=trust_remote_code)
-        module = opened.module
-        materialize(module, opened)
         choices = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
-        warm_up(module, hardware, max(size.prompt for size in choices), kind)
-        watch_inference(module, Inputs(prompt=1, total=1))  # memory that it leaves behind is measured too
-        spent_bytes = spent(start_bytes)
 
         def attempt(size: Inputs) -> GenerationStrategy:
             request = GenerationRequest.of(size, host_compute=host_compute)
-            return search_generation(
-                generation_case(opened, hardware, budget, request, lambda: spent_bytes, called=True)
-            )
+            return choose_generation(opened, hardware, budget, request, start_bytes, kind, called=True)
 
         (strategy,) = search(choices, attempt, most=1)
         return load_for_generation(opened, hardware, strategy, kind).module
-
-
-def ample_budget(vram: str | int | None, ram: str | int | None, device: Device) -> dict[str, int]:
-    """Return the budget of RAM where the processor computes in all of it; empty elsewhere."""
-    if device == "emulated" or computing(device) is not None:
-        return {}
-    return budgets(known(), vram, ram, device)
-
-
-def ample_sizes(batch: int, prompt: int, new_tokens: int) -> Sizes:
-    """Return the sizes of passes over prompts without chunks."""
-    return Sizes(batch=batch, prompt=prompt, total=prompt + new_tokens, chunk=prompt)
-
-
-def ample_opener(
-    folder: Path, sizes: Sizes, budget: Mapping[str, int], dtype: torch.dtype | None = None
-) -> Callable[[], OpenedModel] | None:
-    """Return a function that opens a model with its weights if it certainly fits the ``budget``, else None."""
-    if not budget:
-        return None
-    directory, name, config = described_by(folder, trust_remote_code=False, quantized=True)
-    stored, kind = read_checkpoint(directory), model_class(directory, config, False)
-    if not fits_amply(kind, config, stored, dtype, sizes, budget[RAM]):
-        return None
-    return partial(open_mapped, directory, name, config, stored, dtype)
-
-
-def place_ample(
-    opened: OpenedModel, hardware: Hardware, budget: Mapping[str, int], sizes: Sizes, start_bytes: int
-) -> Loaded:
-    """Keep the weights of a model of ``ample_opener`` where they are."""
-    module = opened.module
-    strategy = ample_strategy(opened.name, module, opened.sources, hardware, budget, sizes, start_bytes)
-    handle = put_in_force(module, strategy.partition, strategy.plan, hardware, Weights(), "cpu")
-    return Loaded(module=module, handle=handle, strategy=strategy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +138,46 @@ class Loaded:
         return kv_cache.apply(self.module, placement, self.handle.memory)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ample:
+    """A model that certainly fits the ``budget``. ``open`` opens it with its weights."""
+
+    hardware: Hardware
+    budget: dict[str, int]
+    sizes: Sizes
+    open: Callable[[], OpenedModel]
+
+    def place(self, opened: OpenedModel, start_bytes: int, on_loaded: OnLoaded = lambda done, total: None) -> Loaded:
+        """Keep the weights of the opened model where they are."""
+        strategy = ample_strategy(opened, self.hardware, self.budget, self.sizes, start_bytes)
+        module, plan = opened.module, strategy.plan
+        handle = put_in_force(module, strategy.partition, plan, self.hardware, Weights(), "cpu")
+        on_loaded(opened.bytes, opened.bytes)
+        return Loaded(module=module, handle=handle, strategy=strategy)
+
+
+def ample_model(
+    folder: Path,
+    inputs: Inputs,
+    vram: str | int | None,
+    ram: str | int | None,
+    device: Device,
+    dtype: torch.dtype | None = None,
+) -> Ample | None:
+    """Return the model in ``folder`` if it certainly fits where the processor computes; else None."""
+    if device == "emulated" or computing(device) is not None:
+        return None
+    sizes = Sizes(batch=inputs.batch, prompt=inputs.prompt, total=inputs.total, chunk=inputs.prompt)
+    hardware = known()
+    budget = budgets(hardware, vram, ram, device)
+    directory, name, config = described_by(folder, trust_remote_code=False, quantized=True)
+    stored, kind = read_checkpoint(directory), model_class(directory, config, False)
+    if not fits_amply(kind, config, stored, dtype, sizes, budget[RAM]):
+        return None
+    opener = partial(open_mapped, directory, name, config, stored, dtype)
+    return Ample(hardware=hardware, budget=budget, sizes=sizes, open=opener)
+
+
 def choose_generation(
     opened: OpenedModel,
     hardware: Hardware,
@@ -193,31 +187,19 @@ def choose_generation(
     device: Device = "auto",
     *,
     fixed: Plan | None = None,
+    called: bool = False,
 ) -> GenerationStrategy:
-    """Choose how the generation of ``request`` fits beside the weights of an opened model, which is materialized.
+    """Choose how the generation of ``request`` fits beside the weights of an opened model.
 
-    ``start_bytes`` is the resident set from which the budget counts. ``fixed``: exactly this plan. Raises BudgetError
-    with the smallest budget that fits when nothing does.
+    ``start_bytes`` is the resident set from which the budget counts. ``fixed``: exactly this plan. ``called``: a
+    program calls the model, with its own cache. Raises BudgetError with the smallest budget that fits when nothing
+    does.
     """
     module = opened.module
     materialize(module, opened)
     warm_up(module, hardware, max(request.lengths) * (request.batch or 1), device)
-    case = generation_case(opened, hardware, budget, request, lambda: spent(start_bytes))
+    case = generation_case(opened, hardware, budget, request, lambda: spent(start_bytes), called=called)
     return search_generation(case) if fixed is None else follow(case, fixed)
-
-
-def load_for_generation(
-    opened: OpenedModel,
-    hardware: Hardware,
-    strategy: GenerationStrategy,
-    device: Device = "auto",
-    *,
-    on_loaded: Callable[[int, int], None] = lambda done, total: None,
-) -> Loaded:
-    """Load the weights of an opened model by the strategy. ``on_loaded`` gets the loaded and the total bytes."""
-    weights = Weights(sources=by_parameter(opened), verify=verifier(opened), loaded=_Progress(strategy, on_loaded))
-    handle = put_in_force(opened.module, strategy.partition, strategy.plan, hardware, weights, device)
-    return Loaded(module=opened.module, handle=handle, strategy=strategy)
 
 
 def generation_case(
@@ -229,35 +211,47 @@ def generation_case(
     *,
     called: bool = False,
 ) -> GenerationCase:
-    """The planning case of ``brim generate`` for an opened model, which is materialized; of ``brim.load`` if
-    ``called``: the caller passes the cache.
+    """Return the planning case of an opened model, which is materialized; nothing is measured."""
+    module = opened.module
+    shape = None if called else cache_shape(module)
 
-    Passes of ``brim generate`` are observed once and remembered, and nothing is measured.
-    """
-    passes = RememberedPasses(opened.module)
-
-    def watch_called(sizes: Sizes) -> Observation:
-        return watch_inference(opened.module, Inputs(batch=sizes.batch, prompt=sizes.prompt, total=sizes.total))
+    def watch(sizes: Sizes) -> Observation:
+        if called:
+            return watch_inference(module, Inputs(batch=sizes.batch, prompt=sizes.prompt, total=sizes.total))
+        return watch_generation(module, sizes, shape)
 
     return GenerationCase(
         name=opened.name,
-        module=opened.module,
+        module=module,
         weights=Weights(sources=by_parameter(opened), verify=verifier(opened)),
         hardware=hardware,
         budget_bytes=budget,
         request=request,
-        shape=None if called else passes.shape(),
-        watch=watch_called if called else passes.watch,
+        shape=shape,
+        watch=watch,
         spent_bytes=spent_bytes,
-        seconds=PassSeconds(module=opened.module, hardware=hardware, host_compute=request.host_compute),
+        seconds=PassSeconds(module=module, hardware=hardware, host_compute=request.host_compute),
         called=called,
     )
+
+
+def load_for_generation(
+    opened: OpenedModel,
+    hardware: Hardware,
+    strategy: GenerationStrategy,
+    device: Device = "auto",
+    on_loaded: OnLoaded = lambda done, total: None,
+) -> Loaded:
+    """Load the weights of an opened model by the strategy. ``on_loaded`` gets the loaded and the total bytes."""
+    weights = Weights(sources=by_parameter(opened), verify=verifier(opened), loaded=_Progress(strategy, on_loaded))
+    handle = put_in_force(opened.module, strategy.partition, strategy.plan, hardware, weights, device)
+    return Loaded(module=opened.module, handle=handle, strategy=strategy)
 
 
 class _Progress:
     """Adds up the loaded bytes of the total; blocks that stream from disk do not count."""
 
-    def __init__(self, strategy: GenerationStrategy, on_loaded: Callable[[int, int], None]) -> None:
+    def __init__(self, strategy: GenerationStrategy, on_loaded: OnLoaded) -> None:
         choices, blocks = strategy.plan.choices(STREAMING), strategy.partition.blocks
         stays = [block.bytes for block in blocks if choices.get(block.name) != FROM_DISK]
         self._total, self._done, self._on_loaded = sum(stays), 0, on_loaded

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,8 @@ import torch
 from brim.core import Plan, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UnsupportedError, UsageError
+from brim.estimation.step_memory import Inputs
 from brim.measure.monitor import Monitor, Usage
-from brim.measure.probe import known
 from brim.measure.token_clock import Clock
 from brim.memory import heap
 from brim.models.opening import OpenedModel, precision_of, prepare, read_tokenizer, verify_files
@@ -35,12 +36,9 @@ from brim.requests.sampling import cut
 from brim.run.generate.inputs import Batch, batches, check, encode, encode_chat, instructed
 from brim.run.generate.load import (
     Loaded,
-    ample_budget,
-    ample_opener,
-    ample_sizes,
+    ample_model,
     choose_generation,
     load_for_generation,
-    place_ample,
 )
 from brim.run.generate.loop import (
     CHECKED_TOKENS,
@@ -340,7 +338,6 @@ def _opened_here(
     precision, device = request.precision if file is None else file.request.precision, request.device
     new_tokens, trusts = request.max_new_tokens, request.trust_remote_code
     batch = len(prompts) if request.batch == "auto" else min(request.batch, len(prompts))
-    budget = ample_budget(request.vram, request.ram, device) if file is None else {}
     on_stage("opening the model")
     directory = prepare(request.model, trust_remote_code=trusts)
     if request.verify:
@@ -348,28 +345,28 @@ def _opened_here(
         verify_files(directory)
     tokenizer = read_tokenizer(directory, directory.resolve().name)
     rows = [encode(tokenizer, prompt, request.chat, request.system) for prompt in prompts]
-    sizes = ample_sizes(batch, max(map(len, rows), default=0), new_tokens)
-    open_ample = None
+    ample = None
     # Later tokens, and turns, are faster with a planned cache.
-    if not (trusts or precision or not rows or request.prefill_chunk != "auto" or new_tokens > _SHORT):
-        open_ample = ample_opener(directory, sizes, budget)
-    if open_ample is not None:
-        hardware = known()
-    else:
+    if rows and not (file or trusts or precision or request.prefill_chunk != "auto" or new_tokens > _SHORT):
+        prompt = max(map(len, rows))
+        inputs = Inputs(batch=batch, prompt=prompt, total=prompt + new_tokens)
+        ample = ample_model(directory, inputs, request.vram, request.ram, device)
+    if ample is None:
         on_stage("measuring this machine (once)")
         hardware = machine(device)
         budget = dict(file.plan.budget_bytes) if file else budgets(hardware, request.vram, request.ram, device)
         if precision is not None:
             on_stage("converting the weights (once)")
             open_as(directory, precision, trust_remote_code=trusts)
-        # A plan for another tier than this device's has none; it is refused below, with all else that differs.
-        hardware = reading_from(hardware, directory, budget_bytes=budget.get(hardware.compute, 0))
+        hardware = reading_from(hardware, directory)
+        given = file is not None or request.ram is not None or request.vram is not None
+        budget = within_room(budget, given=given)  # libraries and a conversion have taken some since
+    else:
+        hardware, budget = ample.hardware, ample.budget
     heap.return_freed_memory()  # what a long prompt's pass frees is counted as long as the heap keeps it
-    given = file is not None or request.ram is not None or request.vram is not None
-    budget = within_room(budget, given=given)  # libraries and a conversion have taken some since
     with Monitor() as monitor:
         start_bytes = int(psutil.Process().memory_info().rss)
-        opened = open_ample() if open_ample else open_as(directory, precision, trust_remote_code=trusts)
+        opened = ample.open() if ample else open_as(directory, precision, trust_remote_code=trusts)
         _refuse_others(opened)
         if file is not None:
             file.check(model=opened.module, hardware=hardware, task="generate")
@@ -381,16 +378,14 @@ def _opened_here(
         run.precision = (name, "by the plan" if file is not None and precision is not None else origin)
         on_stage("loading weights")
         limited = held_to(budget, device)  # from before the first product, whose workspace the budget includes
-        strategy = None
-        if not open_ample:
+        if ample:
+            place = partial(ample.place, opened, start_bytes, on_loaded)
+        else:
             fixed = file.plan if file else None
             strategy = choose_generation(opened, hardware, budget, run.generation(), start_bytes, device, fixed=fixed)
+            place = partial(load_for_generation, opened, hardware, strategy, device, on_loaded)
         with limited():
-            if strategy is None:
-                run._loaded = place_ample(opened, hardware, budget, sizes, start_bytes)
-                on_loaded(opened.bytes, opened.bytes)
-            else:
-                run._loaded = load_for_generation(opened, hardware, strategy, device, on_loaded=on_loaded)
+            run._loaded = place()
             try:
                 on_stage("generating")
                 handle = run.loaded.handle
