@@ -22,7 +22,7 @@ from brim.measure.capacity import disk_free_bytes, ram_capacity_bytes
 from brim.measure.user_cache import cache_folder, load_text, store_text
 
 # Incremented when the measurements change, so that stored ones are repeated.
-_METHOD = 4
+_METHOD = 5
 # Unlike processors and memory, a drive fills up, wears and is shared.
 _DISK_GOOD_FOR_S = 24 * 3600.0
 _OF_DISK = ", disk of "  # begins the part of a source that describes the disk

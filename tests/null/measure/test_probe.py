@@ -188,7 +188,7 @@ def test_without_a_cache_it_measures_once_per_process_and_says_so_once(tmp_path,
     assert len(told) == 1
     assert hardware.link("disk", "ram").bytes_per_s > 0
     assert "torch" in hardware.source.partition("disk of ")[2]  # a disk's speed is that of files that are there
-    monkeypatch.setattr("brim.measure.disk._interleaved", pytest.fail)
+    monkeypatch.setattr("brim.measure.disk._rates", pytest.fail)
     assert rates(probe(device="cpu")) == rates(hardware)
     assert Remembered("figures", ()).get("one", count=1) == [1.0]
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]
