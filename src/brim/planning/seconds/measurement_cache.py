@@ -42,8 +42,8 @@ class Remembered:
 
     def _read(self) -> dict[str, tuple[list[float], float]]:
         try:
-            text, _ = load_text(self._path) or ("{}", 0.0)
-            return {str(name): _dated(numbers) for name, numbers in json.loads(text).items()}
+            document = json.loads(load_text(self._path) or "{}")
+            return {str(name): _dated(numbers) for name, numbers in document.items()}
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             warnings.warn(f"{self._path} is damaged; its values are measured again: {error}", stacklevel=3)
             return {}
