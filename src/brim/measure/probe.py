@@ -61,14 +61,15 @@ def probe(*, refresh: bool = False, device: str = "auto", directory: Path | None
     return hardware
 
 
-def known() -> Hardware:
-    """Return the processor and its memory, with the rates that were measured before."""
-    place = drive_folder()
-    facts = _fingerprint(None, place)
+def known(device: str) -> Hardware:
+    """Return a machine with its present capacities, and with the rates that were measured before."""
+    on, place = _accelerator(device), drive_folder()
+    facts = _fingerprint(on, place)
     stored = _load(_cache_file(facts))
-    tiers = (Tier(name=RAM, capacity_bytes=0), Tier(name=DISK, capacity_bytes=0))
-    hardware = stored or Hardware(name=_name(facts), compute=RAM, tiers=tiers)
-    return _with_capacities(hardware, place, None)
+    names = (RAM, DISK) if on is None else (VRAM, RAM, DISK)
+    tiers = tuple(Tier(name=name, capacity_bytes=0) for name in names)
+    hardware = stored or Hardware(name=_name(facts), compute=names[0], tiers=tiers)
+    return _with_capacities(hardware, place, on)
 
 
 def _name(facts: dict[str, Any]) -> str:

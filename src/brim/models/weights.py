@@ -26,24 +26,18 @@ def open_mapped(
 ) -> OpenedModel:
     """Open the model of ``described_by`` with its weights in memory: the pages of its files, as they are read.
 
-    All tensors of ``stored`` must be mappable; they are the ``sources``, by their names in the files. Raises as
-    ``open_model``.
+    All tensors of ``stored`` must be mappable. None is a source of the model. Raises as ``open_model``.
     """
     state = mapped_tensors(stored)
     built = build_module(directory, config, stored, dtype=dtype, trust_remote_code=False, state=state)
-    opened = OpenedModel(
-        module=built.module,
-        sources=stored,
-        tied={},
-        path=directory,
-        name=name,
-        checksums=read_manifest(directory) or {},
-        unexpected=built.unexpected,
-    )
-    if verify := verifier(opened):
+    files = OpenedModel(
+        module=built.module, sources=stored, tied={}, path=directory, name=name,
+        checksums=read_manifest(directory) or {}, unexpected=built.unexpected,
+    )  # fmt: skip
+    if verify := verifier(files):
         for tensor_name, value in state.items():
             verify(tensor_name, value)
-    return opened
+    return replace(files, sources={}, checksums={})
 
 
 def by_parameter(opened: OpenedModel) -> dict[str, TensorSource]:

@@ -10,20 +10,22 @@ from typing import Any
 
 import torch
 
+from brim.allocator.config import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
 from brim.core import Decision, Hardware, Plan, Promise
-from brim.core.hardware import RAM
+from brim.core.hardware import RAM, VRAM
 from brim.measure.capacity import resident_bytes
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.mapped import present_bytes
 from brim.models.opening import OpenedModel
 from brim.planning.inference.memory import Sizes
-from brim.techniques.blocks import Partition, find_blocks, tensor_bytes
+from brim.techniques.blocks import Partition, find_blocks
 from brim.techniques.streaming.placement import NAME, RESIDENT
 
 _ROOM = 2  # a budget of so many times the bound is ample
 _COPIES = 4  # of each layer's results, of all scores and logits, that are in memory at once
 _NUMBER_BYTES = 4  # norms, scores and logits are computed in float32
 _PROGRAM_BYTES = 256 << 20  # code, objects, and buffers per thread of libraries, which no product has warmed up
+_DRIVER_BYTES = 1 << 30  # of RAM: a GPU's context, and the code of its kernels
 _LAYER = re.compile(r"(?:^|\.)\d+\.")
 
 
@@ -38,51 +40,76 @@ class AmpleStrategy:
     placement: None = None
 
 
-def step_bound_bytes(config: Any, stored: Mapping[str, TensorSource], sizes: Sizes) -> int:
-    """Return more than a decoder's passes of ``sizes`` take beside its weights, its KV cache included."""
-    text = config.get_text_config(decoder=True)
-    heads, width = text.num_attention_heads, max(text.hidden_size, getattr(text, "head_dim", None) or 0)
-    widths = Counter[str]()  # of the results of all weights in a layer, and outside of layers
-    for name, source in stored.items():
-        layer = _LAYER.search(name)
-        widths[name[: layer.end()] if layer else ""] += max(source.shape, default=1)
-    results = widths.pop("", 0) + max(widths.values(), default=0)
-    cache = 2 * 2 * text.num_hidden_layers * max(width, heads * (getattr(text, "head_dim", None) or 0))
-    numbers = sizes.prompt * _COPIES * (results + (heads + 1) * sizes.total) + cache * sizes.total
-    packed_bytes = max(source.bytes for source in stored.values())  # a kernel may reorder a weight for its product
-    return int(_NUMBER_BYTES * sizes.batch * numbers) + packed_bytes
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """An upper bound of memory, by the configuration and the headers of files; weights are in ``compute``."""
+
+    config: Any
+    stored: Mapping[str, TensorSource]
+    sizes: Sizes
+    compute: str
+
+    def step_bytes(self) -> int:
+        """Return more than a decoder's passes take beside its weights, its KV cache included."""
+        sizes, text = self.sizes, self.config.get_text_config(decoder=True)
+        heads, head = text.num_attention_heads, getattr(text, "head_dim", None) or 0
+        widths = Counter[str]()  # of the results of all weights in a layer, and outside of layers
+        for name, source in self.stored.items():
+            widths[_layer(name)] += max(source.shape, default=1)
+        results = widths.pop("", 0) + max(widths.values(), default=0)
+        cache = 2 * text.num_hidden_layers * max(text.hidden_size, heads * head)
+        row_bytes = _NUMBER_BYTES * sizes.batch * max(text.hidden_size, heads * head)
+        # A tensor that grows leaves segments behind, each a little too small for the next.
+        copies = 2 + row_bytes * (sizes.total - sizes.prompt) // SMALL_SEGMENT_BYTES * (self.compute == VRAM)
+        numbers = sizes.prompt * _COPIES * (results + (heads + 1) * sizes.total) + copies * cache * sizes.total
+        packed_bytes = max(source.bytes for source in self.stored.values())  # kernels may reorder a weight
+        return int(_NUMBER_BYTES * sizes.batch * numbers) + packed_bytes
+
+    def peak_bytes(self, program_bytes: int = _PROGRAM_BYTES) -> dict[str, int]:
+        """Return all bytes per tier, of which ``program_bytes`` in RAM are neither weights nor of passes."""
+        weights_bytes = sum(source.bytes for source in self.stored.values())
+        if self.compute == RAM:
+            return {RAM: weights_bytes + self.step_bytes() + program_bytes}
+        blocks = Counter[str]()  # each passes through RAM, and has a segment, or at least half of one
+        for name, source in self.stored.items():
+            blocks[_layer(name) or name] += source.bytes
+        small = sum(count for count in blocks.values() if 2 * count < LARGE_SEGMENT_BYTES)
+        unused_bytes = small + SMALL_SEGMENT_BYTES * len(blocks) + LARGE_SEGMENT_BYTES
+        return {
+            VRAM: weights_bytes + unused_bytes + self.step_bytes() + _PROGRAM_BYTES,
+            RAM: program_bytes + _DRIVER_BYTES + 2 * max(blocks.values()),
+        }
 
 
-def fits_amply(
-    kind: Any, config: Any, stored: Mapping[str, TensorSource], dtype: torch.dtype | None, sizes: Sizes, budget: int
-) -> bool:
-    """Return True for a decoder of class ``kind`` that takes at most half of a ``budget`` of RAM, its weights mapped.
+def fits_amply(kind: Any, bound: Bound, dtype: torch.dtype | None, budget: Mapping[str, int]) -> bool:
+    """Return True for a decoder of class ``kind`` that takes at most half of a ``budget``.
 
     Only models of matrices and transformers' own attention: others have temporaries that no width bounds.
     """
-    wanted = dtype or getattr(config, "dtype", None)
+    config, wanted = bound.config, dtype or getattr(bound.config, "dtype", None)
     plain = kind.can_generate() and kind._supports_attention_backend and not config.is_encoder_decoder
-    for name, source in stored.items():
+    for name, source in bound.stored.items():
         plain = plain and len(source.shape) < 3 and source.dtype == wanted and "expert" not in name
         plain = plain and source.is_mappable and source.bytes > 0
-    if not plain or getattr(config, "quantization_config", None):
-        return False
-    weights = sum(source.bytes for source in stored.values())
-    return _ROOM * (weights + step_bound_bytes(config, stored, sizes) + _PROGRAM_BYTES) <= budget
+    plain = plain and not getattr(config, "quantization_config", None)
+    return plain and all(_ROOM * count <= budget[tier] for tier, count in bound.peak_bytes().items())
+
+
+def _layer(name: str) -> str:
+    found = _LAYER.search(name)
+    return name[: found.end()] if found else ""
 
 
 def ample_strategy(
-    opened: OpenedModel, hardware: Hardware, budget: Mapping[str, int], sizes: Sizes, start_bytes: int
+    opened: OpenedModel, bound: Bound, hardware: Hardware, budget: Mapping[str, int], start_bytes: int
 ) -> AmpleStrategy:
-    """Return the strategy of a loaded model. The resident set of ``start_bytes`` was before it."""
-    model: Any = opened.module
-    parameters = list(model.parameters())
-    beside_bytes = max(0, resident_bytes() - present_bytes(parameters) - start_bytes) + _PROGRAM_BYTES
-    weights_bytes = sum(map(tensor_bytes, parameters))
-    peak_bytes = weights_bytes + step_bound_bytes(model.config, opened.sources, sizes) + beside_bytes
-    rate = hardware.tier(RAM).bytes_per_s  # 0: not measured yet
-    token_s = weights_bytes / rate if rate else 0.0
-    partition = find_blocks(model)
+    """Return the strategy of an opened model. The resident set of ``start_bytes`` was before it."""
+    sizes, partition = bound.sizes, find_blocks(opened.module)
+    present = present_bytes(list(opened.module.parameters()))
+    program_bytes = max(0, resident_bytes() - present - start_bytes) + _PROGRAM_BYTES
+    rate = hardware.tier(hardware.compute).bytes_per_s  # 0: not measured yet
+    token_s = partition.bytes / rate if rate else 0.0
+    peak_bytes = bound.peak_bytes(program_bytes)
     plan = Plan(
         model=opened.name,
         hardware=hardware.name,
@@ -92,7 +119,7 @@ def ample_strategy(
             Decision(technique=NAME, block=block.name, choice=RESIDENT, bytes=block.bytes)
             for block in partition.blocks
         ),
-        promise=Promise(peak_bytes={RAM: peak_bytes}, step_s=token_s, bound_s=token_s, limited_by="compute"),
+        promise=Promise(peak_bytes=peak_bytes, step_s=token_s, bound_s=token_s, limited_by="compute"),
         settings={"batch": sizes.batch, "prompt_tokens": sizes.prompt, "total_tokens": sizes.total},
     )
     return AmpleStrategy(partition=partition, plan=plan, sizes=sizes)

@@ -109,8 +109,6 @@ class PassSeconds:
         step_bytes = 2 * need.observation.step_bytes
         return replace(need, cpu_seconds=cpu_seconds, cpu_bytes=cache_bytes, cpu_step_bytes=step_bytes)
 
-    # -- measurements
-
     def _measured(
         self, sizes: Sizes, cuts: Iterable[Cut]
     ) -> Callable[[Partition], Mapping[str, BlockSeconds] | None]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from brim.accelerator import CUDA
 from brim.core import Hardware, Plan
-from brim.core.hardware import RAM
 from brim.errors import UsageError
 from brim.estimation.step_memory import Inputs, Observation, watch_inference
 from brim.measure.capacity import resident_bytes
@@ -21,7 +20,7 @@ from brim.models.architecture import model_class
 from brim.models.opening import OpenedModel, described_by, open_model, prepare
 from brim.models.quantized import open_quantized
 from brim.models.weights import by_parameter, materialize, open_mapped, verifier
-from brim.planning.inference.ample import AmpleStrategy, ample_strategy, fits_amply
+from brim.planning.inference.ample import AmpleStrategy, Bound, ample_strategy, fits_amply
 from brim.planning.inference.choose import (
     GenerationCase,
     GenerationRequest,
@@ -40,6 +39,7 @@ from brim.techniques.streaming.placement import FROM_DISK
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 
+Amount = str | int | None  # of memory
 OnLoaded = Callable[[int, int], None]
 _TOTALS = (1024, 512, 256, 128, 64)  # tokens to reserve memory for, tried in this order, when ``inputs`` is None
 
@@ -144,38 +144,41 @@ class Ample:
 
     hardware: Hardware
     budget: dict[str, int]
-    sizes: Sizes
+    bound: Bound
     open: Callable[[], OpenedModel]
 
     def place(self, opened: OpenedModel, start_bytes: int, on_loaded: OnLoaded = lambda done, total: None) -> Loaded:
-        """Keep the weights of the opened model where they are."""
-        strategy = ample_strategy(opened, self.hardware, self.budget, self.sizes, start_bytes)
-        module, plan = opened.module, strategy.plan
-        handle = put_in_force(module, strategy.partition, plan, self.hardware, Weights(), "cpu")
-        on_loaded(opened.bytes, opened.bytes)
-        return Loaded(module=module, handle=handle, strategy=strategy)
+        """Load the weights of the opened model."""
+        strategy = ample_strategy(opened, self.bound, self.hardware, self.budget, start_bytes)
+        loaded = load_for_generation(opened, self.hardware, strategy, on_loaded=on_loaded)
+        on_loaded(strategy.partition.bytes, strategy.partition.bytes)
+        return loaded
 
 
 def ample_model(
-    folder: Path,
-    inputs: Inputs,
-    vram: str | int | None,
-    ram: str | int | None,
-    device: Device,
-    dtype: torch.dtype | None = None,
+    folder: Path, inputs: Inputs, vram: Amount, ram: Amount, device: Device, dtype: torch.dtype | None = None
 ) -> Ample | None:
-    """Return the model in ``folder`` if it certainly fits where the processor computes; else None."""
-    if device == "emulated" or computing(device) is not None:
+    """Return the model in ``folder`` if it certainly fits where it computes; else None."""
+    on = computing(device)
+    if device == "emulated" or (on is not None and (on.type != CUDA or on.shares_ram())):
         return None
     sizes = Sizes(batch=inputs.batch, prompt=inputs.prompt, total=inputs.total, chunk=inputs.prompt)
-    hardware = known()
+    hardware = known(device)
     budget = budgets(hardware, vram, ram, device)
     directory, name, config = described_by(folder, trust_remote_code=False, quantized=True)
     stored, kind = read_checkpoint(directory), model_class(directory, config, False)
-    if not fits_amply(kind, config, stored, dtype, sizes, budget[RAM]):
+    bound = Bound(config=config, stored=stored, sizes=sizes, compute=hardware.compute)
+    if not fits_amply(kind, bound, dtype, budget):
         return None
-    opener = partial(open_mapped, directory, name, config, stored, dtype)
-    return Ample(hardware=hardware, budget=budget, sizes=sizes, open=opener)
+
+    def opener() -> OpenedModel:
+        if on is None:
+            return open_mapped(directory, name, config, stored, dtype)
+        opened = open_model(directory, dtype=dtype)
+        materialize(opened.module, opened)
+        return opened
+
+    return Ample(hardware=hardware, budget=budget, bound=bound, open=opener)
 
 
 def choose_generation(
@@ -192,8 +195,7 @@ def choose_generation(
     """Choose how the generation of ``request`` fits beside the weights of an opened model.
 
     ``start_bytes`` is the resident set from which the budget counts. ``fixed``: exactly this plan. ``called``: a
-    program calls the model, with its own cache. Raises BudgetError with the smallest budget that fits when nothing
-    does.
+    program calls the model, with its own cache. Raises BudgetError with the smallest budget when nothing fits.
     """
     module = opened.module
     materialize(module, opened)
@@ -238,7 +240,7 @@ def generation_case(
 def load_for_generation(
     opened: OpenedModel,
     hardware: Hardware,
-    strategy: GenerationStrategy,
+    strategy: GenerationStrategy | AmpleStrategy,
     device: Device = "auto",
     on_loaded: OnLoaded = lambda done, total: None,
 ) -> Loaded:
@@ -251,7 +253,7 @@ def load_for_generation(
 class _Progress:
     """Adds up the loaded bytes of the total; blocks that stream from disk do not count."""
 
-    def __init__(self, strategy: GenerationStrategy, on_loaded: OnLoaded) -> None:
+    def __init__(self, strategy: GenerationStrategy | AmpleStrategy, on_loaded: OnLoaded) -> None:
         choices, blocks = strategy.plan.choices(STREAMING), strategy.partition.blocks
         stays = [block.bytes for block in blocks if choices.get(block.name) != FROM_DISK]
         self._total, self._done, self._on_loaded = sum(stays), 0, on_loaded

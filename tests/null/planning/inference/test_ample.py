@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import brim
 from brim.core.hardware import RAM
@@ -17,52 +16,15 @@ from brim.errors import TransferError
 from brim.estimation.step_memory import Inputs, watch_inference
 from brim.memory.checkpoint_files import read_checkpoint
 from brim.model_cache import cache_input, cache_of
-from brim.planning.inference.ample import fits_amply, step_bound_bytes
+from brim.planning.inference.ample import Bound, fits_amply
 from brim.planning.inference.memory import Sizes
 from brim.requests.generate import Request
 from brim.run.generate.request import generate
 from brim.run.ranks.memory import TensorMeter
+from support.ample import FAMILIES, random_sizes, save
 from support.generating import save_words_llama
 
-FAMILIES = [
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_neox",
-    "olmo2", "apertus", "cohere", "granite", "starcoder2", "smollm3", "glm", "opt", "helium",
-]  # fmt: skip
 PLANNED = "400MiB"  # too little to be ample for any model: libraries alone may take more than half of it
-TINY = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-
-
-def random_sizes(family: str, seed: int) -> tuple[Any, Sizes]:
-    """A small configuration, with heads, widths and lengths of all proportions, and the sizes of its passes."""
-    draw = random.Random(f"{family} {seed}")
-    heads, groups, head = (
-        draw.choice([(2, 1), (4, 2), (8, 8), (12, 3)]),
-        draw.choice([1, 2]),
-        draw.choice([8, 16, 64]),
-    )
-    config = AutoConfig.for_model(
-        family,
-        hidden_size=heads[0] * head,
-        head_dim=head * (1 if family in ("phi", "gpt_neox", "opt", "gpt2", "helium") else groups),
-        intermediate_size=draw.choice([32, 200, 1024]),
-        ffn_dim=draw.choice([32, 1024]),
-        num_hidden_layers=draw.choice([1, 3]),
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
-        vocab_size=draw.choice([64, 1000, 5000]),
-        word_embed_proj_dim=heads[0] * head,
-        max_position_embeddings=512,
-        **TINY,
-    )
-    config.dtype = torch.float32
-    prompt = draw.choice([1, 7, 64, 300])
-    return config, Sizes(batch=draw.choice([1, 3]), prompt=prompt, total=prompt + draw.choice([1, 40]), chunk=prompt)
-
-
-def save(folder: Path, config: Any) -> Path:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).eval().save_pretrained(folder)
-    return folder
 
 
 def measured_bytes(model: Any, sizes: Sizes) -> int:
@@ -85,12 +47,12 @@ def test_the_bound_is_not_below_the_peak_of_random_configurations(family: str, t
         config, sizes = random_sizes(family, seed)
         model: Any = brim.load(save(tmp_path / str(seed), config), device="cpu")
         stored = read_checkpoint(tmp_path / str(seed))
-        assert fits_amply(type(model), model.config, stored, None, sizes, 1 << 40)
-        bound = step_bound_bytes(model.config, stored, sizes)
-        assert measured_bytes(model, sizes) <= bound
+        bound = Bound(config=model.config, stored=stored, sizes=sizes, compute=RAM)
+        assert fits_amply(type(model), bound, None, {RAM: 1 << 40})
+        assert measured_bytes(model, sizes) <= bound.step_bytes()
         model.brim.remove()
         inputs = Inputs(batch=sizes.batch, prompt=sizes.prompt, total=sizes.total)
-        assert watch_inference(model, inputs).step_bytes <= bound
+        assert watch_inference(model, inputs).step_bytes <= bound.step_bytes()
 
 
 @pytest.mark.thorough
@@ -143,13 +105,18 @@ def test_a_mixture_of_experts_a_state_space_model_and_another_type_are_planned(t
     config, sizes = random_sizes("llama", 0)
     model, stored = AutoModelForCausalLM.from_config(config), read_checkpoint(save(tmp_path, config))
     source = next(iter(stored.values()))
-    assert fits_amply(type(model), config, stored, torch.float32, sizes, 1 << 40)
-    assert not fits_amply(type(model), config, stored, torch.bfloat16, sizes, 1 << 40)
+
+    def fits(stored: Any, dtype: torch.dtype = torch.float32) -> bool:
+        bound = Bound(config=config, stored=stored, sizes=sizes, compute=RAM)
+        return fits_amply(type(model), bound, dtype, {RAM: 1 << 40})
+
+    assert fits(stored)
+    assert not fits(stored, torch.bfloat16)
     for name in ("model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.0.A_log"):
         odd = (
             source if "experts" in name else type(source)(name=name, dtype=source.dtype, shape=(2, 1, 4), extents=())
         )
-        assert not fits_amply(type(model), config, {**stored, name: odd}, torch.float32, sizes, 1 << 40)
+        assert not fits({**stored, name: odd})
 
 
 def test_a_file_that_changed_after_its_header_was_read_is_refused(
