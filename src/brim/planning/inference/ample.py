@@ -19,6 +19,7 @@ from brim.memory.mapped import present_bytes
 from brim.models.opening import OpenedModel
 from brim.planning.inference.memory import Sizes
 from brim.techniques.blocks import Partition, find_blocks
+from brim.techniques.kv_offload.cache import CacheShape, Placement
 from brim.techniques.streaming.placement import NAME, RESIDENT
 
 _ROOM = 2  # a budget of so many times the bound is ample
@@ -31,23 +32,24 @@ _LAYER = re.compile(r"(?:^|\.)\d+\.")
 
 @dataclass(frozen=True, kw_only=True)
 class AmpleStrategy:
-    """A generation that certainly fits: all weights stay in memory, and the model makes its own KV cache."""
+    """A generation that certainly fits: all weights stay in memory. ``shape`` None: the model makes its own cache."""
 
     partition: Partition
     plan: Plan
     sizes: Sizes
-    shape: None = None
-    placement: None = None
+    shape: CacheShape | None
+    placement: Placement | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """An upper bound of memory, by the configuration and the headers of files; weights are in ``compute``."""
+    """An upper bound of memory, by the configuration and the headers of files; weights are in the compute tier."""
 
     config: Any
     stored: Mapping[str, TensorSource]
     sizes: Sizes
-    compute: str
+    hardware: Hardware
+    budget: dict[str, int]
 
     def step_bytes(self) -> int:
         """Return more than a decoder's passes take beside its weights, its KV cache included."""
@@ -59,16 +61,17 @@ class Bound:
         results = widths.pop("", 0) + max(widths.values(), default=0)
         cache = 2 * text.num_hidden_layers * max(text.hidden_size, heads * head)
         row_bytes = _NUMBER_BYTES * sizes.batch * max(text.hidden_size, heads * head)
+        tokens = sizes.prompt + 2  # sampling takes 42 bytes of a score, less than the copies of two tokens' logits
         # A tensor that grows leaves segments behind, each a little too small for the next.
-        copies = 2 + row_bytes * (sizes.total - sizes.prompt) // SMALL_SEGMENT_BYTES * (self.compute == VRAM)
-        numbers = sizes.prompt * _COPIES * (results + (heads + 1) * sizes.total) + copies * cache * sizes.total
+        copies = 2 + row_bytes * (sizes.total - sizes.prompt) // SMALL_SEGMENT_BYTES * (self.hardware.compute == VRAM)
+        numbers = tokens * _COPIES * (results + (heads + 1) * sizes.total) + copies * cache * sizes.total
         packed_bytes = max(source.bytes for source in self.stored.values())  # kernels may reorder a weight
         return int(_NUMBER_BYTES * sizes.batch * numbers) + packed_bytes
 
     def peak_bytes(self, program_bytes: int = _PROGRAM_BYTES) -> dict[str, int]:
         """Return all bytes per tier, of which ``program_bytes`` in RAM are neither weights nor of passes."""
         weights_bytes = sum(source.bytes for source in self.stored.values())
-        if self.compute == RAM:
+        if self.hardware.compute == RAM:
             return {RAM: weights_bytes + self.step_bytes() + program_bytes}
         blocks = Counter[str]()  # each passes through RAM, and has a segment, or at least half of one
         for name, source in self.stored.items():
@@ -80,46 +83,43 @@ class Bound:
             RAM: program_bytes + _DRIVER_BYTES + 2 * max(blocks.values()),
         }
 
+    def strategy(self, opened: OpenedModel, shape: CacheShape | None, start_bytes: int) -> AmpleStrategy:
+        """Return the strategy of an opened model. The resident set of ``start_bytes`` was before it."""
+        sizes, partition = self.sizes, find_blocks(opened.module)
+        present = present_bytes(list(opened.module.parameters()))
+        program_bytes = max(0, resident_bytes() - present - start_bytes) + _PROGRAM_BYTES
+        rate = self.hardware.tier(self.hardware.compute).bytes_per_s  # 0: not measured yet
+        token_s = partition.bytes / rate if rate else 0.0
+        peak_bytes = self.peak_bytes(program_bytes)
+        plan = Plan(
+            model=opened.name,
+            hardware=self.hardware.name,
+            task="generate",
+            budget_bytes=self.budget,
+            decisions=tuple(
+                Decision(technique=NAME, block=block.name, choice=RESIDENT, bytes=block.bytes)
+                for block in partition.blocks
+            ),
+            promise=Promise(peak_bytes=peak_bytes, step_s=token_s, bound_s=token_s, limited_by="compute"),
+            settings={"batch": sizes.batch, "prompt_tokens": sizes.prompt, "total_tokens": sizes.total},
+        )
+        placement = None if shape is None else sizes.placement(shape, 0)
+        return AmpleStrategy(partition=partition, plan=plan, sizes=sizes, shape=shape, placement=placement)
 
-def fits_amply(kind: Any, bound: Bound, dtype: torch.dtype | None, budget: Mapping[str, int]) -> bool:
-    """Return True for a decoder of class ``kind`` that takes at most half of a ``budget``.
+    def fits(self, kind: Any, dtype: torch.dtype | None) -> bool:
+        """Return True for a decoder of class ``kind`` that takes at most half of the ``budget``.
 
-    Only models of matrices and transformers' own attention: others have temporaries that no width bounds.
-    """
-    config, wanted = bound.config, dtype or getattr(bound.config, "dtype", None)
-    plain = kind.can_generate() and kind._supports_attention_backend and not config.is_encoder_decoder
-    for name, source in bound.stored.items():
-        plain = plain and len(source.shape) < 3 and source.dtype == wanted and "expert" not in name
-        plain = plain and source.is_mappable and source.bytes > 0
-    plain = plain and not getattr(config, "quantization_config", None)
-    return plain and all(_ROOM * count <= budget[tier] for tier, count in bound.peak_bytes().items())
+        Only models of matrices and transformers' own attention: others have temporaries that no width bounds.
+        """
+        config, wanted = self.config, dtype or getattr(self.config, "dtype", None)
+        plain = kind.can_generate() and kind._supports_attention_backend and not config.is_encoder_decoder
+        for name, source in self.stored.items():
+            plain = plain and len(source.shape) < 3 and source.dtype == wanted and "expert" not in name
+            plain = plain and source.is_mappable and source.bytes > 0
+        plain = plain and not getattr(config, "quantization_config", None)
+        return plain and all(_ROOM * count <= self.budget[tier] for tier, count in self.peak_bytes().items())
 
 
 def _layer(name: str) -> str:
     found = _LAYER.search(name)
     return name[: found.end()] if found else ""
-
-
-def ample_strategy(
-    opened: OpenedModel, bound: Bound, hardware: Hardware, budget: Mapping[str, int], start_bytes: int
-) -> AmpleStrategy:
-    """Return the strategy of an opened model. The resident set of ``start_bytes`` was before it."""
-    sizes, partition = bound.sizes, find_blocks(opened.module)
-    present = present_bytes(list(opened.module.parameters()))
-    program_bytes = max(0, resident_bytes() - present - start_bytes) + _PROGRAM_BYTES
-    rate = hardware.tier(hardware.compute).bytes_per_s  # 0: not measured yet
-    token_s = partition.bytes / rate if rate else 0.0
-    peak_bytes = bound.peak_bytes(program_bytes)
-    plan = Plan(
-        model=opened.name,
-        hardware=hardware.name,
-        task="generate",
-        budget_bytes=budget,
-        decisions=tuple(
-            Decision(technique=NAME, block=block.name, choice=RESIDENT, bytes=block.bytes)
-            for block in partition.blocks
-        ),
-        promise=Promise(peak_bytes=peak_bytes, step_s=token_s, bound_s=token_s, limited_by="compute"),
-        settings={"batch": sizes.batch, "prompt_tokens": sizes.prompt, "total_tokens": sizes.total},
-    )
-    return AmpleStrategy(partition=partition, plan=plan, sizes=sizes)

@@ -20,7 +20,7 @@ from brim.models.architecture import model_class
 from brim.models.opening import OpenedModel, described_by, open_model, prepare
 from brim.models.quantized import open_quantized
 from brim.models.weights import by_parameter, materialize, open_mapped, verifier
-from brim.planning.inference.ample import AmpleStrategy, Bound, ample_strategy, fits_amply
+from brim.planning.inference.ample import AmpleStrategy, Bound
 from brim.planning.inference.choose import (
     GenerationCase,
     GenerationRequest,
@@ -41,6 +41,7 @@ from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 
 Amount = str | int | None  # of memory
 OnLoaded = Callable[[int, int], None]
+_NOBODY: OnLoaded = lambda done, total: None  # noqa: E731
 _TOTALS = (1024, 512, 256, 128, 64)  # tokens to reserve memory for, tried in this order, when ``inputs`` is None
 
 
@@ -98,10 +99,10 @@ def load(
     # Tensors created in inference mode could never be changed outside of it.
     with on(device) as kind, torch.inference_mode(False):
         start_bytes, folder = resident_bytes(), prepare(model, trust_remote_code=trust_remote_code)
-        if quantization is None and not trust_remote_code:
-            size = inputs or Inputs(prompt=_TOTALS[0] // 2, total=_TOTALS[0])
-            if ample := ample_model(folder, size, vram, ram, kind, dtype):
-                return ample.place(ample.open(), start_bytes).module
+        choices = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
+        plain = quantization is None and not trust_remote_code
+        if plain and (ample := ample_model(folder, choices[0], vram, ram, kind, dtype)):
+            return ample.place(ample.open(), start_bytes).module
         grown_bytes = resident_bytes() - start_bytes
         hardware = reading_from(machine(kind), folder)  # measuring takes RAM for a moment
         start_bytes = resident_bytes() - grown_bytes
@@ -110,7 +111,6 @@ def load(
             opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
         else:
             opened = open_quantized(model, quantization, dtype=dtype, trust_remote_code=trust_remote_code)
-        choices = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
 
         def attempt(size: Inputs) -> GenerationStrategy:
             request = GenerationRequest.of(size, host_compute=host_compute)
@@ -140,17 +140,17 @@ class Loaded:
 
 @dataclass(frozen=True, kw_only=True)
 class Ample:
-    """A model that certainly fits the ``budget``. ``open`` opens it with its weights."""
+    """A model that certainly fits. ``open`` opens it, with its weights where the processor computes."""
 
-    hardware: Hardware
-    budget: dict[str, int]
     bound: Bound
     open: Callable[[], OpenedModel]
 
-    def place(self, opened: OpenedModel, start_bytes: int, on_loaded: OnLoaded = lambda done, total: None) -> Loaded:
-        """Load the weights of the opened model."""
-        strategy = ample_strategy(opened, self.bound, self.hardware, self.budget, start_bytes)
-        loaded = load_for_generation(opened, self.hardware, strategy, on_loaded=on_loaded)
+    def place(
+        self, opened: OpenedModel, start_bytes: int, plans_cache: bool = False, on_loaded: OnLoaded = _NOBODY
+    ) -> Loaded:
+        """Load the weights of the opened model. ``plans_cache``: the KV cache has room for all tokens at once."""
+        strategy = self.bound.strategy(opened, cache_shape(opened.module) if plans_cache else None, start_bytes)
+        loaded = load_for_generation(opened, self.bound.hardware, strategy, on_loaded=on_loaded)
         on_loaded(strategy.partition.bytes, strategy.partition.bytes)
         return loaded
 
@@ -164,11 +164,11 @@ def ample_model(
         return None
     sizes = Sizes(batch=inputs.batch, prompt=inputs.prompt, total=inputs.total, chunk=inputs.prompt)
     hardware = known(device)
-    budget = budgets(hardware, vram, ram, device)
     directory, name, config = described_by(folder, trust_remote_code=False, quantized=True)
     stored, kind = read_checkpoint(directory), model_class(directory, config, False)
-    bound = Bound(config=config, stored=stored, sizes=sizes, compute=hardware.compute)
-    if not fits_amply(kind, bound, dtype, budget):
+    budget = budgets(hardware, vram, ram, device)
+    bound = Bound(config=config, stored=stored, sizes=sizes, hardware=hardware, budget=budget)
+    if not bound.fits(kind, dtype):
         return None
 
     def opener() -> OpenedModel:
@@ -178,7 +178,7 @@ def ample_model(
         materialize(opened.module, opened)
         return opened
 
-    return Ample(hardware=hardware, budget=budget, bound=bound, open=opener)
+    return Ample(bound=bound, open=opener)
 
 
 def choose_generation(
@@ -242,7 +242,7 @@ def load_for_generation(
     hardware: Hardware,
     strategy: GenerationStrategy | AmpleStrategy,
     device: Device = "auto",
-    on_loaded: OnLoaded = lambda done, total: None,
+    on_loaded: OnLoaded = _NOBODY,
 ) -> Loaded:
     """Load the weights of an opened model by the strategy. ``on_loaded`` gets the loaded and the total bytes."""
     weights = Weights(sources=by_parameter(opened), verify=verifier(opened), loaded=_Progress(strategy, on_loaded))

@@ -346,10 +346,9 @@ def _opened_here(
     tokenizer = read_tokenizer(directory, directory.resolve().name)
     rows = [encode(tokenizer, prompt, request.chat, request.system) for prompt in prompts]
     ample = None
-    # Later tokens, and turns, are faster with a planned cache.
-    if rows and not (file or trusts or precision or request.prefill_chunk != "auto" or new_tokens > _SHORT):
-        prompt = max(map(len, rows))
-        inputs = Inputs(batch=batch, prompt=prompt, total=prompt + new_tokens)
+    if not (file or trusts or precision or request.prefill_chunk != "auto"):
+        total = max(map(len, rows)) + new_tokens if rows else context or DEFAULT_CONTEXT
+        inputs = Inputs(batch=max(batch, 1), prompt=max(total - new_tokens, 1), total=total)
         ample = ample_model(directory, inputs, request.vram, request.ram, device)
     if ample is None:
         on_stage("measuring this machine (once)")
@@ -362,7 +361,7 @@ def _opened_here(
         given = file is not None or request.ram is not None or request.vram is not None
         budget = within_room(budget, given=given)  # libraries and a conversion have taken some since
     else:
-        hardware, budget = ample.hardware, ample.budget
+        hardware, budget = ample.bound.hardware, ample.bound.budget
     heap.return_freed_memory()  # what a long prompt's pass frees is counted as long as the heap keeps it
     with Monitor() as monitor:
         start_bytes = int(psutil.Process().memory_info().rss)
@@ -379,7 +378,8 @@ def _opened_here(
         on_stage("loading weights")
         limited = held_to(budget, device)  # from before the first product, whose workspace the budget includes
         if ample:
-            place = partial(ample.place, opened, start_bytes, on_loaded)
+            # Later tokens, and turns, are faster with a planned cache.
+            place = partial(ample.place, opened, start_bytes, not rows or new_tokens > _SHORT, on_loaded)
         else:
             fixed = file.plan if file else None
             strategy = choose_generation(opened, hardware, budget, run.generation(), start_bytes, device, fixed=fixed)

@@ -14,17 +14,22 @@ import brim
 from brim.core.hardware import RAM
 from brim.errors import TransferError
 from brim.estimation.step_memory import Inputs, watch_inference
+from brim.measure.probe import known
 from brim.memory.checkpoint_files import read_checkpoint
 from brim.model_cache import cache_input, cache_of
-from brim.planning.inference.ample import Bound, fits_amply
+from brim.planning.inference.ample import Bound
 from brim.planning.inference.memory import Sizes
 from brim.requests.generate import Request
-from brim.run.generate.request import generate
+from brim.run.generate.request import chat, generate
 from brim.run.ranks.memory import TensorMeter
 from support.ample import FAMILIES, random_sizes, save
 from support.generating import save_words_llama
 
 PLANNED = "400MiB"  # too little to be ample for any model: libraries alone may take more than half of it
+
+
+def bound_of(config: Any, stored: Any, sizes: Sizes) -> Bound:
+    return Bound(config=config, stored=stored, sizes=sizes, hardware=known("cpu"), budget={RAM: 1 << 40})
 
 
 def measured_bytes(model: Any, sizes: Sizes) -> int:
@@ -47,8 +52,8 @@ def test_the_bound_is_not_below_the_peak_of_random_configurations(family: str, t
         config, sizes = random_sizes(family, seed)
         model: Any = brim.load(save(tmp_path / str(seed), config), device="cpu")
         stored = read_checkpoint(tmp_path / str(seed))
-        bound = Bound(config=model.config, stored=stored, sizes=sizes, compute=RAM)
-        assert fits_amply(type(model), bound, None, {RAM: 1 << 40})
+        bound = bound_of(model.config, stored, sizes)
+        assert bound.fits(type(model), None)
         assert measured_bytes(model, sizes) <= bound.step_bytes()
         model.brim.remove()
         inputs = Inputs(batch=sizes.batch, prompt=sizes.prompt, total=sizes.total)
@@ -81,6 +86,29 @@ def test_text_is_that_of_a_plan_and_memory_is_as_promised(tmp_path: Path) -> Non
     assert ample.measured_bytes[RAM] > 0
 
 
+@pytest.mark.thorough
+def test_many_tokens_and_turns_have_a_planned_cache_and_the_tokens_of_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_words_llama(tmp_path / "llama", layers=2)
+    results = [
+        generate(Request(model=folder, prompt="a b", max_new_tokens=600, ram=ram, device="cpu"))
+        for ram in (PLANNED, "2GiB")
+    ]
+    assert results[0].token_ids == results[1].token_ids
+    assert ["prefill_chunk" in result.plan.settings for result in results] == [True, False]
+    assert not results[1].plan.exceeded({RAM: results[1].measured_bytes[RAM]})
+    answers = []
+    for ram in (PLANNED, "2GiB"):
+        if ram != PLANNED:
+            monkeypatch.setattr("brim.run.generate.request.machine", None)
+        with chat(Request(model=folder, max_new_tokens=5, ram=ram, device="cpu"), context=100) as talk:
+            turns = [talk.answer("a b"), talk.answer("c")]
+            answers.append([turn.text for turn in turns])
+            assert turns[1].reused_tokens > 0
+    assert answers[0] == answers[1]
+
+
 def test_the_type_may_be_that_of_the_files_against_the_configuration(tmp_path: Path) -> None:
     folder = save_words_llama(tmp_path / "llama", layers=2)
     config = json.loads((folder / "config.json").read_text())
@@ -107,8 +135,7 @@ def test_a_mixture_of_experts_a_state_space_model_and_another_type_are_planned(t
     source = next(iter(stored.values()))
 
     def fits(stored: Any, dtype: torch.dtype = torch.float32) -> bool:
-        bound = Bound(config=config, stored=stored, sizes=sizes, compute=RAM)
-        return fits_amply(type(model), bound, dtype, {RAM: 1 << 40})
+        return bound_of(config, stored, sizes).fits(type(model), dtype)
 
     assert fits(stored)
     assert not fits(stored, torch.bfloat16)
