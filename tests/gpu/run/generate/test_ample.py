@@ -76,3 +76,12 @@ def test_text_is_that_of_a_plan_and_the_promise_is_kept(tmp_path: Path) -> None:
     assert made[0].token_ids == made[1].token_ids
     assert made[0].measured_bytes[VRAM] - before <= made[0].promised_bytes[VRAM] <= made[0].plan.budget_bytes[VRAM]
     assert made[0].promised_bytes[RAM] <= made[0].plan.budget_bytes[RAM]
+
+
+@pytest.mark.thorough
+def test_a_long_generation_with_a_planned_cache_keeps_the_promise(tmp_path: Path) -> None:
+    folder = save_words_llama(tmp_path / "llama", layers=2)
+    before = cleared()
+    made = generate(Request(model=folder, prompt="a b", max_new_tokens=520, vram="2GiB", ram="8GiB", device="cuda"))
+    assert len(made.token_ids) == 520 and "prefill_chunk" not in made.plan.settings
+    assert made.measured_bytes[VRAM] - before <= made.promised_bytes[VRAM]
