@@ -15,6 +15,7 @@ FAMILIES = [
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_neox",
     "olmo2", "apertus", "cohere", "granite", "starcoder2", "smollm3", "glm", "opt", "helium",
 ]  # fmt: skip
+EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
 TINY = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -29,7 +30,7 @@ def random_sizes(family: str, seed: int) -> tuple[Any, Sizes]:
     config = AutoConfig.for_model(
         family,
         hidden_size=heads[0] * head,
-        head_dim=head * (1 if family in ("phi", "gpt_neox", "opt", "gpt2", "helium") else groups),
+        head_dim=head * (1 if family in ("phi", "gpt_neox", "opt", "gpt2", "helium", "olmoe") else groups),
         intermediate_size=draw.choice([32, 200, 1024]),
         ffn_dim=draw.choice([32, 1024]),
         num_hidden_layers=draw.choice([1, 3]),
@@ -40,6 +41,12 @@ def random_sizes(family: str, seed: int) -> tuple[Any, Sizes]:
         max_position_embeddings=512,
         **TINY,
     )
+    if family in EXPERTS:
+        count = draw.choice([4, 16])
+        for name in ("num_experts", "num_local_experts"):
+            setattr(config, name, count)
+        config.num_experts_per_tok = draw.choice([1, 2, 4])
+        config.moe_intermediate_size = config.shared_expert_intermediate_size = draw.choice([32, 200])
     config.dtype = torch.float32
     prompt = draw.choice([1, 7, 64, 300])
     return config, Sizes(batch=draw.choice([1, 3]), prompt=prompt, total=prompt + draw.choice([1, 40]), chunk=prompt)

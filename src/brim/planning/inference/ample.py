@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -43,30 +44,34 @@ class AmpleStrategy:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """An upper bound of memory, by the configuration and the headers of files; weights are in the compute tier."""
+    """An upper bound of memory, by the configuration and the headers of files. ``open`` opens the model."""
 
     config: Any
     stored: Mapping[str, TensorSource]
     sizes: Sizes
     hardware: Hardware
     budget: dict[str, int]
+    open: Callable[[], OpenedModel]
 
     def step_bytes(self) -> int:
         """Return more than a decoder's passes take beside its weights, its KV cache included."""
         sizes, text = self.sizes, self.config.get_text_config(decoder=True)
-        heads, head = text.num_attention_heads, getattr(text, "head_dim", None) or 0
+        heads = text.num_attention_heads
+        width = max(text.hidden_size, heads * (getattr(text, "head_dim", None) or 0))
         widths = Counter[str]()  # of the results of all weights in a layer, and outside of layers
         for name, source in self.stored.items():
-            widths[_layer(name)] += max(source.shape, default=1)
+            shape = 1, *source.shape
+            called = prod(shape[:-2]) * sum(shape[-2:])  # all experts may be, each on a copy of all rows
+            widths[_layer(name)] += called if "expert" in name else max(shape)
         results = widths.pop("", 0) + max(widths.values(), default=0)
-        cache = 2 * text.num_hidden_layers * max(text.hidden_size, heads * head)
-        row_bytes = _NUMBER_BYTES * sizes.batch * max(text.hidden_size, heads * head)
+        cache = 2 * text.num_hidden_layers * width
+        row_bytes = _NUMBER_BYTES * sizes.batch * width
         tokens = sizes.prompt + 2  # sampling takes 42 bytes of a score, less than the copies of two tokens' logits
         # A tensor that grows leaves segments behind, each a little too small for the next.
         copies = 2 + row_bytes * (sizes.total - sizes.prompt) // SMALL_SEGMENT_BYTES * (self.hardware.compute == VRAM)
-        numbers = tokens * _COPIES * (results + (heads + 1) * sizes.total) + copies * cache * sizes.total
+        numbers: int = tokens * _COPIES * (results + (heads + 1) * sizes.total) + copies * cache * sizes.total
         packed_bytes = max(source.bytes for source in self.stored.values())  # kernels may reorder a weight
-        return int(_NUMBER_BYTES * sizes.batch * numbers) + packed_bytes
+        return _NUMBER_BYTES * sizes.batch * numbers + packed_bytes
 
     def peak_bytes(self, program_bytes: int = _PROGRAM_BYTES) -> dict[str, int]:
         """Return all bytes per tier, of which ``program_bytes`` in RAM are neither weights nor of passes."""
@@ -113,10 +118,11 @@ class Bound:
         """
         config, wanted = self.config, dtype or getattr(self.config, "dtype", None)
         plain = kind.can_generate() and kind._supports_attention_backend and not config.is_encoder_decoder
-        for name, source in self.stored.items():
-            plain = plain and len(source.shape) < 3 and source.dtype == wanted and "expert" not in name
-            plain = plain and source.is_mappable and source.bytes > 0
         plain = plain and not getattr(config, "quantization_config", None)
+        for name, source in self.stored.items():
+            expert = "expert" in name  # those of a layer are merged, which would copy mapped files
+            plain = plain and len(source.shape) < 3 + expert and (self.hardware.compute == VRAM or not expert)
+            plain = plain and source.dtype == wanted and source.is_mappable and source.bytes > 0
         return plain and all(_ROOM * count <= self.budget[tier] for tier, count in self.peak_bytes().items())
 
 

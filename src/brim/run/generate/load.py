@@ -102,7 +102,7 @@ def load(
         choices = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
         plain = quantization is None and not trust_remote_code
         if plain and (ample := ample_model(folder, choices[0], vram, ram, kind, dtype)):
-            return ample.place(ample.open(), start_bytes).module
+            return place_ample(ample, ample.open(), start_bytes).module
         grown_bytes = resident_bytes() - start_bytes
         hardware = reading_from(machine(kind), folder)  # measuring takes RAM for a moment
         start_bytes = resident_bytes() - grown_bytes
@@ -138,26 +138,9 @@ class Loaded:
         return kv_cache.apply(self.module, placement, self.handle.memory)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ample:
-    """A model that certainly fits. ``open`` opens it, with its weights where the processor computes."""
-
-    bound: Bound
-    open: Callable[[], OpenedModel]
-
-    def place(
-        self, opened: OpenedModel, start_bytes: int, plans_cache: bool = False, on_loaded: OnLoaded = _NOBODY
-    ) -> Loaded:
-        """Load the weights of the opened model. ``plans_cache``: the KV cache has room for all tokens at once."""
-        strategy = self.bound.strategy(opened, cache_shape(opened.module) if plans_cache else None, start_bytes)
-        loaded = load_for_generation(opened, self.bound.hardware, strategy, on_loaded=on_loaded)
-        on_loaded(strategy.partition.bytes, strategy.partition.bytes)
-        return loaded
-
-
 def ample_model(
     folder: Path, inputs: Inputs, vram: Amount, ram: Amount, device: Device, dtype: torch.dtype | None = None
-) -> Ample | None:
+) -> Bound | None:
     """Return the model in ``folder`` if it certainly fits where it computes; else None."""
     on = computing(device)
     if device == "emulated" or (on is not None and (on.type != CUDA or on.shares_ram())):
@@ -167,9 +150,6 @@ def ample_model(
     directory, name, config = described_by(folder, trust_remote_code=False, quantized=True)
     stored, kind = read_checkpoint(directory), model_class(directory, config, False)
     budget = budgets(hardware, vram, ram, device)
-    bound = Bound(config=config, stored=stored, sizes=sizes, hardware=hardware, budget=budget)
-    if not bound.fits(kind, dtype):
-        return None
 
     def opener() -> OpenedModel:
         if on is None:
@@ -178,7 +158,18 @@ def ample_model(
         materialize(opened.module, opened)
         return opened
 
-    return Ample(bound=bound, open=opener)
+    bound = Bound(config=config, stored=stored, sizes=sizes, hardware=hardware, budget=budget, open=opener)
+    return bound if bound.fits(kind, dtype) else None
+
+
+def place_ample(
+    ample: Bound, opened: OpenedModel, start_bytes: int, plans_cache: bool = False, on_loaded: OnLoaded = _NOBODY
+) -> Loaded:
+    """Load the weights of a model that fits. ``plans_cache``: the KV cache has room for all tokens at once."""
+    strategy = ample.strategy(opened, cache_shape(opened.module) if plans_cache else None, start_bytes)
+    loaded = load_for_generation(opened, ample.hardware, strategy, on_loaded=on_loaded)
+    on_loaded(strategy.partition.bytes, strategy.partition.bytes)
+    return loaded
 
 
 def choose_generation(

@@ -39,6 +39,7 @@ from brim.run.generate.load import (
     ample_model,
     choose_generation,
     load_for_generation,
+    place_ample,
 )
 from brim.run.generate.loop import (
     CHECKED_TOKENS,
@@ -361,7 +362,7 @@ def _opened_here(
         given = file is not None or request.ram is not None or request.vram is not None
         budget = within_room(budget, given=given)  # libraries and a conversion have taken some since
     else:
-        hardware, budget = ample.bound.hardware, ample.bound.budget
+        hardware, budget = ample.hardware, ample.budget
     heap.return_freed_memory()  # what a long prompt's pass frees is counted as long as the heap keeps it
     with Monitor() as monitor:
         start_bytes = int(psutil.Process().memory_info().rss)
@@ -379,7 +380,7 @@ def _opened_here(
         limited = held_to(budget, device)  # from before the first product, whose workspace the budget includes
         if ample:
             # Later tokens, and turns, are faster with a planned cache.
-            place = partial(ample.place, opened, start_bytes, not rows or new_tokens > _SHORT, on_loaded)
+            place = partial(place_ample, ample, opened, start_bytes, not rows or new_tokens > _SHORT, on_loaded)
         else:
             fixed = file.plan if file else None
             strategy = choose_generation(opened, hardware, budget, run.generation(), start_bytes, device, fixed=fixed)

@@ -16,7 +16,7 @@ from brim.estimation.step_memory import Inputs
 from brim.model_cache import cache_input, cache_of
 from brim.requests.generate import Request
 from brim.run.generate.request import generate
-from support.ample import FAMILIES, random_sizes, save
+from support.ample import EXPERTS, FAMILIES, random_sizes, save
 from support.generating import save_words_llama
 
 pytestmark = [
@@ -33,7 +33,7 @@ def cleared() -> int:
     return torch.cuda.memory_reserved()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *EXPERTS])
 @torch.no_grad()
 def test_no_more_is_reserved_than_promised_and_logits_are_transformers_own(family: str, tmp_path: Path) -> None:
     for seed in range(2):
