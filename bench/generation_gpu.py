@@ -4,7 +4,8 @@
     python bench/generation_gpu.py --device cpu --tiny --rounds 1          the logic, without a GPU
 
 A Llama of 3 B parameters in bf16 with random weights, written to --directory first; a prompt of 64 tokens, greedy,
-batch 1. ``resident``: all of VRAM; ``budget``: half of the bytes of the weights, for transformers by
+batch 1. ``resident``: all of VRAM, where brim replays a CUDA graph for a token, or ``without-graphs`` launches each
+kernel; ``budget``: half of the bytes of the weights, for transformers by
 ``device_map="auto"``. Each way runs in a process of its own; rounds take turns; numbers are medians. The bound of a
 token's seconds is one reading of the weights at the GPU's rate, or of those that do not fit over the link. One JSON
 line per run is appended to --output.
@@ -31,7 +32,9 @@ from _checkpoint import TINY, Shape
 from brim.processes import python_command
 
 SHAPE = Shape(hidden=3072, intermediate=8192, layers=28, heads=24, kv_heads=8, vocabulary=32_000)
-WAYS = ("transformers resident", "brim resident", "transformers budget", "brim budget")
+WAYS = (
+    "transformers resident", "brim resident", "brim-without-graphs resident", "transformers budget", "brim budget",
+)  # fmt: skip
 PROMPT_TOKENS, NEW_TOKENS = 64, 65
 
 
@@ -45,9 +48,11 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
     budget_bytes = max(request["weights_bytes"] // 2, 80 << 20)  # the program itself takes 64 MiB
     start = time.perf_counter()
     promised_bytes: Any = None
-    if peer == "brim":
+    if peer != "transformers":
         kind = device if device == "cuda" or not in_budget else "emulated"
-        model: Any = brim.load(folder, device=kind, vram=budget_bytes if in_budget else None)
+        model: Any = brim.load(
+            folder, device=kind, vram=budget_bytes if in_budget else None, cuda_graphs=peer == "brim"
+        )
         promised_bytes = dict(model.brim.plan.promise.peak_bytes)
     elif in_budget:
         limits = {0 if device == "cuda" else "cpu": budget_bytes if device == "cuda" else 1 << 40, "cpu": 1 << 40}
@@ -77,6 +82,7 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
         "token_s": (all_s - one_s) / (NEW_TOKENS - 1),
         "reserved_bytes": torch.cuda.max_memory_reserved() if device == "cuda" else None,
         "promised_bytes": promised_bytes,
+        "graph_replays": model.brim.timeline().facts.get("graph_replays") if peer != "transformers" else None,
         "tokens": ids,
     }
 
@@ -126,6 +132,8 @@ def format_row(row: dict[str, Any]) -> str:
     """Return a line on a row."""
     reserved = row.get("reserved_bytes")
     memory = "" if reserved is None else f", {reserved / 2**20:,.0f} MiB reserved"
+    replays = row.get("graph_replays")
+    memory += f", {replays:.0f} passes by a graph" if replays else ""
     return f"loaded in {row['load_s']:.1f} s, first call {row['first_call_s']:.2f} s, " + (
         f"{row['token_s'] * 1e3:.1f} ms a token{memory}"
     )
@@ -164,7 +172,7 @@ def main() -> None:
         with options.output.open("a") as handle:
             handle.write(json.dumps(document) + "\n")
     for way, row in document["rows"].items():
-        print(f"{way:24} {row.get('problem') or format_row(row)}")
+        print(f"{way:28} {row.get('problem') or format_row(row)}")
 
 
 if __name__ == "__main__":

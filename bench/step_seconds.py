@@ -87,15 +87,16 @@ def measured(name: str, build: Build, hardware: Any) -> dict[str, Any]:
     from brim.predict.tracer import trace
 
     torch.manual_seed(0)
-    predicted = cost.step_cost(trace(build, steps=2, target="cpu"), hardware)
+    made = trace(build, steps=2, target="cpu")
     step = build()
     for _ in range(2):
         step()
     return {
-        "case": name, "predicted_s": predicted.step_s, "measured_s": min(_seconds(step) for _ in range(_RUNS)),
-        "flops": predicted.flops, "compute_s": predicted.compute_s, "memory_s": predicted.memory_s,
-        "dispatch_s": predicted.dispatch_s, "hardware": hardware.name, "torch": torch.__version__,
-        "threads": torch.get_num_threads(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "case": name, "predicted_s": cost.step_s(made, hardware),
+        "measured_s": min(_seconds(step) for _ in range(_RUNS)),
+        "flops": sum(op.flops for op in made.ops if op.step == 1), "hardware": hardware.name,
+        "torch": torch.__version__, "threads": torch.get_num_threads(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
 
 

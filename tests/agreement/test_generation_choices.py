@@ -164,9 +164,9 @@ def test_what_was_planned_for_this_machine_is_what_a_run_on_it_promises_and_show
 ) -> None:
     folder, prompt = models["llama of 8 layers"], "a few words"
     length = int(encode(open_tokenizer(open_model(folder)), prompt, None, None).shape[-1])
-    answer = answer_to(Request(model=folder, ram=2 * GIB, seq=length, new_tokens=NEW, top=1))
+    answer = answer_to(Request(model=folder, ram=400 * MIB, seq=length, new_tokens=NEW, top=1))
     (best,) = answer.proposals
-    run = generate(Generating(model=folder, prompt=prompt, ram=2 * GIB, device="cpu", max_new_tokens=NEW))
+    run = generate(Generating(model=folder, prompt=prompt, ram=400 * MIB, device="cpu", max_new_tokens=NEW))
     decided, _, seconds = told(run.plan)
     assert (decided, seconds) == (told(best.plan)[0], best.step_s)
     assert steady_s(run.predicted) == pytest.approx(seconds, rel=1e-9)
@@ -177,7 +177,7 @@ def test_what_was_planned_for_this_machine_is_what_a_run_on_it_promises_and_show
         "--prompt",
         prompt,
         "--ram",
-        "2GiB",
+        "400MiB",
         "--device",
         "cpu",
         "--max-new-tokens",

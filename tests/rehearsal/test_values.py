@@ -78,6 +78,50 @@ LATE = """
         result["waits" if waits else "does not"] = [found.item(), bool(device.loaded().hazards())]
 """
 
+GRAPH = """
+    import torch
+    from brim import device
+
+    result, counted = {}, device.loaded()
+    x, total, side = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda"), torch.cuda.Stream()
+    weights, host = torch.arange(64.0, device="cuda").view(8, 8), torch.arange(8.0).pin_memory()
+    with torch.cuda.stream(side):
+        x @ weights  # its workspace is not the graph's
+    torch.cuda.synchronize()
+    graph, copied = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=side):
+        product = (x @ weights) * 2
+        total.add_(product)
+        drawn = torch.rand(4, device="cuda"), torch.rand(4, device="cuda")
+    result["captured"] = total.tolist()
+    result["draws"], result["right"] = [], []
+    counted.reset()
+    for _ in range(2):
+        with torch.cuda.stream(copied):
+            x.copy_(host, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(copied)
+        graph.replay()
+        copied.wait_stream(torch.cuda.current_stream())
+        result["draws"] += [one.tolist() for one in drawn]
+        result["right"].append(torch.equal(product, (host @ weights.cpu() * 2).cuda()))
+    result["added"] = torch.equal(total, 2 * product)
+    result["hazards"] = len(counted.hazards())
+    x.fill_(1)
+    counted.reset()
+    graph.replay()
+    result["launches"] = [counted.host_launches(), counted.launches() > 2]
+    with torch.cuda.stream(copied):
+        x.copy_(host, non_blocking=True)
+    result["unordered"] = len(counted.hazards())
+    result["refused"] = []
+    for name in ("nonzero", "item"):
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=side):
+                getattr(x[:1], name)()
+        except RuntimeError as error:
+            result["refused"].append("capturing" in str(error))
+"""
+
 
 @pytest.fixture(scope="module")
 def whole(on_device: OnDevice) -> Any:
@@ -191,6 +235,18 @@ def test_an_operator_waits_for_what_its_stream_waits_for_and_nothing_else(on_dev
     size = 1 << 16
     assert found["waits"] == [size * (size + 1) // 2, False]
     assert found["does not"][1], "a missing wait was not noticed"
+
+
+@pytest.mark.parametrize("order", ["at_once", "late"])
+def test_a_replayed_graph_computes(on_device: OnDevice, order: str) -> None:
+    """A capture itself computes nothing; a replay is ordered as a kernel is."""
+    found = on_device.run(GRAPH, values="all", order=order)
+    assert found["captured"] == [0.0] * 8
+    assert found["right"] == [True, True] and found["added"]
+    assert len({tuple(draw) for draw in found["draws"]}) == 4
+    assert found["launches"][1] and found["launches"][0] <= 3  # the graph, and where its draws begin
+    assert found["hazards"] == 0 and (order == "at_once" or found["unordered"])
+    assert found["refused"] == [True, True]
 
 
 @pytest.mark.parametrize("rows", [2048, 16384])

@@ -1,6 +1,7 @@
 """GPUs by name, and the machines they are sold in: memory, rates, links, library defaults, each with its source.
 
-The figures are in ``gpus.json``, ``nodes.json`` (host RAM) and ``links.json`` (between GPUs; NCCL's buffers).
+The figures are in ``gpus.json``, ``shares.json`` (of peak rates, by kind of kernel), ``nodes.json`` (host RAM) and
+``links.json`` (between GPUs; NCCL's buffers).
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ class Context:
     torch: str
     bytes: int
     source: str
+
+
+_FASTEST = 1.07  # of the measured rate: H200's products in models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +91,7 @@ class Gpu:
         """Return this GPU as a Hardware; with ``ram_bytes``, in a host of that much memory.
 
         ``link_bytes_per_s`` is the rate of the link to the host if it is not PCIe. ``measured`` prefers measured
-        rates to the vendor's peaks.
+        rates to the vendor's peaks, and applies the shares that kernels reach.
         """
         rates, bandwidth = dict(self.flops_per_s), self.bytes_per_s or 0.0
         if measured:
@@ -103,8 +107,23 @@ class Gpu:
                 Link(source=VRAM, target=RAM, bytes_per_s=rate),
             )
         return Hardware(
-            name=self.name, compute=VRAM, tiers=tiers, links=links, flops_per_s=rates, source="catalog/gpus.json"
-        )
+            name=self.name, compute=VRAM, tiers=tiers, links=links, flops_per_s=rates, source="catalog/gpus.json",
+            **(self._kernels() if measured else {}),
+        )  # fmt: skip
+
+    def _kernels(self) -> dict[str, Any]:
+        """Return this generation's shares, of the measured rates where there are any, and its seconds per kernel."""
+        facts, measured = read_facts("shares.json"), self.measured_flops_per_s.get("bfloat16")
+        generation = facts["like"].get(self.compute_capability, self.compute_capability)
+        entry = facts["generations"].get(generation, facts["generations"]["general"])
+        more = {
+            "flops": self.flops_per_s["bfloat16"] / measured if measured else 1.0,
+            "bytes": (self.bytes_per_s or 0.0) / self.measured_bytes_per_s if self.measured_bytes_per_s else 1.0,
+        }
+        shares = {name: share * more[name.rpartition(".")[2]] for name, share in entry["shares"].items()}
+        if measured:  # another product is hardly faster than the best that was measured
+            shares = {name: min(share, _FASTEST) for name, share in shares.items()}
+        return {"shares": shares, "kernel_s": entry["kernel_s"], "dispatch_s": entry["dispatch_s"]}
 
     def _measured_rates(self) -> dict[str, float]:
         """Return the measured rates; float16 runs on the units of bfloat16 and takes its measurement."""

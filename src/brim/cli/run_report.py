@@ -73,8 +73,8 @@ def print_promise(
         cells = (plan.budget_bytes.get(tier), promised.get(tier, 0), count)
         table.add_row(tier.upper(), *("" if cell is None else format_bytes(cell) for cell in cells))
     step, measured_s = seconds
-    shown_s = "-" if measured_s is None else format_seconds(measured_s)
-    table.add_row(f"time per {step}", "", format_seconds(plan.promise.step_s), shown_s)
+    shown = (format_seconds(each) if each else "-" for each in (plan.promise.step_s, measured_s))
+    table.add_row(f"time per {step}", "", *shown)
     console.print(table)
     console.print(verdict.of_precision(*precision), highlight=False, soft_wrap=True)
 

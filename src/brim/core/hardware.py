@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -9,6 +10,14 @@ from brim.core.codec import Document
 from brim.errors import UsageError
 
 VRAM, RAM, DISK = "vram", "ram", "disk"
+
+
+_TILE = 52  # rows or columns of a product that partly filled tiles cost in each dimension: fitted with the shares
+
+
+def filled(*sizes: int) -> float:
+    """Return the share of the tiles of a product that matrices of these sizes fill."""
+    return math.prod(size / (size + _TILE) for size in sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +79,13 @@ class Hardware(Document):
         flops_per_s: Floating-point operations per second of matrix products, by dtype as PyTorch writes it
             (``"float32"``, ``"bfloat16"``; also ``"tf32"``).
         source: The origin of the figures.
+        shares: The shares of these rates that kernels reach: ``"KIND.flops"`` for products of matrices,
+            ``"KIND.bytes"`` for the memory of ``compute``. A kind that is missing has that of ``""``, else 1.
+        dispatch_s: The host's seconds to launch an operation in a whole program.
+        kernel_s: The device's pause between two kernels.
     """
 
-    _VERSION = 1
+    _VERSION = 2
 
     name: str
     compute: str
@@ -80,6 +93,13 @@ class Hardware(Document):
     links: tuple[Link, ...] = ()
     flops_per_s: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    dispatch_s: float = 17e-6
+    kernel_s: float = 0.9e-6
+
+    def share(self, name: str) -> float:
+        """Return a share; without one of the kind, that of kernels that take one element after the other."""
+        return self.shares.get(name, self.shares.get(f".{name.rpartition('.')[2]}", 1.0))
 
     def tier(self, name: str) -> Tier:
         """Return the tier of that name. Raises UsageError if there is none."""

@@ -56,6 +56,8 @@ class Op:
         written_bytes: Bytes that it writes.
         dtype: The dtype that it computes in, as PyTorch writes it; ``""``: none.
         in_ram: True if the CPU computes it in RAM, in a program that keeps some tensors there.
+        kernel: The kind of its kernel, as ``Hardware.shares`` names it; ``""``: one element after the other.
+        fill: The share of a matrix product's tiles that its matrices fill.
     """
 
     name: str
@@ -68,6 +70,8 @@ class Op:
     written_bytes: int = 0
     dtype: str = ""
     in_ram: bool = False
+    kernel: str = ""
+    fill: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +144,7 @@ class Trace(Readable, Document):
         leak: Memory that grows with every step; None: it does not, or too few steps were traced.
     """
 
-    _VERSION = 4
+    _VERSION = 5
     _PRINTER, _TITLE = "brim.cli.explain.answers:print_run", "model"
 
     model: str

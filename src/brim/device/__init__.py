@@ -28,6 +28,10 @@ class Device:
         """Kernels launched since the last reset."""
         return int(self.library.brim_device_launches())
 
+    def host_launches(self) -> int:
+        """Kernels launched outside of graphs, and graphs, since the last reset."""
+        return int(self.library.brim_device_host_launches())
+
     def kernels(self) -> dict[str, int]:
         """Launches by kernel, under the names that the compiler gave them (c++filt reads them)."""
         name, launches, counts = ctypes.c_char_p(), ctypes.c_uint64(), dict[str, int]()
@@ -92,6 +96,7 @@ def loaded() -> Device:
     size, text, number = ctypes.c_size_t, ctypes.c_char_p, ctypes.c_uint64
     signatures: dict[str, tuple[object, list[object]]] = {
         "launches": (number, []),
+        "host_launches": (number, []),
         "kernels": (size, [size, ctypes.POINTER(text), ctypes.POINTER(number)]),
         "stub": (text, [size, ctypes.POINTER(number)]),
         "used_bytes": (size, [ctypes.c_int]),

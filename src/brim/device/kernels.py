@@ -179,7 +179,7 @@ def _read(path: Path) -> dict[str, Script | None]:
     except UnicodeDecodeError:
         found = None
     known: dict[str, Script | None] = {}
-    for line in found[0].splitlines() if found else ():
+    for line in (found or "").splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError):
             key, said = json.loads(line)
             known[str(key)] = _script(said)

@@ -257,7 +257,6 @@ class Study:
         peaks = timeline.peak_bytes
         breakdown: Breakdown = at_peak(self.trace, timeline)
         added = margins(self.trace, timeline, self.place, self.alloc_conf, self._crowded())
-        time = cost.step_cost(self.trace, self.hardware) if self.hardware is not None else None
         leak = self._leak()
         last = max((op.step for op in self.trace.ops), default=0)
         return Estimate(
@@ -271,7 +270,7 @@ class Study:
             at_peak_bytes=breakdown.by_category | {"context": self.place.context.bytes},
             per_module=breakdown.by_module,
             rounding_bytes=breakdown.rounding_bytes,
-            step_s=time.step_s if time is not None else None,
+            step_s=None if self.hardware is None else cost.step_s(self.trace, self.hardware),
             flops=sum(op.flops for op in self.trace.ops if op.step == last),
             not_modelled=self.trace.not_modelled,
             fits=None if self.place.total_bytes is None else not failure and (leak is None or not leak.fills_memory),

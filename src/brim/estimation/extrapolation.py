@@ -573,5 +573,5 @@ def _grown(op: Op, pair: tuple[Op, Op], tokens: int, shift: int) -> Op:
     work = {name: getattr(op, name) + tokens * (getattr(second, name) - getattr(first, name)) for name in _WORK}
     return Op(
         name=op.name, module=op.module, phase=op.phase, step=op.step, at=op.at + shift, **work, dtype=op.dtype,
-        in_ram=op.in_ram,
+        in_ram=op.in_ram, kernel=op.kernel, fill=second.fill,
     )  # fmt: skip

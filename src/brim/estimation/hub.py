@@ -124,7 +124,7 @@ def _headers(name: str, repository: str, folder: Path) -> Mapping[str, Stored] |
     remembered = cache_folder() / "hub-headers" / f"{repository.replace('/', '--')}@{folder.name}.json"
     with suppress(ValueError, TypeError, KeyError):  # a damaged file is fetched again
         if (known := load_text(remembered)) is not None:
-            return {tensor: Stored(**entry) for tensor, entry in json.loads(known[0]).items()}
+            return {tensor: Stored(**entry) for tensor, entry in json.loads(known).items()}
     try:
         with hub_errors(name):
             files = get_safetensors_metadata(repository, revision=folder.name).files_metadata

@@ -6,15 +6,17 @@ import math
 import mmap
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from brim.accelerator import CUDA, Accelerator, page_lock, page_unlock
-from brim.core.hardware import RAM, VRAM, Link
+from brim.core.hardware import RAM, VRAM, Link, filled
 from brim.measure.bandwidth import dtype_name, factors, matrix_rate, median_s
 from brim.measure.capacity import device_free_bytes
 from brim.units import KIB, MIB
@@ -103,6 +105,45 @@ def matrix_rates(on: Accelerator) -> dict[str, float]:
     if on.type == CUDA and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9):
         rates[dtype_name(torch.float8_e4m3fn)] = _rate(on, _float8_product)
     return rates
+
+
+def kernel_shares(on: Accelerator, flops_per_s: Mapping[str, float], bytes_per_s: float) -> dict[str, float]:
+    """Return the shares of measured rates that kernels of each kind reach in float16, as in ``Hardware``."""
+    count = int(min(max(1, bytes_per_s / 5e10), 64))  # images: more than caches hold, and soon done everywhere
+    planes = torch.ones(count, 256, 56, 56, dtype=torch.float16, device=on.device)
+    images, heads = planes.to(memory_format=torch.channels_last), planes.view(count, 32, 392, 64)
+    moved_s, products = 2 * planes.nbytes / bytes_per_s, flops_per_s["float16"] / planes.numel()
+
+    def seconds(kernel: Callable[..., object], *tensors: torch.Tensor) -> float:
+        return median_s(lambda: kernel(*tensors), synchronize=on.synchronize)
+
+    shares = {
+        ".bytes": moved_s / seconds(torch.neg, planes),
+        "normalization.bytes": moved_s / seconds(lambda: F.layer_norm(planes, (56,))),
+        "pooling.bytes": moved_s / seconds(lambda: F.max_pool2d(planes, 3, 1, 1)),
+        "batched.flops": 784 / products / filled(392, 392, 64) / seconds(torch.matmul, heads, heads.mT),
+        "attention.flops": 1568 / products / seconds(F.scaled_dot_product_attention, heads, heads, heads),
+    }
+    for name, source, depth, taps in (
+        ("product.flops", images, 256, 1), ("convolution.flops", images, 256, 3), ("grouped.flops", images, 8, 3),
+        ("planar.bytes", planes, 256, 1), ("depthwise.flops", planes, 1, 7), ("depthwise.bytes", planes, 1, 3),
+    ):  # fmt: skip
+        kernel = partial(F.conv2d, padding=taps // 2, groups=256 // depth)
+        measured_s = seconds(kernel, source, planes.new_ones(256, depth, taps, taps))
+        rate = flops_per_s["float32"] / planes.numel() if depth == 1 else products * filled(depth, depth * taps**2)
+        arithmetic_s = 2 * depth * taps**2 / rate
+        if name == "planar.bytes":  # the rest converts
+            measured_s = max(measured_s - arithmetic_s / shares["product.flops"], measured_s / 10)
+        shares[name] = (moved_s if name.endswith("bytes") else arithmetic_s) / measured_s
+    return shares
+
+
+def dispatch_s(on: Accelerator) -> float:
+    """Return the host's seconds to launch an operation from modules in Python; the device is faster with each."""
+    model = nn.Sequential(*[nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()] * 64).to(on.device)
+    inputs = torch.ones(1, 64, device=on.device)
+    with torch.inference_mode():
+        return median_s(lambda: model(inputs), synchronize=on.synchronize) / len(model)
 
 
 @contextmanager

@@ -21,19 +21,15 @@ from brim.errors import TransferError, UnsupportedError, UsageError
 from brim.units import KIB, MIB, format_bytes
 
 FILE_BYTES = 256 * MIB
-_SWEEP_BYTES = 128 * MIB
-_CHUNKS_BYTES = (1 * MIB, 4 * MIB, 16 * MIB)
-_CONCURRENCIES = (1, 2, 4)
 # Reads and writes go through a ring: a buffer that is reused at once stays in the last-level cache, which gave rates
 # a quarter above those of a run.
 RING_BYTES = 128 * MIB
-_WRITE_LIMIT_S, _READ_LIMIT_S, _SWEEP_LIMIT_S, _FINAL_LIMIT_S = 1.0, 0.15, 1.2, 0.8
+_WRITE_LIMIT_S, _READ_LIMIT_S = 1.0, 0.15
 _WRITE_RATE_LIMIT_S, _LEAST_WRITES = 0.4, 4
 # As a run reads large blocks (memory/direct_io.py and transfer.py, which this package does not import).
 RUN_CHUNK_BYTES, RUN_CONCURRENCY = 16 * MIB, 2
-_LEAST_FILE_BYTES, _FILE_LIMIT_S = 64 * MIB, 0.2
+_LEAST_FILE_BYTES, _RATES_LIMIT_S = 64 * MIB, 0.4
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_Access = tuple[int, int]  # bytes of a read, number of reading threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,25 +82,17 @@ def _opened(directory: Path) -> UncachedFile:
 
 
 def disk_link(file: UncachedFile) -> Link:
-    """Measure disk -> RAM by sequential reads of each chunk size with each number of threads.
-
-    The best is measured again: the best of many noisy medians is too good. Raises TransferError.
-    """
+    """Measure disk -> RAM by sequential reads, as runs do them. Raises TransferError."""
     ring = touched_ring()
-    grid = [(chunk, threads) for chunk in _CHUNKS_BYTES if chunk <= file.size_bytes for threads in _CONCURRENCIES]
-    sweep = _interleaved(file, grid, ring, part_bytes=_SWEEP_BYTES, rounds=3, limit_s=_SWEEP_LIMIT_S)
-    alone = {access: rates for access, rates in sweep.items() if access[1] == 1}
-    finalists = list(dict.fromkeys((_cheapest_of_the_best(sweep), _cheapest_of_the_best(alone))))
-    fresh = _interleaved(file, finalists, ring, part_bytes=FILE_BYTES, rounds=5, limit_s=_FINAL_LIMIT_S)
-    chunk_bytes, concurrency = best = _cheapest_of_the_best(fresh)
+    large, small = _rates(file, ring)
     return Link(
         source=DISK,
         target=RAM,
-        bytes_per_s=statistics.median(fresh[best]),
+        bytes_per_s=large,
         latency_s=_latency_s(file, ring[: 4 * KIB]),
-        single_bytes_per_s=statistics.median(fresh[finalists[-1]]),
-        chunk_bytes=chunk_bytes,
-        concurrency=concurrency,
+        single_bytes_per_s=small,
+        chunk_bytes=RUN_CHUNK_BYTES,
+        concurrency=RUN_CONCURRENCY,
     )
 
 
@@ -132,27 +120,23 @@ def file_rates(path: Path) -> tuple[float, float] | None:
         directory=path.parent, descriptor=descriptor, size_bytes=size_bytes, direct=direct, writable=False
     )
     try:
-        both = [(RUN_CHUNK_BYTES, RUN_CONCURRENCY), (RUN_CHUNK_BYTES, 1)]
-        rounds = _interleaved(file, both, touched_ring(), part_bytes=_SWEEP_BYTES, rounds=5, limit_s=_FILE_LIMIT_S)
+        return _rates(file, touched_ring())
     finally:
         os.close(descriptor)
-    large, small = (statistics.median(rounds[access]) for access in both)
-    return large, min(large, small)
 
 
 def write_link(file: UncachedFile) -> Link:
     """Measure RAM -> disk by sequential writes over existing pages to the disk. Raises TransferError."""
     assert file.writable
-    chunk_bytes = max(_CHUNKS_BYTES)
     ring = touched_ring()
     stop_s = time.perf_counter() + _WRITE_RATE_LIMIT_S
     rates: list[float] = []
     try:
         while len(rates) < _LEAST_WRITES or (time.perf_counter() < stop_s and len(rates) < 4 * _LEAST_WRITES):
-            offset = len(rates) * chunk_bytes % (file.size_bytes - chunk_bytes + 1) // MIB * MIB
-            at = len(rates) * chunk_bytes % RING_BYTES
+            offset = len(rates) * RUN_CHUNK_BYTES % (file.size_bytes - RUN_CHUNK_BYTES + 1) // MIB * MIB
+            at = len(rates) * RUN_CHUNK_BYTES % RING_BYTES
             began_s = time.perf_counter()
-            count = os.pwrite(file.descriptor, ring[at : at + chunk_bytes], offset)
+            count = os.pwrite(file.descriptor, ring[at : at + RUN_CHUNK_BYTES], offset)
             if not file.direct:
                 os.fdatasync(file.descriptor)
             rates.append(count / (time.perf_counter() - began_s))
@@ -161,47 +145,41 @@ def write_link(file: UncachedFile) -> Link:
         raise TransferError("Cannot measure the disk's write rate.", f"{error}.") from error
     rate = statistics.median(rates)
     return Link(
-        source=RAM, target=DISK, bytes_per_s=rate, single_bytes_per_s=rate, chunk_bytes=chunk_bytes, concurrency=1
+        source=RAM, target=DISK, bytes_per_s=rate, single_bytes_per_s=rate, chunk_bytes=RUN_CHUNK_BYTES, concurrency=1
     )
 
 
-def _interleaved(
-    file: UncachedFile, accesses: list[_Access], ring: memoryview, *, part_bytes: int, rounds: int, limit_s: float
-) -> dict[_Access, list[float]]:
-    """Measure every access in each round (noise hits all alike), each round in another part of the file."""
-    rates: dict[_Access, list[float]] = {access: [] for access in accesses}
-    stop_s = time.perf_counter() + limit_s
-    for index in range(rounds):
+def _rates(file: UncachedFile, ring: memoryview) -> tuple[float, float]:
+    """Return the bytes per second of large blocks and of small ones, which have one request in flight.
+
+    Both are measured in each round (noise hits them alike), each round in another part of the file.
+    """
+    rates: dict[int, list[float]] = {RUN_CONCURRENCY: [], 1: []}
+    stop_s = time.perf_counter() + _RATES_LIMIT_S
+    for index in range(5):
         if index and time.perf_counter() > stop_s:
             break
-        start_bytes = index * part_bytes % file.size_bytes
-        count_bytes = min(part_bytes, file.size_bytes - start_bytes)
-        if count_bytes < max(chunk for chunk, _ in accesses):
-            start_bytes, count_bytes = 0, min(part_bytes, file.size_bytes)
-        for access in accesses:
-            rates[access].append(_read_rate(file, access, ring, start_bytes, count_bytes))
-    return rates
+        start_bytes = index * RING_BYTES % file.size_bytes
+        count_bytes = min(RING_BYTES, file.size_bytes - start_bytes)
+        if count_bytes < RUN_CHUNK_BYTES:
+            start_bytes, count_bytes = 0, min(RING_BYTES, file.size_bytes)
+        for concurrency, measured in rates.items():
+            measured.append(_read_rate(file, concurrency, ring, start_bytes, count_bytes))
+    large, small = map(statistics.median, rates.values())
+    return large, min(large, small)
 
 
-def _cheapest_of_the_best(samples: dict[_Access, list[float]]) -> _Access:
-    """Return the access with the least buffer memory within 3 % of the best median (less is noise)."""
-    rates = {access: statistics.median(values) for access, values in samples.items()}
-    good = [access for access, rate in rates.items() if rate >= 0.97 * max(rates.values())]
-    return min(good, key=lambda access: (access[0] * access[1], access[1]))
-
-
-def _read_rate(file: UncachedFile, access: _Access, ring: memoryview, start_bytes: int, count_bytes: int) -> float:
+def _read_rate(file: UncachedFile, concurrency: int, ring: memoryview, start_bytes: int, count_bytes: int) -> float:
     """Return the bytes per second of a pass over a part of the file, cut short on a slow disk."""
-    chunk_bytes, concurrency = access
-    offsets = range(start_bytes, start_bytes + count_bytes - chunk_bytes + 1, chunk_bytes)
+    offsets = range(start_bytes, start_bytes + count_bytes - RUN_CHUNK_BYTES + 1, RUN_CHUNK_BYTES)
     drop_cache(file)
     began_s = time.perf_counter()
 
     def read_share(index: int) -> int:
         done_bytes = 0
         for offset in offsets[index::concurrency]:
-            at = (offset - start_bytes) % RING_BYTES  # a multiple of each chunk size
-            done_bytes += _read(file, ring[at : at + chunk_bytes], offset)
+            at = (offset - start_bytes) % RING_BYTES
+            done_bytes += _read(file, ring[at : at + RUN_CHUNK_BYTES], offset)
             if time.perf_counter() - began_s > _READ_LIMIT_S:
                 break
         return done_bytes
@@ -247,7 +225,7 @@ def _open_scratch(directory: Path) -> tuple[int, bool]:
 
 def _largest(directory: Path, refusal: Exception) -> UncachedFile:
     """Open the largest file in ``directory``, which cannot be written because of ``refusal``."""
-    least_bytes = 4 * max(_CHUNKS_BYTES)
+    least_bytes = 4 * RUN_CHUNK_BYTES
     try:
         sizes = {entry.path: entry.stat().st_size for entry in os.scandir(directory) if entry.is_file()}
         largest = max(sizes, key=lambda path: sizes[path], default="")
@@ -296,7 +274,7 @@ def touched_ring() -> memoryview:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
             buffer.madvise(mmap.MADV_HUGEPAGE)
-    piece = os.urandom(max(_CHUNKS_BYTES))
+    piece = os.urandom(RUN_CHUNK_BYTES)
     for _ in range(RING_BYTES // len(piece)):
         buffer.write(piece)
     return memoryview(buffer)
@@ -304,22 +282,21 @@ def touched_ring() -> memoryview:
 
 def _fill(descriptor: int, directory: Path) -> int:
     """Write random bytes until the file is large enough or time is up; return its size in bytes."""
-    piece_bytes = max(_CHUNKS_BYTES)
     wanted_bytes = min(FILE_BYTES, shutil.disk_usage(directory).free // 4)
-    piece = mmap.mmap(-1, piece_bytes)
-    piece[:] = os.urandom(piece_bytes)
+    piece = mmap.mmap(-1, RUN_CHUNK_BYTES)
+    piece[:] = os.urandom(RUN_CHUNK_BYTES)
     size_bytes, stop_s = 0, time.perf_counter() + _WRITE_LIMIT_S
     try:
-        while size_bytes + piece_bytes <= wanted_bytes and (size_bytes == 0 or time.perf_counter() < stop_s):
+        while size_bytes + RUN_CHUNK_BYTES <= wanted_bytes and (size_bytes == 0 or time.perf_counter() < stop_s):
             size_bytes += os.pwrite(descriptor, piece, size_bytes)
         os.fsync(descriptor)
     except OSError as error:
         os.close(descriptor)
         raise TransferError(f"Cannot write a scratch file in {directory}.", f"{error}.") from error
-    if size_bytes < piece_bytes:
+    if size_bytes < RUN_CHUNK_BYTES:
         os.close(descriptor)
         raise TransferError(
-            f"Cannot write a scratch file of at least {format_bytes(4 * piece_bytes)} in {directory}.",
+            f"Cannot write a scratch file of at least {format_bytes(4 * RUN_CHUNK_BYTES)} in {directory}.",
             f"Its disk has {format_bytes(4 * wanted_bytes)} free.",
             "Free some space, or name another directory.",
         )

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import platform
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,26 +16,20 @@ from typing import Any
 from brim import accelerator
 from brim.accelerator import Accelerator
 from brim.core.hardware import DISK, RAM, VRAM, Hardware, Link, Tier
-from brim.errors import FormatError, TransferError, UnsupportedError, UsageError
+from brim.errors import FormatError, UnsupportedError, UsageError
 from brim.measure.capacity import disk_free_bytes, ram_capacity_bytes
 from brim.measure.user_cache import cache_folder, load_text, store_text
 
 # Incremented when the measurements change, so that stored ones are repeated.
-_METHOD = 4
-# Unlike processors and memory, a drive fills up, wears and is shared.
-_DISK_GOOD_FOR_S = 24 * 3600.0
-_OF_DISK = ", disk of "  # begins the part of a source that describes the disk
-# The last disk measurement by this process's clock, as the age of a file depends on the system's and server's clocks.
-_disk_measured_s: dict[Path, float] = {}
+_METHOD = 5
 
 
 def probe(*, refresh: bool = False, device: str = "auto", directory: Path | None = None) -> Hardware:
-    """Measure this machine: memory, disk, links between them, matrix rates. It takes a few seconds the first time.
+    """Measure this machine: memory, disk, links between them, kernels. It takes some seconds the first time.
 
-    The result is stored in the user's cache folder by machine, device, driver, PyTorch and filesystem; the disk's
-    part is valid for a day. Rates are medians; capacities are read each time. Measuring briefly takes up to 350 MiB
-    of RAM and 256 MiB of disk, so do it before you watch a run's memory. A cache that is damaged or not writable
-    causes only a warning.
+    The result is stored in the user's cache folder by machine, device, driver, PyTorch and filesystem. Rates are
+    medians; capacities are read each time. Measuring briefly takes up to 350 MiB of RAM and 256 MiB of disk, so do
+    it before you watch a run's memory. A cache that is damaged or not writable causes only a warning.
 
     Args:
         refresh: Measure again, even if there is a stored result.
@@ -62,10 +55,25 @@ def probe(*, refresh: bool = False, device: str = "auto", directory: Path | None
     path = _cache_file(facts)
     stored = None if refresh else _load(path)
     if stored is not None:
-        return _with_capacities(_with_current_disk(*stored, path, place), place, on)
+        return _with_capacities(stored, place, on)
     hardware = _measure(on, place, facts)
     _store(hardware, path)
     return hardware
+
+
+def known(device: str) -> Hardware:
+    """Return a machine with its present capacities, and with the rates that were measured before."""
+    on, place = _accelerator(device), drive_folder()
+    facts = _fingerprint(on, place)
+    stored = _load(_cache_file(facts))
+    names = (RAM, DISK) if on is None else (VRAM, RAM, DISK)
+    tiers = tuple(Tier(name=name, capacity_bytes=0) for name in names)
+    hardware = stored or Hardware(name=_name(facts), compute=names[0], tiers=tiers)
+    return _with_capacities(hardware, place, on)
+
+
+def _name(facts: dict[str, Any]) -> str:
+    return facts["device"] or f"{facts['processor']}, {facts['cores']} cores"
 
 
 def _cache_file(facts: dict[str, Any]) -> Path:
@@ -92,31 +100,6 @@ def _accelerator(device: str) -> Accelerator | None:
     return accelerator_in_use
 
 
-def _with_current_disk(hardware: Hardware, age_s: float, path: Path, directory: Path) -> Hardware:
-    """Return the ``hardware`` stored at ``path``, with its disk measured again if it is too old.
-
-    A disk that cannot be measured now (it is full) keeps its rates, with a warning.
-    """
-    measured_s = _disk_measured_s.get(path, -math.inf)
-    if 0 <= age_s <= _DISK_GOOD_FOR_S or time.monotonic() - measured_s < _DISK_GOOD_FOR_S:
-        return hardware
-    _disk_measured_s[path] = time.monotonic()
-    try:
-        links, source = _measure_disk(directory)
-    except (TransferError, UsageError) as error:
-        warnings.warn(f"The disk's rates are older than a day. {' '.join(str(error).split())}", stacklevel=3)
-        return hardware
-    others = [link for link in hardware.links if DISK not in (link.source, link.target)]
-    tiers = (
-        dataclasses.replace(tier, bytes_per_s=links[0].bytes_per_s) if tier.name == DISK else tier
-        for tier in hardware.tiers
-    )
-    source = hardware.source.partition(_OF_DISK)[0] + source
-    updated = dataclasses.replace(hardware, tiers=tuple(tiers), links=(*links, *others), source=source)
-    _store(updated, path)
-    return updated
-
-
 def _measure_disk(directory: Path, instead: Path | None = None) -> tuple[list[Link], str]:
     """Measure the links of the disk of ``directory``, else of ``instead``; return them and their source."""
     from brim.measure.disk import disk_link, uncached_file, write_link
@@ -124,7 +107,7 @@ def _measure_disk(directory: Path, instead: Path | None = None) -> tuple[list[Li
     with uncached_file(directory, instead=instead) as file:
         links = [disk_link(file), *([write_link(file)] if file.writable else [])]
         method = "O_DIRECT" if file.direct else "dropped page cache"
-    return links, f"{_OF_DISK}{file.directory} by {method} on {_today()}"
+    return links, f", disk of {file.directory} by {method} on {_today()}"
 
 
 def _today() -> str:
@@ -140,6 +123,7 @@ def _measure(on: Accelerator | None, directory: Path, facts: dict[str, Any]) -> 
         Tier(name=DISK, capacity_bytes=0, bytes_per_s=disk[0].bytes_per_s),
     ]
     links: list[Link] = [*disk, bandwidth.ram_link()]
+    kernels: dict[str, Any] = {}
     if on is not None:
         from brim.measure import device_rates
 
@@ -148,16 +132,20 @@ def _measure(on: Accelerator | None, directory: Path, facts: dict[str, Any]) -> 
             tiers.insert(0, Tier(name=VRAM, capacity_bytes=0, bytes_per_s=device_rates.vram_read_rate(on)))
             links += device_rates.links(on)
             rates = device_rates.matrix_rates(on)
+            if on.type == accelerator.CUDA:
+                shares = device_rates.kernel_shares(on, rates, tiers[0].bytes_per_s)
+                kernels = {"shares": shares, "dispatch_s": device_rates.dispatch_s(on)}
     else:
         rates = bandwidth.cpu_matrix_rates()
     source = f"measured {_today()}, torch {facts['torch']}{of_disk}"
     hardware = Hardware(
-        name=facts["device"] or f"{facts['processor']}, {facts['cores']} cores",
+        name=_name(facts),
         compute=RAM if on is None else VRAM,
         tiers=tuple(tiers),
         links=tuple(links),
         flops_per_s=rates,
         source=source,
+        **kernels,
     )
     return _with_capacities(hardware, directory, on)
 
@@ -234,12 +222,12 @@ def _libraries() -> Path:
     return Path(torch.__file__).parent / "lib"
 
 
-def _load(path: Path) -> tuple[Hardware, float] | None:
-    """Return the hardware stored at ``path`` and its age in seconds."""
+def _load(path: Path) -> Hardware | None:
+    """Return the hardware stored at ``path``."""
     try:
-        if (content_and_age := load_text(path)) is None:
+        if (content := load_text(path)) is None:
             return None
-        hardware = Hardware.from_json(json.loads(content_and_age[0]))
+        hardware = Hardware.from_json(json.loads(content))
         for name in (hardware.compute, RAM, DISK):
             hardware.tier(name)
         rates = [tier.bytes_per_s for tier in hardware.tiers] + [link.bytes_per_s for link in hardware.links]
@@ -250,7 +238,7 @@ def _load(path: Path) -> tuple[Hardware, float] | None:
         reason = " ".join(str(error).split())
         warnings.warn(f"{path} is damaged, so this machine is measured again. {reason}", stacklevel=3)
         return None
-    return hardware, content_and_age[1]
+    return hardware
 
 
 def _store(hardware: Hardware, path: Path) -> None:

@@ -13,7 +13,6 @@ import os
 import shutil
 import stat
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from pathlib import Path
 from brim.core.files import open_to_write, special_file
 from brim.errors import TransferError
 
-_unwritten: dict[Path, tuple[str, float]] = {}  # texts that could not be written, and their times
+_unwritten: dict[Path, str] = {}  # texts that could not be written
 _MOST_TEXT_BYTES = 64 << 20
 _warned: set[Path] = set()
 _own_folders: dict[int, Path] = {}  # process -> its temporary folder; a forked process has its own
@@ -40,14 +39,13 @@ def cache_folder() -> Path:
         return Path(os.devnull) / "brim"
 
 
-def load_text(path: Path) -> tuple[str, float] | None:
-    """Return the text stored at ``path`` and its age in seconds; None if there is no readable regular file.
+def load_text(path: Path) -> str | None:
+    """Return the text stored at ``path``; None if there is no readable regular file.
 
     Raises UnicodeDecodeError for a file that is not text.
     """
     if path in _unwritten:
-        text, stored_s = _unwritten[path]
-        return text, time.time() - stored_s
+        return _unwritten[path]
     try:
         # Does not follow links or wait for the writer of a pipe: ``store_text`` creates neither.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -55,7 +53,7 @@ def load_text(path: Path) -> tuple[str, float] | None:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_TEXT_BYTES:
                 return None
-            return file.read(), time.time() - status.st_mtime
+            return file.read()
     except OSError:
         return None
 
@@ -73,7 +71,7 @@ def store_text(path: Path, text: str) -> None:
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-        _unwritten[path] = text, time.time()
+        _unwritten[path] = text
         _warn(path.parent, error)
 
 

@@ -13,8 +13,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
 from brim.errors import TransferError, UnsupportedError
@@ -61,6 +64,19 @@ def drop_cached(descriptor: int, offset: int = 0, size_bytes: int = 0) -> None:
     """Drop pages of a file (all, if 0 bytes) from the page cache, if the system can."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, size_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def in_page_cache(descriptor: int, offset: int, size_bytes: int) -> bool:
+    """Return True if the page cache has this range of a file, which begins on a page (mincore(2))."""
+    with (
+        suppress(OSError, ValueError),  # a filesystem without mappings, a file that has become shorter
+        mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ, offset=offset) as pages,
+    ):
+        mapped, resident = np.frombuffer(pages, np.uint8), np.zeros(-(-size_bytes // mmap.PAGESIZE), np.uint8)
+        failed = ctypes.CDLL(None).mincore(mapped.ctypes, ctypes.c_size_t(size_bytes), resident.ctypes)
+        del mapped  # or the mapping could not be closed
+        return not failed and bool((resident & 1).all())
+    return False
 
 
 def bounce_bytes(runs: Iterable[ReadRun]) -> int:
@@ -126,7 +142,8 @@ class DirectReader:
             want = min(CHUNK_BYTES, round_up(length - done, PAGE_BYTES))
             window = (ctypes.c_char * want).from_address(address + done)
             try:
-                got = os.preadv(handle.fd, [window], offset + done)
+                cached = self._files.read_cached(handle, window, offset + done)
+                got = cached or os.preadv(handle.fd, [window], offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and handle.direct:
                     handle = self._files.reopen_buffered(run.path)
@@ -134,7 +151,7 @@ class DirectReader:
                 raise failed(f"{error.strerror} after {format_bytes(done)}.") from error
             if got == 0:
                 raise failed(f"The file ends {format_bytes(length - done)} too early.")
-            if not handle.direct:
+            if not handle.direct and not cached:
                 drop_cached(handle.fd, offset + done, got)
             self._files.check(run.path, handle)
             done += got
@@ -187,11 +204,17 @@ class _Handle:
 
 
 class OpenFiles:
-    """Opens each file once, bypassing the page cache if the filesystem can."""
+    """Opens each file once, bypassing the page cache if the filesystem can.
+
+    ``uses_page_cache``: its bytes need no read. Streamed weights do not use it: plans are made for the drive's rate.
+    """
+
+    uses_page_cache = True
 
     def __init__(self) -> None:
         self._handles: dict[str, _Handle] = {}
         self._stale: list[int] = []
+        self._buffered: dict[int, int] = {}  # by the descriptor that bypasses the page cache
         self._lock = threading.Lock()
 
     def handle(self, path: str) -> _Handle:
@@ -199,6 +222,16 @@ class OpenFiles:
             if path not in self._handles:
                 self._handles[path] = self._open(path)
             return self._handles[path]
+
+    def read_cached(self, handle: _Handle, window: Any, offset: int) -> int:
+        """Fill ``window`` from the page cache and return the bytes read; 0 if it does not have them."""
+        size_bytes = min(len(window), os.fstat(handle.fd).st_size - offset)
+        if not (self.uses_page_cache and size_bytes > 0 and in_page_cache(handle.fd, offset, size_bytes)):
+            return 0
+        with self._lock:
+            if handle.fd not in self._buffered:
+                self._buffered[handle.fd] = os.open(f"/proc/self/fd/{handle.fd}", os.O_RDONLY)
+        return os.preadv(self._buffered[handle.fd], [window], offset)
 
     def adopt(self, path: str, fd: int) -> None:
         """Register the unnamed file ``fd`` as ``path``, and open it again to read and write."""
@@ -222,8 +255,9 @@ class OpenFiles:
 
     def close(self) -> None:
         with self._lock:
-            for fd in [*(h.fd for h in self._handles.values()), *self._stale]:
+            for fd in [*(h.fd for h in self._handles.values()), *self._buffered.values(), *self._stale]:
                 os.close(fd)
+            self._buffered.clear()
             self._handles.clear()
             self._stale.clear()
 

@@ -6,7 +6,9 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import prod
@@ -16,8 +18,10 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from brim import threads
 from brim.errors import TransferError
-from brim.memory.direct_io import read_error
+from brim.memory.checkpoint_files import TensorSource
+from brim.memory.direct_io import read_error, require_direct_io
 from brim.memory.file_versions import FileVersion, check_version, opened_version
 from brim.memory.pool import PAGE_BYTES
 from brim.units import format_bytes
@@ -72,6 +76,12 @@ class MappedFile:
             done += got
         self._check()
 
+    def read_ahead(self) -> None:
+        """Let the kernel read the file into the page cache, and close it."""
+        with suppress(OSError, AttributeError):  # not every system has it
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_WILLNEED)
+        self.close()
+
     def close(self) -> None:
         """Close the file; mapped memory is freed with its last view."""
         os.close(self._fd)
@@ -95,6 +105,26 @@ class FileMap:
         with torch.inference_mode(False):  # a view created in inference mode cannot become a Parameter's data
             flat = torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=offset - self._start)
             return flat.view(tuple(shape))
+
+
+def mapped_tensors(sources: Mapping[str, TensorSource]) -> dict[str, torch.Tensor]:
+    """Return views of mappable tensors' bytes in their files, which are read ahead meanwhile.
+
+    Raises TransferError for a file that cannot be opened, or has changed.
+    """
+    require_direct_io()
+    maps: dict[str, FileMap] = {}
+    ends = Counter[str]()
+    for extent in (source.extents[0] for source in sources.values()):
+        ends[extent.path] = max(ends[extent.path], extent.offset + extent.bytes)
+    for path, end in ends.items():
+        file = MappedFile.open(path)
+        maps[path] = file.map(0, end)
+        threads.start(threading.Thread(target=file.read_ahead, name="brim-read-ahead", daemon=True))
+    return {
+        name: maps[source.extents[0].path].view(source.extents[0].offset, source.dtype, source.shape)
+        for name, source in sources.items()
+    }
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,13 +90,15 @@ def build_module(
     dtype: torch.dtype | None,
     trust_remote_code: bool,
     settings: Any = None,
+    state: Mapping[str, torch.Tensor] | None = None,
 ) -> BuiltModule:
     """Build the module in eval mode, every weight of the checkpoint on meta. Raises ModelError as open_model.
 
+    ``state``: the values of ``stored``, if the module is to have them.
     ``settings``: a configuration of bitsandbytes, by which weights are to be quantized.
     """
     kind = model_class(directory, config, trust_remote_code)
-    state = {name: FileTensor.open(source) for name, source in stored.items()}
+    state = state or {name: FileTensor.open(source) for name, source in stored.items()}
     method = quantization_of(config.to_dict())[0]
     files = sorted({extent.path for source in stored.values() for extent in source.extents})
     asked = "" if settings is None else "bitsandbytes"

@@ -5,17 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from brim.errors import ModelError
 from brim.memory.checkpoint_files import TensorSource
-from brim.memory.checksums import Checksum
+from brim.memory.checksums import Checksum, read_manifest
+from brim.memory.mapped import mapped_tensors
+from brim.models.architecture import build_module
 from brim.models.file_tensor import FileTensor
 from brim.models.opening import OpenedModel
 
 _PIECE_BYTES = 4 << 20  # copied from a device at once, to be verified
+
+
+def open_mapped(
+    directory: Path, name: str, config: Any, stored: dict[str, TensorSource], dtype: torch.dtype | None
+) -> OpenedModel:
+    """Open the model of ``described_by`` with its weights in memory: the pages of its files, as they are read.
+
+    All tensors of ``stored`` must be mappable. None is a source of the model. Raises as ``open_model``.
+    """
+    state = mapped_tensors(stored)
+    built = build_module(directory, config, stored, dtype=dtype, trust_remote_code=False, state=state)
+    files = OpenedModel(
+        module=built.module, sources=stored, tied={}, path=directory, name=name,
+        checksums=read_manifest(directory) or {}, unexpected=built.unexpected,
+    )  # fmt: skip
+    if verify := verifier(files):
+        for tensor_name, value in state.items():
+            verify(tensor_name, value)
+    return replace(files, sources={}, checksums={})
 
 
 def by_parameter(opened: OpenedModel) -> dict[str, TensorSource]:

@@ -1,33 +1,17 @@
 """Seconds from a trace and a machine: a roofline per operation, and a CPU that can be too slow to launch them.
 
 An operation takes the longer of its arithmetic at the machine's rate for its dtype and its bytes at the memory's rate
-(Williams et al., "Roofline", CACM 2009). On a GPU the CPU issues operations ahead of the device; the step ends when
-the device has done the last one. No efficiency factor is applied here: ``Gpu.hardware`` gives measured rates where
-they are known, and a probe gives this machine's.
+(Williams et al., "Roofline", CACM 2009), each by the share of the rate that kernels of its kind reach
+(``Hardware.shares``). A convolution whose channels are not last takes the sum: its operands are converted first. On a
+GPU the CPU issues operations ahead of the device; the step ends when the device has done the last one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from brim.catalog.gpus import read_facts
 from brim.core import Hardware, Op, Trace
 from brim.core.hardware import RAM
 from brim.errors import UsageError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Overheads:
-    """``dispatch_s``: the CPU's time to issue one operation; ``kernel_s``: the device's pause between two kernels."""
-
-    dispatch_s: float = 0.0
-    kernel_s: float = 0.0
-
-
-# The host's time per operation in a whole program, including the Python of its modules: 15 to 22 us where the
-# host never waited for an H200 (transformers' generation, Adafactor; measurements/gpu_truth.jsonl), 16 to 19 us for
-# transformers' on a CPU alone. Between back-to-back kernels 0.9 us are lost: 3.8 us per launch of a kernel of 2.9 us
-# on a V100 (NVIDIA, "Getting Started with CUDA Graphs", developer.nvidia.com/blog/cuda-graphs).
-EAGER = Overheads(dispatch_s=17e-6, kernel_s=0.9e-6)
 
 # Dtypes whose rates replace an unknown one, in this order: the arithmetic then runs in that dtype.
 FALLBACKS = {
@@ -40,38 +24,10 @@ FALLBACKS = {
 _FLOAT8 = ("float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 _DOUBLE_SLOWDOWN = 64  # CUDA C++ Programming Guide, arithmetic throughput: 2 against 128 results per clock (8.6, 8.9)
 
-# fmt: off
-_PRODUCTS = frozenset({
-    "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "_addmm_activation",
-    "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm", "_weight_int8pack_mm", "convolution",
-    "_convolution", "convolution_backward", "cudnn_convolution", "convolution_overrideable",
-    "_slow_conv2d_forward",
-})
-# fmt: on
+_PRODUCTS = read_facts("operators.json")["work"]["products"]
 _CONVOLUTIONS = "conv"
+_PLANAR = "planar "  # begins the kernel of a convolution whose channels are not last
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepCost:
-    """Seconds of a step by their limit. ``compute_s`` and ``memory_s`` sum the operations that are limited by each.
-
-    ``step_s`` is at least ``device_s``; in the rest of it the device waits for the CPU.
-    """
-
-    step_s: float
-    device_s: float
-    compute_s: float
-    memory_s: float
-    dispatch_s: float
-    flops: int
-
-    @property
-    def limited_by(self) -> str:
-        """``dispatch`` where the device waits more than it works, else ``compute`` or ``memory``."""
-        if self.step_s > 2 * self.device_s:
-            return "dispatch"
-        return "compute" if self.compute_s > self.memory_s else "memory"
 
 
 def base_name(name: str) -> str:
@@ -101,54 +57,68 @@ def flops_per_s(hardware: Hardware, dtype: str) -> float:
 
 
 def op_s(op: Op, hardware: Hardware) -> float:
-    """Seconds of one operation on the device: the longer of arithmetic and memory, without overheads.
+    """Seconds of one operation on the device, without overheads.
 
     By PyTorch's defaults convolutions of float32 compute in TF32, matrix products do not. Operations other than
     products compute in float32 units whatever their dtype.
     """
-    return max(_op_limits(op, hardware))
+    limits = op_limits(op, hardware)
+    return sum(limits) if hardware.shares and adds_up(op) else max(limits)
 
 
-def step_cost(trace: Trace, hardware: Hardware, *, overheads: Overheads = EAGER) -> StepCost:
-    """Seconds of the last step and where they go. Raises UsageError for a trace without steps."""
+def adds_up(op: Op) -> bool:
+    """Return True if an operation converts its operands in kernels of their own, before and after the arithmetic."""
+    return op.kernel.startswith(_PLANAR)
+
+
+def launches(op: Op) -> int:
+    """Return the number of kernels that an operation of a GPU launches.
+
+    The gradients of a convolution are two. cuDNN converts two operands of each where channels are not last: a profile
+    of a ResNet on an H200 has 906 kernels for 534 operations, and this counts 905.
+    """
+    return (2 if "convolution_backward" in op.name else 1) * (3 if adds_up(op) else 1)
+
+
+def share_name(op: Op, rate: str) -> str:
+    """Return the name among ``Hardware.shares`` of an operation's share of a rate: ``"flops"`` or ``"bytes"``."""
+    if rate == "bytes" and adds_up(op):
+        return "planar.bytes"
+    return f"{op.kernel.removeprefix(_PLANAR)}.{rate}"
+
+
+def step_s(trace: Trace, hardware: Hardware) -> float:
+    """Seconds of the last step. Raises UsageError for a trace without steps."""
     last = max((op.step for op in trace.ops), default=-1)
     if last < 0:
         raise UsageError(f"The trace of {trace.model} has no steps.")
-    ops = [op for op in trace.ops if op.step == last]
-    device = {"compute": 0.0, "memory": 0.0}
-    issued = done = 0.0
+    issued_s = done_s = 0.0
     runs_alone = hardware.compute == RAM  # the CPU is the device: nothing overlaps
-    for op in ops:
-        if not op.written_bytes and not op.flops:
+    for op in trace.ops:
+        if op.step != last or not (op.written_bytes or op.flops):
             continue  # a view: no kernel, and about a tenth of an operation's time on the CPU
-        compute, memory = _op_limits(op, hardware)
-        seconds = max(compute, memory)
-        device["compute" if compute > memory else "memory"] += seconds
-        issued = (done if runs_alone else issued) + overheads.dispatch_s
-        done = max(issued, done) + overheads.kernel_s + seconds
-    return StepCost(
-        step_s=done,
-        device_s=device["compute"] + device["memory"],
-        compute_s=device["compute"],
-        memory_s=device["memory"],
-        dispatch_s=issued,
-        flops=sum(op.flops for op in ops),
-    )
+        count = 1 if runs_alone else launches(op)
+        issued_s = (done_s if runs_alone else issued_s) + count * hardware.dispatch_s
+        done_s = max(issued_s, done_s) + count * hardware.kernel_s + op_s(op, hardware)
+    return done_s
 
 
-def _op_limits(op: Op, hardware: Hardware) -> tuple[float, float]:
+def op_limits(op: Op, hardware: Hardware) -> tuple[float, float]:
     """(seconds of arithmetic, seconds of memory)."""
     bandwidth = hardware.tier(hardware.compute).bytes_per_s
     if bandwidth <= 0:
         raise UsageError(f"The memory rate of {hardware.name} is unknown.", todo="Probe the machine.")
-    memory = (op.read_bytes + op.written_bytes) / bandwidth
+    memory = (op.read_bytes + op.written_bytes) / (bandwidth * hardware.share(share_name(op, "bytes")))
     if not op.flops:
         return 0.0, memory
-    return op.flops / flops_per_s(hardware, _computes_in(op)), memory
+    rate = flops_per_s(hardware, _computes_in(op))
+    if hardware.shares:
+        rate *= hardware.share(share_name(op, "flops")) * op.fill
+    return op.flops / rate, memory
 
 
 def _computes_in(op: Op) -> str:
     base = base_name(op.name)
-    if base not in _PRODUCTS and not base.startswith(_ATTENTION):
+    if op.kernel == "depthwise" or (base not in _PRODUCTS and not base.startswith(_ATTENTION)):
         return "float64" if op.dtype == "float64" else "float32"
     return "tf32" if op.dtype == "float32" and _CONVOLUTIONS in base else op.dtype

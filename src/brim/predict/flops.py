@@ -10,33 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from brim.catalog.gpus import read_facts
+from brim.core.hardware import filled
+
 aten = torch.ops.aten
 
-# Copies, gathers and fills: they move bytes and compute nothing.
-# fmt: off
-_MOVES = frozenset({
-    "_copy_from", "_foreach_copy", "_foreach_zero", "_pin_memory", "_to_copy", "arange", "as_strided_copy",
-    "bernoulli", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "embedding", "empty", "empty_like",
-    "empty_strided", "eye", "fill", "flip", "full", "full_like", "gather", "index", "index_copy", "index_put",
-    "index_select", "lift_fresh", "lift_fresh_copy", "masked_fill", "masked_select", "new_empty",
-    "new_empty_strided", "new_full", "new_ones", "new_zeros", "nonzero", "normal", "ones", "ones_like",
-    "pixel_shuffle", "pixel_unshuffle", "rand", "randint", "randn", "repeat", "repeat_interleave", "resize",
-    "roll", "scalar_tensor", "scatter", "select_backward", "set", "slice_backward", "slice_scatter",
-    "split_copy", "stack", "tril", "triu", "unfold_backward", "uniform", "zero", "zeros", "zeros_like",
-})
-# fmt: on
-# fmt: off
-_ALLOCATIONS = frozenset({
-    "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "new_empty_strided", "resize", "set",
-})
-# fmt: on
-# They read only those rows of a table that they write.
-# fmt: off
-_GATHERS = frozenset({
-    "embedding", "gather", "index", "index_select", "masked_select", "select_backward", "slice_backward",
-})
-# fmt: on
-
+_OPERATORS = {kind: frozenset(names) for kind, names in read_facts("operators.json")["work"].items()}
+_KINDS = read_facts("operators.json")["kernels"]
+_MATRICES = ("mm", "addmm", "bmm", "baddbmm")
 
 # Attention kernels for (batch, rows, heads, width), while PyTorch's own counts expect the heads first;
 # with the position of the argument for the offsets of sequences of different lengths.
@@ -48,12 +29,14 @@ OVER = "@"  # in the name of a functional collective, before that of its group
 
 
 class Work(NamedTuple):
-    """Floating-point operations and bytes of one operation."""
+    """Floating-point operations and bytes of one operation, and what decides its kernels' rate (as in ``Op``)."""
 
     flops: int
     read_bytes: int
     written_bytes: int
     dtype: str
+    kernel: str = ""
+    fill: float = 1.0
 
 
 def op_name(func: torch._ops.OpOverload, args: Sequence[Any]) -> str:
@@ -66,7 +49,29 @@ def op_name(func: torch._ops.OpOverload, args: Sequence[Any]) -> str:
 def op_work(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Work:
     """All of an operation's work. It depends on ``func``, the layouts of arguments and results, and plain values."""
     read_bytes, written_bytes = op_bytes(func, args, kwargs, out)
-    return Work(op_flops(func, args, kwargs, out), read_bytes, written_bytes, op_dtype(args, out))
+    kernel, fill = _kernel(func, args)
+    return Work(op_flops(func, args, kwargs, out), read_bytes, written_bytes, op_dtype(args, out), kernel, fill)
+
+
+def _kernel(func: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[str, float]:
+    """Return the kind of kernel, and the share of its tiles that a product's matrices fill."""
+    name = _base_name(func)
+    if name in ("convolution", "convolution_backward"):
+        gradients = name != "convolution"
+        x, weight = args[gradients], args[gradients + 1]
+        groups, layout = args[8 + gradients], "" if x.dim() == 4 and x.stride(1) == 1 else "planar "
+        if groups > 1 and weight.size(1) == 1:
+            return "depthwise", 1.0
+        taps = math.prod(weight.shape[2:])
+        kind = "grouped" if groups > 1 else "convolution" if taps > 1 else "product"
+        return layout + kind, filled(weight.size(0) // groups, weight.size(1) * taps)
+    if name in _MATRICES:
+        left, right = args[-2:] if len(args) == 2 else args[1:3]
+        kind = "batched" if left.dim() == 3 else "product"
+        return kind, filled(left.size(-2), left.size(-1), right.size(-1))
+    if name == "native_batch_norm" and not args[5]:  # it only scales
+        return "", 1.0
+    return next((kind for part, kind in _KINDS.items() if part in name), ""), 1.0
 
 
 def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
@@ -79,6 +84,9 @@ def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
     attention = _attention().get(func.overloadpacket)
     if attention is not None:
         return attention(*args, causal=_is_causal(func, args, kwargs))
+    if func.overloadpacket is aten.convolution_backward:  # the registry's ignores groups
+        points = args[bool(args[7])]  # of the result; of the input where that is the smaller
+        return int(2 * points.numel() // points.size(1) * args[2].numel() * sum(args[10][:2]))
     count = flop_registry.get(func.overloadpacket)
     if count is not None:
         lengths = _ROWS_BEFORE_HEADS.get(func.overloadpacket)
@@ -88,7 +96,7 @@ def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
     product = _products().get(func.overloadpacket)
     if product is not None:
         return product(*args, **kwargs)
-    if is_view(func) or _base_name(func) in _MOVES:
+    if is_view(func) or _base_name(func) in _OPERATORS["moves"]:
         return 0
     return _elements(args, kwargs, out)
 
@@ -102,15 +110,15 @@ def op_bytes(
     it writes and its indices.
     """
     name = _base_name(func)
-    if is_view(func) or name in _ALLOCATIONS:
+    if is_view(func) or name in _OPERATORS["allocations"]:
         return 0, 0
     changed = [t for i in _changed_arguments(func) if i < len(args) for t in leaves(args[i])]
     target = {id(t) for t in changed}
     written = sum(map(_nbytes, changed)) + sum(_nbytes(t) for t in leaves(out) if id(t) not in target)
     inputs = list(leaves([*args, *kwargs.values()]))
-    if name in _GATHERS:
+    if name in _OPERATORS["gathers"]:
         return written + sum(_nbytes(t) for t in inputs if not t.is_floating_point()), written
-    overwritten = target if name in _MOVES else set()
+    overwritten = target if name in _OPERATORS["moves"] else set()
     return sum(_nbytes(t) for t in inputs if id(t) not in overwritten), written
 
 

@@ -19,46 +19,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import DefaultDeviceType
 
+from brim.catalog.gpus import read_facts
 from brim.core.trace import EMPTY_CACHE, FIRST_GRAPH_POOL
 from brim.predict import failures
 from brim.predict.dispatch import RecordingMode
 
 _VRAM_BYTES = 1 << 40
-_SILENT = (
-    "set_device", "synchronize", "ipc_collect", "init", "_lazy_init", "manual_seed", "manual_seed_all", "seed",
-    "seed_all", "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached",
-    "reset_accumulated_memory_stats", "set_rng_state", "set_rng_state_all", "set_per_process_memory_fraction",
-    "set_stream",
-)  # fmt: skip
-_TYPED = {
-    "FloatTensor": torch.FloatTensor, "DoubleTensor": torch.DoubleTensor, "HalfTensor": torch.HalfTensor,
-    "BFloat16Tensor": torch.BFloat16Tensor, "LongTensor": torch.LongTensor, "IntTensor": torch.IntTensor,
-    "ByteTensor": torch.ByteTensor, "BoolTensor": torch.BoolTensor,
-}  # fmt: skip
-# Operators of autocast, by what it makes of their operands.
-LOWER_PRECISION = (
-    "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input",
-    "conv_transpose3d.input", "convolution", "_convolution", "prelu", "addmm", "addmv", "addr",
-    "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul",
-    "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell",
-    "rnn_relu_cell", "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
-)  # fmt: skip
-FP32 = (
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
-    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
-    "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity",
-    "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div",
-    "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
-    "multilabel_margin_loss", "soft_margin_loss",
-    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist",
-    "renorm", "logsumexp", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
-    "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
-)  # fmt: skip
-FP32_OUT = ("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList",
-            "linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord")  # fmt: skip
-WIDEST = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
-          "scatter_add")  # fmt: skip
+_FUNCTIONS = read_facts("operators.json")["functions"]
+_AUTOCAST = read_facts("operators.json")["autocast"]
 
 
 @contextmanager
@@ -87,14 +55,8 @@ def in_place(cuda: Mapping[str, Any]) -> Iterator[None]:
 
 def _accelerator(cuda: Mapping[str, Any]) -> dict[str, Any]:
     """Return replacements for functions of ``torch.accelerator``, by name."""
-    alike = (
-        "is_available", "device_count", "current_stream", "set_stream", "synchronize", "empty_cache", "memory_stats",
-        "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
-        "reset_accumulated_memory_stats", "reset_peak_memory_stats", "get_rng_state", "get_rng_state_all",
-        "initial_seed",
-    )  # fmt: skip
     return {
-        **{name: _calling(cuda[name]) for name in alike},
+        **{name: _calling(cuda[name]) for name in _FUNCTIONS["of_accelerators"]},
         **{name: _calling(cuda["set_device"]) for name in ("set_device_index", "set_device_idx")},
         **{name: _calling(cuda["current_device"]) for name in ("current_device_index", "current_device_idx")},
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
@@ -113,10 +75,10 @@ def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
 def torch_cuda(recording: RecordingMode, capability: tuple[int, int]) -> dict[str, Any]:
     """Return replacements for functions of ``torch.cuda``, by name."""
     return {
-        **dict.fromkeys(_SILENT, _nothing),
+        **dict.fromkeys(_FUNCTIONS["silent"], _nothing),
         **_memory(recording),
         **_device(recording, capability),
-        **{name: _typed(legacy) for name, legacy in _TYPED.items()},
+        **{name: _typed(getattr(torch, name)) for name in _FUNCTIONS["typed"]},
         **streams(),
         **_graphs(recording),
         "make_graphed_callables": NoGraph,
@@ -339,8 +301,11 @@ def cuda_lists() -> Iterator[None]:
 
 
 def _install(library: torch.library.Library, cache: _Cache) -> None:
-    for names, make in ((LOWER_PRECISION, cache.lower), (FP32, _to_fp32), (FP32_OUT, _with_dtype), (WIDEST, _widest)):
-        for name in names:
+    casts = {
+        "lower_precision": cache.lower, "float32": _to_fp32, "float32_output": _with_dtype, "widest": _widest,
+    }  # fmt: skip
+    for kind, make in casts.items():
+        for name in _AUTOCAST[kind]:
             op = _overload(name)
             library.impl(op, make(op), "AutocastCPU", allow_override=True)
 
@@ -353,7 +318,7 @@ def _overload(name: str) -> torch._ops.OpOverload:
 
 def _fall_through(library: torch.library.Library) -> None:
     """Operations that only the CPU's lists name run as they are."""
-    listed = {_overload(name).name() for name in (*LOWER_PRECISION, *FP32, *FP32_OUT, *WIDEST)}
+    listed = {_overload(name).name() for names in _AUTOCAST.values() for name in names}
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"):
         if name.startswith("aten::") and name not in listed:
             library.impl(

@@ -106,7 +106,7 @@ class InForce:
         functions = (
             library.brim_device_begin_kernel,
             library.brim_device_kernel_access,
-            library.cudaStreamIsCapturing,
+            library.brim_device_capture,
         )
         self._native.brim_values_device(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
 

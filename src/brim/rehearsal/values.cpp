@@ -53,7 +53,7 @@ constexpr int64_t NOTED = 1 << 16;          // elements: larger copies to the ho
 bool all_computed = false;
 void (*begin_kernel)(void*) = nullptr;  // of the device: see its queue.c
 void (*kernel_access)(void*, const void*, size_t, int, const char*) = nullptr;
-int (*is_capturing)(void*, int*) = nullptr;  // cudaStreamIsCapturing
+int (*capture)(void*, void (*)(void*, void*), void*) = nullptr;  // of the device: see its graphs.c
 thread_local int depth = 0;
 
 std::mutex made_up_lock;
@@ -192,13 +192,15 @@ uint64_t mixed(uint64_t seed, uint64_t offset) {  // the finalizer of splitmix64
   v = (v ^ (v >> 27)) * 0x94D049BB133111EBull;
   return v ^ (v >> 31);
 }
+// Whether a graph is captured on the current stream; `compute`, if given, becomes a part of that graph.
+bool captured(int device, void (*compute)(void*, void*) = nullptr, void* data = nullptr) {
+  c10::DeviceGuard current(cuda(device));
+  return capture && capture(stream_of(device), compute, data);
+}
 // While a graph is captured, where the device's generator stands is a number on the device: its draws are counted here.
 uint64_t offset_of(const at::Generator& theirs, int device) {
-  static std::atomic<uint64_t> captured{0};
-  int capturing = 0;
-  c10::DeviceGuard current(cuda(device));
-  if (is_capturing) is_capturing(stream_of(device), &capturing);
-  return capturing ? captured++ : theirs.get_offset();
+  static std::atomic<uint64_t> draws{0};
+  return captured(device) ? draws++ : theirs.get_offset();
 }
 // A CPU generator that follows from where the device's stands: what is drawn again there is drawn again here.
 at::Generator generator_for(const Operator& op, const Stack& stack, size_t begin) {
@@ -381,6 +383,7 @@ class Kernel : public c10::OperatorKernel {
   // Everything is computed.
   void compute(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack, size_t begin_of) {
     int device = device_of(*stack, begin_of);
+    if (captured(device)) return record(handle, keys, stack, begin_of, device);
     begin(device);
     if (op_.returns_tensors && depth == 0) tell_accesses(*stack, begin_of, device);
     if (op_.special == Special::equal) return equal(stack, begin_of);
@@ -400,18 +403,79 @@ class Kernel : public c10::OperatorKernel {
     computed->put(*stack);
   }
 
-  void tell_accesses(const Stack& stack, size_t begin_of, int device) {
-    if (!kernel_access) return;
-    c10::DeviceGuard current(cuda(device));
-    void* stream = stream_of(device);
+  struct Access { const void* memory; size_t bytes; bool writes; };
+
+  // A call in a graph: the memory that it works on, as tensors of the CPU that own none of it.
+  struct Replayed {
+    const Kernel& kernel;
+    const OperatorHandle handle;
+    int device;
+    bool outer;
+    std::vector<Access> accesses;
+    uint64_t number;
+    Stack arguments, results;
+    std::optional<Computed> computed;
+  };
+
+  // As on a GPU nothing is computed by a capture. What is recorded stays until the process ends.
+  void record(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack, size_t begin_of, int device) {
+    static std::atomic<uint64_t> number{0};
+    bool copied = op_.special == Special::copy && is_plain_copy(*stack, begin_of);
+    if (op_.special == Special::equal || op_.special == Special::sized || !op_.returns_tensors || copied)
+      return run(keys, stack);
+    auto* replayed = new Replayed{*this, handle, device, depth == 0, accesses(*stack, begin_of), number++, {}, {}, {}};
+    for (size_t at = begin_of; at < stack->size(); at++) replayed->arguments.push_back(mapped((*stack)[at], over));
+    captured(device, compute_replayed, replayed);
+    run(keys, stack);
+    for (size_t at = stack->size() - handle.schema().returns().size(); at < stack->size(); at++)
+      replayed->results.push_back(mapped((*stack)[at], over));
+    captured(device, put_replayed, replayed);
+  }
+
+  static void compute_replayed(void* data, void* stream) {
+    auto& call = *static_cast<Replayed*>(data);
+    const Operator& op = call.kernel.op_;
+    c10::DeviceGuard current(cuda(call.device));
+    begin_kernel(stream);
+    if (call.outer) tell(call.accesses, stream, op);
+    call.computed.reset();
+    try {
+      at::Generator drawn = op.random ? generator_for(op, call.arguments, 0) : at::Generator();
+      if (op.random) drawn.set_current_seed(mixed(drawn.current_seed(), call.number));
+      call.computed.emplace(op, call.handle, call.arguments, 0, drawn);
+    } catch (const c10::NotImplementedError& error) {
+      if (call.outer) throw;  // else a part of an operator that is computed as a whole
+    }
+  }
+
+  static void put_replayed(void* data, void* stream) {
+    auto& call = *static_cast<Replayed*>(data);
+    begin_kernel(stream);
+    if (!call.computed) return;
+    TORCH_CHECK(call.computed->fits(call.results), call.kernel.op_.full, " has other results when it is replayed.");
+    call.computed->put(call.results);
+    call.computed.reset();
+  }
+
+  std::vector<Access> accesses(const Stack& stack, size_t begin_of) const {
+    std::vector<Access> listed;
     for (size_t at = begin_of; at < stack.size(); at++)
       each_tensor(stack[at], [&](const Tensor& t) {
         if (!t.is_cuda() || !t.numel()) return;
         int64_t last = 0;
         for (int64_t dim = 0; dim < t.dim(); dim++) last += (t.size(dim) - 1) * t.stride(dim);
-        kernel_access(stream, t.const_data_ptr(), static_cast<size_t>(last + 1) * t.element_size(),
-                      op_.written[at - begin_of], op_.full.c_str());
+        listed.push_back({t.const_data_ptr(), static_cast<size_t>(last + 1) * t.element_size(),
+                          op_.written[at - begin_of]});
       });
+    return listed;
+  }
+  static void tell(const std::vector<Access>& accesses, void* stream, const Operator& op) {
+    if (!kernel_access) return;
+    for (const Access& one : accesses) kernel_access(stream, one.memory, one.bytes, one.writes, op.full.c_str());
+  }
+  void tell_accesses(const Stack& stack, size_t begin_of, int device) {
+    c10::DeviceGuard current(cuda(device));
+    tell(accesses(stack, begin_of), stream_of(device), op_);
   }
 
   // What a program may branch on is computed, the rest made up.
@@ -768,12 +832,13 @@ __attribute__((visibility("default"))) int brim_values_host_copies() {
 }
 __attribute__((visibility("default"))) const char* brim_values_error() { return told.c_str(); }
 __attribute__((visibility("default"))) void brim_values_mode(int everything) { all_computed = everything != 0; }
-// The device's own functions: for tests in which it works late, and whether a stream is being captured.
+// The device's own functions: for tests in which it works late, and for what is captured in graphs.
 __attribute__((visibility("default"))) void brim_values_device(
-    void (*begins)(void*), void (*accesses)(void*, const void*, size_t, int, const char*), int (*captures)(void*, int*)) {
+    void (*begins)(void*), void (*accesses)(void*, const void*, size_t, int, const char*),
+    int (*captures)(void*, void (*)(void*, void*), void*)) {
   begin_kernel = begins;
   kernel_access = accesses;
-  is_capturing = captures;
+  capture = captures;
 }
 // A seed for what a reference draws.
 __attribute__((visibility("default"))) unsigned long long brim_values_seed() {

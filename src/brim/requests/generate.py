@@ -46,6 +46,11 @@ class Request:
         "Let the CPU compute blocks if that is faster; its results differ from the GPU's in the last bits.  "
         "[default: on]",
     )
+    cuda_graphs: bool = option(
+        True,
+        "Launch a token's pass, or each streamed block, as one CUDA graph; results differ in the last bits.  "
+        "[default: on]",
+    )
     max_new_tokens: int = option(128, min=1)
     system: str | None = option(
         None, "System message, which the chat template puts before the prompt or conversation."

@@ -96,7 +96,7 @@ def check_both_runs(document: Any, page: Any) -> None:
 def test_generate_shows_its_plan_and_what_was_copied(
     llama: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["generate", str(llama), "--prompt", "hi", "--max-new-tokens", "3"]
+    arguments = ["generate", str(llama), "--prompt", "hi", "--max-new-tokens", "3", "--ram", "400MiB"]  # planned
     document, page = both(arguments, tmp_path / "report.html", capsys)
     panel = page["views"][0]["panels"][0]
     assert {line["name"]: line["bytes"] for line in panel["lines"]} == {

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -109,62 +108,6 @@ def test_rates_that_no_machine_has_are_a_damaged_cache(tmp_path, known_machine, 
         assert probing._load(tmp_path / "hardware.json") is None
 
 
-def aged(file: Path, hours: float) -> None:
-    then = time.time() - hours * 3600
-    os.utime(file, (then, then))
-
-
-@pytest.mark.thorough
-def test_after_a_day_the_disk_is_measured_again_and_nothing_else(measured, tmp_path, monkeypatch):
-    base, hardware = measured
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept = tmp_path / next(base.rglob("*.json")).relative_to(base)
-    kept.parent.mkdir(parents=True)
-    odd = [dataclasses.replace(link, bytes_per_s=7.0) for link in hardware.links]
-    kept.write_text(json.dumps(dataclasses.replace(hardware, links=tuple(odd), source="made up").to_json()))
-    aged(kept, 23)
-    assert {link.bytes_per_s for link in probe(device="cpu").links} == {7.0}
-    aged(kept, 25)
-    now = probe(device="cpu")
-    assert {(link.source, link.target) for link in now.links if link.bytes_per_s == 7.0} == {("ram", "ram")}
-    assert now.tier("disk").bytes_per_s == now.link("disk", "ram").bytes_per_s > 7.0
-    assert (now.flops_per_s, now.tier("ram").bytes_per_s) == (hardware.flops_per_s, hardware.tier("ram").bytes_per_s)
-    today = time.strftime("%Y-%m-%d", time.gmtime())
-    assert now.source.startswith("made up, disk of ") and now.source.endswith(today)
-    assert rates(probe(device="cpu")) == rates(now) == rates(Hardware.read(kept))
-
-
-def test_a_disk_that_is_full_by_now_stays_as_it_is_known(measured, tmp_path, monkeypatch):
-    base, hardware = measured
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept = tmp_path / next(base.rglob("*.json")).relative_to(base)
-    kept.parent.mkdir(parents=True)
-    kept.write_text(json.dumps(hardware.to_json()))
-    aged(kept, 25)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: _Full)
-    with pytest.warns(UserWarning, match="older than a day"):
-        assert rates(probe(device="cpu")) == rates(hardware)
-
-
-@pytest.mark.thorough
-def test_a_disk_is_looked_at_once_a_day_whatever_the_ages_of_files_are(measured, tmp_path, monkeypatch):
-    """A server's clock that is ahead makes every file younger than it can be."""
-    base, hardware = measured
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept = tmp_path / next(base.rglob("*.json")).relative_to(base)
-    kept.parent.mkdir(parents=True)
-    kept.write_text(json.dumps(hardware.to_json()))
-    aged(kept, -5)
-    looked = []
-    disk = probing._measure_disk
-    monkeypatch.setattr(probing, "_measure_disk", lambda *given: looked.append(given) or disk(*given))
-    before = time.time
-    monkeypatch.setattr(time, "time", lambda: before() - 24 * 3600)
-    for _ in range(3):
-        assert probe(device="cpu").tier("disk").bytes_per_s > 0
-    assert len(looked) == 1
-
-
 class _Full:
     total, used, free = 1 << 40, 1 << 40, 0
 
@@ -188,7 +131,7 @@ def test_without_a_cache_it_measures_once_per_process_and_says_so_once(tmp_path,
     assert len(told) == 1
     assert hardware.link("disk", "ram").bytes_per_s > 0
     assert "torch" in hardware.source.partition("disk of ")[2]  # a disk's speed is that of files that are there
-    monkeypatch.setattr("brim.measure.disk._interleaved", pytest.fail)
+    monkeypatch.setattr("brim.measure.disk._rates", pytest.fail)
     assert rates(probe(device="cpu")) == rates(hardware)
     assert Remembered("figures", ()).get("one", count=1) == [1.0]
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]

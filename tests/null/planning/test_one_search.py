@@ -47,7 +47,7 @@ def plan(folder: Path, task: str) -> None:
 
 
 def generate(folder: Path) -> None:
-    words = ["--prompt", "a", "--max-new-tokens", "2", "--ram", "2GiB", "--device", "cpu"]
+    words = ["--prompt", "a", "--max-new-tokens", "2", "--ram", "400MiB", "--device", "cpu"]
     assert main(["generate", str(folder / "llama"), *words]) == 0
 
 
@@ -73,6 +73,7 @@ def split(folder: Path, engine: str) -> None:
     assert ranks.fastest(request).rows
 
 
+# A model that takes at most half of its budget would not be planned.
 COMMANDS: dict[str, Callable[[Path], object]] = {
     "brim plan --task generate": lambda folder: plan(folder, "generate"),
     "brim plan --task train": lambda folder: plan(folder, "train"),
@@ -82,7 +83,7 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
     "brim train": train,
     "brim run": lambda folder: run_program(folder, PROGRAM, 3 * MIB),
     "brim run of gradients alone": lambda folder: run_program(folder, GRADIENTS, 7 * MIB),
-    "brim.load": lambda folder: brim.load(folder / "llama", ram="2GiB", device="cpu"),
+    "brim.load": lambda folder: brim.load(folder / "llama", ram="400MiB", device="cpu"),
     "brim.fit": lambda folder: brim.fit(layers(), ram="3MiB", device="cpu", example=X),
     "brim.fit with an optimizer": fit_training,
 }

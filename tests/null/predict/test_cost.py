@@ -1,11 +1,13 @@
 """Seconds by roofline: what limits an operation, what the CPU adds, and which rate a dtype gets."""
 
+from dataclasses import replace
+
 import pytest
 
 from brim import catalog
 from brim.core import Hardware, Op, Phase, Tier, Trace
 from brim.errors import UsageError
-from brim.predict.cost import EAGER, Overheads, flops_per_s, op_s, step_cost
+from brim.predict.cost import flops_per_s, op_s, step_s
 
 GPU = Hardware(
     name="made up",
@@ -13,6 +15,8 @@ GPU = Hardware(
     tiers=(Tier(name="vram", capacity_bytes=1, bytes_per_s=1e12),),
     flops_per_s={"float32": 1e13, "tf32": 5e13, "bfloat16": 1e14},
 )
+
+INSTANT = replace(GPU, dispatch_s=0.0, kernel_s=0.0)
 
 
 def op(name="aten.mm.default", *, flops=0, read=0, written=1, dtype="bfloat16", step=0, phase=Phase.FORWARD):
@@ -59,6 +63,30 @@ def test_float32_products_use_tf32_where_pytorch_does():
     assert op_s(conv, GPU) == n / 5e13
 
 
+SHARES = replace(
+    INSTANT, shares={".bytes": 0.8, "product.flops": 0.5, "planar.bytes": 0.4, "normalization.bytes": 0.2}
+)
+
+
+def test_a_kernel_takes_the_share_of_the_rate_that_its_kind_reaches():
+    n = 10**12
+    product = replace(op(flops=n), kernel="product", fill=0.5)
+    assert op_s(product, SHARES) == n / (1e14 * 0.5 * 0.5)
+    assert op_s(product, GPU) == n / 1e14
+    assert op_s(op("aten.add.Tensor", written=n), SHARES) == n / (1e12 * 0.8)
+    assert op_s(replace(op(written=n), kernel="normalization"), SHARES) == n / (1e12 * 0.2)
+
+
+def test_a_convolution_of_planes_converts_before_and_after_it_computes():
+    n = 10**12
+    conv = replace(op("aten.convolution.default", flops=n, written=n // 100), kernel="planar product")
+    assert op_s(conv, SHARES) == pytest.approx(n / 0.5e14 + n / 100 / (1e12 * 0.4))
+    assert op_s(replace(conv, kernel="product"), SHARES) == pytest.approx(n / 0.5e14)
+    instant = replace(SHARES, dispatch_s=1.0)
+    gradients = replace(conv, name="aten.convolution_backward.default")
+    assert [round(step_s(trace(each), instant)) for each in (conv, gradients)] == [3, 6]
+
+
 @pytest.mark.parametrize(
     ("dtype", "rate"),
     [
@@ -92,25 +120,19 @@ def test_a_machine_without_rates_is_a_usage_error():
 
 def test_small_operations_wait_for_the_cpu():
     small = trace(*(op(written=1000) for _ in range(1000)))
-    cost = step_cost(small, GPU)
-    assert cost.step_s == pytest.approx(1000 * EAGER.dispatch_s, rel=1e-3)
-    assert cost.limited_by == "dispatch"
-    assert step_cost(small, GPU, overheads=Overheads()).step_s == pytest.approx(1000 * 1000 / 1e12)
+    assert step_s(small, GPU) == pytest.approx(1000 * GPU.dispatch_s, rel=1e-3)
+    assert step_s(small, INSTANT) == pytest.approx(1000 * 1000 / 1e12)
 
 
 def test_large_operations_hide_the_cpu():
     large = trace(*(op(flops=10**11, written=1000) for _ in range(100)))
-    cost = step_cost(large, GPU)
-    assert cost.device_s == pytest.approx(100 * 1e-3)
-    assert cost.step_s == pytest.approx(cost.device_s + EAGER.dispatch_s + 100 * EAGER.kernel_s)
-    assert cost.limited_by == "compute"
-    assert cost.flops == 100 * 10**11
+    assert step_s(large, GPU) == pytest.approx(100 * 1e-3 + GPU.dispatch_s + 100 * GPU.kernel_s)
 
 
 def test_a_slow_start_is_caught_up_only_as_far_as_the_cpu_runs_ahead():
     """Ten small operations, then a long one: the long one starts when the CPU has issued it."""
     mixed = trace(*(op(written=1) for _ in range(10)), op(flops=10**12, written=1))
-    found = step_cost(mixed, GPU, overheads=Overheads(dispatch_s=1e-3)).step_s
+    found = step_s(mixed, replace(INSTANT, dispatch_s=1e-3))
     assert found == pytest.approx(11 * 1e-3 + 10**12 / 1e14)
 
 
@@ -118,7 +140,7 @@ def test_on_a_cpu_nothing_overlaps():
     tier = Tier(name="ram", capacity_bytes=1, bytes_per_s=1e10)
     cpu = Hardware(name="cpu", compute="ram", tiers=(tier,), flops_per_s={"float32": 1e11})
     one = op(flops=10**9, dtype="float32", written=1)
-    found = step_cost(trace(one, one), cpu, overheads=Overheads(dispatch_s=1e-3)).step_s
+    found = step_s(trace(one, one), replace(cpu, dispatch_s=1e-3, kernel_s=0.0))
     assert found == pytest.approx(2 * (1e-3 + 1e-2))
 
 
@@ -130,7 +152,6 @@ def test_the_last_step_is_taken():
         op("aten.view.default", written=0, step=1),
         op("aten.mul.Tensor", written=10**9, step=-1, phase=Phase.BUILD),
     )
-    cost = step_cost(steps, GPU, overheads=Overheads())
-    assert cost.step_s == pytest.approx(3e-3)
+    assert step_s(steps, INSTANT) == pytest.approx(3e-3)
     with pytest.raises(UsageError, match="no steps"):
-        step_cost(trace(), GPU)
+        step_s(trace(), GPU)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from brim import catalog
-from brim.predict.flops import is_view, op_bytes, op_dtype, op_flops
+from brim.predict.flops import is_view, op_bytes, op_dtype, op_flops, op_work
 
 aten = torch.ops.aten
 
@@ -20,12 +20,14 @@ class Recorder(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.rows = []
+        self.kernels = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         row = (op_flops(func, args, kwargs, out), *op_bytes(func, args, kwargs, out), op_dtype(args, out))
         self.rows.append((str(func), *row))
+        self.kernels.add(op_work(func, args, kwargs, out).kernel)
         return out
 
     def flops(self, *names):
@@ -42,7 +44,7 @@ def record(step):
     "build",
     [
         lambda: (nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10)), (32, 64)),
-        lambda: (nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 8, 3, groups=4)), (4, 3, 32, 32)),
+        lambda: (nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 8, 3)), (4, 3, 32, 32)),
         lambda: (nn.ConvTranspose2d(8, 6, 4, 2, 1), (2, 8, 9, 9)),
     ],
     ids=["mlp", "cnn", "transposed"],
@@ -61,6 +63,30 @@ def test_products_are_counted_as_pytorch_counts_them(build):
     products = recorder.flops("mm", "convolution")
     assert products == counter.get_total_flops() > 0
     assert recorder.flops() > products, "the activation and the sum compute too"
+
+
+def test_gradients_of_a_convolution_with_groups_take_twice_its_products():
+    """Each of the two gradients has as many as the forward pass; PyTorch's own count leaves the groups out."""
+    images = torch.randn(2, 16, 8, 8, device="meta", requires_grad=True)
+    model = nn.Conv2d(16, 8, 3, groups=4, device="meta")
+    recorder = record(lambda: model(images).sum().backward())
+    assert recorder.flops("convolution") == 3 * 2 * (2 * 8 * 6 * 6) * (4 * 9)
+
+
+def test_kernels_are_named_by_what_limits_them():
+    def kernels(module, *shape, last=False):
+        module, images = module.to("meta"), torch.empty(*shape, device="meta")
+        images = images.to(memory_format=torch.channels_last) if last else images
+        return record(lambda: module(images)).kernels - {""}
+
+    assert kernels(nn.Conv2d(8, 16, 3), 2, 8, 9, 9) == {"planar convolution"}
+    assert kernels(nn.Conv2d(8, 16, 3), 2, 8, 9, 9, last=True) == {"convolution"}
+    assert kernels(nn.Conv2d(8, 16, 1), 2, 8, 9, 9, last=True) == {"product"}
+    assert kernels(nn.Conv2d(8, 16, 3, groups=4), 2, 8, 9, 9) == {"planar grouped"}
+    assert kernels(nn.Conv2d(8, 8, 3, groups=8), 2, 8, 9, 9) == {"depthwise"}
+    assert kernels(nn.BatchNorm2d(8), 2, 8, 9, 9) == kernels(nn.Softmax(1), 2, 8) == {"normalization"}
+    assert kernels(nn.BatchNorm2d(8).eval(), 2, 8, 9, 9) == set()
+    assert kernels(nn.MaxPool2d(2), 2, 8, 8, 8) == {"pooling"}
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])

@@ -46,7 +46,7 @@ def predict(case: Case, capability: tuple[int, int], device: str) -> Record:
         timeline = simulate(made, place)
         peaks = timeline.peak_bytes
         added = sum(margin.bytes for margin in margins(made, timeline, place, "", crowded))
-        seconds = cost.step_cost(made, catalog.gpu(known).hardware()).step_s if known else None
+        seconds = cost.step_s(made, catalog.gpu(known).hardware()) if known else None
         record["predicted"] = {
             "allocated": peaks.allocated, "reserved": peaks.reserved, "process": peaks.process, "step_s": seconds,
             "context": place.context.bytes, "upper_bound": peaks.process + added,

@@ -120,7 +120,7 @@ void copy_bytes(void *to, const void *from, size_t bytes);
 void set_bytes(void *to, int value, size_t bytes);
 
 /* ---- queue.c: what a stream's work is, and when it happens (the head of queue.c says how) ---- */
-typedef enum { ITEM_COPY, ITEM_SET, ITEM_SET_WORDS, ITEM_RECORD, ITEM_WAIT, ITEM_CALL, ITEM_FREE, ITEM_KERNEL } ItemKind;
+typedef enum { ITEM_COPY, ITEM_SET, ITEM_SET_WORDS, ITEM_RECORD, ITEM_WAIT, ITEM_CALL, ITEM_FREE, ITEM_KERNEL, ITEM_COMPUTE } ItemKind;
 
 typedef struct Lane Lane;
 typedef struct Graph Graph;
@@ -194,7 +194,7 @@ typedef struct { unsigned x, y, z; } Dim3;
 Error launch(const void *kernel, Dim3 grid, Dim3 block, size_t shared_bytes, void *stream);
 void count_launch(const void *kernel);
 const void *named_kernel(const char *name); /* a handle for a kernel of a module that was loaded at run time */
-uint64_t launch_count(void);
+void count_host_launch(void); /* what the host submits: a kernel or a graph */
 void forget_launches(void);
 
 /* ---- counters.c ---- */

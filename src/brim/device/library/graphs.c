@@ -114,6 +114,23 @@ API Error cudaGraphInstantiateWithFlags(Graph **out, const Graph *graph, unsigne
 API Error cudaGraphExecDestroy(Graph *graph) { return cudaGraphDestroy(graph); }
 API Error cudaGraphUpload(Graph *graph UNUSED, void *stream UNUSED) { return SUCCESS; }
 API Error cudaGraphLaunch(const Graph *graph, void *stream) {
-  for (size_t i = 0; i < graph->count; i++) submit(stream, graph->items[i]);
+  count_host_launch();
+  for (size_t i = 0; i < graph->count; i++) {
+    const Item *item = &graph->items[i];
+    if (item->kind == ITEM_COMPUTE) /* at once, as an operator outside of a graph */
+      ((void (*)(void *, void *))item->to)(item->call_data, stream);
+    else
+      submit(stream, *item);
+  }
   return SUCCESS;
+}
+
+/* int brim_device_capture(void *stream, void (*compute)(void *data, void *stream), void *data)
+ *
+ * While `stream` is captured: each launch of the graph calls `compute`, in the place of kernels that were captured before.
+ * It must call brim_device_begin_kernel itself. Returns 0 where nothing is captured. */
+API int brim_device_capture(void *stream, void (*compute)(void *, void *), void *data) {
+  Graph *graph = stream_of(stream)->capture;
+  if (graph && compute) capture_item(graph, (Item){.kind = ITEM_COMPUTE, .what = "an operator", .to = (void *)compute, .call_data = data});
+  return graph != NULL;
 }

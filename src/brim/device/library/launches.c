@@ -15,7 +15,7 @@ typedef struct {
 static Kernel *kernels;
 static size_t kernel_count, kernel_capacity;
 static bool sorted;
-static uint64_t launches;
+static uint64_t launches, host_launches;
 
 static int by_handle(const void *a, const void *b) {
   uintptr_t x = (uintptr_t)((const Kernel *)a)->handle, y = (uintptr_t)((const Kernel *)b)->handle;
@@ -54,12 +54,18 @@ void count_launch(const void *handle) {
   if (kernel) kernel->launches++;
   unlock();
 }
+void count_host_launch(void) {
+  lock();
+  host_launches++;
+  unlock();
+}
 void forget_launches(void) {
-  launches = 0;
+  launches = host_launches = 0;
   for (size_t i = 0; i < kernel_count; i++) kernels[i].launches = 0;
 }
 
 API uint64_t brim_device_launches(void) { return launches; }
+API uint64_t brim_device_host_launches(void) { return host_launches; }
 
 /* size_t brim_device_kernels(size_t index, const char **name, uint64_t *launches): the registered kernel of that index as
  * the compiler mangled its name, and how often it was launched; returns how many are registered. */
@@ -78,6 +84,7 @@ Error launch(const void *handle, Dim3 grid, Dim3 block, size_t shared_bytes, voi
   (void)grid, (void)block, (void)shared_bytes;
   if (stream_of(stream)->capture) return submit(stream, (Item){.kind = ITEM_KERNEL, .what = "a kernel", .to = (void *)handle});
   count_launch(handle);
+  count_host_launch();
   return SUCCESS;
 }
 

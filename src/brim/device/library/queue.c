@@ -168,7 +168,7 @@ static void carry_out(Item *item) {
     case ITEM_CALL: item->call(item->call_data); break;
     case ITEM_FREE: free_memory(item->to, false); break;
     case ITEM_KERNEL: count_launch(item->to); break;
-    case ITEM_WAIT: break;
+    case ITEM_WAIT: case ITEM_COMPUTE: break;
   }
 }
 

@@ -54,7 +54,7 @@ class StepTime:
 
 def training_hardware(gpu: catalog.Gpu) -> tuple[Hardware, str]:
     """The GPU at its rate over whole training steps, where that is known, and a note of which rate it is."""
-    hardware, rate_and_source = gpu.hardware(), catalog.training_rate(gpu)
+    hardware, rate_and_source = replace(gpu.hardware(), shares={}), catalog.training_rate(gpu)
     if rate_and_source is None:
         return hardware, f"products at the best rate that was measured on {gpu.name}"
     rate, source = rate_and_source

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from brim.catalog.gpus import read_facts
 from brim.core import Category, Op, Phase, Storage, Trace
 from brim.core.trace import TO_DEVICE, TO_RAM
 from brim.errors import BrimError, ModelError, UnsupportedError
@@ -44,15 +45,7 @@ _TYPES = {
     "bf16-mixed": (torch.float32, torch.bfloat16),
 }
 # Collectives by their names in traces -> kind, and whether the whole tensor is the input.
-_COLLECTIVES = {
-    "_allgather_base_": ("all_gather", False),
-    "_reduce_scatter_base_": ("reduce_scatter", True),
-    "allreduce_": ("all_reduce", True),
-    "all_gather_into_tensor": ("all_gather", False),
-    "reduce_scatter_tensor": ("reduce_scatter", True),
-    "all_reduce": ("all_reduce", True),
-    "all_to_all_single": ("all_to_all", True),
-}
+_COLLECTIVES = read_facts("operators.json")["collectives"]
 _CROSSINGS = {TO_DEVICE: "to_device", TO_RAM: "to_ram"}
 _BUFFERS = (
     "pipelining: every stage has receive buffers for all micro-batches at once, as in torch.distributed.pipelining "

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from brim.core import Decision, Hardware, Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
@@ -20,10 +22,11 @@ from brim.planning.inference.memory import Sizes
 from brim.planning.inference.pass_seconds import PassSeconds
 from brim.planning.proof import check_promise, largest_fitting, raise_promise, search
 from brim.planning.solver import Job
+from brim.techniques.decoding_graphs import GRAPH_BYTES, graph_bytes
 from brim.techniques.experts.technique import EXPERT_SLOTS
 from brim.techniques.experts.technique import NAME as EXPERTS
 from brim.techniques.kv_offload import cache as kv_cache
-from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM
+from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import RING_SLOTS
 from brim.units import format_bytes
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
 # A plan's settings, beside those of weight streaming.
 BATCH, PROMPT_TOKENS, TOTAL_TOKENS, CHUNK_TOKENS = "batch", "prompt_tokens", "total_tokens", "prefill_chunk"
+_GRAPHS_SHARE = 10  # graphs may keep a tenth of VRAM from weights, which are then moved for each token
 _CHUNK_STEPS = 16  # the largest chunk that fits is searched to a sixteenth of the prompt
 _WORTH_TOKENS = 256  # the least tokens of a chunk for a larger batch, as each chunk costs a pass
 
@@ -42,7 +46,8 @@ class GenerationRequest:
     """The largest generation to plan for. ``batch`` and ``chunk`` None: as many sequences and tokens at once as fit.
 
     ``lengths``: tokens of each prompt. ``drawn``: tokens are sampled. ``continued``: turns of a conversation, each
-    with a mask over those before it. ``host_compute``: the processor beside a GPU may compute blocks.
+    with a mask over those before it. ``host_compute``: the processor beside a GPU may compute blocks. ``graphs``: a
+    GPU may decode by CUDA graphs.
     """
 
     lengths: tuple[int, ...]
@@ -52,12 +57,15 @@ class GenerationRequest:
     drawn: bool = False
     continued: bool = False
     host_compute: bool = True
+    graphs: bool = True
 
     @classmethod
-    def of(cls, inputs: Inputs, *, host_compute: bool = True) -> GenerationRequest:
+    def of(cls, inputs: Inputs, *, host_compute: bool = True, graphs: bool = True) -> GenerationRequest:
         """Return the request of a step's largest inputs."""
         lengths, new_tokens = (inputs.prompt,) * inputs.batch, inputs.total - inputs.prompt
-        return cls(lengths=lengths, new_tokens=new_tokens, batch=inputs.batch, host_compute=host_compute)
+        return cls(
+            lengths=lengths, new_tokens=new_tokens, batch=inputs.batch, host_compute=host_compute, graphs=graphs
+        )
 
     def padded(self, batch: int) -> bool:
         """Return True where a batch has prompts of several lengths."""
@@ -179,11 +187,48 @@ class GenerationSearch:
         memory = self.case.device_memory
         if memory is None:
             return self._run()
-        return within_reserved(
-            self.case,
-            lambda budget: self._with_budget(budget)._run(),
-            lambda strategy, vram_bytes: self._reserved_bytes(memory, strategy, vram_bytes),
-        )
+        counted: set[int] = set()
+
+        def attempt(most_bytes: int) -> GenerationStrategy:
+            def graphs(strategy: GenerationStrategy) -> int:
+                takes = self._graph_bytes(strategy)
+                counted.add(takes if takes <= most_bytes else 0)
+                return takes if takes <= most_bytes else 0
+
+            strategy = within_reserved(
+                self.case,
+                lambda budget: self._with_budget(budget)._run(),
+                lambda strategy, vram_bytes: self._reserved_bytes(memory, strategy, vram_bytes) + graphs(strategy),
+            )
+            return self._with_graphs(strategy, graphs(strategy))
+
+        try:
+            return attempt(self.case.budget_bytes[VRAM] // _GRAPHS_SHARE)
+        except BudgetError:
+            if not any(counted):
+                raise
+            return attempt(0)
+
+    def _graph_bytes(self, strategy: GenerationStrategy) -> int:
+        """Return what CUDA graphs take; 0 where they are not used, as the CPU computes, or experts are cached."""
+        plan, sizes, placement = strategy.plan, strategy.sizes, strategy.placement
+        moved = set(plan.choices(STREAMING).values()) <= {RESIDENT, FROM_RAM, FROM_DISK}
+        if not (self.case.request.graphs and moved and torch.cuda.is_available()):
+            return 0
+        if strategy.resting or plan.choices(EXPERTS):
+            return 0
+        planned = placement is not None and bool(placement.shape.planned)
+        return graph_bytes(self.case.module, sizes.batch, sizes.cached, planned=planned)
+
+    def _with_graphs(self, strategy: GenerationStrategy, promised_bytes: int = 0) -> GenerationStrategy:
+        """Decode by CUDA graphs where the budget has room for them, too; ``promised_bytes`` of it already."""
+        plan, takes = strategy.plan, self._graph_bytes(strategy)
+        settings = {name: count for name, count in plan.settings.items() if name != GRAPH_BYTES}  # of a given plan
+        promised = plan.promise.peak_bytes.get(VRAM, 0) + takes - promised_bytes
+        if takes and promised <= plan.budget_bytes[VRAM]:
+            settings[GRAPH_BYTES] = takes
+            plan = raise_promise(plan, {VRAM: promised}, plan.budget_bytes)
+        return replace(strategy, plan=replace(plan, settings=settings))
 
     def _reserved_bytes(self, memory: DeviceMemory, strategy: GenerationStrategy, vram_bytes: int) -> int:
         from brim.planning.inference.device_memory import Passes
@@ -390,7 +435,8 @@ class GenerationSearch:
                 "Make a new one on this machine: brim plan MODEL ... --output FILE.",
                 smallest_bytes={VRAM: reserved},
             )
-        return replace(strategy, plan=raise_promise(plan, {VRAM: reserved}, plan.budget_bytes))
+        promised = raise_promise(plan, {VRAM: reserved}, plan.budget_bytes)
+        return self._with_graphs(replace(strategy, plan=promised))
 
     def _with_more(self, fixed: Plan, sizes: Sizes, step_bytes: int) -> Plan:
         """Add the bytes of sampling and of prompts of several lengths to ``fixed``, planned without them."""

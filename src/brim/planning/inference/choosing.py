@@ -36,6 +36,7 @@ from brim.planning.seconds.block_seconds import OUTSIDE, BlockSeconds
 from brim.planning.seconds.expert_reading import reading
 from brim.planning.solver import BlockCost, Job
 from brim.planning.solver.streaming import CHOICES, Contender, contender
+from brim.predict.cost import flops_per_s
 from brim.techniques.blocks import Block, Partition, find_blocks, tensor_bytes
 from brim.techniques.streaming.placement import COMPUTE_RAM, computable
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
@@ -421,8 +422,7 @@ class _Work:
 
 def rate_of(model: nn.Module, hardware: Hardware) -> float:
     """Return the FLOPs per second in the model's dtype."""
-    name = str(_dtype(model)).removeprefix("torch.")
-    return hardware.flops_per_s.get(name, 0.0) or min(hardware.flops_per_s.values())
+    return flops_per_s(hardware, str(_dtype(model)).removeprefix("torch."))
 
 
 def _fixed_layouts(loose: Sequence[TensorSource], in_ram: bool) -> list[BlockLayout]:

@@ -24,7 +24,7 @@ from brim.memory.tiers import fake_memory
 from brim.model_cache import cache_argument, cache_input, cache_of, keeps_keys
 from brim.planning.inference.machine import capability
 from brim.planning.inference.memory import Sizes
-from brim.planning.inference.remembered_passes import fingerprint_of
+from brim.planning.inference.pass_seconds import fingerprint_of
 from brim.planning.proof import ENDLESS_BYTES
 from brim.planning.seconds.measurement_cache import Remembered
 from brim.predict.tracer import trace

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from brim.core import Hardware
 from brim.core.hardware import RAM, VRAM
+from brim.estimation import step_memory
 from brim.estimation.step_memory import PROMPT, TOKEN, Inputs, PassWork
 from brim.measure.probe import probe
+from brim.measure.user_cache import fingerprint
+from brim.planning.inference import memory
 from brim.planning.inference.choosing import Cut, Need
 from brim.planning.inference.memory import Sizes
-from brim.planning.inference.remembered_passes import fingerprint_of
 from brim.planning.seconds.block_seconds import OUTSIDE, BlockSeconds
 from brim.planning.seconds.measurement_cache import Remembered
 from brim.planning.seconds.rated_seconds import rated_seconds, triggers
+from brim.predict import dispatch, recorder
 from brim.techniques.blocks import Partition
+from brim.techniques.kv_offload import cache as kv_cache
+from brim.version import __version__
 
 # An unmeasured processor: 8 cores with two products of 8 floats per cycle at 3.5 GHz reach 0.9 Tflop/s, and large
 # products about two thirds of that. Only prompts and batches depend on it.
 _HOST_FLOPS_PER_S = 0.6e12
-_METHOD = 1  # raised when the stored values or their format change
+_METHOD = 2  # raised when the stored values or their format change
+_WATCHING = (dispatch, kv_cache, memory, recorder, step_memory)  # the modules that an observed pass depends on
 _HOP_S = 40e-6  # two synchronous copies of a token's activations, to the host and back
 
 
@@ -98,8 +109,6 @@ class PassSeconds:
         step_bytes = 2 * need.observation.step_bytes
         return replace(need, cpu_seconds=cpu_seconds, cpu_bytes=cache_bytes, cpu_step_bytes=step_bytes)
 
-    # -- measurements
-
     def _measured(
         self, sizes: Sizes, cuts: Iterable[Cut]
     ) -> Callable[[Partition], Mapping[str, BlockSeconds] | None]:
@@ -111,7 +120,9 @@ class PassSeconds:
         def known(partition: Partition) -> Mapping[str, BlockSeconds] | None:
             names = [*(block.name for block in partition.blocks), OUTSIDE]
             numbers = self._memory.get(f"{name} {_digest(partition)}", count=len(names))
-            return None if numbers is None else _seconds(dict(zip(names, numbers, strict=True)))
+            if numbers is None:
+                return None
+            return {block: BlockSeconds(forward_s=number) for block, number in zip(names, numbers, strict=True)}
 
         if self.measures:
             partitions = {_digest(cut.partition): cut.partition for cut in cuts}
@@ -129,39 +140,46 @@ class PassSeconds:
         return Remembered("pass-seconds", facts)
 
     def _measure(self, sizes: Sizes, partitions: Sequence[Partition]) -> list[list[float]]:
-        """Measure the seconds of each partition's blocks, in order, and of the rest, the loop around passes included.
+        """Measure the seconds of each partition's blocks, in order, and of the rest.
 
         A pass takes the same time however it is cut. Small parts run faster by themselves (their threads are awake,
         their code is in the cache), so their seconds are scaled to the sum of the coarsest partition's.
         """
         from brim.planning.seconds.block_calls import calls_of  # few generations measure
-        from brim.planning.seconds.block_timing import block_seconds, loop_seconds
+        from brim.planning.seconds.block_timing import block_seconds
 
         example = Inputs(batch=sizes.batch, prompt=sizes.prompt, total=sizes.total)
         paths = {trigger for partition in partitions for trigger in triggers(partition)}
         calls = calls_of(self.module, paths, example)
-        config: Any = self.module.config
-        words = int(getattr(config.get_text_config(decoder=True), "vocab_size", 0) or 0)
-        loop_s = loop_seconds(words, sizes.batch) if words else 0.0
         found: list[list[float]] = []
         for partition in partitions:
             timed = block_seconds(self.module, partition, example, training=False, calls=calls)
             numbers = [timed[name].forward_s for name in [*(block.name for block in partition.blocks), OUTSIDE]]
-            whole_s = sum(found[0]) - loop_s if found else sum(numbers)
-            pace = whole_s / sum(numbers) if sum(numbers) else 1.0
-            numbers = [pace * number for number in numbers]
-            numbers[-1] += loop_s
-            found.append(numbers)
+            pace = sum(found[0]) / sum(numbers) if found and sum(numbers) else 1.0
+            found.append([pace * number for number in numbers])
         return found
+
+
+def fingerprint_of(module: nn.Module) -> str:
+    """Return a hash of everything that the passes of ``module`` depend on."""
+    config: Any = module.config
+    kinds = {type(part) for part in module.modules()}
+    sources = {inspect.getfile(watching) for watching in _WATCHING}
+    sources |= {str(sys.modules[kind.__module__].__file__) for kind in kinds}
+    tensors: Iterable[tuple[str, torch.Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    return fingerprint(
+        sorted(map(Path, sources)),
+        (__version__, torch.__version__, transformers.__version__),
+        json.dumps(config.to_dict(), sort_keys=True, default=str),
+        [(name, getattr(config, name, None)) for name in ("_attn_implementation", "_experts_implementation")],
+        [(name, type(part).__qualname__, part.training) for name, part in module.named_modules()],
+        [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors],
+    )
 
 
 def _digest(partition: Partition) -> str:
     facts = [(block.name, block.tensors, block.triggers) for block in partition.blocks]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-
-
-def _seconds(numbers: Mapping[str, float]) -> dict[str, BlockSeconds]:
-    return {name: BlockSeconds(forward_s=number) for name, number in numbers.items()}
 
 
 def processor_of(hardware: Hardware) -> Hardware:

@@ -1,4 +1,4 @@
-"""Measure the seconds of a model's blocks on this machine by calls with random weights, and those of its loop.
+"""Measure the seconds of a model's blocks on this machine by calls with random weights.
 
 A roofline knows neither how a product of a few rows is divided among threads nor a kernel's launch time. So a block
 of each kind runs for real: with random numbers, as the model may have no weights, and with several copies in turn
@@ -17,7 +17,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -27,10 +26,8 @@ from brim.core.hardware import VRAM
 from brim.estimation.step_memory import Inputs
 from brim.measure.capacity import free_bytes
 from brim.measure.probe import probe
-from brim.measure.token_clock import Clock
 from brim.measure.waiting import Stopwatch
 from brim.memory.pool import HostSource
-from brim.model_cache import cache_input, cache_of
 from brim.planning.seconds.block_calls import Call, Calls, Example, calls_of, copied, held_tensors
 from brim.planning.seconds.block_seconds import OUTSIDE
 from brim.planning.seconds.block_seconds import BlockSeconds as BlockSeconds
@@ -39,13 +36,10 @@ from brim.planning.seconds.rated_seconds import triggers
 from brim.predict.cost import flops_per_s
 from brim.techniques.blocks import Partition, tensor_bytes
 
-_METHOD, _LOOP_METHOD = 2, 2  # raised when the measurement changes
+_METHOD = 2  # raised when the measurement changes
 _COLD_BYTES = 256 << 20  # several times the last-level cache of most processors
 _RAM_SHARE = 1 / 3  # of free memory, for a block and its copies
 _RUNS, _MOST_RUNS = 3, 15
-_LOOP_TOKENS, _LOOP_ROUNDS = 16, 3
-_LEAST_LOOP_S = 1e-6  # on a busy machine the difference may be negative; 0 would count as not measured
-_SMALL = 8  # of everything but the vocabulary, in the model that is timed for its loop alone
 _ARITHMETIC = ("float32", "bfloat16", "float16")
 
 
@@ -56,7 +50,6 @@ def block_seconds(
     *,
     training: bool,
     limit_s: float = 3.0,
-    refresh: bool = False,
     calls: Calls | None = None,
 ) -> Mapping[str, BlockSeconds]:
     """Return the seconds of each block of ``partition`` in a step on this machine, and under ``""`` those outside.
@@ -68,7 +61,7 @@ def block_seconds(
     ``calls`` are the results of ``calls_of``, if known. Raises UnsupportedError where a pass needs values that only a
     real run has.
     """
-    timing = _Timing(model, partition, training, limit_s, refresh)
+    timing = _Timing(model, partition, training, limit_s)
     owners = triggers(partition)
     return timing.measured(inputs, calls_of(model, owners, inputs) if calls is None else calls.of(owners))
 
@@ -80,9 +73,9 @@ def _roofline_s(call: Call, hardware: Hardware) -> float:
 
 
 class _Timing:
-    def __init__(self, model: nn.Module, partition: Partition, training: bool, limit_s: float, refresh: bool) -> None:
+    def __init__(self, model: nn.Module, partition: Partition, training: bool, limit_s: float) -> None:
         self._model, self._partition, self._training = model, partition, training
-        self._limit_s, self._refresh = limit_s, refresh
+        self._limit_s = limit_s
         self._hardware = probe()
         self._device = torch.device("cuda" if self._hardware.compute == VRAM else "cpu")
         self._owners = triggers(partition)
@@ -110,7 +103,7 @@ class _Timing:
         return f"{kind} {'trained' if self._training else 'forward'}"
 
     def _known(self, kind: str) -> BlockSeconds | None:
-        value = None if self._refresh else self._memory.get(self._key(kind), count=2)
+        value = self._memory.get(self._key(kind), count=2)
         return None if value is None else BlockSeconds(forward_s=value[0], backward_s=value[1])
 
     def _measure(
@@ -360,67 +353,3 @@ def _sum(first: BlockSeconds, second: BlockSeconds) -> BlockSeconds:
 
 def _scaled(seconds: BlockSeconds, factor: float) -> BlockSeconds:
     return BlockSeconds(forward_s=seconds.forward_s * factor, backward_s=seconds.backward_s * factor)
-
-
-def loop_seconds(vocabulary: int, batch: int) -> float:
-    """Measure the seconds of transformers' ``generate`` outside of the passes, for each token of ``batch`` sequences.
-
-    The loop is the same Python for every model: it prepares inputs, looks at scores in 32 bits, asks the criteria to
-    stop, and calls a streamer. So a model that does next to nothing is timed, and its passes are subtracted.
-    """
-    here, threads = probe(device="cpu").name, torch.get_num_threads()
-    facts = (_LOOP_METHOD, here, torch.__version__, transformers.__version__, threads)
-    memory, name = Remembered("loop-seconds", facts), f"{vocabulary} {batch}"
-    seconds = memory.get(name, count=1)
-    if seconds is None:
-        seconds = [_loop_s(vocabulary, batch)]
-        memory.keep({name: seconds})
-    return seconds[0]
-
-
-def _loop_s(vocabulary: int, batch: int) -> float:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=_SMALL,
-        intermediate_size=_SMALL,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        vocab_size=vocabulary,
-        bos_token_id=0,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-        model: Any = LlamaForCausalLM(config)
-        model.eval()
-    ids = torch.zeros(batch, _SMALL, dtype=torch.long)
-    rounds = [(_generated_s(model, ids), _passed_s(model, ids)) for _ in range(_LOOP_ROUNDS)]
-    return max(_LEAST_LOOP_S, statistics.median(generated_s - passed_s for generated_s, passed_s in rounds))
-
-
-def _generated_s(model: Any, ids: torch.Tensor) -> float:
-    entries, watches = 0, list[Stopwatch]()
-
-    class Times(Clock):
-        def put(self, value: torch.Tensor) -> None:
-            nonlocal entries
-            entries += 1
-            if entries == 2:  # the first is the prompt, the second its token, which waits for the whole of it
-                watches.append(Stopwatch())
-
-    with torch.inference_mode():
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=_LOOP_TOKENS, do_sample=False, streamer=Times()
-        )
-    return watches[0].read_s() / (entries - 2)
-
-
-def _passed_s(model: Any, ids: torch.Tensor) -> float:
-    """Time the same passes without the loop."""
-    with torch.inference_mode():
-        output = model(ids, use_cache=True)
-        token, watch = ids[:, :1], Stopwatch()
-        for _ in range(_LOOP_TOKENS - 1):
-            output = model(token, **cache_input(model, cache_of(output)), use_cache=True, logits_to_keep=1)
-        return watch.read_s() / (_LOOP_TOKENS - 1)

@@ -12,20 +12,17 @@ from brim.planning.seconds.measurement_cache import Remembered
 
 _METHOD = 3  # raised when the measurement changes
 _GOOD_FOR_S = 24 * 3600.0
-_AMPLE = 4  # a budget of so many times the files holds the weights in any dtype, and a usual step
 
 
-def reading_from(hardware: Hardware, folder: Path, *, budget_bytes: float = 0) -> Hardware:
+def reading_from(hardware: Hardware, folder: Path) -> Hardware:
     """Return ``hardware`` with the read rates of the weights' files in ``folder``, measured once a day.
-
-    Where ``budget_bytes`` of the compute tier are ample for them nothing is streamed, so nothing is measured.
 
     A machine's own rates are measured on a new file in the user's cache folder; the weights may be on another drive,
     and older files may be read slower. Measuring takes 128 MiB of RAM for a fifth of a second. Raises TransferError
     where the drive fails.
     """
     files = [path for path in folder.glob("*.safetensors") if path.is_file()] if folder.is_dir() else []
-    if not files or _AMPLE * sum(path.stat().st_size for path in files) <= budget_bytes:
+    if not files:
         return hardware
     largest = max(files, key=lambda path: path.stat().st_size)
     memory, name = Remembered("file-rates", (_METHOD, hardware.name)), _name(largest)

@@ -24,11 +24,11 @@ class Remembered:
         self._path = cache_folder() / f"{what}-{digest}.json"
         self._known = self._read()
 
-    def get(self, name: str, *, count: int | None, within_s: float = math.inf) -> list[float] | None:
+    def get(self, name: str, *, count: int, within_s: float = math.inf) -> list[float] | None:
         """Return the numbers stored under ``name``; None where they are missing, older than ``within_s``, all zero,
-        or not ``count`` (None: any count)."""
+        or not ``count``."""
         numbers, at_s = self._known.get(name, ([], 0.0))
-        if (count is not None and len(numbers) != count) or not any(numbers):
+        if len(numbers) != count or not any(numbers):
             return None
         # A time in the future: the clock was changed, so the age is unknown.
         return numbers if within_s == math.inf or 0 <= time.time() - at_s <= within_s else None
@@ -42,8 +42,8 @@ class Remembered:
 
     def _read(self) -> dict[str, tuple[list[float], float]]:
         try:
-            text, _ = load_text(self._path) or ("{}", 0.0)
-            return {str(name): _dated(numbers) for name, numbers in json.loads(text).items()}
+            document = json.loads(load_text(self._path) or "{}")
+            return {str(name): _dated(numbers) for name, numbers in document.items()}
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             warnings.warn(f"{self._path} is damaged; its values are measured again: {error}", stacklevel=3)
             return {}

@@ -11,10 +11,8 @@ from brim.core.hardware import RAM
 from brim.estimation.step_memory import ModuleWork, PassWork
 from brim.planning.seconds.block_seconds import OUTSIDE, BlockSeconds
 from brim.planning.seconds.expert_reading import reading
-from brim.predict.cost import EAGER, flops_per_s
+from brim.predict.cost import flops_per_s
 from brim.techniques.blocks import Partition, tensor_bytes
-
-_ARITHMETIC = ("float32", "bfloat16", "float16")
 
 
 def triggers(partition: Partition) -> dict[str, str]:
@@ -70,10 +68,9 @@ def _read_only(model: nn.Module, work: PassWork, tokens: int) -> dict[str, Modul
 def _seconds(parts: Iterable[ModuleWork], hardware: Hardware) -> float:
     compute_s, moved, kernels = 0.0, 0, 0
     for part in parts:
-        dtype = part.dtype if part.dtype in _ARITHMETIC else _ARITHMETIC[0]
-        compute_s += part.flops / flops_per_s(hardware, dtype)
+        compute_s += part.flops / flops_per_s(hardware, part.dtype)
         moved, kernels = moved + part.bytes, kernels + part.kernels
     device_s = max(compute_s, moved / hardware.tier(hardware.compute).bytes_per_s)
     if hardware.compute == RAM:  # a processor dispatches operations on the cores that run them
-        return device_s + kernels * EAGER.dispatch_s
-    return max(device_s + kernels * EAGER.kernel_s, kernels * EAGER.dispatch_s)
+        return device_s + kernels * hardware.dispatch_s
+    return max(device_s + kernels * hardware.kernel_s, kernels * hardware.dispatch_s)

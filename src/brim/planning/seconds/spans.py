@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from brim.accelerator import Accelerator, of
+from brim.accelerator import Accelerator, is_capturing, of
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
 
@@ -108,7 +108,8 @@ class ComputeSpans:
         begins: list[Any] = []
 
         def begin(module: nn.Module, args: object) -> None:
-            begins[:] = [self._clock.mark()]  # replaces the mark of a call that raised
+            # Replaces the mark of a call that raised. A graph's replays call no hook.
+            begins[:] = [] if is_capturing() else [self._clock.mark()]
 
         def end(module: nn.Module, args: object, output: Any) -> None:
             if begins:

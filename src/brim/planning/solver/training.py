@@ -24,7 +24,7 @@ from brim.planning.solver.step_profile import (
     Shape,
     StepProfile,
 )
-from brim.predict.cost import EAGER, op_s
+from brim.predict.cost import op_s
 from brim.techniques.activation_offload import technique as activation_offload
 from brim.techniques.base import Option
 from brim.techniques.blocks import Partition
@@ -53,7 +53,7 @@ def profile_of(
     start = trace.step_starts[-1]
     ops = [op for op in trace.ops if op.at >= start]
     # A processor dispatches operations on the cores that run them; a GPU only pauses between kernels.
-    launch_s = EAGER.kernel_s + (EAGER.dispatch_s if hardware.compute == RAM else 0.0)
+    launch_s = hardware.kernel_s + (hardware.dispatch_s if hardware.compute == RAM else 0.0)
     works = [op for op in ops if op.written_bytes or op.flops]  # the others are views
     seconds = _seconds(works, partition, hardware, launch_s)
     return StepProfile(

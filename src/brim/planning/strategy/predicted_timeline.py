@@ -50,7 +50,7 @@ class _Clock:
 
     def __init__(self, trace: Trace, hardware: Hardware, step_s: float) -> None:
         self.ops = [op for op in trace.ops if op.step >= 0]
-        took = [cost.op_s(op, hardware) + cost.EAGER.kernel_s for op in self.ops]
+        took = [cost.op_s(op, hardware) + hardware.kernel_s for op in self.ops]
         share = step_s / (sum(took) or 1.0)
         self.starts_s = [0.0]
         for seconds in took:

@@ -300,8 +300,8 @@ def _middle_pass(trace: Trace) -> Trace:
 def _computes_s(trace: Trace, run: _Run, hardware: Hardware) -> tuple[float, float]:
     """Return the seconds of the traced passes with the update, and of all others."""
     more = run.passes - run.traced_passes
-    middle_s = cost.step_cost(_middle_pass(trace), hardware).step_s if more else 0.0
-    return cost.step_cost(trace, hardware).step_s, more * middle_s
+    middle_s = cost.step_s(_middle_pass(trace), hardware) if more else 0.0
+    return cost.step_s(trace, hardware), more * middle_s
 
 
 def _timed(trace: Trace, run: _Run, hardware: Hardware) -> Prediction:

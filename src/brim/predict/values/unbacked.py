@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from brim.catalog.gpus import read_facts
 from brim.predict.values.assumptions import Values
 from brim.predict.values.known import MADE_UP, forget, known
 
@@ -175,11 +176,7 @@ def _of_unknown(builtin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Functions of torch and Tensor whose plain numbers are sizes, positions or counts.
-_SIZED = frozenset({
-    "arange", "chunk", "empty", "expand", "eye", "linspace", "narrow", "new_empty", "new_ones", "new_zeros", "ones",
-    "rand", "randint", "randn", "randperm", "range", "repeat", "repeat_interleave", "reshape", "roll", "select",
-    "split", "tensor_split", "tile", "topk", "tril", "triu", "unfold", "view", "zeros",
-})  # fmt: skip
+_SIZED = frozenset(read_facts("operators.json")["functions"]["sized"])
 
 
 def unknown_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values | None:

@@ -1,5 +1,4 @@
-"""Load a model inside a budget that also holds while it is being loaded: ``brim.load``, and for generation, with a
-KV cache."""
+"""Load a model inside a budget that also holds while it loads: ``brim.load``, and for generation, with a KV cache."""
 
 from __future__ import annotations
 
@@ -10,13 +9,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from brim.accelerator import CUDA
 from brim.core import Hardware, Plan
 from brim.errors import UsageError
 from brim.estimation.step_memory import Inputs, Observation, watch_inference
 from brim.measure.capacity import resident_bytes
-from brim.models.opening import OpenedModel, open_model
+from brim.measure.probe import known
+from brim.memory.checkpoint_files import read_checkpoint
+from brim.models.architecture import model_class
+from brim.models.opening import OpenedModel, described_by, open_model, prepare
 from brim.models.quantized import open_quantized
-from brim.models.weights import by_parameter, materialize, verifier
+from brim.models.weights import by_parameter, materialize, open_mapped, verifier
+from brim.planning.inference.ample import AmpleStrategy, Bound
 from brim.planning.inference.choose import (
     GenerationCase,
     GenerationRequest,
@@ -24,18 +28,21 @@ from brim.planning.inference.choose import (
     follow,
     search_generation,
 )
-from brim.planning.inference.machine import Device, budgets, machine, on, put_in_force
-from brim.planning.inference.memory import Sizes
+from brim.planning.inference.machine import Device, budgets, computing, machine, on, put_in_force
+from brim.planning.inference.memory import Sizes, cache_shape, watch_generation
 from brim.planning.inference.pass_seconds import PassSeconds
-from brim.planning.inference.remembered_passes import RememberedPasses
 from brim.planning.inference.warm_up import spent, warm_up
 from brim.planning.proof import search
 from brim.planning.seconds.drives import reading_from
+from brim.techniques import decoding_graphs
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import FROM_DISK
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 
+Amount = str | int | None  # of memory
+OnLoaded = Callable[[int, int], None]
+_NOBODY: OnLoaded = lambda done, total: None  # noqa: E731
 _TOTALS = (1024, 512, 256, 128, 64)  # tokens to reserve memory for, tried in this order, when ``inputs`` is None
 
 
@@ -49,15 +56,16 @@ def load(
     dtype: torch.dtype | None = None,
     quantization: str | None = None,
     host_compute: bool = True,
+    cuda_graphs: bool = True,
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """Load a model for inference within a memory budget. The budget also holds during loading.
 
     The module behaves as if all its weights were in memory; weights that do not fit are streamed from RAM or from the
     checkpoint on disk. Results are equal, bit for bit, to those of a model that is entirely in memory, if the
-    same device computes them (see ``host_compute``). Call it under ``torch.no_grad()``. The KV cache is transformers'
-    own. The budget includes it up to the tokens of ``inputs``, but it may grow further. Layers that the CPU computes
-    have their part of the cache in RAM.
+    same device computes them (see ``host_compute`` and ``cuda_graphs``). Call it under ``torch.no_grad()``. The KV
+    cache is transformers' own. The budget includes it up to the tokens of ``inputs``, but it may grow further. Layers
+    that the CPU computes have their part of the cache in RAM.
 
     Args:
         model: A Hugging Face folder (safetensors), a ``.gguf`` file, or a hub id.
@@ -74,6 +82,8 @@ def load(
             is stored in the user's cache folder. None: as in the checkpoint.
         host_compute: True lets the CPU compute blocks that are in RAM, if that is faster than moving them to the GPU.
             Its kernels round differently; with False results are equal to the GPU's bit for bit.
+        cuda_graphs: True lets ``generate`` launch a token's pass, or each streamed block, as one CUDA graph, if the
+            budget has room. Attention then reads a cache of fixed size, which may round differently.
         trust_remote_code: True lets Python code in the model's folder run.
 
     Returns:
@@ -92,42 +102,26 @@ def load(
         )
     # Tensors created in inference mode could never be changed outside of it.
     with on(device) as kind, torch.inference_mode(False):
-        hardware = reading_from(machine(kind), Path(model))  # before start_bytes: measuring takes RAM for a moment
-        start_bytes = resident_bytes()
+        start_bytes, folder = resident_bytes(), prepare(model, trust_remote_code=trust_remote_code)
+        choices = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
+        plain = quantization is None and not trust_remote_code
+        if plain and (ample := ample_model(folder, choices[0], vram, ram, kind, dtype)):
+            return place_ample(ample, ample.open(), start_bytes, graphs=cuda_graphs).module
+        grown_bytes = resident_bytes() - start_bytes
+        hardware = reading_from(machine(kind), folder)  # measuring takes RAM for a moment
+        start_bytes = resident_bytes() - grown_bytes
         budget = budgets(hardware, vram, ram, kind)
         if quantization is None:
             opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
         else:
             opened = open_quantized(model, quantization, dtype=dtype, trust_remote_code=trust_remote_code)
-        return load_opened(opened, hardware, budget, inputs, start_bytes, kind, host_compute=host_compute)
 
+        def attempt(size: Inputs) -> GenerationStrategy:
+            request = GenerationRequest.of(size, host_compute=host_compute, graphs=cuda_graphs)
+            return choose_generation(opened, hardware, budget, request, start_bytes, kind, called=True)
 
-def load_opened(
-    opened: OpenedModel,
-    hardware: Hardware,
-    budget: Mapping[str, int],
-    inputs: Inputs | None,
-    start_bytes: int,
-    device: Device = "auto",
-    *,
-    host_compute: bool = True,
-) -> nn.Module:
-    """Place the weights of an opened model; the budget counts from a resident set of ``start_bytes``."""
-    module = opened.module
-    materialize(module, opened)
-    sizes = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
-    warm_up(module, hardware, max(size.prompt for size in sizes), device)
-    watch_inference(module, Inputs(prompt=1, total=1))  # memory that it leaves behind is measured too
-    spent_bytes = spent(start_bytes)
-
-    def attempt(size: Inputs) -> GenerationStrategy:
-        request = GenerationRequest.of(size, host_compute=host_compute)
-        return search_generation(generation_case(opened, hardware, budget, request, lambda: spent_bytes, called=True))
-
-    (strategy,) = search(sizes, attempt, most=1)
-    weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
-    put_in_force(module, strategy.partition, strategy.plan, hardware, weights, device)
-    return module
+        (strategy,) = search(choices, attempt, most=1)
+        return load_for_generation(opened, hardware, strategy, kind).module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +130,7 @@ class Loaded:
 
     module: nn.Module
     handle: WeightStreaming
-    strategy: GenerationStrategy
+    strategy: GenerationStrategy | AmpleStrategy
 
     def cache(self, batch: int, prompt: int, new_tokens: int) -> kv_cache.PlannedCache | None:
         """An empty cache for a batch; None where the model makes its own."""
@@ -148,6 +142,50 @@ class Loaded:
         return kv_cache.apply(self.module, placement, self.handle.memory)
 
 
+def ample_model(
+    folder: Path, inputs: Inputs, vram: Amount, ram: Amount, device: Device, dtype: torch.dtype | None = None
+) -> Bound | None:
+    """Return the model in ``folder`` if it certainly fits where it computes; else None."""
+    on = computing(device)
+    if device == "emulated" or (on is not None and (on.type != CUDA or on.shares_ram())):
+        return None
+    sizes = Sizes(batch=inputs.batch, prompt=inputs.prompt, total=inputs.total, chunk=inputs.prompt)
+    hardware = known(device)
+    directory, name, config = described_by(folder, trust_remote_code=False, quantized=True)
+    stored, kind = read_checkpoint(directory), model_class(directory, config, False)
+    budget = budgets(hardware, vram, ram, device)
+
+    def opener() -> OpenedModel:
+        if on is None:
+            return open_mapped(directory, name, config, stored, dtype)
+        opened = open_model(directory, dtype=dtype)
+        materialize(opened.module, opened)
+        return opened
+
+    bound = Bound(config=config, stored=stored, sizes=sizes, hardware=hardware, budget=budget, open=opener)
+    return bound if bound.fits(kind, dtype) else None
+
+
+def place_ample(
+    ample: Bound,
+    opened: OpenedModel,
+    start_bytes: int,
+    plans_cache: bool = False,
+    on_loaded: OnLoaded = _NOBODY,
+    *,
+    graphs: bool = True,
+) -> Loaded:
+    """Load the weights of a model that fits. ``plans_cache``: the KV cache has room for all tokens at once.
+
+    ``graphs``: a GPU may decode by CUDA graphs.
+    """
+    shape = cache_shape(opened.module) if plans_cache else None
+    strategy = ample.strategy(opened, shape, start_bytes, graphs=graphs)
+    loaded = load_for_generation(opened, ample.hardware, strategy, on_loaded=on_loaded)
+    on_loaded(strategy.partition.bytes, strategy.partition.bytes)
+    return loaded
+
+
 def choose_generation(
     opened: OpenedModel,
     hardware: Hardware,
@@ -157,31 +195,18 @@ def choose_generation(
     device: Device = "auto",
     *,
     fixed: Plan | None = None,
+    called: bool = False,
 ) -> GenerationStrategy:
-    """Choose how the generation of ``request`` fits beside the weights of an opened model, which is materialized.
+    """Choose how the generation of ``request`` fits beside the weights of an opened model.
 
-    ``start_bytes`` is the resident set from which the budget counts. ``fixed``: exactly this plan. Raises BudgetError
-    with the smallest budget that fits when nothing does.
+    ``start_bytes`` is the resident set from which the budget counts. ``fixed``: exactly this plan. ``called``: a
+    program calls the model, with its own cache. Raises BudgetError with the smallest budget when nothing fits.
     """
     module = opened.module
     materialize(module, opened)
     warm_up(module, hardware, max(request.lengths) * (request.batch or 1), device)
-    case = generation_case(opened, hardware, budget, request, lambda: spent(start_bytes))
+    case = generation_case(opened, hardware, budget, request, lambda: spent(start_bytes), called=called)
     return search_generation(case) if fixed is None else follow(case, fixed)
-
-
-def load_for_generation(
-    opened: OpenedModel,
-    hardware: Hardware,
-    strategy: GenerationStrategy,
-    device: Device = "auto",
-    *,
-    on_loaded: Callable[[int, int], None] = lambda done, total: None,
-) -> Loaded:
-    """Load the weights of an opened model by the strategy. ``on_loaded`` gets the loaded and the total bytes."""
-    weights = Weights(sources=by_parameter(opened), verify=verifier(opened), loaded=_Progress(strategy, on_loaded))
-    handle = put_in_force(opened.module, strategy.partition, strategy.plan, hardware, weights, device)
-    return Loaded(module=opened.module, handle=handle, strategy=strategy)
 
 
 def generation_case(
@@ -193,35 +218,48 @@ def generation_case(
     *,
     called: bool = False,
 ) -> GenerationCase:
-    """The planning case of ``brim generate`` for an opened model, which is materialized; of ``brim.load`` if
-    ``called``: the caller passes the cache.
+    """Return the planning case of an opened model, which is materialized; nothing is measured."""
+    module = opened.module
+    shape = None if called else cache_shape(module)
 
-    Passes of ``brim generate`` are observed once and remembered, and nothing is measured.
-    """
-    passes = RememberedPasses(opened.module)
-
-    def watch_called(sizes: Sizes) -> Observation:
-        return watch_inference(opened.module, Inputs(batch=sizes.batch, prompt=sizes.prompt, total=sizes.total))
+    def watch(sizes: Sizes) -> Observation:
+        if called:
+            return watch_inference(module, Inputs(batch=sizes.batch, prompt=sizes.prompt, total=sizes.total))
+        return watch_generation(module, sizes, shape)
 
     return GenerationCase(
         name=opened.name,
-        module=opened.module,
+        module=module,
         weights=Weights(sources=by_parameter(opened), verify=verifier(opened)),
         hardware=hardware,
         budget_bytes=budget,
         request=request,
-        shape=None if called else passes.shape(),
-        watch=watch_called if called else passes.watch,
+        shape=shape,
+        watch=watch,
         spent_bytes=spent_bytes,
-        seconds=PassSeconds(module=opened.module, hardware=hardware, host_compute=request.host_compute),
+        seconds=PassSeconds(module=module, hardware=hardware, host_compute=request.host_compute),
         called=called,
     )
+
+
+def load_for_generation(
+    opened: OpenedModel,
+    hardware: Hardware,
+    strategy: GenerationStrategy | AmpleStrategy,
+    device: Device = "auto",
+    on_loaded: OnLoaded = _NOBODY,
+) -> Loaded:
+    """Load the weights of an opened model by the strategy. ``on_loaded`` gets the loaded and the total bytes."""
+    weights = Weights(sources=by_parameter(opened), verify=verifier(opened), loaded=_Progress(strategy, on_loaded))
+    handle = put_in_force(opened.module, strategy.partition, strategy.plan, hardware, weights, device)
+    decoding_graphs.apply(handle)
+    return Loaded(module=opened.module, handle=handle, strategy=strategy)
 
 
 class _Progress:
     """Adds up the loaded bytes of the total; blocks that stream from disk do not count."""
 
-    def __init__(self, strategy: GenerationStrategy, on_loaded: Callable[[int, int], None]) -> None:
+    def __init__(self, strategy: GenerationStrategy | AmpleStrategy, on_loaded: OnLoaded) -> None:
         choices, blocks = strategy.plan.choices(STREAMING), strategy.partition.blocks
         stays = [block.bytes for block in blocks if choices.get(block.name) != FROM_DISK]
         self._total, self._done, self._on_loaded = sum(stays), 0, on_loaded

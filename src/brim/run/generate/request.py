@@ -9,21 +9,24 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
-from brim.core import Hardware, Plan, Timeline
+from brim.core import Plan, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UnsupportedError, UsageError
+from brim.estimation.step_memory import Inputs
 from brim.measure.monitor import Monitor, Usage
 from brim.measure.token_clock import Clock
 from brim.memory import heap
-from brim.models.opening import OpenedModel, open_tokenizer, precision_of, prepare, verify_files
+from brim.models.opening import OpenedModel, precision_of, prepare, read_tokenizer, verify_files
 from brim.models.quantized import open_as
 from brim.planning.inference import predicted_timeline
+from brim.planning.inference.ample import AmpleStrategy
 from brim.planning.inference.choose import GenerationRequest
 from brim.planning.inference.machine import budgets, held_to, machine, on, within_room
 from brim.planning.seconds.drives import reading_from
@@ -31,7 +34,13 @@ from brim.planning.seconds.spans import ComputeSpans
 from brim.requests.generate import Request as Request
 from brim.requests.sampling import cut
 from brim.run.generate.inputs import Batch, batches, check, encode, encode_chat, instructed
-from brim.run.generate.load import Loaded, choose_generation, load_for_generation
+from brim.run.generate.load import (
+    Loaded,
+    ample_model,
+    choose_generation,
+    load_for_generation,
+    place_ample,
+)
 from brim.run.generate.loop import (
     CHECKED_TOKENS,
     Ending,
@@ -47,6 +56,7 @@ from brim.run.generate.loop import (
 if TYPE_CHECKING:
     from brim.planning.file import PlanFile
 
+_SHORT = 512  # tokens
 DEFAULT_CONTEXT = 4096  # tokens of a conversation
 
 
@@ -67,7 +77,7 @@ class Figures:
     eta: float | None
     seed: int | None = None  # of sampling
     timeline: Timeline = field(compare=False)
-    predicted: Timeline = field(compare=False)  # by the plan, from the first measured pass on
+    predicted: Timeline | None = field(compare=False)  # by the plan, from the first measured pass on
     precision: tuple[str, str] = ("", "")  # the name, and its origin
 
     def figures(self) -> dict[str, Any]:
@@ -207,12 +217,10 @@ class OpenedRun:
         opened: OpenedModel,
         rows: list[torch.Tensor],
         tokenizer: Any,
-        hardware: Hardware,
         context: int | None,
     ) -> None:
         self.context = context
         self._request, self.opened, self._rows, self.tokenizer = request, opened, rows, tokenizer
-        self._hardware = hardware
         self.sampling = request.sampling.with_seed()
         self.usage: Usage | None = None
         self.precision = ("", "")
@@ -242,6 +250,7 @@ class OpenedRun:
             drawn=self.sampling.draws,
             continued=self.context is not None,
             host_compute=self._request.host_compute,
+            graphs=self._request.cuda_graphs,
         )
 
     def batches(self) -> Iterator[Batch]:
@@ -272,7 +281,7 @@ class OpenedRun:
     def figures(self, clock: Clock) -> dict[str, Any]:
         assert self.usage is not None, "it is not closed"
         step_s = clock.s_per_step()
-        handle = self.loaded.handle
+        handle, strategy = self.loaded.handle, self.loaded.strategy
         promise = handle.plan.promise
         return {
             "plan": handle.plan,
@@ -280,10 +289,10 @@ class OpenedRun:
             "measured_bytes": {VRAM: self.usage.vram_reserved_bytes, RAM: self.usage.ram_growth_bytes},
             "s_per_token": step_s,
             "steady_s_per_token": clock.steady_s_per_step(),
-            "eta": promise.bound_s / step_s if step_s else None,
+            "eta": promise.bound_s / step_s if step_s and promise.bound_s else None,
             "precision": self.precision,
             "timeline": handle.timeline(),
-            "predicted": predicted_timeline.beside(handle, self.loaded.strategy),
+            "predicted": None if isinstance(strategy, AmpleStrategy) else predicted_timeline.beside(handle, strategy),
         }
 
 
@@ -328,44 +337,59 @@ def _opened_here(
     *,
     context: int | None,
 ) -> Iterator[OpenedRun]:
-    precision = request.precision if file is None else file.request.precision
-    on_stage("measuring this machine (once)")
-    hardware = machine(request.device)
-    budget = file.plan.budget_bytes if file else budgets(hardware, request.vram, request.ram, request.device)
+    precision, device = request.precision if file is None else file.request.precision, request.device
+    new_tokens, trusts = request.max_new_tokens, request.trust_remote_code
+    batch = len(prompts) if request.batch == "auto" else min(request.batch, len(prompts))
     on_stage("opening the model")
-    directory = prepare(request.model, trust_remote_code=request.trust_remote_code)
+    directory = prepare(request.model, trust_remote_code=trusts)
     if request.verify:
         on_stage("comparing the weights with their checksums")
         verify_files(directory)
-    if precision is not None:
-        on_stage("converting the weights (once)")
-        open_as(directory, precision, trust_remote_code=request.trust_remote_code)
-    # A plan for another tier than this device's has none; it is refused below, with all else that differs.
-    hardware = reading_from(hardware, directory, budget_bytes=budget.get(hardware.compute, 0))
+    tokenizer = read_tokenizer(directory, directory.resolve().name)
+    rows = [encode(tokenizer, prompt, request.chat, request.system) for prompt in prompts]
+    ample = None
+    if not (file or trusts or precision or request.prefill_chunk != "auto"):
+        total = max(map(len, rows)) + new_tokens if rows else context or DEFAULT_CONTEXT
+        inputs = Inputs(batch=max(batch, 1), prompt=max(total - new_tokens, 1), total=total)
+        ample = ample_model(directory, inputs, request.vram, request.ram, device)
+    if ample is None:
+        on_stage("measuring this machine (once)")
+        hardware = machine(device)
+        budget = dict(file.plan.budget_bytes) if file else budgets(hardware, request.vram, request.ram, device)
+        if precision is not None:
+            on_stage("converting the weights (once)")
+            open_as(directory, precision, trust_remote_code=trusts)
+        hardware = reading_from(hardware, directory)
+        given = file is not None or request.ram is not None or request.vram is not None
+        budget = within_room(budget, given=given)  # libraries and a conversion have taken some since
+    else:
+        hardware, budget = ample.hardware, ample.budget
     heap.return_freed_memory()  # what a long prompt's pass frees is counted as long as the heap keeps it
-    given = file is not None or request.ram is not None or request.vram is not None
-    budget = within_room(budget, given=given)  # libraries and a conversion have taken some since
     with Monitor() as monitor:
         start_bytes = int(psutil.Process().memory_info().rss)
-        opened = open_as(directory, precision, trust_remote_code=request.trust_remote_code)
+        opened = ample.open() if ample else open_as(directory, precision, trust_remote_code=trusts)
         _refuse_others(opened)
         if file is not None:
             file.check(model=opened.module, hardware=hardware, task="generate")
-        tokenizer = open_tokenizer(opened)
-        rows = [encode(tokenizer, prompt, request.chat, request.system) for prompt in prompts]
-        check(opened.module, opened.name, rows, request.max_new_tokens)
+        check(opened.module, opened.name, rows, new_tokens)
         if context is not None:
-            context = _context(opened, context, request.max_new_tokens)
-        run = OpenedRun(request, opened, rows, tokenizer, hardware, context)
+            context = _context(opened, context, new_tokens)
+        run = OpenedRun(request, opened, rows, tokenizer, context)
         name, origin = precision_of(opened, precision)
         run.precision = (name, "by the plan" if file is not None and precision is not None else origin)
         on_stage("loading weights")
-        fixed = file.plan if file else None
-        generation, device = run.generation(), request.device
         limited = held_to(budget, device)  # from before the first product, whose workspace the budget includes
-        strategy = choose_generation(opened, hardware, budget, generation, start_bytes, device, fixed=fixed)
+        if ample:
+            # Later tokens, and turns, are faster with a planned cache.
+            plans_cache = not rows or new_tokens > _SHORT
+            graphs = request.cuda_graphs
+            place = partial(place_ample, ample, opened, start_bytes, plans_cache, on_loaded, graphs=graphs)
+        else:
+            fixed = file.plan if file else None
+            strategy = choose_generation(opened, hardware, budget, run.generation(), start_bytes, device, fixed=fixed)
+            place = partial(load_for_generation, opened, hardware, strategy, device, on_loaded)
         with limited():
-            run._loaded = load_for_generation(opened, hardware, strategy, device, on_loaded=on_loaded)
+            run._loaded = place()
             try:
                 on_stage("generating")
                 handle = run.loaded.handle

@@ -171,7 +171,7 @@ class PlannedCache(Cache):
         label = f"{NAME} {index}"
         buffer = self._memory.compute.allocate(size, label, category=Category.KV_CACHE)
         self.buffers.append(buffer)
-        return _ResidentStorage(buffer, shape, placement.batch, placement.tokens)
+        return TensorStorage.within(buffer, shape, placement.batch, placement.tokens)
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -206,14 +206,19 @@ class PlannedCache(Cache):
         self.buffers.clear()
 
 
-class _ResidentStorage:
-    """A layer's tokens in the compute tier: keys, then values, each [batch, heads, tokens, dim]."""
+class TensorStorage:
+    """A layer's tokens in the compute tier: keys and values, each [batch, heads, tokens, dim]."""
 
-    def __init__(self, buffer: Buffer, shape: LayerShape, batch: int, tokens: int) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._keys, self._values = keys, values
+
+    @classmethod
+    def within(cls, buffer: Buffer, shape: LayerShape, batch: int, tokens: int) -> TensorStorage:
+        """Storage in ``buffer``: keys, then values."""
         flat = buffer.tensor.view(shape.dtype)
         split = batch * shape.heads * tokens * shape.key_dim
-        self._keys = flat[:split].view(batch, shape.heads, tokens, shape.key_dim)
-        self._values = flat[split:].view(batch, shape.heads, tokens, shape.value_dim)
+        keys = flat[:split].view(batch, shape.heads, tokens, shape.key_dim)
+        return cls(keys, flat[split:].view(batch, shape.heads, tokens, shape.value_dim))
 
     def open(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._keys, self._values
@@ -381,13 +386,18 @@ class _RestingLayer:
         return self._saved
 
 
-_LayerStorage = _ResidentStorage | _RestingLayer
+_LayerStorage = TensorStorage | _RestingLayer
 
 
 class PlannedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """A layer of transformers' cache; ``keys`` and ``values`` are the result of the last ``update``."""
+    """A layer of transformers' cache; ``keys`` and ``values`` are the result of the last ``update``.
+
+    ``position`` (a tensor, for a CUDA graph): where the next token is written; ``update`` then gives all storage, and
+    a mask excludes what is not written yet. None: ``update`` gives the tokens so far.
+    """
 
     is_sliding = False
+    position: torch.Tensor | None = None
 
     def __init__(self, storage: _LayerStorage, tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -400,6 +410,11 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __i
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.position is not None:
+            keys, values = self.stored()
+            keys.index_copy_(2, self.position, key_states)
+            values.index_copy_(2, self.position, value_states)
+            return keys, values
         begin, end = self._length, self._length + key_states.shape[-2]
         if end > self._tokens:
             raise UsageError(
@@ -415,11 +430,24 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __i
         self.keys, self.values = keys[:, :, :end], values[:, :, :end]
         return self.keys, self.values
 
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]  # to generate: the mask has the shape of the storage
+        return self.position is not None
+
+    @property
+    def resident(self) -> bool:
+        """True where all tokens are in the compute tier."""
+        return isinstance(self._storage, TensorStorage)
+
+    def stored(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values with room for all tokens."""
+        return self._storage.open(self._length)
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._length + query_length, 0
+        return self._tokens if self.position is not None else self._length + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self._length
+        return self._length if self.position is None else self.position[0]  # type: ignore[return-value]
 
     def get_max_length(self) -> int:
         return self._tokens

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
+from brim.catalog.gpus import read_facts
 from brim.errors import UnsupportedError
 from brim.techniques.offloaded_tensor import Backing, OffloadedTensor, offloaded_tensor
 
@@ -28,16 +29,7 @@ _OF_VALUES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT
 _WITHOUT_HISTORY = (torch.Tensor.data.__get__, torch.Tensor.detach)  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # Attributes and methods that need no values.
-# fmt: off
-_METADATA = frozenset((
-    "size", "dim", "ndimension", "nelement", "numel", "element_size", "itemsize", "stride", "storage_offset",
-    "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference",
-    "is_tensor", "is_pinned", "is_shared", "is_same_size", "is_set_to", "get_device", "data_ptr",
-    "untyped_storage", "storage", "storage_type", "typed_storage", "_typed_storage", "has_names", "names",
-    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "_is_view",
-    "result_type", "__len__",
-))
-# fmt: on
+_METADATA = frozenset(read_facts("operators.json")["functions"]["without_values"])
 
 
 class ParameterBacking(Backing, Protocol):

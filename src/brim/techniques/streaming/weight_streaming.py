@@ -233,6 +233,7 @@ class WeightStreaming:
         for companion in self._companions:
             companion.place()
         placement.finish()
+        self.memory.files.uses_page_cache = False
         for streamed in self._streamed_blocks:
             streamed.on_write = self._streamed_blocks.adopt_changes
         if self._streamed_blocks:

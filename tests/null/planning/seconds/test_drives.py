@@ -85,14 +85,3 @@ def test_what_cannot_tell_leaves_the_machine_as_it_is_known(
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / "model.safetensors").symlink_to(tmp_path / "no such file")
     assert drives.reading_from(known_machine, tmp_path / name) is known_machine
-
-
-def test_no_look_is_taken_where_the_budget_is_ample_for_the_files(
-    known_machine: Hardware, tmp_path: Path, cache: Path, rates: list[tuple[float, float]]
-) -> None:
-    file = write(tmp_path / "model" / "model.safetensors", 65 * MIB)
-    ample = 4 * 65 * MIB
-    assert drives.reading_from(known_machine, file.parent, budget_bytes=ample) is known_machine
-    rates.append((2e9, 1e9))
-    looked = drives.reading_from(known_machine, file.parent, budget_bytes=ample - 1)
-    assert looked.link(DISK, RAM).bytes_per_s == 2e9

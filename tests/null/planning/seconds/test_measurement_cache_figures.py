@@ -9,17 +9,7 @@ import pytest
 from torch import nn
 
 from brim.planning.inference.warm_up import most_grown
-from brim.planning.seconds import block_timing
 from brim.planning.seconds.measurement_cache import Remembered
-
-
-def test_the_loop_around_a_token_takes_milliseconds_at_most_and_is_remembered(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    took_s = block_timing.loop_seconds(300, 1)
-    assert 0 <= took_s < 0.5
-    monkeypatch.setattr(block_timing, "_loop_s", None)
-    assert block_timing.loop_seconds(300, 1) == took_s
 
 
 def test_the_program_s_share_is_the_most_that_was_seen_of_a_model(cache: Path) -> None:

@@ -84,7 +84,7 @@ def test_the_profile_has_the_peaks_bytes_and_seconds_of_the_trace(traced: Trace)
         assert by_name[name].again_s[FULL] >= by_name[name].again_s[SELECTIVE] > 0
         assert by_name[name].backward_s > by_name[name].forward_s > 0
     total = sum(b.forward_s + b.backward_s for b in found.blocks) + sum(found.outside_s) + found.update_s
-    assert total == pytest.approx(cost.step_cost(traced, CPU).step_s)
+    assert total == pytest.approx(cost.step_s(traced, CPU))
 
 
 def test_a_leaf_that_is_a_block_can_not_be_checkpointed(traced: Trace) -> None:

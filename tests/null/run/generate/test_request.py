@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +263,12 @@ def test_the_median_forgives_a_first_token_that_the_mean_has() -> None:
     assert clock.s_per_step() == pytest.approx(7 / 3)
     assert clock.steady_s_per_step() == 1.0
     assert Clock(times_s=[1.0]).steady_s_per_step() is None
+
+
+@pytest.mark.thorough
+def test_a_generation_imports_nothing_that_predicts_or_searches_steps_of_other_machines() -> None:
+    heavy = "estimate", "simulation", "growth", "depth", "steps"
+    code = "import sys, brim.run.generate.request\n"
+    code += f"print([name for name in {heavy!r} if f'brim.estimation.{{name}}' in sys.modules])\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
