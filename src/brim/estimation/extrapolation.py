@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from brim.core import Op, Storage, Trace
+from brim.core.hardware import filled
 from brim.estimation.models import Source, class_of, transformers_config
 
 _REGULAR = 2  # layers of the shallowest model that are like all later ones: a first and a last one
@@ -571,7 +572,9 @@ def _grown(op: Op, pair: tuple[Op, Op], tokens: int, shift: int) -> Op:
     """``op`` some tokens later, with the growth of its work from one of ``pair`` to the other for each."""
     first, second = pair
     work = {name: getattr(op, name) + tokens * (getattr(second, name) - getattr(first, name)) for name in _WORK}
+    grows = second.flops - first.flops  # a product's arithmetic by token: the matrix that grows has so many
+    sizes = [flops / grows for flops in (op.flops, work["flops"])] if grows and op.fill < 1 else [1.0, 1.0]
     return Op(
         name=op.name, module=op.module, phase=op.phase, step=op.step, at=op.at + shift, **work, dtype=op.dtype,
-        in_ram=op.in_ram, kernel=op.kernel, fill=second.fill,
+        in_ram=op.in_ram, kernel=op.kernel, fill=op.fill * filled(sizes[1]) / filled(sizes[0]),
     )  # fmt: skip

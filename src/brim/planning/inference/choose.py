@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
+from brim.accelerator import CUDA, available
 from brim.core import Decision, Hardware, Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
@@ -213,7 +212,7 @@ class GenerationSearch:
         """Return what CUDA graphs take; 0 where they are not used, as the CPU computes, or experts are cached."""
         plan, sizes, placement = strategy.plan, strategy.sizes, strategy.placement
         moved = set(plan.choices(STREAMING).values()) <= {RESIDENT, FROM_RAM, FROM_DISK}
-        if not (self.case.request.graphs and moved and torch.cuda.is_available()):
+        if not (self.case.request.graphs and moved and available(CUDA)):
             return 0
         if strategy.resting or plan.choices(EXPERTS):
             return 0
