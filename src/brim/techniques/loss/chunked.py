@@ -9,7 +9,8 @@ summation over tokens.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,8 +70,11 @@ class ChunkedLoss:
 
 
 class _Deferring:
+    """The call of a head. ``inner`` computes logits; weight streaming replaces it, too."""
+
     def __init__(self, module: nn.Module, chunk_tokens: int) -> None:
         self._module, self._chunk_tokens = module, chunk_tokens
+        self.inner: Callable[..., Any] = partial(type(module)._call_impl, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A compiler cannot trace lazy logits: it gets the full ones.
@@ -78,8 +82,8 @@ class _Deferring:
         if isinstance(hidden, torch.Tensor) and hidden.is_floating_point() and hidden.dim() > 1:
             width = hidden.shape[-1]
             if width and hidden.numel() // width > self._chunk_tokens:
-                return defer(self._module, hidden, self._chunk_tokens)
-        return type(self._module)._call_impl(self._module, *args, **kwargs)
+                return defer(self._module, hidden, self._chunk_tokens, self.inner)
+        return self.inner(*args, **kwargs)
 
 
 def find_head(model: nn.Module, example: Any = None) -> str:

@@ -24,10 +24,12 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class HeadCall:
-    """A deferred call of a head, shared by all views of its logits."""
+    """A deferred call of a head by ``compute``, shared by all views of its logits."""
 
-    def __init__(self, head: nn.Module, hidden: torch.Tensor, chunk_tokens: int) -> None:
-        self.head, self.hidden, self.chunk_tokens = head, hidden, chunk_tokens
+    def __init__(
+        self, head: nn.Module, hidden: torch.Tensor, chunk_tokens: int, compute: Callable[..., torch.Tensor]
+    ) -> None:
+        self.head, self.hidden, self.chunk_tokens, self._compute = head, hidden, chunk_tokens, compute
         self.grad = torch.is_grad_enabled()
         self.full: torch.Tensor | None = None  # once computed
         self._autocast = _autocast_state(hidden)
@@ -36,8 +38,7 @@ class HeadCall:
         """Call the head, hooks included, on ``rows`` (..., hidden), under the autocast of the deferred call."""
         # A cast of the weight made without gradients must not be cached for code that needs gradients.
         with _autocast(rows, self._autocast), autocast_cache(torch.is_grad_enabled()):
-            logits: torch.Tensor = type(self.head)._call_impl(self.head, rows)
-        return logits
+            return self._compute(rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +166,11 @@ def lazy(view: View) -> torch.Tensor:
     return logits
 
 
-def defer(head: nn.Module, hidden: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
-    """The lazy result of ``head(hidden)``; ``hidden`` is (*leading, width)."""
-    call = HeadCall(head, hidden, chunk_tokens)
+def defer(
+    head: nn.Module, hidden: torch.Tensor, chunk_tokens: int, compute: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """The lazy result of ``head(hidden)``, which ``compute`` computes; ``hidden`` is (*leading, width)."""
+    call = HeadCall(head, hidden, chunk_tokens, compute)
     with torch.no_grad():
         sample = call.run(hidden.reshape(-1, hidden.shape[-1])[:0])
     return lazy(View(call=call, rows=hidden, sample=sample, class_dim=hidden.dim() - 1))

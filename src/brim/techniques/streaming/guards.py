@@ -96,8 +96,8 @@ class Guards:
             module._buffers[name] = buffer if moved is None else buffer.copy_(moved)
         self._marked, self._hooks, self._moved, self._moved_buffers = [], [], [], []
 
-    def replace(self, module: nn.Module, name: str, value: object) -> None:
-        """Set an attribute of the module until ``remove``."""
+    def replace(self, module: Any, name: str, value: object) -> None:
+        """Set an attribute of a module, or of the replacement of its call, until ``remove``."""
         self._marked.append((module, name, vars(module).get(name, _NOTHING)))
         vars(module)[name] = value
 

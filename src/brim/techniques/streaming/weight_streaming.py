@@ -301,7 +301,9 @@ class WeightStreaming:
             hooks = BlockHooks(self._streamed_blocks, blocks, module, self.turns, self._backward, begin_step)
             self.at_end.callback(hooks.remove)
             if self._backward is not None:
-                self._guards.replace(module, "_call_impl", hooks.guarded_call())
+                replaced = vars(module).get("_call_impl")  # by a chunked loss, whose chunks are calls of the block
+                owner, name = (replaced, "inner") if hasattr(replaced, "inner") else (module, "_call_impl")
+                self._guards.replace(owner, name, hooks.guarded_call())
         if self._backward is not None:
             noting = note_steps({id(p) for s in self._streamed_blocks for p in s.parameters}, self._written_back)
             self.at_end.callback(noting.remove)
