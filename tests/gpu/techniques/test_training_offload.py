@@ -118,6 +118,59 @@ def test_states_that_visit_the_gpu_train_bit_for_bit(
     assert memory.ram.held_bytes == memory.compute.held_bytes == 0
 
 
+@pytest.mark.parametrize("gradients", ["keep", RAM])
+def test_visiting_states_under_a_scaler_clipping_and_a_schedule_go_on_after_a_restart(
+    gradients: str, memory: Memory
+) -> None:
+    """As in VRAM, bit for bit: scaled and clipped steps, a falling learning rate, and a run that was resumed."""
+
+    def made(offloads: bool) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        net = Net().to(DEVICE)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+        handle = None
+        if offloads:
+            handle = optimizer_offload.apply(
+                net, optimizer, memory, states=RAM, gradients=gradients, block_bytes=2 * MIB, on_gpu=3
+            )
+        return net, optimizer, handle
+
+    results = []
+    for offloads in (True, False):
+        net, optimizer, handle = made(offloads)
+        losses: list[float] = []
+        for turn in range(2):
+            scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            for step in range(2):
+                loss = net(batch(2 * turn + step))
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                clip = torch.nn.utils.clip_grad_norm_ if handle is None else None
+                norm = clip(net.parameters(), 1e-2) if clip else handle.clip_grad_norm_(1e-2)
+                scaler.step(optimizer)
+                scaler.update()
+                schedule.step()
+                optimizer.zero_grad()
+                losses += [loss.item(), norm.item()]
+            weights = {name: value.cpu() for name, value in net.state_dict().items()}
+            states = optimizer.state_dict()
+            if handle is not None:
+                handle.remove()
+            net, optimizer, handle = made(offloads)
+            net.load_state_dict(weights)
+            optimizer.load_state_dict(states)
+        results.append((losses, weights, states))
+        if handle is not None:
+            handle.remove()
+    (losses, weights, states), (plain_losses, plain_weights, plain_states) = results
+    assert losses == plain_losses
+    for name, value in plain_weights.items():
+        assert torch.equal(weights[name], value), name
+    for number, state in plain_states["state"].items():
+        for key, value in state.items():
+            assert torch.equal(states["state"][number][key].cpu(), value.cpu()), key
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("gradients", ["keep", RAM, DISK])
 @pytest.mark.parametrize("states", [RAM, DISK])
