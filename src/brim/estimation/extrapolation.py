@@ -572,9 +572,11 @@ def _grown(op: Op, pair: tuple[Op, Op], tokens: int, shift: int) -> Op:
     """``op`` some tokens later, with the growth of its work from one of ``pair`` to the other for each."""
     first, second = pair
     work = {name: getattr(op, name) + tokens * (getattr(second, name) - getattr(first, name)) for name in _WORK}
-    grows = second.flops - first.flops  # a product's arithmetic by token: the matrix that grows has so many
-    sizes = [flops / grows for flops in (op.flops, work["flops"])] if grows and op.fill < 1 else [1.0, 1.0]
+    # A token lengthens a side of a product's matrices by one, so its flops over those of a token are that side.
+    token_flops = second.flops - first.flops
+    grows = token_flops and op.fill < 1
+    now, later = (op.flops / token_flops, work["flops"] / token_flops) if grows else (1.0, 1.0)
     return Op(
         name=op.name, module=op.module, phase=op.phase, step=op.step, at=op.at + shift, **work, dtype=op.dtype,
-        in_ram=op.in_ram, kernel=op.kernel, fill=op.fill * filled(sizes[1]) / filled(sizes[0]),
+        in_ram=op.in_ram, kernel=op.kernel, fill=op.fill * filled(later) / filled(now),
     )  # fmt: skip

@@ -107,7 +107,7 @@ class Fitted(Readable):
         if choice.checkpointing:
             words.append(f"{next(iter(choice.checkpointing.values()))} checkpointing")
         if choice.states != "keep":
-            how = ", one at a time" * choice.brief_buffer + ", updated by the GPU" * bool(choice.update_on_gpu)
+            how = ", one at a time" * choice.brief_buffer + ", updated by the GPU" * bool(choice.gpu_sixteenths)
             words.append(f"optimizer states in {choice.states}{how}")
         if choice.activations:
             words.append("activations offloaded")
@@ -154,7 +154,7 @@ class Fitted(Readable):
                 streaming=self.streaming if choice.streams else None,
                 block_bytes=bytes_at_once(model, choice, update_bytes),
                 brief=choice.brief_buffer,
-                on_gpu=choice.update_on_gpu,
+                gpu_sixteenths=choice.gpu_sixteenths,
             )
             self.hold(self.offload)
 
@@ -296,7 +296,7 @@ class Fitted(Readable):
 
 def bytes_at_once(model: nn.Module, choice: Choice, update_bytes: int | None = None) -> int:
     """Bytes updated at once: ``update_bytes`` or ``part_bytes`` of the model, within bounds."""
-    most = GPU_BLOCK_BYTES if choice.update_on_gpu else BLOCK_BYTES
+    most = GPU_BLOCK_BYTES if choice.gpu_sixteenths else BLOCK_BYTES
     return min(most, part_bytes(model) if update_bytes is None else update_bytes)
 
 
