@@ -114,11 +114,13 @@ def _in_vram(model: Any, device: torch.device) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
-def _brim(model: Any, device: torch.device, on_gpu: int = 6) -> Iterator[Step]:
+def _brim(model: Any, device: torch.device, sixteenths: int = 6) -> Iterator[Step]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
     memory = _memory(device)
-    size = bytes_at_once(model, Choice(update_on_gpu=on_gpu))
-    handle = optimizer_offload.apply(model, optimizer, memory, states=RAM, block_bytes=size, on_gpu=on_gpu)
+    size = bytes_at_once(model, Choice(gpu_sixteenths=sixteenths))
+    handle = optimizer_offload.apply(
+        model, optimizer, memory, states=RAM, block_bytes=size, gpu_sixteenths=sixteenths
+    )
     yield lambda loss_of: _usual(optimizer, loss_of, handle.final)
     handle.remove()
     memory.close()
@@ -134,7 +136,7 @@ def _torchao(model: Any, device: torch.device) -> Iterator[Step]:
     yield lambda loss_of: _usual(optimizer, loss_of, contextlib.nullcontext)
 
 
-_CONTENDERS = {"in_vram": _in_vram, "brim": _brim, "brim_cpu": partial(_brim, on_gpu=0), "torchao": _torchao}
+_CONTENDERS = {"in_vram": _in_vram, "brim": _brim, "brim_cpu": partial(_brim, sixteenths=0), "torchao": _torchao}
 
 
 def _usual(optimizer: Any, loss_of: Callable[[], torch.Tensor], around: Callable[[], Any]) -> torch.Tensor:

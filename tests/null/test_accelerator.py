@@ -296,6 +296,7 @@ CUDA_ALONE = {
     "measure/watch.py": "PyTorch's recorder of memory is CUDA's",
     "measure/device_rates.py": "which CUDA devices multiply float8",
     "integrations/training_step.py": "the peak that CUDA's allocator counts, beside the one predicted for it",
+    "techniques/decoding_graphs.py": "graphs of launches",
     "techniques/precision.py": "which CUDA devices multiply TF32 and float8",
     "planning/inference/machine.py": "the compute capability, by which CUDA's kernels are predicted",
     "run/train/loop.py": "NVML knows devices by CUDA's names",

@@ -250,7 +250,9 @@ TRAINED = """
             memory = device_memory(Timeline("t", measured=True), vram_bytes=1 << 30, ram_bytes=1 << 30, device=where)
             if not on_gpu:
                 held = activation_offload.apply(net, [str(i) for i in range(6)], memory, window_bytes=8 << 20)
-            away = optimizer_offload.apply(net, optimizer, memory, states="ram", block_bytes=1 << 20, on_gpu=on_gpu)
+            away = optimizer_offload.apply(
+                net, optimizer, memory, states="ram", block_bytes=1 << 20, gpu_sixteenths=on_gpu
+            )
         made = []
         for step in range(3):
             x = torch.full((256, 256), step / 3, device="cuda")

@@ -122,7 +122,7 @@ def offloaded(
     model: nn.Module, optimizer: torch.optim.Optimizer, memory: Memory, **options: Any
 ) -> Iterator[OptimizerOffload]:
     if options.get("states") == ON_GPU:
-        options |= {"states": "ram", "on_gpu": 3}
+        options |= {"states": "ram", "gpu_sixteenths": 3}
     handle = apply(model, optimizer, memory, **{"block_bytes": 3000, **options})
     try:
         yield handle

@@ -15,7 +15,7 @@ VRAM, RAM, DISK = "vram", "ram", "disk"
 _TILE = 52  # rows or columns of a product that partly filled tiles cost in each dimension: fitted with the shares
 
 
-def filled(*sizes: int) -> float:
+def filled(*sizes: float) -> float:
     """Return the share of the tiles of a product that matrices of these sizes fill."""
     return math.prod(size / (size + _TILE) for size in sizes)
 

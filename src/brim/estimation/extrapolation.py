@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from brim.core import Op, Storage, Trace
+from brim.core.hardware import filled
 from brim.estimation.models import Source, class_of, transformers_config
 
 _REGULAR = 2  # layers of the shallowest model that are like all later ones: a first and a last one
@@ -571,7 +572,11 @@ def _grown(op: Op, pair: tuple[Op, Op], tokens: int, shift: int) -> Op:
     """``op`` some tokens later, with the growth of its work from one of ``pair`` to the other for each."""
     first, second = pair
     work = {name: getattr(op, name) + tokens * (getattr(second, name) - getattr(first, name)) for name in _WORK}
+    # A token lengthens a side of a product's matrices by one, so its flops over those of a token are that side.
+    token_flops = second.flops - first.flops
+    grows = token_flops and op.fill < 1
+    now, later = (op.flops / token_flops, work["flops"] / token_flops) if grows else (1.0, 1.0)
     return Op(
         name=op.name, module=op.module, phase=op.phase, step=op.step, at=op.at + shift, **work, dtype=op.dtype,
-        in_ram=op.in_ram, kernel=op.kernel, fill=second.fill,
+        in_ram=op.in_ram, kernel=op.kernel, fill=op.fill * filled(later) / filled(now),
     )  # fmt: skip

@@ -328,7 +328,7 @@ def _orders(choice: Choice, blocks: list[str]) -> dict[str, Any] | None:
     kept = {choice.checkpointing.get(name, "none") for name in _repeated(choice, blocks)} or {"none"}
     evenly = choice.activations == spread(_repeated(choice, blocks), len(choice.activations))
     untold = choice.streams or choice.chunk_tokens or choice.in_backward or choice.gradients != "keep"
-    untold = untold or choice.in_place or choice.brief_buffer or choice.update_on_gpu or choice.block_rows
+    untold = untold or choice.in_place or choice.brief_buffer or choice.gpu_sixteenths or choice.block_rows
     if untold or len(kept) > 1 or not evenly:
         return None
     return {

@@ -100,7 +100,7 @@ def test_states_that_visit_the_gpu_train_bit_for_bit(
     net, twin = Net().to(DEVICE), Net().to(DEVICE)
     optimizer, plain = make(net.parameters()), make(twin.parameters())
     handle = optimizer_offload.apply(
-        net, optimizer, memory, states=RAM, gradients=gradients, block_bytes=2 * MIB, brief=brief, on_gpu=3
+        net, optimizer, memory, states=RAM, gradients=gradients, block_bytes=2 * MIB, brief=brief, gpu_sixteenths=3
     )
     assert train(net, optimizer, handle if early else None, parts=2) == train(twin, plain, parts=2)
     states = [value for state in plain.state.values() for value in state.values() if torch.is_tensor(value)]
@@ -130,7 +130,7 @@ def test_visiting_states_under_a_scaler_clipping_and_a_schedule_go_on_after_a_re
         handle = None
         if offloads:
             handle = optimizer_offload.apply(
-                net, optimizer, memory, states=RAM, gradients=gradients, block_bytes=2 * MIB, on_gpu=3
+                net, optimizer, memory, states=RAM, gradients=gradients, block_bytes=2 * MIB, gpu_sixteenths=3
             )
         return net, optimizer, handle
 

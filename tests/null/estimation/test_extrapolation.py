@@ -106,7 +106,8 @@ def whole_and_repeated(path, **settings):
 def test_repeated_tokens_are_those_of_a_whole_trace(folder, name):
     whole, repeated = whole_and_repeated(folder(name), batch=2, seq=20)
     assert repeated.storages == whole.storages
-    assert repeated.ops == whole.ops
+    assert [op.fill for op in repeated.ops] == pytest.approx([op.fill for op in whole.ops], rel=1e-9)
+    assert [replace(op, fill=1.0) for op in repeated.ops] == [replace(op, fill=1.0) for op in whole.ops]
 
 
 @pytest.mark.parametrize(("name", "wanted"), [

@@ -61,7 +61,7 @@ def test_nothing_stays_and_nothing_differs(
         gradients=gradients,
         streaming=weights,
         block_bytes=10_000,
-        on_gpu=3 * on_gpu,
+        gpu_sixteenths=3 * on_gpu,
     )
     for _ in range(3):
         for part in range(2):

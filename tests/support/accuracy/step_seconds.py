@@ -1,6 +1,6 @@
 """Published seconds of timm's models, and a table of each model's operations to predict them from.
 
-The steps are those of timm's ``benchmark.py``: float16 autocast, random weights, contiguous images; a training step
+The steps are those of timm's own benchmark: float16 autocast, random weights, contiguous images; a training step
 clears gradients, computes cross entropy and steps SGD with momentum, one parameter after the other as PyTorch 1.12
 does; attention is a product, a softmax and a product there, and fused where PyTorch 2 inferred. A trace takes
 seconds, so tables are kept in a folder if one is named.

@@ -18,9 +18,10 @@ from brim.measure.capacity import resident_bytes
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.mapped import present_bytes
 from brim.models.opening import OpenedModel
+from brim.planning.inference.choose import with_graphs
 from brim.planning.inference.memory import Sizes
 from brim.techniques.blocks import Partition, find_blocks
-from brim.techniques.decoding_graphs import GRAPH_BYTES, graph_bytes
+from brim.techniques.decoding_graphs import graph_bytes
 from brim.techniques.kv_offload.cache import CacheShape, Placement
 from brim.techniques.streaming.placement import NAME, RESIDENT
 
@@ -92,23 +93,13 @@ class Bound:
     def strategy(
         self, opened: OpenedModel, shape: CacheShape | None, start_bytes: int, *, graphs: bool
     ) -> AmpleStrategy:
-        """Return the strategy of an opened model. The resident set of ``start_bytes`` was before it.
-
-        ``graphs``: a GPU may decode by CUDA graphs.
-        """
+        """Return an opened model's strategy. ``start_bytes`` were resident before it; ``graphs``: by CUDA graphs."""
         sizes, partition = self.sizes, find_blocks(opened.module)
         present = present_bytes(list(opened.module.parameters()))
         program_bytes = max(0, resident_bytes() - present - start_bytes) + _PROGRAM_BYTES
         rate = self.hardware.tier(self.hardware.compute).bytes_per_s  # 0: not measured yet
         token_s = partition.bytes / rate if rate else 0.0
         peak_bytes = self.peak_bytes(program_bytes)
-        settings = {"batch": sizes.batch, "prompt_tokens": sizes.prompt, "total_tokens": sizes.total}
-        if graphs and VRAM in peak_bytes:
-            planned = shape is not None and bool(shape.planned)
-            takes_bytes = graph_bytes(opened.module, sizes.batch, sizes.total, planned=planned)
-            if peak_bytes[VRAM] + takes_bytes <= self.budget[VRAM]:
-                peak_bytes[VRAM] += takes_bytes
-                settings[GRAPH_BYTES] = takes_bytes
         plan = Plan(
             model=opened.name,
             hardware=self.hardware.name,
@@ -119,8 +110,11 @@ class Bound:
                 for block in partition.blocks
             ),
             promise=Promise(peak_bytes=peak_bytes, step_s=token_s, bound_s=token_s, limited_by="compute"),
-            settings=settings,
+            settings={"batch": sizes.batch, "prompt_tokens": sizes.prompt, "total_tokens": sizes.total},
         )
+        if graphs and VRAM in peak_bytes:
+            planned = shape is not None and bool(shape.planned)
+            plan = with_graphs(plan, graph_bytes(opened.module, sizes.batch, sizes.total, planned=planned))
         placement = None if shape is None else sizes.placement(shape, 0)
         return AmpleStrategy(partition=partition, plan=plan, sizes=sizes, shape=shape, placement=placement)
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
+from brim.accelerator import CUDA, available
 from brim.core import Decision, Hardware, Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
@@ -173,6 +172,16 @@ def follow(case: GenerationCase, fixed: Plan) -> GenerationStrategy:
     return GenerationSearch(case).follow(fixed)
 
 
+def with_graphs(plan: Plan, graphs_bytes: int, promised_bytes: int = 0) -> Plan:
+    """Decode by CUDA graphs where the budget has room for their bytes, of which some may be promised already."""
+    settings = {name: count for name, count in plan.settings.items() if name != GRAPH_BYTES}  # of a given plan
+    promised = plan.promise.peak_bytes.get(VRAM, 0) + graphs_bytes - promised_bytes
+    if graphs_bytes and promised <= plan.budget_bytes[VRAM]:
+        settings[GRAPH_BYTES] = graphs_bytes
+        plan = raise_promise(plan, {VRAM: promised}, plan.budget_bytes)
+    return replace(plan, settings=settings)
+
+
 class GenerationSearch:
     """Try sizes, largest first, until one fits."""
 
@@ -213,7 +222,7 @@ class GenerationSearch:
         """Return what CUDA graphs take; 0 where they are not used, as the CPU computes, or experts are cached."""
         plan, sizes, placement = strategy.plan, strategy.sizes, strategy.placement
         moved = set(plan.choices(STREAMING).values()) <= {RESIDENT, FROM_RAM, FROM_DISK}
-        if not (self.case.request.graphs and moved and torch.cuda.is_available()):
+        if not (self.case.request.graphs and moved and available(CUDA)):
             return 0
         if strategy.resting or plan.choices(EXPERTS):
             return 0
@@ -222,13 +231,7 @@ class GenerationSearch:
 
     def _with_graphs(self, strategy: GenerationStrategy, promised_bytes: int = 0) -> GenerationStrategy:
         """Decode by CUDA graphs where the budget has room for them, too; ``promised_bytes`` of it already."""
-        plan, takes = strategy.plan, self._graph_bytes(strategy)
-        settings = {name: count for name, count in plan.settings.items() if name != GRAPH_BYTES}  # of a given plan
-        promised = plan.promise.peak_bytes.get(VRAM, 0) + takes - promised_bytes
-        if takes and promised <= plan.budget_bytes[VRAM]:
-            settings[GRAPH_BYTES] = takes
-            plan = raise_promise(plan, {VRAM: promised}, plan.budget_bytes)
-        return replace(strategy, plan=replace(plan, settings=settings))
+        return replace(strategy, plan=with_graphs(strategy.plan, self._graph_bytes(strategy), promised_bytes))
 
     def _reserved_bytes(self, memory: DeviceMemory, strategy: GenerationStrategy, vram_bytes: int) -> int:
         from brim.planning.inference.device_memory import Passes

@@ -84,11 +84,11 @@ def frames(hardware: Hardware, limits: Limits, profile: StepProfile, shape: Shap
     away = (DISK,) if hardware.compute == RAM else (RAM, DISK)
     frames_by_name = {}
     visits = _VISITING_PARTS if shape.on_gpu else (0,)
-    for chunked, in_backward, gradients, update_on_gpu in product(
+    for chunked, in_backward, gradients, gpu_sixteenths in product(
         (False, True) if profile.head_bytes else (False,), (False, True), (KEEP, *away), visits
     ):
         never_whole = in_backward and shape.micro_batch == profile.batch  # each gradient is freed after its update
-        if gradients != KEEP and (shape.states == KEEP or never_whole or update_on_gpu):
+        if gradients != KEEP and (shape.states == KEEP or never_whole or gpu_sixteenths):
             continue
         if shape.in_backward not in (None, in_backward):
             continue
@@ -99,11 +99,11 @@ def frames(hardware: Hardware, limits: Limits, profile: StepProfile, shape: Shap
             chunked=chunked,
             in_backward=in_backward,
             gradients=gradients,
-            update_on_gpu=update_on_gpu,
+            gpu_sixteenths=gpu_sixteenths,
             block_rows=shape.block_rows,
         )
         if limits.allow(frame):
-            frames_by_name[f"{chunked} {in_backward} {gradients} {update_on_gpu}"] = frame
+            frames_by_name[f"{chunked} {in_backward} {gradients} {gpu_sixteenths}"] = frame
     return frames_by_name
 
 
@@ -167,8 +167,8 @@ def _whole_column(name: str, profile: StepProfile, hardware: Hardware, frame: Fr
     """Build the frame's column; updates in backward overlap with it, an update after it is serial."""
     sizes = whole_bytes(profile, hardware.compute, frame)
     lanes = update_lanes(profile, hardware, frame)
-    if frame.update_on_gpu:  # what fits in VRAM comes before the update begins, and the last goes down after its end
-        away = 1 - frame.update_on_gpu / UPDATE_PARTS
+    if frame.gpu_sixteenths:  # what fits in VRAM comes before the update begins, and the last goes down after its end
+        away = 1 - frame.gpu_sixteenths / UPDATE_PARTS
         visits = [lane for lane in lanes if lane != COMPUTE]
         lanes[_VISITS] = away * max(lanes[lane] for lane in visits)
         if frame.in_backward:
@@ -208,7 +208,7 @@ def _fixed_bytes(profile: StepProfile, compute: str, frame: Frame) -> Held:
     for moment in MOMENTS:
         add(compute, moment, loose)
         add(states, moment, profile.state_bytes)
-        add(compute, moment, frame.update_on_gpu * profile.state_bytes // UPDATE_PARTS)
+        add(compute, moment, frame.gpu_sixteenths * profile.state_bytes // UPDATE_PARTS)
     accumulates = frame.micro_batch < profile.batch
     if accumulates:
         add(gradients, BACKWARD, profile.gradient_bytes)
@@ -225,7 +225,7 @@ def _fixed_bytes(profile: StepProfile, compute: str, frame: Frame) -> Held:
 def update_lanes(profile: StepProfile, hardware: Hardware, frame: Frame) -> dict[str, float]:
     """Return the optimizer's seconds by lane, its copies included."""
     compute, lanes = hardware.compute, dict[str, float]()
-    if compute == RAM or frame.states == KEEP or frame.update_on_gpu:
+    if compute == RAM or frame.states == KEEP or frame.gpu_sixteenths:
         lanes[COMPUTE] = profile.update_s
     else:  # PyTorch's fused Adam reads weights, gradients and two states, and writes all but gradients, at RAM's rate
         touched = 2 * (profile.gradient_bytes + profile.state_bytes) + profile.gradient_bytes
@@ -242,7 +242,7 @@ def update_moves(profile: StepProfile, compute: str, frame: Frame) -> dict[tuple
     def move(source: str, target: str, count: int) -> None:
         moves[source, target] = moves.get((source, target), 0) + count
 
-    if frame.update_on_gpu:
+    if frame.gpu_sixteenths:
         move(RAM, compute, profile.state_bytes)
         move(compute, RAM, profile.state_bytes)
     elif compute != RAM and frame.states != KEEP:

@@ -182,7 +182,7 @@ def _mix_bytes(low: int, high: int, share: float) -> int:
 class Frame:
     """The choices for the model as a whole; weights and activations are chosen block by block.
 
-    ``update_on_gpu``: states that rest in RAM visit the GPU to be updated, this many sixteenths of them at once; with
+    ``gpu_sixteenths``: states that rest in RAM visit the GPU to be updated, this many sixteenths of them at once; with
     0 the CPU updates. ``block_rows``: checkpointed blocks take the micro-batch in pieces of so many rows, with 0 as a
     whole.
     """
@@ -192,7 +192,7 @@ class Frame:
     in_backward: bool = False
     states: str = KEEP
     gradients: str = KEEP
-    update_on_gpu: int = 0
+    gpu_sixteenths: int = 0
     block_rows: int = 0
     slots: int = 2
 
@@ -275,7 +275,7 @@ def shape_of(assignment: Assignment) -> Shape:
         micro_batch=frame.micro_batch,
         slots=frame.slots,
         states=frame.states,
-        on_gpu=bool(frame.update_on_gpu),
+        on_gpu=bool(frame.gpu_sixteenths),
         block_rows=frame.block_rows,
         in_backward=frame.in_backward or None,
     )

@@ -75,14 +75,16 @@ class _Maker(TaskList):
         self._compute = hardware.compute
         self._away = DISK if self._compute == RAM else RAM
         frame = assignment.frame
-        count = max(1, frame.update_on_gpu * len(profile.blocks) // UPDATE_PARTS) if frame.update_on_gpu else _STAGING
+        count = (
+            max(1, frame.gpu_sixteenths * len(profile.blocks) // UPDATE_PARTS) if frame.gpu_sixteenths else _STAGING
+        )
         self._buffers: deque[list[int]] = deque([[]] * count)
         self._updated: dict[str, list[int]] = {}  # tasks that the next use of a block waits for
         self._barrier: list[int] = []  # tasks that the next step waits for
         lanes = update_lanes(profile, hardware, frame)
-        self._on_cpu = hardware.compute != RAM and frame.states != KEEP and not frame.update_on_gpu
+        self._on_cpu = hardware.compute != RAM and frame.states != KEEP and not frame.gpu_sixteenths
         self._visit: tuple[str, str] | None = (DISK, RAM) if frame.states == DISK else None
-        if frame.update_on_gpu:
+        if frame.gpu_sixteenths:
             self._visit = RAM, self._compute
         self._update_s = lanes.get(CPU if self._on_cpu else COMPUTE, 0.0)
         self._update_lane = CPU if self._on_cpu else UPDATE if hardware.compute == RAM else COMPUTE

@@ -20,12 +20,12 @@ from brim.techniques.streaming.weight_streaming import RING_SLOTS
 PRECISION, CHECKPOINTING, ACTIVATIONS = "precision", "checkpointing", "activation_offload"
 STATES, GRADIENTS = "optimizer_offload", "gradient_offload"
 MICRO_BATCH, CHUNK_TOKENS, IN_PLACE, IN_BACKWARD = "micro_batch", "chunk_tokens", "in_place", "update_in_backward"
-BRIEF_BUFFER, UPDATE_ON_GPU = "brief_state_buffer", "update_on_gpu"
+BRIEF_BUFFER, GPU_SIXTEENTHS = "brief_state_buffer", "gpu_sixteenths"
 BLOCK_ROWS = "block_rows"
 OFFLOADED = "offload"
 TOKENS_AT_ONCE = 256  # of a chunk of logits, whose matrix product still runs at full rate
 # Fields of Choice and of Frame.
-SHARED = ("micro_batch", "block_rows", "in_backward", "states", "gradients", "update_on_gpu")
+SHARED = ("micro_batch", "block_rows", "in_backward", "states", "gradients", "gpu_sixteenths")
 UNSOLVED = ("precision", "in_place", "brief_buffer")  # fields of Choice that the solver does not choose
 
 
@@ -38,9 +38,9 @@ class Choice:
     ``selective`` by block, ``activations`` the blocks whose saved tensors, or checkpointed inputs, are offloaded.
     ``in_backward``: each block is updated in the last backward pass, as soon as its gradients
     exist. ``states`` and ``gradients`` are the places where those rest; with ``brief_buffer`` states on disk are
-    loaded to RAM one at a time, into a buffer that exists only during the update. ``update_on_gpu`` sixteenths of the
-    states in RAM have room in VRAM, where the GPU updates them; with 0 the CPU does. ``streaming`` has ``stream:ram``
-    or ``stream:disk`` by block; other blocks are resident.
+    loaded to RAM one at a time, into a buffer that exists only during the update. ``gpu_sixteenths``: so many
+    sixteenths of the states in RAM have room in VRAM, where the GPU updates them; with 0 the CPU does. ``streaming``
+    has ``stream:ram`` or ``stream:disk`` by block; other blocks are resident.
     """
 
     precision: str = "fp32"
@@ -54,7 +54,7 @@ class Choice:
     states: Place = "keep"
     gradients: Place = "keep"
     brief_buffer: bool = False
-    update_on_gpu: int = 0
+    gpu_sixteenths: int = 0
     streaming: Mapping[str, str] = field(default_factory=dict)
     streaming_settings: Mapping[str, int] = field(default_factory=dict)
 
@@ -84,7 +84,7 @@ class Choice:
             IN_PLACE: int(self.in_place),
             IN_BACKWARD: int(self.in_backward),
             **({BRIEF_BUFFER: 1} if self.brief_buffer else {}),
-            **({UPDATE_ON_GPU: self.update_on_gpu} if self.update_on_gpu else {}),
+            **({GPU_SIXTEENTHS: self.gpu_sixteenths} if self.gpu_sixteenths else {}),
             **({BLOCK_ROWS: self.block_rows} if self.block_rows else {}),
         }
 
@@ -104,7 +104,7 @@ class Choice:
         """Return the choice of a training plan. Raises FormatError for settings that are no training's."""
         settings = dict(plan.settings)
         own = {name: settings.pop(name) for name in (MICRO_BATCH, CHUNK_TOKENS, IN_PLACE, IN_BACKWARD)}
-        brief_buffer, update_on_gpu = bool(settings.pop(BRIEF_BUFFER, 0)), settings.pop(UPDATE_ON_GPU, 0)
+        brief_buffer, gpu_sixteenths = bool(settings.pop(BRIEF_BUFFER, 0)), settings.pop(GPU_SIXTEENTHS, 0)
         block_rows = settings.pop(BLOCK_ROWS, 0)
         if unknown := sorted(settings.keys() - {weight_streaming.RING_SLOTS, weight_streaming.STAGING_SLOTS}):
             raise FormatError(f"The plan for {plan.model} is not valid.", f"Unknown settings: {', '.join(unknown)}.")
@@ -119,7 +119,7 @@ class Choice:
             states=_place(plan, STATES),
             gradients=_place(plan, GRADIENTS),
             brief_buffer=brief_buffer,
-            update_on_gpu=update_on_gpu,
+            gpu_sixteenths=gpu_sixteenths,
             block_rows=block_rows,
             streaming=plan.choices(weight_streaming.NAME),
             streaming_settings=settings,

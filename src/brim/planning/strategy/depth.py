@@ -192,7 +192,7 @@ class _KnownLayers:
             for moment in (BACKWARD, UPDATE):
                 share = block.trained_bytes / trained
                 own[states, moment] = own.get((states, moment), 0) + int(profile.state_bytes * share)
-                visiting_bytes = int(profile.state_bytes * share) * assignment.frame.update_on_gpu // UPDATE_PARTS
+                visiting_bytes = int(profile.state_bytes * share) * assignment.frame.gpu_sixteenths // UPDATE_PARTS
                 own[compute, moment] = own.get((compute, moment), 0) + visiting_bytes
                 own[gradients, moment] = own.get((gradients, moment), 0) + block.trained_bytes
 

@@ -130,8 +130,8 @@ def _frame_used(profile: StepProfile, assignment: Assignment) -> Iterator[tuple[
     if frame.in_backward:
         yield IN_BACKWARD, "each block as soon as it has its gradients", without(in_backward=False)
     if frame.states != KEEP:
-        what = f"states in {frame.states.upper()}, updated by the {'GPU' if frame.update_on_gpu else 'CPU'}"
-        yield STATES, what, without(states=KEEP, gradients=KEEP, update_on_gpu=0)
+        what = f"states in {frame.states.upper()}, updated by the {'GPU' if frame.gpu_sixteenths else 'CPU'}"
+        yield STATES, what, without(states=KEEP, gradients=KEEP, gpu_sixteenths=0)
     if frame.gradients != KEEP:
         yield GRADIENTS, f"gradients in {frame.gradients.upper()}", without(gradients=KEEP)
 
@@ -160,7 +160,7 @@ def _further(profile: StepProfile, compute: str, assignment: Assignment) -> Iter
         yield IN_BACKWARD, "each block updated as soon as it has its gradients", _framed(assignment, in_backward=True)
     for place in (RAM, DISK):
         if frame.states != place != compute and frame.states != DISK:
-            yield STATES, f"states in {place.upper()}", _framed(assignment, states=place, update_on_gpu=0)
+            yield STATES, f"states in {place.upper()}", _framed(assignment, states=place, gpu_sixteenths=0)
     blocks = {block.name: block for block in profile.blocks}
 
     def treat(choice: str, possible: Callable[[str], bool]) -> Mapping[str, str]:

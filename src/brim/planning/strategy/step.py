@@ -108,7 +108,7 @@ class Fitted(Readable):
             pieces = f" of {choice.block_rows} rows at once" * bool(choice.block_rows)
             words.append(f"{next(iter(choice.checkpointing.values()))} checkpointing{pieces}")
         if choice.states != "keep":
-            how = ", one at a time" * choice.brief_buffer + ", updated by the GPU" * bool(choice.update_on_gpu)
+            how = ", one at a time" * choice.brief_buffer + ", updated by the GPU" * bool(choice.gpu_sixteenths)
             words.append(f"optimizer states in {choice.states}{how}")
         if choice.activations:
             words.append("activations offloaded")
@@ -155,7 +155,7 @@ class Fitted(Readable):
                 streaming=self.streaming if choice.streams else None,
                 block_bytes=bytes_at_once(model, choice, update_bytes),
                 brief=choice.brief_buffer,
-                on_gpu=choice.update_on_gpu,
+                gpu_sixteenths=choice.gpu_sixteenths,
             )
             self.hold(self.offload)
 
@@ -297,7 +297,7 @@ class Fitted(Readable):
 
 def bytes_at_once(model: nn.Module, choice: Choice, update_bytes: int | None = None) -> int:
     """Bytes updated at once: ``update_bytes`` or ``part_bytes`` of the model, within bounds."""
-    most = GPU_BLOCK_BYTES if choice.update_on_gpu else BLOCK_BYTES
+    most = GPU_BLOCK_BYTES if choice.gpu_sixteenths else BLOCK_BYTES
     return min(most, part_bytes(model) if update_bytes is None else update_bytes)
 
 

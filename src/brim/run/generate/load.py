@@ -42,7 +42,6 @@ from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 
 Amount = str | int | None  # of memory
 OnLoaded = Callable[[int, int], None]
-_NOBODY: OnLoaded = lambda done, total: None  # noqa: E731
 _TOTALS = (1024, 512, 256, 128, 64)  # tokens to reserve memory for, tried in this order, when ``inputs`` is None
 
 
@@ -171,7 +170,7 @@ def place_ample(
     opened: OpenedModel,
     start_bytes: int,
     plans_cache: bool = False,
-    on_loaded: OnLoaded = _NOBODY,
+    on_loaded: OnLoaded = lambda done, total: None,
     *,
     graphs: bool = True,
 ) -> Loaded:
@@ -247,7 +246,7 @@ def load_for_generation(
     hardware: Hardware,
     strategy: GenerationStrategy | AmpleStrategy,
     device: Device = "auto",
-    on_loaded: OnLoaded = _NOBODY,
+    on_loaded: OnLoaded = lambda done, total: None,
 ) -> Loaded:
     """Load the weights of an opened model by the strategy. ``on_loaded`` gets the loaded and the total bytes."""
     weights = Weights(sources=by_parameter(opened), verify=verifier(opened), loaded=_Progress(strategy, on_loaded))

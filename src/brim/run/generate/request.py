@@ -34,13 +34,7 @@ from brim.planning.seconds.spans import ComputeSpans
 from brim.requests.generate import Request as Request
 from brim.requests.sampling import cut
 from brim.run.generate.inputs import Batch, batches, check, encode, encode_chat, instructed
-from brim.run.generate.load import (
-    Loaded,
-    ample_model,
-    choose_generation,
-    load_for_generation,
-    place_ample,
-)
+from brim.run.generate.load import Loaded, ample_model, choose_generation, load_for_generation, place_ample
 from brim.run.generate.loop import (
     CHECKED_TOKENS,
     Ending,
@@ -56,7 +50,7 @@ from brim.run.generate.loop import (
 if TYPE_CHECKING:
     from brim.planning.file import PlanFile
 
-_SHORT = 512  # tokens
+_UNPLANNED_TOKENS = 512  # new ones, up to which transformers' own cache, which grows, is as fast
 DEFAULT_CONTEXT = 4096  # tokens of a conversation
 
 
@@ -381,9 +375,10 @@ def _opened_here(
         limited = held_to(budget, device)  # from before the first product, whose workspace the budget includes
         if ample:
             # Later tokens, and turns, are faster with a planned cache.
-            plans_cache = not rows or new_tokens > _SHORT
-            graphs = request.cuda_graphs
-            place = partial(place_ample, ample, opened, start_bytes, plans_cache, on_loaded, graphs=graphs)
+            plans_cache = not rows or new_tokens > _UNPLANNED_TOKENS
+            place = partial(
+                place_ample, ample, opened, start_bytes, plans_cache, on_loaded, graphs=request.cuda_graphs
+            )
         else:
             fixed = file.plan if file else None
             strategy = choose_generation(opened, hardware, budget, run.generation(), start_bytes, device, fixed=fixed)

@@ -73,20 +73,20 @@ def apply(
     block_bytes: int = BLOCK_BYTES,
     buffer_bytes: int | None = None,
     brief: bool = False,
-    on_gpu: int = 0,
+    gpu_sixteenths: int = 0,
 ) -> OptimizerOffload:
     """Offload the states of ``optimizer`` and its gradients to ``ram`` or ``disk``.
 
     ``keep``: names of blocks whose states stay. ``block_bytes`` bounds the parameters of a block; ``buffer_bytes``
     is the RAM that states on disk pass through (None: enough for three ordinary blocks, or for the largest one). With
     ``brief`` it has room for the largest unit only, so that nothing is read ahead, and is freed at the end of each
-    step. With ``on_gpu`` > 0 states in RAM pass through a buffer in VRAM for that many sixteenths of them, and the
-    GPU steps. Raises UsageError for an unknown choice, ``on_gpu`` without a GPU or states in RAM, or an optimizer
-    that is fitted already, UnsupportedError for an optimizer that needs all its parameters at once, BudgetError and
-    TransferError; then nothing has changed.
+    step. With ``gpu_sixteenths`` > 0 states in RAM pass through a buffer in VRAM for that many sixteenths of them,
+    and the GPU steps. Raises UsageError for an unknown choice, ``gpu_sixteenths`` without a GPU or states in RAM, or
+    an optimizer that is fitted already, UnsupportedError for an optimizer that needs all its parameters at once,
+    BudgetError and TransferError; then nothing has changed.
     """
     check(optimizer, states=states, gradients=gradients)
-    if on_gpu and (memory.host is None or states != RAM):
+    if gpu_sixteenths and (memory.host is None or states != RAM):
         raise UsageError(
             "Cannot update on the GPU.",
             f"States are in {states}.",
@@ -103,7 +103,7 @@ def apply(
         keep=frozenset(keep),
         buffer_bytes=buffer_bytes,
         brief=brief,
-        on_gpu=on_gpu,
+        gpu_sixteenths=gpu_sixteenths,
     )
     return OptimizerOffload(model, optimizer, memory, blocks, trial, choices, streaming)
 
@@ -415,7 +415,7 @@ class Choices:
     """``states`` and ``gradients``: ``keep``, ``ram`` or ``disk``; ``keep``: names of blocks whose states stay.
 
     ``brief``: the buffer that states pass through has room for the largest unit only, and is freed between steps.
-    ``on_gpu``: the buffer is in VRAM for this many sixteenths of the states, and the GPU steps; 0: the CPU.
+    ``gpu_sixteenths``: the buffer is in VRAM for this many sixteenths of the states, and the GPU steps; 0: the CPU.
     """
 
     states: str
@@ -423,7 +423,7 @@ class Choices:
     keep: frozenset[str]
     buffer_bytes: int | None
     brief: bool
-    on_gpu: int
+    gpu_sixteenths: int
 
 
 def check(optimizer: Optimizer, **choices: str) -> None:
@@ -451,7 +451,7 @@ class OffloadStorage:
     def __init__(
         self, optimizer: Optimizer, memory: Memory, blocks: Mapping[int, StateBlock], choices: Choices
     ) -> None:
-        self._blocks, self.on_gpu = blocks, choices.on_gpu
+        self._blocks, self.on_gpu = blocks, choices.gpu_sixteenths > 0
         no_move = {KEEP, memory.compute.tier}
         gradients = None if choices.gradients in no_move else choices.gradients
         self.offloaded = {
@@ -472,7 +472,7 @@ class OffloadStorage:
             sizes = [size for b in offloaded for size in ([b.state_bytes] if at_once else b.unit_bytes())]
             usual = max(sizes, default=0) if choices.brief else usual_buffer_bytes(sizes)
             if self.on_gpu and not choices.brief:
-                usual = self.on_gpu * sum(sizes) // UPDATE_PARTS
+                usual = choices.gpu_sixteenths * sum(sizes) // UPDATE_PARTS
             room = choices.buffer_bytes or usual
             tier = RAM if choices.states == KEEP else choices.states
             self.states = States(
@@ -483,7 +483,7 @@ class OffloadStorage:
                 buffer_bytes=room,
                 at_once=at_once,
                 brief=choices.brief,
-                on_gpu=bool(self.on_gpu),
+                on_gpu=self.on_gpu,
             )
             undo.callback(self.states.records.free)
             room = choices.buffer_bytes or gradient_buffer_bytes([b.bytes for b in blocks.values()])

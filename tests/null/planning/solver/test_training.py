@@ -241,7 +241,7 @@ def adam(link_bytes_per_s: float, ram_bytes_per_s: float, compute_s: float) -> t
 @pytest.mark.parametrize("machine", MACHINES)
 def test_states_that_visit_the_gpu_keep_its_busiest_lane_busy(machine: tuple[float, float, float]) -> None:
     step, hardware = adam(*machine)
-    seconds, _ = training_step_s(step, hardware, plain(step, states=RAM, in_backward=True, update_on_gpu=6))
+    seconds, _ = training_step_s(step, hardware, plain(step, states=RAM, in_backward=True, gpu_sixteenths=6))
     bound_s = max(machine[2], step.state_bytes / machine[0])
     assert bound_s <= seconds <= 1.05 * bound_s
 
@@ -252,7 +252,7 @@ def test_states_that_visit_the_gpu_keep_its_busiest_lane_busy(machine: tuple[flo
 def test_the_gpu_updates_where_the_link_is_fast(machine: tuple[float, float, float], on_gpu: bool) -> None:
     step, hardware = adam(*machine)
     _, chosen = fastest(step, hardware, limits(24 * GIB, fixed={"states": RAM}))
-    assert bool(chosen.frame.update_on_gpu) == on_gpu
+    assert bool(chosen.frame.gpu_sixteenths) == on_gpu
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(0.002, 60), (0.005, 60), (0.01, 60), (0.01, 5)])

@@ -26,7 +26,7 @@ CHOICE = Choice(
     in_backward=True,
     states="ram",
     gradients="disk",
-    update_on_gpu=3,
+    gpu_sixteenths=3,
     streaming={"a": "stream:ram", "b": "resident", "c": "resident"},
     streaming_settings={RING_SLOTS: 3, STAGING_SLOTS: 2},
 )
