@@ -99,10 +99,7 @@ class Choice:
         """Return the choice of a training plan. Raises FormatError for settings that are no training's."""
         settings = dict(plan.settings)
         own = {name: settings.pop(name) for name in (MICRO_BATCH, CHUNK_TOKENS, IN_PLACE, IN_BACKWARD)}
-        brief_buffer, gpu_sixteenths = (
-            bool(settings.pop(BRIEF_BUFFER, 0)),
-            settings.pop(GPU_SIXTEENTHS, 0),
-        )
+        brief_buffer, gpu_sixteenths = bool(settings.pop(BRIEF_BUFFER, 0)), settings.pop(GPU_SIXTEENTHS, 0)
         if unknown := sorted(settings.keys() - {weight_streaming.RING_SLOTS, weight_streaming.STAGING_SLOTS}):
             raise FormatError(f"The plan for {plan.model} is not valid.", f"Unknown settings: {', '.join(unknown)}.")
         return cls(
