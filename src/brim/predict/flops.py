@@ -66,7 +66,7 @@ def _kernel(func: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[str, floa
         kind = "grouped" if groups > 1 else "convolution" if taps > 1 else "product"
         return layout + kind, filled(weight.size(0) // groups, weight.size(1) * taps)
     if name in _MATRICES:
-        left, right = args[-2:] if len(args) == 2 else args[1:3]
+        left, right = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
         kind = "batched" if left.dim() == 3 else "product"
         return kind, filled(left.size(-2), left.size(-1), right.size(-1))
     if name == "native_batch_norm" and not args[5]:  # it only scales
@@ -81,20 +81,19 @@ def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
     it lacks; anything else that computes is one per element of its largest tensor; views, copies, gathers and fills
     are 0. Unlike the registry, fused attention does not count scores that a causal mask hides: its kernels skip them.
     """
-    attention = _attention().get(func.overloadpacket)
-    if attention is not None:
+    if attention := _attention().get(func.overloadpacket):
         return attention(*args, causal=_is_causal(func, args, kwargs))
     if func.overloadpacket is aten.convolution_backward:  # the registry's ignores groups
         points = args[bool(args[7])]  # of the result; of the input where that is the smaller
         return int(2 * points.numel() // points.size(1) * args[2].numel() * sum(args[10][:2]))
-    count = flop_registry.get(func.overloadpacket)
-    if count is not None:
+    if count := flop_registry.get(func.overloadpacket):
         lengths = _ROWS_BEFORE_HEADS.get(func.overloadpacket)
         if lengths is not None and args[lengths] is None:
             args = [arg.transpose(1, 2) if isinstance(arg, torch.Tensor) and arg.dim() == 4 else arg for arg in args]
+        if func._overloadname == "dtype":  # a product's ``out_dtype``, which PyTorch's counts do not take
+            args = args[:-1]
         return int(count(*args, **kwargs, out_val=out))
-    product = _products().get(func.overloadpacket)
-    if product is not None:
+    if product := _products().get(func.overloadpacket):
         return product(*args, **kwargs)
     if is_view(func) or _base_name(func) in _OPERATORS["moves"]:
         return 0

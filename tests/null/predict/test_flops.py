@@ -89,6 +89,19 @@ def test_kernels_are_named_by_what_limits_them():
     assert kernels(nn.MaxPool2d(2), 2, 8, 8, 8) == {"pooling"}
 
 
+@pytest.mark.parametrize("name", ["mm", "addmm", "bmm", "baddbmm"])
+def test_a_product_into_another_dtype_takes_the_same_work(name):
+    with torch.device("meta"):
+        batch = (2,) if name[-3:] == "bmm" else ()
+        left, right, out = (torch.empty(*batch, *sizes, dtype=torch.half) for sizes in ((5, 6), (6, 7), (5, 7)))
+    args = (left, right) if name in ("mm", "bmm") else (out, left, right)
+    packet = getattr(aten, name)
+    same, wider = op_work(packet.default, args, {}, out), op_work(packet.dtype, (*args, torch.float), {}, out.float())
+    assert wider == same._replace(written_bytes=2 * same.written_bytes)
+    assert same.flops > 0
+    assert same.kernel
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
 def test_attention_on_the_cpu_kernel_counts_both_products_and_five_backward(heads, kv_heads):
     q = torch.randn(2, heads, 6, 8, device="meta", requires_grad=True)
