@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
 _LEAST_DIMS = 3  # (rows, tokens, channels) or (rows, channels, ...): with less, rows may be tokens of one sequence
 _ROUNDING = 0.05  # of the largest value: kernels of another number of rows round otherwise, also in bfloat16
@@ -22,14 +22,17 @@ def rows_of(arguments: Any) -> int:
     return first.shape[0]
 
 
-def piece(arguments: Any, begin: int, end: int, rows: int) -> Any:
-    """The rows ``begin`` to ``end`` of each tensor with ``rows`` rows; other values are shared by all pieces."""
-
-    def cut(value: Any) -> Any:
-        is_batch = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows
-        return value[begin:end] if is_batch else value
-
-    return tree_map(cut, arguments)
+def parts(arguments: Any, size: int, rows: int) -> list[Any]:
+    """The arguments of each ``size`` rows: parts of each tensor with ``rows`` rows; other values are in all parts."""
+    count = -(-rows // size)
+    columns = [
+        leaf.split(size)
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
+        else [leaf] * count
+        for leaf in tree_leaves(arguments)
+    ]
+    structure = tree_structure(arguments)
+    return [tree_unflatten(list(values), structure) for values in zip(*columns, strict=True)]
 
 
 def joined(outputs: list[Any]) -> Any:
@@ -58,8 +61,11 @@ def computes_alike(block: nn.Module, forward: Callable[..., Any], args: Any, kwa
     try:
         block.eval()  # without dropout, which differs from call to call
         with torch.no_grad():
-            calls = [piece((args, kwargs), begin, end, rows) for begin, end in ((0, 1), (1, 2), (0, 2))]
+            calls = [*parts((args, kwargs), 1, rows)[:2], parts((args, kwargs), 2, rows)[0]]
+            calls = tree_map_only(torch.Tensor, torch.clone, calls)
             *singles, pair = [forward(*its_args, **its_kwargs) for its_args, its_kwargs in calls]
+            if any(isinstance(leaf, torch.Tensor) and leaf._version for leaf in tree_leaves(calls)):
+                return False  # autograd lets no part of a split tensor be changed in place
             together = joined(singles)
             return together is not None and all(map(_is_close, tree_leaves(pair), tree_leaves(together)))
     finally:

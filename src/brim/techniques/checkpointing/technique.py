@@ -143,14 +143,15 @@ class _Checkpointed(StandIn):
         if rows <= self._rows or not self._are_independent(args, kwargs, rows):
             return self._checkpointed(*args, **kwargs)
         outputs: list[Any] = []
-        begins = range(0, rows, self._rows)
-        left_out = begins[2:-1] if _is_traced(args, kwargs) else ()  # they take the same bytes as the second
-        for begin in begins:
-            if begin in left_out:
+        parts = pieces.parts((args, kwargs), self._rows, rows)
+        left_out = (
+            range(2, len(parts) - 1) if _is_traced(args, kwargs) else ()
+        )  # they take the same bytes as the second
+        for index, (its_args, its_kwargs) in enumerate(parts):
+            if index in left_out:
                 outputs.append(tree_map_only(torch.Tensor, torch.empty_like, outputs[1]))
-                continue
-            its_args, its_kwargs = pieces.piece((args, kwargs), begin, min(begin + self._rows, rows), rows)
-            outputs.append(self._checkpointed(*its_args, **its_kwargs))
+            else:
+                outputs.append(self._checkpointed(*its_args, **its_kwargs))
         output = pieces.joined(outputs)
         return self._checkpointed(*args, **kwargs) if output is None else output
 
