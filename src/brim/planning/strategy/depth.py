@@ -37,6 +37,7 @@ _GRAIN_BYTES = 512  # of the caching allocator
 _LEAST_WEIGHT = 1 << 20
 _SEGMENTS_BYTES = 40 << 20  # two segments of the caching allocator that only the deep model may need
 _REST_BYTES = 1 << 20  # unfilled part of a 2 MiB segment for a further layer's small tensors
+_IN_WINDOW = 2  # activations, however large: one that is resident, and one that leaves
 _TRIES = 2  # a model with one layer of a kind may lack a moment that deeper ones have
 _GROWS = 1.15  # times a layer's known bytes: growth beyond it means that the shallower model lacked something
 _MOST_BEYOND = 0.02  # of further layers' bytes: unfilled 2 MiB segments. The first segment of a pool does not recur
@@ -221,7 +222,7 @@ class _KnownLayers:
         """
         window = ToRam.window_bytes if self.compute == VRAM else ToDisk.window_bytes
         return {
-            treatments[layer]: 1 + -(-window // moved_bytes)
+            treatments[layer]: 1 + max(_IN_WINDOW, -(-window // moved_bytes))
             for block, layer in self._blocks
             if layer in treatments and layer is not None
             if (moved_bytes := block.moved_bytes(self._assignment.activations[block.name]))
