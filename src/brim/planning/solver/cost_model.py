@@ -328,8 +328,7 @@ def block_bytes(block: BlockProfile, weights: str, activations: str, compute: st
 
     add(compute, BACKWARD, block.saved_bytes(activations))
     if activations in (SELECTIVE, FULL, FULL_OFFLOAD):
-        again_bytes = block.kept_bytes[KEEP] - block.kept_bytes[SELECTIVE if activations == SELECTIVE else FULL]
-        slots[_AGAIN] = max(0, again_bytes if block.piece_bytes is None else block.piece_bytes)
+        slots[_AGAIN] = block.again_bytes(activations)
     if weights != RESIDENT:
         slots[_RING] = block.bytes
     if offloaded_bytes := block.moved_bytes(activations):

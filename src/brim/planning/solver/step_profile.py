@@ -19,8 +19,9 @@ class BlockProfile:
     """A block in a plain pass over some rows.
 
     ``kept_bytes`` are its activations saved for backward under ``keep``, ``selective`` and ``full``, ``again_s`` the
-    seconds of recomputation under the latter two. ``offload_bytes`` of its activations can be offloaded. A block that
-    takes its rows in pieces has ``piece_bytes`` of them while it recomputes one.
+    seconds of recomputation under the latter two. ``offload_bytes`` of its activations can be offloaded. Its backward
+    pass needs ``backward_bytes`` beyond all its activations. A block that takes its rows in pieces needs
+    ``piece_bytes`` to recompute and differentiate one.
     """
 
     name: str
@@ -31,12 +32,19 @@ class BlockProfile:
     kept_bytes: Mapping[str, int]
     again_s: Mapping[str, float] = field(default_factory=dict)
     offload_bytes: int = 0
+    backward_bytes: int = 0
     piece_bytes: int | None = None
 
     def kind(self) -> tuple[object, ...]:
         """Return a key that is the same for blocks that the planner need not distinguish."""
         kept = tuple(sorted(self.kept_bytes.items()))
         return (self.bytes, self.trained_bytes, kept, self.offload_bytes, round(self.forward_s, 9))
+
+    def again_bytes(self, activations: str) -> int:
+        """Return the bytes that recomputation and the backward pass after it need under ``activations``."""
+        saved = self.kept_bytes[SELECTIVE if activations == SELECTIVE else FULL]
+        all_bytes = self.kept_bytes[KEEP] - saved + self.backward_bytes
+        return max(0, all_bytes if self.piece_bytes is None else self.piece_bytes)
 
     def saved_bytes(self, activations: str) -> int:
         """Return the bytes that stay in the compute tier for backward under a choice of ``activations``."""
@@ -59,7 +67,8 @@ class BlockProfile:
             forward_s=count * piece.forward_s,
             backward_s=count * piece.backward_s,
             again_s={choice: count * seconds for choice, seconds in piece.again_s.items()},
-            piece_bytes=piece.kept_bytes[KEEP],
+            # The gradients of its output and of its input have all rows.
+            piece_bytes=piece.kept_bytes[KEEP] + piece.backward_bytes + 2 * self.kept_bytes.get(FULL, 0),
         )
 
     def between(self, other: BlockProfile, share: float) -> BlockProfile:
@@ -71,6 +80,7 @@ class BlockProfile:
             kept_bytes={k: _mix_bytes(n, other.kept_bytes.get(k, n), share) for k, n in self.kept_bytes.items()},
             again_s={k: _mix(s, other.again_s.get(k, s), share) for k, s in self.again_s.items()},
             offload_bytes=_mix_bytes(self.offload_bytes, other.offload_bytes, share),
+            backward_bytes=_mix_bytes(self.backward_bytes, other.backward_bytes, share),
         )
 
     def scaled(self, share: float) -> BlockProfile:
@@ -82,6 +92,7 @@ class BlockProfile:
             kept_bytes={k: int(n * share) for k, n in self.kept_bytes.items()},
             again_s={k: s * share for k, s in self.again_s.items()},
             offload_bytes=int(self.offload_bytes * share),
+            backward_bytes=int(self.backward_bytes * share),
         )
 
 
@@ -182,9 +193,9 @@ def _mix_bytes(low: int, high: int, share: float) -> int:
 class Frame:
     """The choices for the model as a whole; weights and activations are chosen block by block.
 
-    ``gpu_sixteenths``: states that rest in RAM visit the GPU to be updated, this many sixteenths of them at once; with
-    0 the CPU updates. ``block_rows``: checkpointed blocks take the micro-batch in pieces of so many rows, with 0 as a
-    whole.
+    ``gpu_sixteenths``: states that rest in RAM visit the GPU to be updated, this many sixteenths of them at once;
+    with 0 the CPU updates. ``block_rows``: checkpointed blocks take the micro-batch in pieces of so many rows, with 0
+    as a whole.
     """
 
     micro_batch: int

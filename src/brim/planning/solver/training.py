@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -83,6 +84,7 @@ def _block_profiles(
     saved = {(o.block, o.choice): o for o in checkpointing.options(trace, hardware, list(repeated))}
     moved_bytes = activation_offload.offloadable_bytes(trace, repeated, compute=hardware.compute)
     kept = _kept_bytes(trace, partition)
+    backward = _backward_bytes(trace, list(kept))
     blocks = []
     for block in partition.blocks:
         name = block.name
@@ -98,6 +100,7 @@ def _block_profiles(
                 kept_bytes={KEEP: kept[name], **less},
                 again_s={c: option.compute_s for c, option in choices.items()},
                 offload_bytes=min(kept[name], moved_bytes.get(name, 0)),
+                backward_bytes=max(0, backward[name] - kept[name]),
             )
         )
     return blocks
@@ -132,6 +135,41 @@ def _kept_bytes(trace: Trace, partition: Partition) -> dict[str, int]:
             if owner:
                 kept[owner] += storage.bytes
     return kept
+
+
+def _backward_bytes(trace: Trace, names: Sequence[str]) -> dict[str, int]:
+    """Return the peak of each block's backward pass: what it saved and all that this pass makes but gradients of
+    parameters.
+    """
+    peaks = dict.fromkeys(names, 0)
+    begins: list[tuple[int, str]] = []  # of the blocks' backward passes
+    for op in trace.ops:
+        if op.at >= trace.step_starts[-1] and op.phase is Phase.BACKWARD:
+            owner = _owner(op.module, names)
+            if not begins or begins[-1][1] != owner:
+                begins.append((op.at, owner))
+    if not begins:
+        return peaks
+    changes: list[tuple[int, int, str]] = []
+    for storage in trace.storages:
+        is_saved = storage.category is Category.ACTIVATION and storage.born >= trace.step_starts[-1]
+        if is_saved or (storage.category is Category.TEMPORARY and storage.born >= begins[0][0]):
+            owner = _owner(storage.module, names) if is_saved else ""
+            changes.append((storage.born, storage.bytes, owner))
+            if storage.died is not None:
+                changes.append((storage.died, -storage.bytes, owner))
+    live_bytes = dict.fromkeys((*names, ""), 0)
+    turns = iter([*begins, (1 << 62, "")])
+    turn, now = next(turns)
+    name = ""
+    for tick, count, owner in sorted(changes):
+        while tick >= turn:
+            name = now
+            turn, now = next(turns)
+        live_bytes[owner] += count
+        if name:
+            peaks[name] = max(peaks[name], live_bytes[name] + live_bytes[""])
+    return peaks
 
 
 def _peaks(trace: Trace, ops: Sequence[Op]) -> dict[str, int]:
@@ -226,6 +264,7 @@ def measured(profile: StepProfile, seconds: Mapping[str, tuple[float, float, flo
 
 
 _RING_SLOTS = (2, 3)
+_NO_FASTER = 1.01  # pieces are not tried where all rows at once take no more than this times their least seconds
 _CLOSE = 1 / 64  # the precision of the smallest budget
 
 
@@ -261,8 +300,29 @@ def shapes(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator
 
 def best(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator[Assignment]:
     """Yield the best choices of every shape in which some fit, sorted by the seconds of the busiest lane."""
-    solved = [solve_shape(profile, hardware, limits, shape) for shape in shapes(profile, hardware, limits)]
-    yield from sorted((each for each in solved if each is not None), key=lambda each: each.bound_s)
+    waiting = sorted(
+        ((_least_s(profile, shape), shape) for shape in shapes(profile, hardware, limits)), key=lambda entry: entry[0]
+    )
+    solved: list[Assignment] = []
+    whole_s: dict[Shape, float] = {}  # of shapes whose blocks take no pieces
+    for least_s, shape in waiting:
+        if whole_s.get(replace(shape, block_rows=0), math.inf) <= _NO_FASTER * least_s:
+            continue
+        ready = sorted((each for each in solved if each.bound_s <= least_s), key=lambda each: each.bound_s)
+        yield from ready
+        solved = [each for each in solved if each.bound_s > least_s]
+        if (assignment := solve_shape(profile, hardware, limits, shape)) is not None:
+            solved.append(assignment)
+            if not shape.block_rows:
+                whole_s[shape] = assignment.bound_s
+    yield from sorted(solved, key=lambda each: each.bound_s)
+
+
+def _least_s(profile: StepProfile, shape: Shape) -> float:
+    """Return seconds that no choice of a shape is below: those of computation without techniques."""
+    micro = profile.under(shape)
+    computes_s = sum(micro.outside_s) + sum(block.forward_s + block.backward_s for block in micro.blocks)
+    return computes_s * profile.passes(shape.micro_batch)
 
 
 def solve_shape(profile: StepProfile, hardware: Hardware, limits: Limits, shape: Shape) -> Assignment | None:
