@@ -10,11 +10,13 @@ import torch
 from brim.core import Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.memory.tiers import device_memory
+from brim.techniques.activation_offload import technique as activation_offload
 from brim.techniques.blocks import find_blocks
+from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.optimizer_offload import technique as optimizer_offload
 from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, Weights
 from brim.techniques.weights import place_weights
-from support.streamed_training import IDS, Net, plan_of
+from support.streamed_training import IDS, WORDS, Net, plan_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,3 +98,35 @@ def test_weights_that_rest_in_ram_are_stepped_there(early: bool, gradients: str)
         torch.testing.assert_close(weights.value(name), value.cpu(), rtol=1e-4, atol=1e-5)
     offload.remove()
     weights.remove()
+
+
+def bytes_copied_in_pieces(choice: str, rows: int) -> dict[tuple[str, str], int]:
+    """The bytes over each link in three steps of checkpointed, streamed blocks whose inputs are offloaded."""
+    net, twin = Net(), Net().cuda()
+    partition, device = find_blocks(net), torch.device("cuda", torch.cuda.current_device())
+    memory = device_memory(
+        Timeline("training", measured=True), vram_bytes=64 << 20, ram_bytes=64 << 20, device=device
+    )
+    names = checkpointing.blocks(net)
+    repeats = checkpointing.apply(net, dict.fromkeys(names, checkpointing.FULL), rows=rows)
+    weights = place_weights(net, partition, plan_of(partition, choice, 2), memory, Weights(), training=True)
+    offload = activation_offload.apply(net, names, memory, smallest_bytes=1024, window_bytes=4096)
+    ids = torch.arange(96).view(3, 32).cuda() % WORDS
+    for _ in range(3):
+        losses = [model(ids).square().mean() for model in (net, twin)]
+        torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+        for loss in losses:
+            loss.backward()
+    for (name, ours), theirs in zip(net.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-7, msg=name)
+    for handle in (offload, weights, repeats):
+        handle.remove()
+    return dict(memory.recorder.copied_bytes)
+
+
+@pytest.mark.parametrize("choice", [FROM_RAM, FROM_DISK])
+def test_pieces_of_a_batch_move_no_more_bytes_than_one_pass(choice: str) -> None:
+    whole = bytes_copied_in_pieces(choice, 0)
+    assert whole[VRAM, RAM] > 0
+    for rows in (1, 2):
+        assert bytes_copied_in_pieces(choice, rows) == whole

@@ -12,8 +12,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brim.errors import BudgetError
+from brim.planning.solver import cost_model, training
+from brim.planning.solver.step_profile import FULL, FULL_OFFLOAD, KEEP
+from brim.planning.strategy import choice, choose
 from brim.run.train import saving
 from brim.run.train.loop import Request, Training, train
+from brim.techniques.streaming.placement import FROM_RAM, RESIDENT
 from support.tiny_model import save_llama
 from support.trainings import write_text
 
@@ -114,6 +118,36 @@ def test_losses_are_those_of_a_step_in_memory(options, llama, text, tmp_path):
     plain = run(llama, text, tmp_path / "plain", precision="fp32")
     found = run(llama, text, tmp_path / "other", precision="fp32", **options)
     assert found.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "treatment", "setting"),
+    [
+        ("block_rows", (RESIDENT, FULL), choice.BLOCK_ROWS),
+        ("block_rows", (FROM_RAM, FULL_OFFLOAD), choice.BLOCK_ROWS),
+        ("on_gpu", (RESIDENT, KEEP), choice.GPU_SIXTEENTHS),
+    ],
+    ids=["pieces", "pieces of streamed blocks", "update on the GPU"],
+)
+def test_a_step_stays_within_its_promise(field, treatment, setting, llama, text, tmp_path, monkeypatch):
+    """The planner has one kind of choice only; its step reserves no more than promised, and trains as a plain one."""
+    sizes = {"precision": "fp32", "batch": 8, "seq": 256}
+    plain = run(llama, text, tmp_path / "plain", **sizes)
+    plain_bytes, share = plain.plan.promise.peak_bytes["vram"], 0.8
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    shapes, choices = training.shapes, cost_model.choices
+    monkeypatch.setattr(training, "shapes", lambda *args: (s for s in shapes(*args) if getattr(s, field)))
+    monkeypatch.setattr(training, "baselines", lambda *args: iter(()))
+    monkeypatch.setattr(choose, "is_small", lambda model: False)
+    monkeypatch.setattr(
+        cost_model, "choices", lambda *args: [c for c in choices(*args) if c == treatment] or list(choices(*args))
+    )
+    found = run(llama, text, tmp_path / "other", **sizes, vram=f"{int(share * plain_bytes)}B")
+    reserved = torch.cuda.max_memory_reserved() - before
+    assert found.plan.settings[setting] > 0
+    assert reserved <= found.plan.promise.peak_bytes["vram"] <= share * plain_bytes
+    assert found.losses == pytest.approx(plain.losses, rel=1e-6)
 
 
 def test_memory_that_runs_out_in_a_save_leaves_the_one_before(llama, text, tmp_path, monkeypatch):

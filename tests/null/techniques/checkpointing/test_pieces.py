@@ -159,3 +159,14 @@ def test_inputs_of_checkpointed_blocks_are_offloaded(rows: int) -> None:
     handle.remove()
     for (name, one), other in zip(net.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-8, msg=name)
+
+
+def test_a_block_that_changes_its_input_takes_the_batch_as_a_whole() -> None:
+    """Autograd lets no part of a split tensor be changed in place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)))
+    x = torch.randn(ROWS, 5, 8)
+    want = model(x)
+    checkpointing.apply(model, {"1": FULL}, rows=2)
+    with pytest.warns(UserWarning, match="Sequential takes its batch as a whole"):
+        assert torch.equal(model(x), want)
