@@ -223,6 +223,7 @@ TRAINED = """
     from brim.memory.transfer import Done
     from brim.device import loaded
     from brim.techniques.activation_offload import technique as activation_offload
+    from brim.techniques.checkpointing import technique as checkpointing
     from brim.techniques.optimizer_offload import technique as optimizer_offload
 
     def without(planted):
@@ -248,6 +249,8 @@ TRAINED = """
         if offloads:
             where = torch.device("cuda", torch.cuda.current_device())
             memory = device_memory(Timeline("t", measured=True), vram_bytes=1 << 30, ram_bytes=1 << 30, device=where)
+            if way == "pieces":
+                repeats = checkpointing.apply(net, {str(i): checkpointing.FULL for i in range(6)}, rows=16)
             if not on_gpu:
                 held = activation_offload.apply(net, [str(i) for i in range(6)], memory, window_bytes=8 << 20)
             away = optimizer_offload.apply(
@@ -255,7 +258,7 @@ TRAINED = """
             )
         made = []
         for step in range(3):
-            x = torch.full((256, 256), step / 3, device="cuda")
+            x = torch.full((64, 4, 256), step / 3, device="cuda")
             loss = net(x).pow(2).mean()
             with away.final() if offloads else torch.enable_grad():
                 loss.backward()
@@ -264,7 +267,8 @@ TRAINED = """
             made.append(loss.item())
         return made
 
-    on_gpu = os.environ["UPDATE_ON_GPU"] == "1"
+    way = os.environ["WAY"]
+    on_gpu = int(way == "update on the GPU")
     expected = losses(False)
     loaded().reset()
     without(os.environ["PLANTED"])
@@ -366,22 +370,18 @@ def test_a_wait_that_is_missing_in_a_streamed_model_is_noticed(
 
 
 @pytest.mark.parametrize(
-    ("planted", "on_gpu"),
+    ("planted", "way"),
     [
-        ("", 0),
-        ("the copy", 0),
-        ("the compute", 0),
-        ("the gradients", 0),
-        ("", 1),
-        ("the copy", 1),
-        ("the compute", 1),
+        *((planted, "activations") for planted in ("", "the copy", "the compute", "the gradients")),
+        *((planted, "pieces") for planted in ("", "the copy", "the compute")),
+        *((planted, "update on the GPU") for planted in ("", "the copy", "the compute")),
     ],
 )
 def test_so_is_one_in_a_training_that_offloads(
-    on_device: OnDevice, monkeypatch: pytest.MonkeyPatch, planted: str, on_gpu: int
+    on_device: OnDevice, monkeypatch: pytest.MonkeyPatch, planted: str, way: str
 ) -> None:
     monkeypatch.setenv("PLANTED", planted)
-    monkeypatch.setenv("UPDATE_ON_GPU", str(on_gpu))
+    monkeypatch.setenv("WAY", way)
     found = on_device.run(TRAINED, values="all", order="late")
     if planted:
         assert found["hazards"] != [] or not found["right"]
