@@ -308,9 +308,11 @@ def _turn(ops: Sequence[Op]) -> int:
 
 def _grows_as_known(first: _Peaks, second: _Peaks, added: Sequence[int], known: _KnownLayers) -> bool:
     """Return True where late moments grow by no more than the known bytes of the layers ``added``."""
-    most_bytes = _GROWS * known.weight(added, known.compute, early=False)
-    late = [moment for moment in second.moments if not moment.startswith("begin")]
-    return all(second.moments[moment] - first.moments[moment] <= most_bytes for moment in late)
+    return all(
+        count - first.moments[moment] <= _GROWS * known.weight(added, known.compute, early=moment.startswith("end"))
+        for moment, count in second.moments.items()
+        if not moment.startswith("begin")
+    )
 
 
 def _extrapolated(
@@ -319,19 +321,29 @@ def _extrapolated(
     """Extrapolate ``second`` by the layers ``left``, in proportion to their known bytes over those ``added``."""
     compute = known.compute
 
-    def grown(before: int, after: int, tier: str, early: bool) -> int:
+    def more(growth: float, tier: str, early: bool) -> int:
         weights = [known.weight(layers, tier, early) for layers in (added, left)]
-        return after + int(max(0, after - before) * weights[1] / weights[0])
+        return int(growth * weights[1] / weights[0])
 
-    moments = [grown(first.moments[m], n, compute, m.startswith("begin")) for m, n in second.moments.items()]
+    def deep(moment: str, count: int) -> int:
+        growth = max(0, count - first.moments[moment])
+        # In the rest of backward layers have what they have in the update, and those before them their activations.
+        stays: float = growth
+        if moment.startswith(("begin", "end")):
+            late = _GROWS * known.weight(added, compute, early=False)
+            stays = min(growth, late) if moment.startswith("end") else 0
+        return count + more(stays, compute, early=False) + more(growth - stays, compute, early=True)
+
+    moments = [deep(moment, count) for moment, count in second.moments.items()]
     beyond = max(first.beyond_bytes, second.beyond_bytes)
     growth = max(0, second.beyond_bytes - first.beyond_bytes)
     share = growth / max(1, max(second.moments.values()) - max(first.moments.values()))
     peak = max(moments)
-    more = int(min(share, _MOST_BEYOND) * (peak - max(second.moments.values())))
-    peaks = {compute: peak + beyond + more + (_unfilled_bytes(len(left)) if compute == VRAM else 0)}
+    segments = int(min(share, _MOST_BEYOND) * (peak - max(second.moments.values())))
+    peaks = {compute: peak + beyond + segments + (_unfilled_bytes(len(left)) if compute == VRAM else 0)}
     for tier, count in second.others.items():
-        peaks[tier] = max(grown(first.others.get(tier, 0), count, tier, early) for early in (False, True))
+        growth = max(0, count - first.others.get(tier, 0))
+        peaks[tier] = count + max(more(growth, tier, early) for early in (False, True))
     return peaks
 
 

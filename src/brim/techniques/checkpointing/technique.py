@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from brim.core import Category, Hardware, Op, Phase, Storage, Trace
+from brim.core import Category, Hardware, Phase, Trace
 from brim.errors import UnsupportedError, UsageError
 from brim.predict.cost import base_name, op_s
 from brim.techniques.base import Option, StandIn, in_force
@@ -219,24 +219,27 @@ def options(trace: Trace, hardware: Hardware, names: Sequence[str]) -> list[Opti
     """The options of each block of ``names``, from the last step of a ``trace`` without checkpointing."""
     start = trace.step_starts[-1]
     ops = sorted((op for op in trace.ops if op.at >= start and op.phase is Phase.FORWARD), key=lambda op: op.at)
-    activations = [s for s in trace.storages if s.category is Category.ACTIVATION and s.born >= start]
-    makers = {storage.id: _maker(ops, storage) for storage in activations}
+    backward = min((op.at for op in trace.ops if op.at >= start and op.phase is Phase.BACKWARD), default=start)
+    ticks = [op.at for op in ops]
     rows = []
     for name in names:
-        inside = sorted((s for s in activations if _within(s.module, name)), key=lambda s: s.born)
+        inside = sorted(
+            (s for s in trace.storages if start <= s.born < backward and _within(s.module, name)),
+            key=lambda s: s.born,
+        )
+        makers = {s.id: base_name(ops[index - 1].name) for s in inside if (index := bisect_right(ticks, s.born))}
+        kept = [s for s in inside if s.category is Category.ACTIVATION]
+        saved = {s.id for s in inside if makers.get(s.id) in SAVED}
         again = [op for op in ops if _within(op.module, name)]
         for choice in (SELECTIVE, FULL):
             selective = choice == SELECTIVE
             # The last storage is the block's output, which the next block saves.
-            freed = [s for s in inside[:-1] if not (selective and makers[s.id] in SAVED)]
+            saves_bytes = sum(s.bytes for s in kept[:-1] if not (selective and s.id in saved))
+            if selective:  # also what the plain pass frees
+                saves_bytes -= sum(s.bytes for s in inside if s.category is Category.TEMPORARY and s.id in saved)
             seconds = sum(op_s(op, hardware) for op in again if not (selective and base_name(op.name) in SAVED))
-            rows.append(Option(block=name, choice=choice, saves_bytes=sum(s.bytes for s in freed), compute_s=seconds))
+            rows.append(Option(block=name, choice=choice, saves_bytes=saves_bytes, compute_s=seconds))
     return rows
-
-
-def _maker(ops: Sequence[Op], storage: Storage) -> str:
-    index = bisect_right([op.at for op in ops], storage.born) - 1
-    return base_name(ops[index].name) if index >= 0 else ""
 
 
 def _within(path: str, name: str) -> bool:
