@@ -102,7 +102,7 @@ _ON_FRESH_TENSOR = {
 def as_plain(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch._ops.OpOverload:
     """Return the operation that a run with plain tensors executes instead of ``func``."""
     if func is _aten.add.Tensor:
-        if len(args) == 2 and _called_by_engine() and _may_be_overwritten(func, args[0]) and not _formula_adds():
+        if len(args) == 2 and _called_by_engine() and _may_be_overwritten(func, args[0]) and not _in_node(*_ADDING):
             # InputBuffer's accumulate, torch/csrc/autograd/input_buffer.cpp
             return _aten.add_.Tensor if _fits(args[0], args[1]) else func
     elif func in _OF_LOSSES:
@@ -145,10 +145,6 @@ _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
 
 # Nodes whose own formula adds two tensors; every other sum in C++ adds gradients of the same input.
 _ADDING = ("Atan2", "VarMean", "StdMean", "Linalg", "LuUnpack", "SpecialI1E", "Svd", "Cumprod", "Prod")
-
-
-def _formula_adds() -> bool:
-    return _in_node(*_ADDING)
 
 
 def _in_node(*names: str) -> bool:

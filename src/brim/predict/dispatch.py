@@ -171,7 +171,7 @@ class RecordingMode(TorchDispatchMode):
         if self.pretends and func in COMPOSITES:
             with self:
                 return COMPOSITES[func](*args, **kwargs)
-        if self.pretends and kwargs and _names_cuda(kwargs.get("device")):
+        if self.pretends and kwargs and getattr(kwargs.get("device"), "type", None) == "cuda":
             # PyTorch's Python functions call one another with the mode for functions off.
             self.recorder.uses_device = True
             with self.placed(True):
@@ -253,7 +253,7 @@ class RecordingMode(TorchDispatchMode):
             result, answer = result_and_answer
             self.values.carry(func, args, kwargs, result)
         outputs = list(leaves(result))
-        if outputs and all(_has_no_memory(tensor) for tensor in outputs):
+        if outputs and all(isinstance(each, FakeTensor) and each.fake_device.type == "meta" for each in outputs):
             return result
         fresh = self._fresh(outputs)
         resized = self._resized(func, args, kwargs)
@@ -286,10 +286,7 @@ class RecordingMode(TorchDispatchMode):
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._graph_task):
             self._graph_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        self.after_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.after_backward())
 
     def note_op(self, name: str) -> None:
         """Record an operation that is not a kernel."""
@@ -548,15 +545,6 @@ def _device(tensor: torch.Tensor) -> Any:
     if not isinstance(tensor, FakeTensor):
         return _device_of(tensor)
     return _META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
-
-
-def _has_no_memory(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor is on the meta device, where tensors have shapes only."""
-    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"
-
-
-def _names_cuda(device: Any) -> bool:
-    return isinstance(device, torch.device) and device.type == "cuda"
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -35,7 +35,9 @@ class Saving:
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
     def begin(self) -> None:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(_PackHook(self._packer, _top_hooks()), _unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(
+            _PackHook(self._packer, _top_hooks()), lambda unpack: unpack()
+        )
         self._hooks.__enter__()
 
     def end(self) -> None:
@@ -120,7 +122,3 @@ class _PackHook:
         if self.outer is not None:
             return partial(self.outer[1], self.outer[0](tensor))
         return Unchanged(tensor, None).checked
-
-
-def _unpack(unpack: Unpack) -> torch.Tensor:
-    return unpack()

@@ -150,7 +150,8 @@ def _as_sharded(trace: Trace, axes: Mapping[str, str]) -> Trace:
     Name collectives by the mesh axis of their group (``axes``)."""
     start = trace.step_starts[0]
     kept = [storage for storage in trace.storages if storage.died is None or storage.died >= start]
-    kept = [storage for storage in kept if not _counts_steps(storage)]
+    # PyTorch keeps an optimizer's step counters in RAM (torch/optim/adam.py, not fused and not capturable).
+    kept = [storage for storage in kept if storage.category is not Category.OPTIMIZER_STATE or storage.bytes != 4]
     ops = (op if OVER not in op.name else replace(op, name=_along(op.name, axes)) for op in trace.ops)
     storages = tuple(replace(storage, id=index) for index, storage in enumerate(kept))
     return replace(trace, storages=storages, ops=tuple(ops))
@@ -159,11 +160,6 @@ def _as_sharded(trace: Trace, axes: Mapping[str, str]) -> Trace:
 def _along(name: str, axes: Mapping[str, str]) -> str:
     does, _, group = name.rpartition(OVER)
     return f"{does}{OVER}{axes.get(group, group)}"
-
-
-def _counts_steps(storage: Storage) -> bool:
-    """PyTorch keeps an optimizer's step counters in RAM (torch/optim/adam.py, not fused and not capturable)."""
-    return storage.category is Category.OPTIMIZER_STATE and storage.bytes == 4
 
 
 class _Program:

@@ -168,10 +168,9 @@ class _Reference:
             placed = self._streamed.store.layout.tensors[self._index]
             flat = parameter.data.contiguous().view(-1).view(self._dtype)
             return self._seen(flat, self._offset - placed.offset // self._dtype.itemsize)
-        return self._backward.bring(self._streamed, self._start, self._of_slot)
-
-    def _of_slot(self, slot: torch.Tensor) -> torch.Tensor:
-        return self._seen(slot.view(self._dtype), self._offset)
+        return self._backward.bring(
+            self._streamed, self._start, lambda slot: self._seen(slot.view(self._dtype), self._offset)
+        )
 
     def _seen(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
         tensor = flat.as_strided(self._size, self._stride, int(flat.storage_offset()) + offset)

@@ -77,7 +77,7 @@ def _batch_norm_backward(kernel: Kernel) -> None:
     wants_source, *wants_others = kernel.arg("output_mask")
     by_cudnn = _by_cudnn(kernel, trains=trains)
     if trains and by_cudnn:
-        if not _lies_as(gradient, source):
+        if not (has_channels_last(gradient) if is_channels_last(source) else gradient.is_contiguous()):
             kernel.temp(nbytes(source))
         return
     by_channels = has_channels_last(source) or _channels_last_impl(source)
@@ -110,10 +110,6 @@ def _by_cudnn(kernel: Kernel, *, trains: bool) -> bool:
 def _channel_bytes(source: torch.Tensor) -> int:
     """A number for each channel, as wide as sums are."""
     return source.size(1) * max(4, source.element_size())
-
-
-def _lies_as(gradient: torch.Tensor, source: torch.Tensor) -> bool:
-    return has_channels_last(gradient) if is_channels_last(source) else gradient.is_contiguous()
 
 
 def _channels_last_impl(tensor: torch.Tensor) -> bool:
