@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._higher_order_ops.out_dtype import out_dtype, out_dtype_dense
 from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -73,7 +74,7 @@ _NOT_FOR_CUDA = {
     torch.ops.aten._sparse_mm_reduce_impl_backward, torch.ops.aten._spdiags,
 }  # fmt: skip
 # Comparisons that CUDA does by other operations (cuda/Equal.cpp, TensorCompare.cpp).
-_COMPARED: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+_COMPARED: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.equal.default: lambda first, second: first.shape == second.shape and first.eq(second).all(),
     torch.ops.aten.allclose.default: lambda *args, **kwargs: torch.isclose(*args, **kwargs).all(),
 }
@@ -103,7 +104,7 @@ class RecordingMode(TorchDispatchMode):
         recorder: Recorder,
         modules: ModuleTracker,
         values: Values,
-        rule_for: Callable[[torch._ops.OpOverload], Rule | None],
+        rule_for: Callable[[OpOverload], Rule | None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder, self.modules, self.values = recorder, modules, values
@@ -139,7 +140,7 @@ class RecordingMode(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -155,7 +156,7 @@ class RecordingMode(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             return self._seen(func, args, kwargs or {})
 
-    def _seen(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _seen(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _decomposes(func):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -219,7 +220,7 @@ class RecordingMode(TorchDispatchMode):
         with self:
             return in_parts(*args, **kwargs)
 
-    def _of_sparse(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _of_sparse(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._notice_backward()
         if self._sparse is None:
             assert self._fakes is not None
@@ -233,7 +234,7 @@ class RecordingMode(TorchDispatchMode):
         self.recorder.describe_op(self.recorder.begin_op(name, self.phase(), self.modules.current()), work)
 
     def _remembered(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Answer | None]:
         """The fake kernel's result, from the cache where it is known and no mode below watches the kernel."""
         if not self._alone:
@@ -241,7 +242,7 @@ class RecordingMode(TorchDispatchMode):
         written = autograd.written(func, args, kwargs)
         return result_of(func, args, kwargs, self._fakes) if written is None else (written, None)
 
-    def _run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder, phase, module = self.recorder, self.phase(), self.modules.current()
         result, answer = self.values.shape_of(func, args, kwargs), None
         if result is None:
@@ -395,9 +396,7 @@ class RecordingMode(TorchDispatchMode):
                 fresh[storage._cdata] = (tensor, storage.nbytes())
         return list(fresh.values())
 
-    def _resized(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[tuple[Life, int]]:
+    def _resized(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Life, int]]:
         """Storages that an ``out=`` or ``resize_`` operation resized."""
         if not func._schema.is_mutable:
             return []
@@ -475,7 +474,7 @@ class RecordingMode(TorchDispatchMode):
 
         self._live[key] = _Entry(life=life, storage=weakref.ref(storage, died), fake_bytes=storage.nbytes())
 
-    def _place(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _place(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return the device of an operation's results: that of its inputs, or of the caller's context without
         inputs."""
         if self._placed is not None:
@@ -484,7 +483,7 @@ class RecordingMode(TorchDispatchMode):
             return any(life.on_device for life in lives)
         return self.on_device or (torch._C._current_graph_task_id() != -1 and self.recorder.uses_device)
 
-    def _crossing(self, func: torch._ops.OpOverload, args: tuple[Any, ...], on_device: bool) -> str | None:
+    def _crossing(self, func: OpOverload, args: tuple[Any, ...], on_device: bool) -> str | None:
         """Return the direction of a copy between host and device, if the program distinguishes them."""
         if not self.recorder.uses_device or func not in _COPIES:
             return None
@@ -532,7 +531,7 @@ def wraps(kind: type) -> bool:
 
 
 @cache
-def _decomposes(func: torch._ops.OpOverload) -> bool:
+def _decomposes(func: OpOverload) -> bool:
     """Divide a composite operation, which PyTorch does not divide without autograd (inference mode)."""
     if func in FAKES:
         return False

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch._ops import OpOverload
 
 from brim.errors import ModelError, OperationError, UnsupportedError
 
@@ -30,7 +31,7 @@ _OWN = (_TORCH, str(Path(__file__).parents[1]) + os.sep)
 _CALL = torch.nn.Module._call_impl.__code__
 
 
-def data_dependent(func: torch._ops.OpOverload) -> UnsupportedError:
+def data_dependent(func: OpOverload) -> UnsupportedError:
     return UnsupportedError(
         f"{func} needs the values of a tensor, and a trace has none.",
         f"Asked at {_place()}.",
@@ -59,7 +60,7 @@ def not_traced(what: str, instead: str) -> UnsupportedError:
     return UnsupportedError(f"{what} cannot be traced.", f"Asked at {_place()}.", instead)
 
 
-def no_fake_kernel(func: torch._ops.OpOverload) -> UnsupportedError:
+def no_fake_kernel(func: OpOverload) -> UnsupportedError:
     return UnsupportedError(
         f"{func} has no fake kernel, so its result is unknown without running it.",
         f"Called at {_place()}.",
@@ -67,7 +68,7 @@ def no_fake_kernel(func: torch._ops.OpOverload) -> UnsupportedError:
     )
 
 
-def no_cuda_kernel(func: torch._ops.OpOverload) -> UnsupportedError:
+def no_cuda_kernel(func: OpOverload) -> UnsupportedError:
     return UnsupportedError(
         f"{func} runs on the CPU only: PyTorch has no CUDA kernel of it.",
         f"Called at {_place()}.",

@@ -16,6 +16,7 @@ from itertools import takewhile
 from math import ceil, prod
 
 import torch
+from torch._ops import OpOverload
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 
 from brim.predict.lowering.cuda.build_answers import ask
@@ -325,7 +326,7 @@ def _topk(kernel: Kernel) -> None:
 
 
 # Values decide how many places a mask has: nobody can be asked for the whole kernel.
-RULES: dict[torch._ops.OpOverload, Rule] = {
+RULES: dict[OpOverload, Rule] = {
     _aten.index.Tensor: _index,
     _aten._unsafe_index.Tensor: _index,
     _aten._unsafe_index_put.default: _index_put,
@@ -334,7 +335,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._index_put_impl_.default: _index_put,
     _aten.nonzero.default: _nonzero,
 }
-ASKED: dict[torch._ops.OpOverload, Rule] = {
+ASKED: dict[OpOverload, Rule] = {
     _aten.sort.default: _sort,
     _aten.sort.stable: _sort,
     _aten.topk.default: _topk,
