@@ -95,13 +95,14 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
     return parts_of(tensor).values
 
 
+@dataclass(eq=False)
 class SparseOperations:
     """Operations on sparse tensors, for one trace."""
 
-    def __init__(
-        self, values: Values, fakes: FakeTensorMode, describe: Callable[[str, Work], None], not_modelled: set[str]
-    ) -> None:
-        self._values, self._fakes, self._describe, self._not_modelled = values, fakes, describe, not_modelled
+    _values: Values
+    _fakes: FakeTensorMode
+    _describe: Callable[[str, Work], None]
+    _not_modelled: set[str]
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func`` on sparse tensors, by operations that the trace records."""

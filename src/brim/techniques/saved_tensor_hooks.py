@@ -8,6 +8,7 @@ technique that takes some tensors would hide all others from the user's own hook
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -109,11 +110,12 @@ class Unchanged:
         return self.witness
 
 
+@dataclass(eq=False)
 class _PackHook:
     """The pack hook of ``packer``; ``outer`` is the pair of hooks around it."""
 
-    def __init__(self, packer: Packer, outer: Hooks | None) -> None:
-        self.packer, self.outer = packer, outer
+    packer: Packer
+    outer: Hooks | None
 
     def __call__(self, tensor: torch.Tensor) -> Unpack:
         unpack = self.packer.pack(tensor)

@@ -183,9 +183,11 @@ class _Program:
         for layers in self.chunks:
             model, table = self._model(layers, weights)
             model.train()
+            # A typical rank: among those that share sequences the first and the last have fewer pieces of attention.
+            # The process is rank 0 nevertheless: DTensor caches meshes across traces, as one rank sees them.
             handle = parallelize(
                 model, self.mesh, split, dtype=computes, checkpointed=job.workload.checkpointing,
-                compiled=job.compiled, context=self.context, context_place=_likely(split),
+                compiled=job.compiled, context=self.context, context_place=int(split.cp > 2),
             )  # fmt: skip
             chunks.append(TracedChunk(model, handle, job, computes or weights))
             tied_weights += [pipeline.TiedWeight(p) for name, p in model.named_parameters() if name == table]
@@ -230,12 +232,6 @@ class _Program:
             optimizer.zero_grad()
 
         return step
-
-
-def _likely(split: Split) -> int:
-    """A typical rank: among ranks that share sequences the first and the last have fewer pieces of attention. The
-    process is rank 0 nevertheless: DTensor caches meshes across traces, as one rank sees them."""
-    return 1 if split.cp > 2 else 0
 
 
 # -- from a trace to facts -----------------------------------------------------------------------------------

@@ -172,7 +172,9 @@ class _Recording(TorchDispatchMode):
                 if key not in self._outputs:
                     with dry_run(part, [args, kwargs]) as (fake_args, fake_kwargs):
                         output = original(*fake_args, **fake_kwargs)
-                    self._outputs[key] = map_tensors(output, _zeros)
+                    self._outputs[key] = map_tensors(
+                        output, lambda fake: torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+                    )
                 output = map_tensors(self._outputs[key], torch.clone)
             finally:
                 self._is_inside = False
@@ -186,10 +188,6 @@ class _Recording(TorchDispatchMode):
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def is_pipeline(model: object) -> bool:

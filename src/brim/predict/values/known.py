@@ -90,14 +90,16 @@ class Known:
         return 0 if self.call is None else self.call.depth
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Call:
     """An operation on known values that waits until its result is read."""
 
-    __slots__ = ("__weakref__", "args", "depth", "func", "kwargs", "result", "seed")
-
-    def __init__(self, func: Callable[..., Any], args: Any, kwargs: Any, depth: int, seed: int | None = None) -> None:
-        self.func, self.args, self.kwargs, self.depth, self.seed = func, args, kwargs, depth, seed
-        self.result: Any = None
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    depth: int
+    seed: int | None = None
+    result: Any = None
 
     def run(self) -> Any:
         if self.result is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -135,11 +136,12 @@ class BackwardStreaming:
         self._tasks.clear()
 
 
+@dataclass(eq=False)
 class _CallPacker:
     """Packs the tensors that are saved in a call of a streamed module, which began at ``start``."""
 
-    def __init__(self, backward: BackwardStreaming, start: int) -> None:
-        self._backward, self._start = backward, start
+    _backward: BackwardStreaming
+    _start: int
 
     def pack(self, tensor: torch.Tensor) -> Unpack | None:
         return self._backward.refer(tensor, self._start)
