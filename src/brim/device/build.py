@@ -194,7 +194,7 @@ def _needed(path: Path) -> list[str]:
         return []
 
 
-def wanted_by(libraries: Iterable[Path], sources: Iterable[Path] = ()) -> Wanted:
+def wanted_by(libraries: Iterable[Path], sources: Iterable[Path]) -> Wanted:
     """Collect the imports of shared libraries and of C sources that are compiled later (Triton's launcher)."""
     versions: dict[str, str] = {}
     names = set(OPENED_BY_NAME)

@@ -115,7 +115,7 @@ def near(pci_address: str | None, system: Path = _SYSTEM) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def processors_near(pci_address: str, system: Path = _SYSTEM) -> set[int]:
+def processors_near(pci_address: str, system: Path) -> set[int]:
     """Return the processors of a device's NUMA node; none if unknown."""
     try:
         node = int((system / "bus/pci/devices" / pci_address / "numa_node").read_text())

@@ -18,8 +18,9 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from brim.model_inputs import tensors_in
 from brim.predict import failures
 from brim.predict.flops import Work
 from brim.predict.lowering.cuda import indexing
@@ -216,7 +217,7 @@ class SparseOperations:
             return self._like(tensor, Parts(parts.members, True, parts.sparse_dim))
         flat = indices.new_empty(count)
         order, begins = torch.empty_like(flat), torch.empty_like(flat)
-        indices.new_empty(indexing.merge_sort_bytes(count, 8, 8), dtype=torch.uint8)
+        indices.new_empty(indexing.merge_sort_bytes(count), dtype=torch.uint8)
         indices.new_empty(indexing.thrust_unique_by_key_bytes(count), dtype=torch.uint8)
         places = self._distinct(indices, tuple(tensor.shape[: parts.sparse_dim]))
         left = places.size(1)
@@ -416,7 +417,7 @@ class SparseOperations:
 
     def _on_the_cpu(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute ``func`` on the CPU and copy its results for the trace."""
-        tensors = [member for member in tree_leaves((args, kwargs)) if isinstance(member, torch.Tensor)]
+        tensors = tensors_in(args, kwargs)
         dense = [
             member for tensor in tensors for member in (parts_of(tensor).members if is_sparse(tensor) else (tensor,))
         ]

@@ -17,11 +17,11 @@ from unittest import mock
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import DefaultDeviceType
 
 from brim.catalog.gpus import read_facts
 from brim.core.trace import EMPTY_CACHE, FIRST_GRAPH_POOL
+from brim.model_inputs import tensors_in
 from brim.predict import failures
 from brim.predict.dispatch import RecordingMode
 
@@ -420,7 +420,7 @@ _FROM_HALF = {
 def _widest(op: OpOverload) -> Callable[..., Any]:
     @_without_autocast
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        is_wide = any(leaf.dtype == torch.float32 for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        is_wide = any(leaf.dtype == torch.float32 for leaf in tensors_in(args))
         return op(*(_each(list(args), lambda t: t.float()) if is_wide else args), **kwargs)
 
     return kernel

@@ -41,7 +41,7 @@ _BY_FAMILY = {
 }
 
 
-def find_cause(family: str, numbers: Mapping[str, int], text: str = "", device: str = "") -> tuple[Cause, str]:
+def find_cause(family: str, numbers: Mapping[str, int], text: str, device: str) -> tuple[Cause, str]:
     """Return the cause, and a sentence about it. Without numbers only the family, or the ``text``, shows it."""
     if "THCCachingHostAllocator" in text:
         return Cause.HOST_MEMORY, "Pinned host memory could not be allocated: RAM or the limit of locked memory."

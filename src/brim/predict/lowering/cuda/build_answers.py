@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 
 from brim.device.kernels import Call, answers_for
+from brim.model_inputs import tensors_in
 from brim.predict.lowering.cuda.products import keep_workspace
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.side_effects import by_brim
@@ -127,7 +127,7 @@ def any_kernel(kernel: Kernel) -> None:
     """Name kernels that may take more than their results."""
     name = kernel.func.overloadpacket.__name__
     if _COPY_WHAT_IS_NOT_DENSE.fullmatch(name):
-        tensors = [leaf for leaf in tree_leaves(kernel.args) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in(kernel.args)
         known = all(tensor.is_contiguous() for tensor in tensors)
     else:
         known = name in _RESULTS_ONLY_IN_SAMPLES

@@ -63,12 +63,11 @@ def sort_bytes(count: int, key_bytes: int, value_bytes: int, bits: int) -> int:
     return total_bytes + _SLACK
 
 
-def merge_sort_bytes(count: int, key_bytes: int, value_bytes: int) -> int:
-    """``DeviceMergeSort`` of keys and values, which Thrust takes where it is given a comparison: second copies, and
-    where each tile's part of the other begins."""
-    tile = 256 * max(1, min(17, 17 * 4 // key_bytes))
-    parts = _aligned((ceil(count / tile) + 1) * 8)
-    return _aligned(count * key_bytes) + _aligned(count * value_bytes) + parts + _SLACK
+def merge_sort_bytes(count: int) -> int:
+    """``DeviceMergeSort`` of keys and values of 8 bytes, which Thrust takes where it is given a comparison: second
+    copies, and where each tile's part of the other begins."""
+    parts = _aligned((ceil(count / (256 * 8)) + 1) * 8)
+    return 2 * _aligned(count * 8) + parts + _SLACK
 
 
 def segmented_sort_bytes(count: int, key_bytes: int, value_bytes: int) -> int:
