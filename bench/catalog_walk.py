@@ -27,7 +27,8 @@ import brim
 from brim import catalog
 from brim.errors import BrimError
 from brim.estimation.estimate import Estimate
-from brim.estimation.workload import OPTIMIZERS, PRECISIONS
+from brim.estimation.workload import PRECISIONS
+from brim.predict.formulas.optimizers import OPTIMIZERS
 from brim.units import format_bytes
 
 Settings = dict[str, Any]

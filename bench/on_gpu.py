@@ -18,7 +18,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,11 @@ def _of_pipelines(rows: Rows) -> Iterator[Figure]:
             )
 
 
+def _of_kernels(rows: Rows) -> Iterator[Figure]:
+    for row in rows:
+        yield Figure(name=f"kernels, {row['kernel']}", value=row["share"], unit="of the peak", promise=row["catalog"])
+
+
 def _nothing(_: Rows) -> Iterator[Figure]:
     return iter(())
 
@@ -152,6 +157,12 @@ STAGES = (
         command=_bench("gpu_truth.py", "--limit-s", "95", "--jobs", "4"),
         tiny=_bench("gpu_truth.py", "--dry-run", "--only", "^resnet-infer$"),
         quiet=False,
+    ),
+    Stage(
+        name="kernel-classes",
+        command=(__file__, "--measure-kernels", "{output}"),
+        tiny=(__file__, "--measure-kernels", "{output}", "--tiny"),
+        figures=_of_kernels,
     ),
     Stage(
         name="adam",
@@ -303,6 +314,39 @@ def write_checkpoints(directory: Path, *, tiny: bool) -> None:
         _gpu_checkpoint.write_bf16(directory / f"llama-bf16-{size}", shape)
 
 
+def measure_kernels(output: Path, *, tiny: bool) -> None:
+    """Write which share of the vendor's peaks each class of kernels reaches, measured as by ``brim probe``, and which
+    the catalog has for this GPU."""
+    import torch
+
+    from brim import accelerator, catalog
+    from brim.core.hardware import Hardware
+    from brim.measure import device_rates
+
+    if tiny:
+        on = accelerator.Accelerator(type="cpu", module=torch.cpu, device=torch.device("cpu"))
+        card, bytes_per_s, rates = catalog.gpu("H200"), 1e10, {"float16": 1e10, "float32": 1e10}
+    else:
+        on = accelerator.available(accelerator.CUDA)
+        card = catalog.gpu(on.name)
+        device_rates.warm_clocks(on)
+        bytes_per_s, rates = device_rates.vram_read_rate(on), device_rates.matrix_rates(on)
+    peaks, known = card.hardware(measured=False), card.hardware()
+    shares = device_rates.kernel_shares(on, rates, bytes_per_s)
+    tiers = (replace(known.tiers[0], bytes_per_s=bytes_per_s),)
+    measured = replace(known, tiers=tiers, flops_per_s=rates, shares=shares)
+
+    def rate(hardware: Hardware, kernel: str) -> float:
+        of_products = hardware.flops_per_s["float32" if kernel.startswith("depthwise") else "float16"]
+        return hardware.share(kernel) * (hardware.tiers[0].bytes_per_s if kernel.endswith("bytes") else of_products)
+
+    with output.open("w") as file:
+        for kernel in shares:
+            own, theirs = (rate(hardware, kernel) / rate(peaks, kernel) for hardware in (measured, known))
+            row = {"gpu": card.name, "kernel": kernel, "share": own, "catalog": theirs, "ratio": own / theirs}
+            file.write(json.dumps(row) + "\n")
+
+
 def main() -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "brim" / "bench"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -313,9 +357,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--tiny", action="store_true", help="as small as it goes, without a GPU")
     parser.add_argument("--write-checkpoints", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measure-kernels", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.write_checkpoints:
         write_checkpoints(options.write_checkpoints, tiny=options.tiny)
+        return
+    if options.measure_kernels:
+        measure_kernels(options.measure_kernels, tiny=options.tiny)
         return
     options.output.mkdir(parents=True, exist_ok=True)
     options.directory.mkdir(parents=True, exist_ok=True)

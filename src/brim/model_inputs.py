@@ -1,4 +1,4 @@
-"""Copies of a model's inputs with every tensor replaced."""
+"""The tensors of a model's inputs, and copies of the inputs with every tensor replaced."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def map_tensors(inputs: _T, change: Callable[[torch.Tensor], torch.Tensor]) -> _
                 copies[id(tensor)] = change(tensor)
     with Changing(change):
         return copy.deepcopy(inputs, copies)
+
+
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 class Changing(TorchFunctionMode):

@@ -8,8 +8,9 @@ from brim.core import Category
 from brim.estimation.estimate import Study
 from brim.estimation.models import find_model
 from brim.estimation.simulation import place_of
-from brim.estimation.workload import OPTIMIZERS, Workload
+from brim.estimation.workload import Workload
 from brim.predict.formulas import kv_cache_of_config, optimizer_state, weights
+from brim.predict.formulas.optimizers import OPTIMIZERS
 
 CONFIGS = {
     "llama": {

@@ -22,11 +22,12 @@ from brim.errors import UsageError
 from brim.estimation.estimate import traced
 from brim.estimation.models import find_model
 from brim.estimation.steps import PROGRAM, Job
-from brim.estimation.workload import CHECKPOINTING, METHODS, OPTIMIZERS, PRECISIONS, STORED, Workload
+from brim.estimation.workload import CHECKPOINTING, METHODS, PRECISIONS, STORED, Workload
 from brim.models.quantized import open_as
 from brim.planning.request import Request
 from brim.planning.strategy.choice import Choice
 from brim.planning.training import case_of
+from brim.predict.formulas.optimizers import OPTIMIZERS
 from brim.requests.plan import LOSSY
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.units import GIB

@@ -10,11 +10,11 @@ from brim.memory.checkpoint_files import TensorSource
 from brim.planning.inference.choosing import Need, make_job
 from brim.planning.inference.expert_plans import expert_plans
 from brim.planning.inference.machine import machine, put_in_force
-from brim.planning.solver import plan_streaming
 from brim.techniques.blocks import Partition, find_blocks
 from brim.techniques.experts.technique import NAME
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 from support.families import size_of
+from support.planned import plan_streaming
 
 
 def planned(model: nn.Module, device: str, choice: str, slots: int, weights: Weights) -> tuple[Partition, Plan]:

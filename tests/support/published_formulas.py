@@ -5,11 +5,63 @@ from __future__ import annotations
 from fractions import Fraction
 
 from brim.errors import UsageError
-from brim.predict.formulas.result import Result, at_least_one, divides, result
+from brim.predict.formulas.result import Result, at_least_one, result
 
 _ACTIVATIONS = "Korthikanti et al., arXiv 2205.05198"
 _ZERO = "Rajbhandari et al., arXiv 1910.02054, Table 1"
 _MEGATRON = "Narayanan et al., arXiv 2104.04473"
+
+
+def divides(divisor_name: str, divisor: int, **sizes: int) -> None:
+    """Raises UsageError where ``divisor`` does not divide one of the sizes."""
+    for name, value in sizes.items():
+        if value % divisor:
+            raise UsageError(
+                f"Cannot divide {name} = {value} by {divisor_name} = {divisor}.", "It does not divide evenly."
+            )
+
+
+def activations_per_layer(
+    *,
+    sequence: int,
+    micro_batch: int,
+    hidden: int,
+    heads: int,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    flash_attention: bool = False,
+) -> Result:
+    """Bytes that one layer of a transformer trained in 16 bits keeps for backward on one GPU.
+
+    One layer of a GPT with dropout masks of one byte keeps ``sbh (34 + 5 a s / h)`` bytes (Table 2): 11 sbh in
+    attention beside the ``5 a s^2 b`` of softmax, its dropout mask and its output, 19 sbh in the MLP and 4 sbh in the
+    two layer norms.
+
+    ``recompute``: ``none``, ``selective`` (the attention core is computed again) or ``full`` (only the layer's input
+    is kept). ``flash_attention`` never keeps the ``5 a s / h`` term.
+    """
+    at_least_one(sequence=sequence, micro_batch=micro_batch, hidden=hidden, heads=heads)
+    divides("tensor_parallel", tensor_parallel, heads=heads, hidden=hidden)
+    if sequence_parallel and tensor_parallel == 1:
+        raise UsageError(
+            "sequence_parallel was given with tensor_parallel = 1.", "It splits over the tensor-parallel GPUs."
+        )
+    sbh = f"{sequence:,} x {micro_batch} x {hidden:,}"
+    size = Fraction(sequence * micro_batch * hidden)
+    if recompute == "full":
+        return result(2 * size, "B", f"2 x {sbh}", source=f"{_ACTIVATIONS}, Table 2", per="per layer")
+    t = tensor_parallel
+    core = Fraction(5 * heads * sequence, hidden * t)
+    keeps_core = recompute == "none" and not flash_attention
+    if sequence_parallel or t == 1:
+        each, text = Fraction(34, t), "34" if t == 1 else f"34 / {t}"
+    else:
+        each, text = 10 + Fraction(24, t), f"10 + 24 / {t}"
+    if keeps_core:
+        text += f" + 5 x {heads} x {sequence:,} / " + (f"{hidden:,}" if t == 1 else f"({hidden:,} x {t})")
+    total = size * (each + core * keeps_core)
+    return result(total, "B", f"{sbh} x ({text})", source=f"{_ACTIVATIONS}, Table 2", per="per layer")
 
 
 def activations_first_stage(

@@ -133,7 +133,7 @@ def cpu_bytes(
     )  # fmt: skip
     job = replace(_job(find_model(model), workload, split, place_of(None)), target="cpu")
     of_stage = [
-        ram_peak(facts.ram, page_locked=False).allocated if in_ram else simulate(facts.trace).peak_bytes.allocated
+        ram_peak(facts.ram).allocated if in_ram else simulate(facts.trace).peak_bytes.allocated
         for facts in torch_engine.stages(job)[0]
     ]
     return tuple(of_stage[split.coordinates(rank)["pp"]] for rank in range(split.gpus))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ADDRESS_BITS = 64
 ADDRESS_MASK = (1 << ADDRESS_BITS) - 1
@@ -12,41 +12,25 @@ PoolId = tuple[int, int]
 DEFAULT_POOL: PoolId = (0, 0)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Block:
     """A piece of a segment: in use, free, or (expandable segments only) address space without memory behind it."""
 
-    __slots__ = (
-        "address",
-        "age",
-        "allocated",
-        "event",
-        "event_count",
-        "gc_base",
-        "key",
-        "mapped",
-        "next",
-        "pool",
-        "prev",
-        "requested",
-        "segment",
-        "size",
-        "stream",
-    )
-    key: int  # of a free block: its key in its pool
-    gc_base: int  # of a free block: the pool's clock when it was inserted
-
-    def __init__(
-        self, address: int, size: int, stream: int, pool: BlockPool, segment: AddressRange | None = None, age: int = 0
-    ) -> None:
-        self.address, self.size, self.stream, self.pool, self.segment = address, size, stream, pool, segment
-        self.age = age  # the number of its segment in order of allocation; 0 for all if addresses alone decide
-        self.requested = 0
-        self.allocated = False
-        self.mapped = True
-        self.prev: Block | None = None
-        self.next: Block | None = None
-        self.event = -1  # of a recorded run: the event that allocated it
-        self.event_count = 0  # streams whose events it still waits for
+    address: int
+    size: int
+    stream: int
+    pool: BlockPool
+    segment: AddressRange | None = None
+    age: int = 0  # the number of its segment in order of allocation; 0 for all if addresses alone decide
+    requested: int = 0
+    allocated: bool = False
+    mapped: bool = True
+    prev: Block | None = None
+    next: Block | None = None
+    event: int = -1  # of a recorded run: the event that allocated it
+    event_count: int = 0  # streams whose events it still waits for
+    key: int = field(init=False)  # of a free block: its key in its pool
+    gc_base: int = field(init=False)  # of a free block: the pool's clock when it was inserted
 
     @property
     def is_free(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -183,7 +183,8 @@ def _apply(config: AllocatorConfig, key: str, value: _Value) -> AllocatorConfig:
         )
     if not isinstance(value, str):
         raise _bad(key, str(value), "a single value")
-    return _SCALARS[key](config, key, value)
+    field, read = _SCALARS[key]
+    return replace(config, **{field: read(config, key, value)})
 
 
 def known_keys() -> tuple[str, ...]:
@@ -203,63 +204,52 @@ def _megabytes(key: str, value: str, least: int) -> int:
     return int(value) * MIB
 
 
-def _set_large_segment(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
-    return replace(config, large_segment_bytes=_megabytes(key, value, 11))  # above the 10 MiB that choose it
+def _word(key: str, value: str, words: Sequence[str], allowed: str) -> str:
+    if value not in words:
+        raise _bad(key, value, allowed)
+    return value
 
 
-def _set_max_split(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
-    return replace(config, max_split_bytes=_megabytes(key, value, config.large_segment_bytes // MIB))
+def _share(key: str, value: str, *, ends: bool) -> float:
+    """Read a number between 0 and 1; ``ends``: or one of them."""
+    allowed = "a number from 0 to 1" if ends else "a number above 0 and below 1"
+    share = _number(key, value, allowed)
+    if not (0 < share < 1 or (ends and share in (0, 1))):
+        raise _bad(key, value, allowed)
+    return share
 
 
-def _set_rounding(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
-    return replace(config, max_non_split_rounding_bytes=_megabytes(key, value, config.large_segment_bytes // MIB))
-
-
-def _set_threshold(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
-    threshold = _number(key, value, "a number above 0 and below 1")
-    if not 0 < threshold < 1:
-        raise _bad(key, value, "a number above 0 and below 1")
-    return replace(config, garbage_collection_threshold=threshold)
-
-
-def _set_fraction(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
-    fraction = _number(key, value, "a number from 0 to 1")
-    if not 0 <= fraction <= 1:
-        raise _bad(key, value, "a number from 0 to 1")
-    return replace(config, memory_fraction=fraction)
-
-
-def _set_expandable(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
-    if value not in ("True", "False"):
-        raise _bad(key, value, "True or False")
-    return replace(config, expandable_segments=value == "True")
-
-
-def _set_reserve(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
+def _reserve(key: str, value: str) -> float:
     allowed_form = "a fraction of the device like 0.5, or a size like 40G"
     absolute = value[-1] in "gG"
     amount = _number(key, value[:-1] if absolute else value, allowed_form)
     if amount <= 0:
         raise _bad(key, value, allowed_form)
-    return replace(config, reserve=int(amount * GIB) if absolute else amount)
+    return int(amount * GIB) if absolute else amount
 
 
-def _set_backend(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
-    if value not in ("native", "cudaMallocAsync", "hipMallocAsync"):
-        raise _bad(key, value, "native or cudaMallocAsync")
-    return replace(config, backend=value)
-
-
-_SCALARS = {
-    "backend": _set_backend,
-    "expandable_segments": _set_expandable,
-    "expandable_segments_reserve": _set_reserve,
-    "garbage_collection_threshold": _set_threshold,
-    "large_segment_size_mb": _set_large_segment,
-    "max_non_split_rounding_mb": _set_rounding,
-    "max_split_size_mb": _set_max_split,
-    "per_process_memory_fraction": _set_fraction,
-}
+_BACKENDS = ("native", "cudaMallocAsync", "hipMallocAsync")
+# PyTorch's setting -> field, and its value of (config, setting, text).
+_SCALARS: dict[str, tuple[str, Callable[[AllocatorConfig, str, str], Any]]] = {
+    "backend": ("backend", lambda _, key, text: _word(key, text, _BACKENDS, "native or cudaMallocAsync")),
+    "expandable_segments": (
+        "expandable_segments", lambda _, key, text: _word(key, text, ("True", "False"), "True or False") == "True"
+    ),
+    "expandable_segments_reserve": ("reserve", lambda _, key, text: _reserve(key, text)),
+    "garbage_collection_threshold": (
+        "garbage_collection_threshold", lambda _, key, text: _share(key, text, ends=False)
+    ),
+    # Above the 10 MiB that choose it.
+    "large_segment_size_mb": ("large_segment_bytes", lambda _, key, text: _megabytes(key, text, 11)),
+    "max_non_split_rounding_mb": (
+        "max_non_split_rounding_bytes",
+        lambda config, key, text: _megabytes(key, text, config.large_segment_bytes // MIB),
+    ),
+    "max_split_size_mb": (
+        "max_split_bytes", lambda config, key, text: _megabytes(key, text, config.large_segment_bytes // MIB)
+    ),
+    "per_process_memory_fraction": ("memory_fraction", lambda _, key, text: _share(key, text, ends=True)),
+}  # fmt: skip
 
 
 def _number(key: str, value: str, allowed: str) -> float:

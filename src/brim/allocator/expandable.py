@@ -7,6 +7,7 @@ Follows ``find_expandable_block``, ``map_block``, ``unmap_block`` and ``try_allo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from brim.allocator.blocks import ADDRESS_MASK, AddressRange, Block, BlockPool, Stats
 from brim.allocator.config import AllocatorConfig
@@ -18,19 +19,15 @@ UNBOUNDED_BYTES = 256 * TIB  # address space of a segment on a device of unknown
 OnSegment = Callable[[str, int, int, int], None]
 
 
+@dataclass(eq=False)
 class ExpandableSegments:
     """The expandable segments of an allocator. ``on_segment`` is called for ``segment_map`` and ``segment_unmap``."""
 
-    def __init__(
-        self,
-        device: DeviceMemory,
-        stats: Stats,
-        config: AllocatorConfig,
-        on_segment: OnSegment | None,
-        ages: Iterator[int],
-    ) -> None:
-        self._device, self._stats, self._config, self._on_segment = device, stats, config, on_segment
-        self._ages = ages
+    _device: DeviceMemory
+    _stats: Stats
+    _config: AllocatorConfig
+    _on_segment: OnSegment | None
+    _ages: Iterator[int]
 
     def page_bytes(self, small: bool) -> int:
         return SMALL_PAGE_BYTES if small else self._config.large_segment_bytes

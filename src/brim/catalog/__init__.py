@@ -17,7 +17,6 @@ from brim.catalog.gpus import (
     nccl_bytes,
     nccl_source,
     network,
-    node_gpus,
     training_rate,
 )  # fmt: skip
 from brim.catalog.presets import Preset, model, model_names
@@ -40,6 +39,5 @@ __all__ = [
     "nccl_bytes",
     "nccl_source",
     "network",
-    "node_gpus",
     "training_rate",
 ]

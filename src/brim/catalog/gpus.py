@@ -277,11 +277,6 @@ def host_of(gpu: Gpu) -> Host:
     )  # fmt: skip
 
 
-def node_gpus() -> tuple[str, ...]:
-    """Return the names of the GPUs whose servers are known."""
-    return tuple(node["gpu"] for node in read_facts("nodes.json")["nodes"])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Network:
     """The rates of one GPU's collectives, in one direction, within a node and out of it.

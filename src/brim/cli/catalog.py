@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import click
 
 from brim import catalog
-from brim.catalog import Gpu, Preset
 from brim.cli.options import command, json_field, print_json
 from brim.core.options import option
 from brim.errors import UsageError
@@ -38,9 +36,18 @@ def models(options: ListOptions) -> None:
     ]
     _check(options.words, listed, "models")
     if options.as_json:
-        print_json({"models": [_model(preset) for preset in listed]})
+        print_json({
+            "models": [
+                {"name": preset.name, "parameters": preset.parameters, "library": preset.library,
+                 "architecture": preset.architecture, "hub_ids": list(preset.hub_ids), "source": preset.source}
+                for preset in listed
+            ]
+        })  # fmt: skip
         return
-    rows = [(p.name, _billions(p.parameters), p.architecture, ", ".join(p.hub_ids)) for p in listed]
+    rows = [
+        (p.name, f"{p.parameters / 1e9:.3g} B" if p.parameters else "", p.architecture, ", ".join(p.hub_ids))
+        for p in listed
+    ]
     _print(("model", "parameters", "class", "hub ids"), rows, right={1})
 
 
@@ -56,7 +63,14 @@ def gpus(options: ListOptions) -> None:
     ]
     _check(options.words, listed, "gpus")
     if options.as_json:
-        print_json({"gpus": [_gpu(card) for card in listed]})
+        print_json({
+            "gpus": [
+                {"name": card.name, "aliases": list(card.aliases), "vendor": card.vendor,
+                 "capacity_bytes": card.capacity_bytes, "bytes_per_s": card.bytes_per_s,
+                 "flops_per_s": dict(card.flops_per_s)}
+                for card in listed
+            ]
+        })  # fmt: skip
         return
     rows = [
         (card.name, format_bytes(card.capacity_bytes), _per_s(card.bytes_per_s, "B"),
@@ -76,24 +90,6 @@ def _check(words: Sequence[str], listed: Sequence[object], command: str) -> None
         raise UsageError(
             f"{' '.join(words)} was given.", "Nothing in the catalog has these words.", f"Run brim {command}."
         )
-
-
-def _model(preset: Preset) -> dict[str, Any]:
-    return {
-        "name": preset.name, "parameters": preset.parameters, "library": preset.library,
-        "architecture": preset.architecture, "hub_ids": list(preset.hub_ids), "source": preset.source,
-    }  # fmt: skip
-
-
-def _gpu(card: Gpu) -> dict[str, Any]:
-    return {
-        "name": card.name, "aliases": list(card.aliases), "vendor": card.vendor,
-        "capacity_bytes": card.capacity_bytes, "bytes_per_s": card.bytes_per_s, "flops_per_s": dict(card.flops_per_s),
-    }  # fmt: skip
-
-
-def _billions(count: int | None) -> str:
-    return f"{count / 1e9:.3g} B" if count else ""
 
 
 def _per_s(rate: float | None, unit: str) -> str:

@@ -21,29 +21,23 @@ from brim.units import format_bytes, is_share, parse_bytes
 T = TypeVar("T")
 
 
-class _Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """``8GiB``, ``512MB`` or plain bytes; the command gets a number of bytes."""
+class _Text(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
+    """An option whose value ``read`` makes of its text."""
 
-    name = "bytes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return parse_bytes(value)
-        except UsageError as error:
-            self.fail(" ".join(str(error).split("\n")), param, ctx)
-
-
-class _Budget(_Bytes):
-    """Bytes, or a share such as ``80%``, which the command gets as text, because the total is known later."""
-
-    name = "bytes|%"
+    def __init__(self, name: str, read: Callable[[Any], Any]) -> None:
+        self.name, self._read = name, read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            whole = parse_bytes(value, _ANY)
+            return self._read(value)
         except UsageError as error:
             self.fail(" ".join(str(error).split("\n")), param, ctx)
-        return value if is_share(value) else whole
+
+
+def _bytes_or_share(value: Any) -> Any:
+    """Bytes, or a share such as ``80%``, which the command gets as text, because the total is known later."""
+    count = parse_bytes(value, 1)  # any total
+    return value if is_share(value) else count
 
 
 class _Model(click.ParamType):  # type: ignore[type-arg]
@@ -101,9 +95,6 @@ class _Gpu(click.ParamType):  # type: ignore[type-arg]
     """The name of a GPU, which the command itself looks up."""
 
     name = "text"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return str(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Complete short names, in one word as shells take them."""
@@ -239,18 +230,6 @@ class _NumberOr(click.ParamType):  # type: ignore[type-arg]
         return self._range.convert(value, param, ctx)
 
 
-class _TextOr(click.ParamType):  # type: ignore[type-arg]
-    """Any text; one of ``words`` stands for its value."""
-
-    name = "text"
-
-    def __init__(self, words: Mapping[str, Any]) -> None:
-        self._words = words
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return self._words.get(value, value)
-
-
 class _Room(click.ParamType):  # type: ignore[type-arg]
     """``DIR``, ``DIR:200GiB`` or ``DIR:40%``; the command gets (folder, amount or None)."""
 
@@ -275,9 +254,6 @@ class _Word(click.Choice):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return self._words[super().convert(value, param, ctx)]
-
-
-_ANY = 1  # any total, to check that a share can be parsed
 
 
 class _ProgramWord(click.types.UnprocessedParamType):
@@ -305,19 +281,10 @@ class _Numbers(click.ParamType):  # type: ignore[type-arg]
         return tuple(map(int, parts))
 
 
-class _Names(click.ParamType):  # type: ignore[type-arg]
-    """``q_proj,v_proj``; the command gets a tuple."""
-
-    name = "names"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value if isinstance(value, tuple) else tuple(name.strip() for name in value.split(","))
-
-
-BUDGET = _Budget()
+BUDGET = _Text("bytes|%", _bytes_or_share)
 # Types of the command line by ``Option.kind``.
 _KINDS: dict[str, Any] = {
-    "bytes": _Bytes(),
+    "bytes": _Text("bytes", parse_bytes),
     "described_model": _DescribedModel(),
     "device": _Device("cuda", "xpu", "npu"),
     "existing_file": click.Path(path_type=Path, dir_okay=False, exists=True),
@@ -327,7 +294,9 @@ _KINDS: dict[str, Any] = {
     "html": OutputFile(HTML),
     "layers": _Numbers("It must be numbers of layers, as in 9,9,8,6."),
     "model": _Model(),
-    "names": _Names(),
+    "names": _Text(
+        "names", lambda names: names if isinstance(names, tuple) else tuple(map(str.strip, names.split(",")))
+    ),
     "new_folder": click.Path(path_type=Path, file_okay=False),
     "program": _ProgramWord(),
     "program_device": _Device("cuda"),
@@ -406,7 +375,7 @@ def _type(field: OptionField) -> Any:
     if option.words and int in (hint, *get_args(hint)):
         return _NumberOr(option.words, option.min)
     if option.words:
-        return _TextOr(option.words) if option.names else _Word(option.words)
+        return _Text("text", lambda value: option.words.get(value, value)) if option.names else _Word(option.words)
     if field.choices:
         return click.Choice(field.choices)
     if hint is int and option.min is not None:

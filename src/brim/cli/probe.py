@@ -65,7 +65,10 @@ def _print(hardware: Hardware) -> None:
         for link in hardware.links
     )
     console.print_table(("link", "alone", "both ways at once", "one at a time", "best requests", "latency"), links)
-    rates = ((dtype, _flops(flops_per_s)) for dtype, flops_per_s in hardware.flops_per_s.items())
+    rates = (
+        (dtype, f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s")
+        for dtype, rate in hardware.flops_per_s.items()
+    )
     console.print_table(("dtype", "matrix rate"), rates)
 
 
@@ -76,7 +79,3 @@ def _rate(bytes_per_s: float) -> str:
 def _requests(link: Link) -> str:
     size = f" of {format_bytes(link.chunk_bytes)}" if link.chunk_bytes else ""
     return f"{link.concurrency}{size}"
-
-
-def _flops(flops_per_s: float) -> str:
-    return f"{flops_per_s / 1e12:.3g} TFLOP/s" if flops_per_s >= 1e12 else f"{flops_per_s / 1e9:.3g} GFLOP/s"

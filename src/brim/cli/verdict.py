@@ -29,7 +29,7 @@ _FLUSHED = (
 _RANKS = "The other ranks are assumed to do the same as this one."
 
 
-def of_estimate(estimate: Estimate, total_bytes: int | None, largest_batch: int | None = None) -> str:
+def of_estimate(estimate: Estimate, total_bytes: int | None, largest_batch: int | None) -> str:
     """``Fits with 3.1 GiB to spare; batch 25 is the largest.`` Bytes are of the whole process."""
     process, leak = estimate.peak_bytes.process, estimate.leak
     if total_bytes is None:

@@ -97,19 +97,19 @@ def _compile(into: Path, libraries: Sequence[Path], launchers: Sequence[Path], v
         scratch_folder = Path(scratch)
         sources = sorted(SOURCES.glob("*.c"), key=lambda path: -path.stat().st_size)
         compiled = [pool.submit(_run, [*compiler, *flags, "-c", str(source)], scratch_folder) for source in sources]
-        symbols = wanted_by(libraries, launchers)
+        wanted = wanted_by(libraries, launchers)
         for source in compiled:
             source.result()
         objects = sorted(scratch_folder.glob("*.o"))
-        defined = defined_in(objects)
-        (scratch_folder / "stubs.c").write_text(stub_source(symbols, defined))
+        defined = {symbol.name for path in objects for symbol in symbols(path) if symbol.defined}
+        (scratch_folder / "stubs.c").write_text(stub_source(wanted, defined))
         _run([*compiler, *flags, "-O0", f"-I{SOURCES}", "-c", "stubs.c"], scratch_folder)
-        (scratch_folder / "versions.map").write_text(version_script(symbols))
-        names = [f"-Wl,--defsym={name}={function}" for name, function in second_names(symbols, defined)]
+        (scratch_folder / "versions.map").write_text(version_script(wanted))
+        names = [f"-Wl,--defsym={name}={function}" for name, function in second_names(wanted, defined)]
         link = ["-shared", f"-Wl,-soname,{LIBRARY}", "-Wl,--version-script=versions.map", *names, "-o", LIBRARY]
         _run([*compiler, *(path.name for path in objects), "stubs.o", *link, "-lpthread", "-ldl"], scratch_folder)
         shutil.move(scratch_folder / LIBRARY, into / LIBRARY)
-    for name in symbols.libraries:
+    for name in wanted.libraries:
         (into / name).symlink_to(LIBRARY)
 
 
@@ -194,7 +194,7 @@ def _needed(path: Path) -> list[str]:
         return []
 
 
-def wanted_by(libraries: Iterable[Path], sources: Iterable[Path] = ()) -> Wanted:
+def wanted_by(libraries: Iterable[Path], sources: Iterable[Path]) -> Wanted:
     """Collect the imports of shared libraries and of C sources that are compiled later (Triton's launcher)."""
     versions: dict[str, str] = {}
     names = set(OPENED_BY_NAME)
@@ -207,11 +207,6 @@ def wanted_by(libraries: Iterable[Path], sources: Iterable[Path] = ()) -> Wanted
         for name in re.findall(r"\b(cu[A-Z]\w+)\(", path.read_text(encoding="utf-8", errors="replace")):
             versions.setdefault(name, "")
     return Wanted(versions=versions, libraries=tuple(sorted(names)))
-
-
-def defined_in(objects: Iterable[Path]) -> set[str]:
-    """The functions that these object files define."""
-    return {symbol.name for path in objects for symbol in symbols(path) if symbol.defined}
 
 
 def stub_source(wanted: Wanted, defined: Collection[str]) -> str:

@@ -167,7 +167,10 @@ def with_workspaces(trace: Trace, engine: Engine) -> Trace:
 
     Ticks are doubled, so that a workspace can live between an output and the next event.
     """
-    storages = [_later(storage) for storage in trace.storages]
+    storages = [
+        replace(storage, born=2 * storage.born, died=None if storage.died is None else 2 * storage.died)
+        for storage in trace.storages
+    ]
     first = max((storage.id for storage in storages), default=-1) + 1
     for number, (tick, bytes, op) in enumerate(_workspaces(trace, engine), start=first):
         storages.append(Storage(
@@ -176,10 +179,6 @@ def with_workspaces(trace: Trace, engine: Engine) -> Trace:
         ))  # fmt: skip
     ops = tuple(replace(op, at=2 * op.at) for op in trace.ops)
     return replace(trace, storages=tuple(storages), ops=ops)
-
-
-def _later(storage: Storage) -> Storage:
-    return replace(storage, born=2 * storage.born, died=None if storage.died is None else 2 * storage.died)
 
 
 def _workspaces(trace: Trace, engine: Engine) -> Iterator[tuple[int, int, Op]]:

@@ -22,7 +22,7 @@ from brim.predict.formulas import (
     parameters_from_size,
 )
 
-_STORED = {"fp32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn", "int8": "int8", "int4": "int4"}
+_STORED = ("fp32", "bf16", "fp8", "int8", "int4")
 
 
 def closed_forms(source: Source, workload: Workload) -> dict[str, Result]:
@@ -71,4 +71,4 @@ def forms_of_weights(files: Sequence[Path], dtype: str | None) -> dict[str, Resu
             f"Its size is {size:,} B, and its dtype is not given.",
             f"Give --precision: one of {', '.join(_STORED)}.",
         )
-    return {"parameters": parameters_from_size(size, _STORED[dtype])}
+    return {"parameters": parameters_from_size(size, dtype)}

@@ -288,7 +288,8 @@ def weight_type(source: Source) -> WeightType:
     named = [(path, dtype) for path, part in parts_of(source.config) if (dtype := _dtype_of(part))]
     if named and not named[0][0]:
         return WeightType(dtype=named[0][1], origin="dtype of its configuration")
-    if stored := _stored_dtype(source):
+    # That of the first floating tensor, which transformers uses too.
+    if stored := next((dtype for dtype in stored_dtypes(source).values() if dtype in _FLOATS), None):
         return WeightType(dtype=stored, origin="the weights of its checkpoint")
     if named:
         return WeightType(dtype=named[0][1], origin=f"{named[0][0]}.dtype of its configuration")
@@ -315,11 +316,6 @@ def _dtype_of(part: Mapping[str, Any]) -> str | None:
         if dtype in _FLOATS:
             return dtype
     return None
-
-
-def _stored_dtype(source: Source) -> str | None:
-    """The type of the first floating tensor, which transformers uses too; None without safetensors."""
-    return next((dtype for dtype in stored_dtypes(source).values() if dtype in _FLOATS), None)
 
 
 def stored_dtypes(source: Source) -> dict[str, str]:

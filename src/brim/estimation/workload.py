@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from brim.core.hardware import RAM, VRAM
 from brim.core.options import LARGEST, option
 from brim.errors import UnsupportedError, UsageError
-from brim.predict.formulas.optimizers import MADE
+from brim.predict.formulas.optimizers import OPTIMIZERS
 
 TASKS = ("train", "generate")
 STORED = "stored"  # of quantized weights, as the checkpoint has them
 PRECISIONS = ("fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8", "int8", "int4", STORED)
-OPTIMIZERS = MADE
 _FROZEN = ("int8", "int4", STORED)  # precisions whose weights get no gradient
 _FULL_NAMES = {"adamw8bit": "adamw8bit (torchao)"}  # bitsandbytes has another of the same name
 METHODS = ("full", "lora")

@@ -100,7 +100,7 @@ def _accelerator(device: str) -> Accelerator | None:
     return accelerator_in_use
 
 
-def _measure_disk(directory: Path, instead: Path | None = None) -> tuple[list[Link], str]:
+def _measure_disk(directory: Path, instead: Path | None) -> tuple[list[Link], str]:
     """Measure the links of the disk of ``directory``, else of ``instead``; return them and their source."""
     from brim.measure.disk import disk_link, uncached_file, write_link
 

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -85,15 +86,16 @@ def bounce_bytes(runs: Iterable[ReadRun]) -> int:
     return min(_BOUNCE_BYTES, round_up(longest, PAGE_BYTES) + PAGE_BYTES) if longest else 0
 
 
+@dataclass(eq=False)
 class DirectReader:
     """Reads runs of files into buffers. Not thread-safe, as it owns a bounce buffer.
 
     ``make_bounce`` allocates a number of bytes from a pool.
     """
 
-    def __init__(self, make_bounce: Callable[[int], Buffer], files: OpenFiles) -> None:
-        self._make_bounce, self._files = make_bounce, files
-        self._bounce: Buffer | None = None
+    _make_bounce: Callable[[int], Buffer]
+    _files: OpenFiles
+    _bounce: Buffer | None = None
 
     def read(self, run: ReadRun, target: torch.Tensor, stopped: Callable[[], bool]) -> None:
         """Read ``run`` into ``target`` (uint8). Returns early when ``stopped()``; raises TransferError."""
@@ -196,11 +198,13 @@ def read_error(path: str, offset: int, bytes: int, reason: str) -> TransferError
     )
 
 
+@dataclass(eq=False)
 class _Handle:
-    def __init__(self, fd: int, direct: bool, reopen: str, mode: int, version: FileVersion | None) -> None:
-        self.fd, self.direct = fd, direct
-        self.reopen, self.mode = reopen, mode  # the path and mode to open it again
-        self.version = version  # None for a file opened for writing
+    fd: int
+    direct: bool
+    reopen: str  # the path to open it again
+    mode: int
+    version: FileVersion | None  # None for a file opened for writing
 
 
 class OpenFiles:

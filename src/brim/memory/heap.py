@@ -59,11 +59,6 @@ def return_freed_memory() -> None:
     _set(MAPPING_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES)
 
 
-def keep_freed_memory() -> None:
-    """Let the heap keep freed memory from now on, as glibc does in the end by default."""
-    _set(_LARGEST_BYTES, _ALWAYS_BYTES)
-
-
 def _set(mapping_threshold_bytes: int, trim_threshold_bytes: int) -> None:
     if sys.platform != "linux":
         return
@@ -129,7 +124,7 @@ class HeapRetention:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="brim-heap", daemon=True)
         threads.start(self._thread)
-        keep_freed_memory()
+        _set(_LARGEST_BYTES, _ALWAYS_BYTES)  # as glibc does in the end by default
         _watched.add(self)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 
@@ -32,12 +33,16 @@ _PRESENT, _PRESENT_OR_SWAPPED = np.uint64(1 << 63), np.uint64(3 << 62)
 _OF_FILE = np.uint64(1 << 61)
 
 
+@dataclass(eq=False)
 class MappedFile:
-    """An open file whose ranges ``map`` maps privately, so that writes do not reach the file."""
+    """An open file whose ranges ``map`` maps privately, so that writes do not reach the file.
 
-    def __init__(self, path: str, fd: int, version: FileVersion | None = None) -> None:
-        """``version``: the required version; None for a file that is written to."""
-        self._path, self._fd, self._version = path, fd, version
+    ``version``: the required version; None for a file that is written to.
+    """
+
+    _path: str
+    _fd: int
+    _version: FileVersion | None = None
 
     @classmethod
     def open(cls, path: str) -> MappedFile:

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -111,13 +112,16 @@ class TorchSource:
         pass
 
 
+@dataclass(eq=False, repr=False)
 class Buffer:
     """Bytes allocated from a pool. ``tensor`` is uint8 and one-dimensional."""
 
-    def __init__(self, pool: Pool, tensor: torch.Tensor, bytes: int, storage: int, label: str) -> None:
-        self.pool, self.bytes, self.storage, self.label = pool, bytes, storage, label
-        self.origin: Buffer | None = None  # of which this is a part
-        self._tensor: torch.Tensor | None = tensor
+    pool: Pool
+    _tensor: torch.Tensor | None
+    bytes: int
+    storage: int
+    label: str
+    origin: Buffer | None = None  # of which this is a part
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -126,9 +130,8 @@ class Buffer:
 
     def part(self, begin: int, end: int) -> Buffer:
         """Return bytes ``[begin, end)`` as the target of a move; the pool still counts the full buffer."""
-        part = Buffer(self.pool, self.tensor[begin:end], end - begin, self.storage, self.label)
-        part.origin = self.origin or self
-        return part
+        part = self.tensor[begin:end]
+        return Buffer(self.pool, part, end - begin, self.storage, self.label, self.origin or self)
 
     def free(self) -> None:
         """Return the bytes to the pool. A second call does nothing."""

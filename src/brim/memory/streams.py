@@ -10,7 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def near(pci_address: str | None, system: Path = _SYSTEM) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def processors_near(pci_address: str, system: Path = _SYSTEM) -> set[int]:
+def processors_near(pci_address: str, system: Path) -> set[int]:
     """Return the processors of a device's NUMA node; none if unknown."""
     try:
         node = int((system / "bus/pci/devices" / pci_address / "numa_node").read_text())
@@ -135,11 +135,12 @@ def _allowed() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
+@dataclass(eq=False)
 class StreamPoint:
     """A point in a device's stream. ``wait`` makes the device's current stream wait, not the host."""
 
-    def __init__(self, event: Any, on: Accelerator) -> None:
-        self.event, self._on = event, on
+    event: Any
+    _on: Accelerator
 
     def wait(self) -> None:
         self._on.current_stream().wait_event(self.event)

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from brim.errors import TransferError, UnsupportedError
 from brim.memory.checkpoint_files import Extent, TensorSource, merge_extents
 from brim.memory.file_versions import check_version, opened_version
+from brim.model_inputs import tensors_in
 
 aten = torch.ops.aten
 
@@ -75,7 +76,7 @@ class FileTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "device"}
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in(args, kwargs)
         inputs = [leaf for leaf in tensors if isinstance(leaf, FileTensor)]
         if func._schema.is_mutable:
             if _is_throwaway(func, args):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ def open_training_model(
     a loss of its own, UnsupportedError where peft cannot add adapters, and for full training of quantized weights.
     """
     stored = read_config(folder, trust_remote_code=trust_remote_code).to_dict()
-    pure = precision.startswith("bf16") and _pure(precision)
+    pure = precision.startswith("bf16") and "mixed" not in precision
     widens = method == "full" or (quantization_of(stored)[0] == "bitsandbytes" and not pure)
     dtype = None if not widens else torch.bfloat16 if pure else torch.float32
     opened = open_model(
@@ -71,7 +70,8 @@ def open_training_model(
             f"{type(opened.module).__name__} is not a language model that computes its own loss.",
             "Give a causal language model, or use brim.fit in your own loop.",
         )
-    if any(_rounds_inputs(part) for part in opened.module.modules()):
+    schemes = (getattr(part, "quantization_scheme", None) for part in opened.module.modules())
+    if any(getattr(scheme, "input_activations", None) is not None for scheme in schemes):
         raise UnsupportedError(
             f"Cannot train adapters on {opened.name}.",
             f"Its layers round their inputs too ({opened.quantization}), and have no backward pass.",
@@ -90,23 +90,9 @@ def open_training_model(
     renamed = {name: first[id(p)] for name, p in module.named_parameters() if first.get(id(p)) in sources}
     weights = Weights(
         sources={name: replace(sources[old], name=name) for name, old in renamed.items()},
-        verify=None if verify is None else _renaming(verify, renamed),
+        verify=None if verify is None else lambda name, value: verify(renamed[name], value),
     )
     return TrainingModel(module=module.train(), weights=weights, opened=opened, method=method)
-
-
-def _rounds_inputs(part: Any) -> bool:
-    return getattr(getattr(part, "quantization_scheme", None), "input_activations", None) is not None
-
-
-def _pure(precision: str) -> bool:
-    return "mixed" not in precision
-
-
-def _renaming(
-    verify: Callable[[str, torch.Tensor], None], names: dict[str, str]
-) -> Callable[[str, torch.Tensor], None]:
-    return lambda name, value: verify(names[name], value)
 
 
 def with_adapters(module: nn.Module, seed: int) -> Any:

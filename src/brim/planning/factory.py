@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation.models import Source, find_model, place_in, short
+from brim.model_inputs import tensors_in
 from brim.planning.request import PLAN_FILE, Request
 from brim.techniques.dry_run import as_arguments
 
@@ -53,7 +54,7 @@ def made_by(source: Source) -> tuple[nn.Module, Any]:
 
 def rows_of(example: Any, name: str) -> int:
     """Return the rows of the inputs: the first size, which all tensors must share."""
-    sizes = {t.shape[0] for t in tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim()}
+    sizes = {t.shape[0] for t in tensors_in(example) if t.dim()}
     if len(sizes) != 1:
         raise UsageError(
             f"Cannot make a plan for {name}.",

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 _aten = torch.ops.aten
@@ -99,10 +100,10 @@ _ON_FRESH_TENSOR = {
 }
 
 
-def as_plain(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch._ops.OpOverload:
+def as_plain(func: OpOverload, args: tuple[Any, ...]) -> OpOverload:
     """Return the operation that a run with plain tensors executes instead of ``func``."""
     if func is _aten.add.Tensor:
-        if len(args) == 2 and _called_by_engine() and _may_be_overwritten(func, args[0]) and not _formula_adds():
+        if len(args) == 2 and _called_by_engine() and _may_be_overwritten(func, args[0]) and not _in_node(*_ADDING):
             # InputBuffer's accumulate, torch/csrc/autograd/input_buffer.cpp
             return _aten.add_.Tensor if _fits(args[0], args[1]) else func
     elif func in _OF_LOSSES:
@@ -147,10 +148,6 @@ _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
 _ADDING = ("Atan2", "VarMean", "StdMean", "Linalg", "LuUnpack", "SpecialI1E", "Svd", "Cumprod", "Prod")
 
 
-def _formula_adds() -> bool:
-    return _in_node(*_ADDING)
-
-
 def _in_node(*names: str) -> bool:
     node = torch._C._current_autograd_node()
     return node is not None and node.name().startswith(names)
@@ -175,7 +172,7 @@ _ELEMENTWISE = frozenset({
 })  # fmt: skip
 
 
-def written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return the result of an operation if it is clearly in-place; None: its fake kernel decides.
 
     Clearly: floating-point tensors of the same dtype, shape and device, the first one dense.
@@ -210,7 +207,7 @@ def _called_by_engine() -> bool:
 _WRAPPERS = ("_seen", "__torch_dispatch__", "_fn", "inner")  # PyTorch may wrap the dispatch so that dynamo skips it
 
 
-def _may_be_overwritten(func: torch._ops.OpOverload, tensor: torch.Tensor, more_uses: int = 0) -> bool:
+def _may_be_overwritten(func: OpOverload, tensor: torch.Tensor, more_uses: int = 0) -> bool:
     storage = tensor.untyped_storage()
     return (
         tensor._use_count() <= _TENSOR_USES + _MORE_USES.get(func, 0) + more_uses  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._higher_order_ops.out_dtype import out_dtype, out_dtype_dense
 from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -73,7 +74,7 @@ _NOT_FOR_CUDA = {
     torch.ops.aten._sparse_mm_reduce_impl_backward, torch.ops.aten._spdiags,
 }  # fmt: skip
 # Comparisons that CUDA does by other operations (cuda/Equal.cpp, TensorCompare.cpp).
-_COMPARED: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+_COMPARED: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.equal.default: lambda first, second: first.shape == second.shape and first.eq(second).all(),
     torch.ops.aten.allclose.default: lambda *args, **kwargs: torch.isclose(*args, **kwargs).all(),
 }
@@ -103,7 +104,7 @@ class RecordingMode(TorchDispatchMode):
         recorder: Recorder,
         modules: ModuleTracker,
         values: Values,
-        rule_for: Callable[[torch._ops.OpOverload], Rule | None],
+        rule_for: Callable[[OpOverload], Rule | None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder, self.modules, self.values = recorder, modules, values
@@ -139,7 +140,7 @@ class RecordingMode(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -155,7 +156,7 @@ class RecordingMode(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             return self._seen(func, args, kwargs or {})
 
-    def _seen(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _seen(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _decomposes(func):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -171,7 +172,7 @@ class RecordingMode(TorchDispatchMode):
         if self.pretends and func in COMPOSITES:
             with self:
                 return COMPOSITES[func](*args, **kwargs)
-        if self.pretends and kwargs and _names_cuda(kwargs.get("device")):
+        if self.pretends and kwargs and getattr(kwargs.get("device"), "type", None) == "cuda":
             # PyTorch's Python functions call one another with the mode for functions off.
             self.recorder.uses_device = True
             with self.placed(True):
@@ -219,7 +220,7 @@ class RecordingMode(TorchDispatchMode):
         with self:
             return in_parts(*args, **kwargs)
 
-    def _of_sparse(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _of_sparse(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._notice_backward()
         if self._sparse is None:
             assert self._fakes is not None
@@ -233,7 +234,7 @@ class RecordingMode(TorchDispatchMode):
         self.recorder.describe_op(self.recorder.begin_op(name, self.phase(), self.modules.current()), work)
 
     def _remembered(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Answer | None]:
         """The fake kernel's result, from the cache where it is known and no mode below watches the kernel."""
         if not self._alone:
@@ -241,7 +242,7 @@ class RecordingMode(TorchDispatchMode):
         written = autograd.written(func, args, kwargs)
         return result_of(func, args, kwargs, self._fakes) if written is None else (written, None)
 
-    def _run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder, phase, module = self.recorder, self.phase(), self.modules.current()
         result, answer = self.values.shape_of(func, args, kwargs), None
         if result is None:
@@ -253,7 +254,7 @@ class RecordingMode(TorchDispatchMode):
             result, answer = result_and_answer
             self.values.carry(func, args, kwargs, result)
         outputs = list(leaves(result))
-        if outputs and all(_has_no_memory(tensor) for tensor in outputs):
+        if outputs and all(isinstance(each, FakeTensor) and each.fake_device.type == "meta" for each in outputs):
             return result
         fresh = self._fresh(outputs)
         resized = self._resized(func, args, kwargs)
@@ -286,10 +287,7 @@ class RecordingMode(TorchDispatchMode):
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._graph_task):
             self._graph_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        self.after_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.after_backward())
 
     def note_op(self, name: str) -> None:
         """Record an operation that is not a kernel."""
@@ -398,9 +396,7 @@ class RecordingMode(TorchDispatchMode):
                 fresh[storage._cdata] = (tensor, storage.nbytes())
         return list(fresh.values())
 
-    def _resized(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[tuple[Life, int]]:
+    def _resized(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Life, int]]:
         """Storages that an ``out=`` or ``resize_`` operation resized."""
         if not func._schema.is_mutable:
             return []
@@ -478,7 +474,7 @@ class RecordingMode(TorchDispatchMode):
 
         self._live[key] = _Entry(life=life, storage=weakref.ref(storage, died), fake_bytes=storage.nbytes())
 
-    def _place(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _place(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return the device of an operation's results: that of its inputs, or of the caller's context without
         inputs."""
         if self._placed is not None:
@@ -487,7 +483,7 @@ class RecordingMode(TorchDispatchMode):
             return any(life.on_device for life in lives)
         return self.on_device or (torch._C._current_graph_task_id() != -1 and self.recorder.uses_device)
 
-    def _crossing(self, func: torch._ops.OpOverload, args: tuple[Any, ...], on_device: bool) -> str | None:
+    def _crossing(self, func: OpOverload, args: tuple[Any, ...], on_device: bool) -> str | None:
         """Return the direction of a copy between host and device, if the program distinguishes them."""
         if not self.recorder.uses_device or func not in _COPIES:
             return None
@@ -535,7 +531,7 @@ def wraps(kind: type) -> bool:
 
 
 @cache
-def _decomposes(func: torch._ops.OpOverload) -> bool:
+def _decomposes(func: OpOverload) -> bool:
     """Divide a composite operation, which PyTorch does not divide without autograd (inference mode)."""
     if func in FAKES:
         return False
@@ -548,15 +544,6 @@ def _device(tensor: torch.Tensor) -> Any:
     if not isinstance(tensor, FakeTensor):
         return _device_of(tensor)
     return _META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
-
-
-def _has_no_memory(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor is on the meta device, where tensors have shapes only."""
-    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"
-
-
-def _names_cuda(device: Any) -> bool:
-    return isinstance(device, torch.device) and device.type == "cuda"
 
 
 def _dtype(tensor: torch.Tensor) -> str:

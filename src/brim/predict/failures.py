@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch._ops import OpOverload
 
 from brim.errors import ModelError, OperationError, UnsupportedError
 
@@ -30,7 +31,7 @@ _OWN = (_TORCH, str(Path(__file__).parents[1]) + os.sep)
 _CALL = torch.nn.Module._call_impl.__code__
 
 
-def data_dependent(func: torch._ops.OpOverload) -> UnsupportedError:
+def data_dependent(func: OpOverload) -> UnsupportedError:
     return UnsupportedError(
         f"{func} needs the values of a tensor, and a trace has none.",
         f"Asked at {_place()}.",
@@ -59,7 +60,7 @@ def not_traced(what: str, instead: str) -> UnsupportedError:
     return UnsupportedError(f"{what} cannot be traced.", f"Asked at {_place()}.", instead)
 
 
-def no_fake_kernel(func: torch._ops.OpOverload) -> UnsupportedError:
+def no_fake_kernel(func: OpOverload) -> UnsupportedError:
     return UnsupportedError(
         f"{func} has no fake kernel, so its result is unknown without running it.",
         f"Called at {_place()}.",
@@ -67,7 +68,7 @@ def no_fake_kernel(func: torch._ops.OpOverload) -> UnsupportedError:
     )
 
 
-def no_cuda_kernel(func: torch._ops.OpOverload) -> UnsupportedError:
+def no_cuda_kernel(func: OpOverload) -> UnsupportedError:
     return UnsupportedError(
         f"{func} runs on the CPU only: PyTorch has no CUDA kernel of it.",
         f"Called at {_place()}.",
@@ -84,7 +85,9 @@ def of_operation(error: Exception) -> OperationError | None:
     frames = traceback.extract_tb(error.__traceback__)
     outside = [number for number, frame in enumerate(frames) if not frame.filename.startswith((*_OWN, "<frozen"))]
     asked = outside[-1] + 1 if outside else 0
-    if not any(frame.name in _HANDLERS for frame in frames[asked:]) and not _is_of_fakes(error, frames):
+    refused = any(text in str(error) for text in _FAKE)  # a fake tensor, by C++
+    failed = bool(frames) and "_subclasses" in frames[-1].filename  # PyTorch's fake tensors
+    if not (any(frame.name in _HANDLERS for frame in frames[asked:]) or refused or failed):
         return None
     what = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if _NO_DATA in what:
@@ -96,17 +99,13 @@ def of_operation(error: Exception) -> OperationError | None:
     )
 
 
-def _is_of_fakes(error: Exception, frames: Sequence[traceback.FrameSummary]) -> bool:
-    """Return True if C++ refused a fake tensor, or PyTorch's fake tensors failed."""
-    return any(text in str(error) for text in _FAKE) or (bool(frames) and "_subclasses" in frames[-1].filename)
-
-
 def of_model(error: BaseException) -> ModelError | None:
     """Return the error of a model's own code with its line; None where other code raised it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     called = next((number for number, frame in enumerate(frames) if frame.f_code is _CALL), None)
-    inner = [frame for frame in frames[called:] if _is_outside_of_torch(frame)] if called is not None else []
-    if not inner or inner[-1].f_code.co_filename.startswith(_OWN):
+    files = [frame.f_code.co_filename for frame in frames[called:]] if called is not None else []
+    own = [file for file in files if not file.startswith((_TORCH, "<frozen"))]
+    if not own or own[-1].startswith(_OWN):
         return None
     stack = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OWN)]
     return ModelError(
@@ -114,10 +113,6 @@ def of_model(error: BaseException) -> ModelError | None:
         f"It fails at {_shown(stack)}.",
         "Correct its code or its configuration, or install a version of its library that can call it.",
     )
-
-
-def _is_outside_of_torch(frame: FrameType) -> bool:
-    return not frame.f_code.co_filename.startswith((_TORCH, "<frozen"))
 
 
 def line() -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from brim.catalog.gpus import read_facts
@@ -39,21 +40,21 @@ class Work(NamedTuple):
     fill: float = 1.0
 
 
-def op_name(func: torch._ops.OpOverload, args: Sequence[Any]) -> str:
+def op_name(func: OpOverload, args: Sequence[Any]) -> str:
     """Return PyTorch's name; for a functional collective with its group, which is the last argument."""
     if func.namespace == "_c10d_functional" and args and isinstance(args[-1], str):
         return f"{func}{OVER}{args[-1]}"
     return str(func)
 
 
-def op_work(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Work:
+def op_work(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Work:
     """All of an operation's work. It depends on ``func``, the layouts of arguments and results, and plain values."""
     read_bytes, written_bytes = op_bytes(func, args, kwargs, out)
     kernel, fill = _kernel(func, args)
     return Work(op_flops(func, args, kwargs, out), read_bytes, written_bytes, op_dtype(args, out), kernel, fill)
 
 
-def _kernel(func: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[str, float]:
+def _kernel(func: OpOverload, args: Sequence[Any]) -> tuple[str, float]:
     """Return the kind of kernel, and the share of its tiles that a product's matrices fill."""
     name = _base_name(func)
     if name in ("convolution", "convolution_backward"):
@@ -74,7 +75,7 @@ def _kernel(func: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[str, floa
     return next((kind for part, kind in _KINDS.items() if part in name), ""), 1.0
 
 
-def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+def op_flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """Floating-point operations of one aten operation, forward or backward; works on fake and meta tensors.
 
     Products by PyTorch's own registry (``torch/utils/flop_counter.py``: two per multiply-add), with the products that
@@ -100,9 +101,7 @@ def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
     return _elements(args, kwargs, out)
 
 
-def op_bytes(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> tuple[int, int]:
+def op_bytes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> tuple[int, int]:
     """Bytes that one operation reads and writes: each tensor once, as a kernel that caches well does.
 
     Views and allocations move none; a fill or a copy does not read what it overwrites; a gather reads the rows that
@@ -131,20 +130,20 @@ def op_dtype(args: Sequence[Any], out: Any) -> str:
 
 
 @functools.cache
-def is_view(func: torch._ops.OpOverload) -> bool:
+def is_view(func: OpOverload) -> bool:
     """The result shares an input's storage and nothing is written: no kernel runs."""
     return bool(func.is_view) or func.overloadpacket is aten._unsafe_view
 
 
 @functools.cache
-def _changed_arguments(func: torch._ops.OpOverload) -> tuple[int, ...]:
+def _changed_arguments(func: OpOverload) -> tuple[int, ...]:
     """Return the positions of the written arguments: ``self`` of ``add_``, the lists of ``_fused_adamw_``."""
     aliases = [argument.alias_info for argument in func._schema.arguments]
     return tuple(i for i, alias in enumerate(aliases) if alias is not None and alias.is_write)
 
 
 @functools.cache
-def _base_name(func: torch._ops.OpOverload) -> str:
+def _base_name(func: OpOverload) -> str:
     """``aten::index_put_`` -> ``index_put``."""
     return str(func.overloadpacket._qualified_op_name).partition("::")[2].rstrip("_")
 
@@ -191,7 +190,7 @@ def _attention() -> dict[Any, Callable[..., int]]:
     return {getattr(aten, name): count for name, count in counts.items() if hasattr(aten, name)}
 
 
-def _is_causal(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _is_causal(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     names = [argument.name for argument in func._schema.arguments]
     at = names.index("is_causal")
     return bool(args[at] if at < len(args) else kwargs.get("is_causal", False))

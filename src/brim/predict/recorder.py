@@ -118,7 +118,7 @@ class Recorder:
         self.lives.append(life)
         return life
 
-    def unrecorded(self, bytes: int, *, on_device: bool = False) -> Life:
+    def unrecorded(self, bytes: int, *, on_device: bool) -> Life:
         """Return a life that is tracked but not part of the trace."""
         return Life(
             id=-1, bytes=bytes, module=-1, phase=self.phase, step=self.step, dtype="", born=self._tick,

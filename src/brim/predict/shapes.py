@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -48,12 +49,12 @@ class Answer:
 
 _KNOWN: dict[tuple[Any, ...], Answer | None] = {}  # None: the kernel is called every time
 _UNHEARD = Answer(outputs=())
-_KINDS: dict[torch._ops.OpOverload, bool] = {}
+_KINDS: dict[OpOverload, bool] = {}
 _STATES: dict[torch.device, dict[str, Any]] = {}  # attributes of a fake tensor on that device, without its mode
 
 
 def result_of(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode | None
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode | None
 ) -> tuple[Any, Answer | None]:
     """The result of ``func(*args, **kwargs)`` below a trace of ``mode``, and its cached answer."""
     key = None if mode is None else _key(func, args, kwargs, mode)
@@ -74,7 +75,7 @@ def result_of(
 
 
 def _key(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
 ) -> tuple[Any, ...] | None:
     kind = _KINDS.get(func)
     if kind is None:
@@ -92,7 +93,7 @@ def _key(
     return tuple(key)
 
 
-def _is_plain(func: torch._ops.OpOverload) -> bool:
+def _is_plain(func: OpOverload) -> bool:
     tags = func.tags
     if func.namespace != "aten" or func._schema.is_mutable or any(tag in tags for tag in _DEPEND_ON_MORE):
         return False
@@ -124,7 +125,7 @@ def _add(key: _Key, arg: Any, mode: Any) -> bool:
 
 
 def _described(
-    func: torch._ops.OpOverload, result: Any, args: tuple[Any, ...], mode: FakeTensorMode
+    func: OpOverload, result: Any, args: tuple[Any, ...], mode: FakeTensorMode
 ) -> tuple[_Output, ...] | None:
     """Return descriptions that rebuild ``result``; None where they would not."""
     if type(result) is tuple and len(result) < 2:

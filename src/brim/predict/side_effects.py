@@ -301,7 +301,7 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
         raise SideEffectError(
             f"A traced program cannot start a process ({said}).", "The process would run outside of the trace.", _TODO
         )
-    elif event in _CONNECTIONS and not _is_local(args):
+    elif event in _CONNECTIONS and not (len(args) == 2 and isinstance(args[1], (str, bytes))):  # AF_UNIX has a name
         asked = _brief(args[-1 if event in _WITH_ADDRESS else 0])
         raise SideEffectError(
             f"A traced program cannot connect to {asked}.",
@@ -318,11 +318,6 @@ def _check(effects: SideEffects, path: Any, folder: Any) -> None:
             path = os.path.join(_REAL["readlink"](f"/proc/self/fd/{folder}"), os.fsdecode(path))  # noqa: PTH118
     if not effects.is_free(_full(path)) and effects.to_read(path) is path:
         raise effects.refusal(path)
-
-
-def _is_local(args: tuple[Any, ...]) -> bool:
-    """Return True if a socket's address is a name on this machine (AF_UNIX), not a host and a port."""
-    return len(args) == 2 and isinstance(args[1], (str, bytes))
 
 
 def _brief(what: Any) -> str:
@@ -385,7 +380,7 @@ def _loaded(load: Callable[..., Any]) -> Callable[..., Any]:
     def call(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         effects = current()
         if effects is not None and (kept := effects.saved.get(_identity(effects, file))) is not None:
-            return _restored(kept, map_location)
+            return tree_map_only(_SavedTensor, lambda tensor: tensor.load(map_location), kept)
         on_gpu = isinstance(map_location, (str, torch.device)) and torch.device(map_location).type == "cuda"
         loaded = load(file, "cpu" if on_gpu else map_location, *args, **kwargs)
         return tree_map_only(torch.Tensor, torch.Tensor.cuda, loaded) if on_gpu else loaded
@@ -424,10 +419,6 @@ class _SavedTensor:
         named = isinstance(map_location, (str, torch.device))
         there = torch.device(map_location).type == "cuda" if named else self.on_device and map_location is None
         return (self.copy.cuda() if there else self.copy.clone()).requires_grad_(self.trains)
-
-
-def _restored(saved: Any, map_location: Any) -> Any:
-    return tree_map_only(_SavedTensor, lambda tensor: tensor.load(map_location), saved)
 
 
 def _identity(effects: SideEffects, file: Any) -> Any:

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from brim.model_inputs import tensors_in
 from brim.predict import failures
 from brim.predict.flops import Work
 from brim.predict.lowering.cuda import indexing
@@ -52,7 +54,7 @@ def is_sparse(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is not torch.strided and not value.is_mkldnn
 
 
-def makes(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+def makes(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Return True if ``func`` makes a sparse tensor, from other tensors or from none."""
     return func in _MAKERS or (func is _BAG_BACKWARD and bool(args[_BAG_IS_SPARSE]))
 
@@ -94,15 +96,16 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
     return parts_of(tensor).values
 
 
+@dataclass(eq=False)
 class SparseOperations:
     """Operations on sparse tensors, for one trace."""
 
-    def __init__(
-        self, values: Values, fakes: FakeTensorMode, describe: Callable[[str, Work], None], not_modelled: set[str]
-    ) -> None:
-        self._values, self._fakes, self._describe, self._not_modelled = values, fakes, describe, not_modelled
+    _values: Values
+    _fakes: FakeTensorMode
+    _describe: Callable[[str, Work], None]
+    _not_modelled: set[str]
 
-    def run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func`` on sparse tensors, by operations that the trace records."""
         told = _TOLD.get(func)
         if told is not None:
@@ -173,7 +176,7 @@ class SparseOperations:
             copies = [*copies[1:], copies[0]]
         return self._like(tensor, Parts(tuple(copies), parts.coalesced, parts.sparse_dim))
 
-    def _scaled(self, func: torch._ops.OpOverload, tensor: torch.Tensor, *numbers: Any) -> torch.Tensor:
+    def _scaled(self, func: OpOverload, tensor: torch.Tensor, *numbers: Any) -> torch.Tensor:
         """Apply an operation to values alone, where zeros stay zeros; indices are copied."""
         if not is_sparse(tensor) or any(isinstance(number, torch.Tensor) for number in numbers):
             return NotImplemented  # type: ignore[no-any-return]
@@ -214,7 +217,7 @@ class SparseOperations:
             return self._like(tensor, Parts(parts.members, True, parts.sparse_dim))
         flat = indices.new_empty(count)
         order, begins = torch.empty_like(flat), torch.empty_like(flat)
-        indices.new_empty(indexing.merge_sort_bytes(count, 8, 8), dtype=torch.uint8)
+        indices.new_empty(indexing.merge_sort_bytes(count), dtype=torch.uint8)
         indices.new_empty(indexing.thrust_unique_by_key_bytes(count), dtype=torch.uint8)
         places = self._distinct(indices, tuple(tensor.shape[: parts.sparse_dim]))
         left = places.size(1)
@@ -412,9 +415,9 @@ class SparseOperations:
 
     # -- everything else -------------------------------------------------------------------------------------------
 
-    def _on_the_cpu(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_the_cpu(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute ``func`` on the CPU and copy its results for the trace."""
-        tensors = [member for member in tree_leaves((args, kwargs)) if isinstance(member, torch.Tensor)]
+        tensors = tensors_in(args, kwargs)
         dense = [
             member for tensor in tensors for member in (parts_of(tensor).members if is_sparse(tensor) else (tensor,))
         ]
@@ -557,11 +560,11 @@ _SCALED = (
 )  # fmt: skip
 
 
-def _scale(func: torch._ops.OpOverload) -> Callable[..., Any]:
+def _scale(func: OpOverload) -> Callable[..., Any]:
     return lambda operations, *args: operations._scaled(func, *args)
 
 
-_TOLD: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+_TOLD: dict[OpOverload, Callable[..., Any]] = {
     _BAG_BACKWARD: SparseOperations._bag_backward,
     _aten._sparse_coo_tensor_with_dims_and_tensors.default: SparseOperations._coo,
     _aten._sparse_coo_tensor_with_dims.default: SparseOperations._empty_coo,

@@ -16,11 +16,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch._ops import OpOverload
 from torch.utils.checkpoint import DefaultDeviceType
 
 from brim.catalog.gpus import read_facts
 from brim.core.trace import EMPTY_CACHE, FIRST_GRAPH_POOL
+from brim.model_inputs import tensors_in
 from brim.predict import failures
 from brim.predict.dispatch import RecordingMode
 
@@ -310,9 +311,9 @@ def _install(library: torch.library.Library, cache: _Cache) -> None:
             library.impl(op, make(op), "AutocastCPU", allow_override=True)
 
 
-def _overload(name: str) -> torch._ops.OpOverload:
+def _overload(name: str) -> OpOverload:
     packet, _, overload = name.partition(".")
-    operator: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    operator: OpOverload = getattr(getattr(torch.ops.aten, packet), overload or "default")
     return operator
 
 
@@ -355,7 +356,7 @@ class _Cache:
     def clear(self) -> None:
         self._copies.clear()
 
-    def lower(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def lower(self, op: OpOverload) -> Callable[..., Any]:
         @_without_autocast
         def kernel(*args: Any, **kwargs: Any) -> Any:
             named = {name: _each(value, self._cast) for name, value in reversed(kwargs.items())}
@@ -384,7 +385,7 @@ class _Cache:
         return copy
 
 
-def _to_fp32(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _to_fp32(op: OpOverload) -> Callable[..., Any]:
     @_without_autocast
     def kernel(*args: Any, **kwargs: Any) -> Any:
         changed = _each(list(args), lambda t: t.float())
@@ -393,7 +394,7 @@ def _to_fp32(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return kernel
 
 
-def _with_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _with_dtype(op: OpOverload) -> Callable[..., Any]:
     """``fp32_set_opt_dtype``: the result is float32, and nothing is cast for that beforehand."""
     halves = _FROM_HALF.get(op)
 
@@ -416,10 +417,10 @@ _FROM_HALF = {
 }
 
 
-def _widest(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _widest(op: OpOverload) -> Callable[..., Any]:
     @_without_autocast
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        is_wide = any(leaf.dtype == torch.float32 for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        is_wide = any(leaf.dtype == torch.float32 for leaf in tensors_in(args))
         return op(*(_each(list(args), lambda t: t.float()) if is_wide else args), **kwargs)
 
     return kernel

@@ -82,20 +82,6 @@ class Columns:
         return np.frombuffer(column, dtype=column.typecode) if len(column) else np.empty(0, column.typecode)
 
 
-def _activities() -> Columns:
-    return Columns(
-        start="d",
-        duration="d",
-        kind="b",
-        device="i",
-        stream="q",
-        key="q",
-        bytes="q",
-        name="i",
-        unified="b",
-    )
-
-
 @dataclass(kw_only=True, slots=True)
 class Activity:
     """Everything that was recorded.
@@ -107,7 +93,11 @@ class Activity:
     """
 
     texts: Texts = field(default_factory=Texts)
-    device: Columns = field(default_factory=_activities)
+    device: Columns = field(
+        default_factory=lambda: Columns(
+            start="d", duration="d", kind="b", device="i", stream="q", key="q", bytes="q", name="i", unified="b"
+        )
+    )
     call: Columns = field(
         default_factory=lambda: Columns(start="d", duration="d", kind="b", key="q", thread="i", name="i")
     )

@@ -522,11 +522,12 @@ class _Table:
         )
 
 
+@dataclass(eq=False)
 class _Columns(Mapping[str, Any]):
     """Columns built on access: all at once they would be as large as the Timeline."""
 
-    def __init__(self, names: Mapping[str, Any], make: Callable[[str], Any]) -> None:
-        self._names, self._make = names, make
+    _names: Mapping[str, Any]
+    _make: Callable[[str], Any]
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:

@@ -98,11 +98,12 @@ class _BlockColumns:
         return len(self.stacks)
 
 
+@dataclass(eq=False)
 class _Blocks:
     """The blocks of one segment, as records made on iteration."""
 
-    def __init__(self, columns: _BlockColumns, rows: range) -> None:
-        self._columns, self._rows = columns, rows
+    _columns: _BlockColumns
+    _rows: range
 
     def __iter__(self) -> Iterator[BlockRecord]:
         columns = self._columns
@@ -317,7 +318,8 @@ class _Reader:
             history.segments = self.ordered(segments.get(device, []))
             history.settings = settings
             histories.append(history)
-        return Snapshot(devices=tuple(histories), stacks=tuple(self.stack_texts()))
+        stacks = (tuple(self.frame_texts[number] for number in array("I", key)) for key in self.stacks)
+        return Snapshot(devices=tuple(histories), stacks=tuple(stacks))
 
     def traces(self, traces: Any) -> dict[int, DeviceHistory]:
         """Cut the columns into devices. Every event must be in one trace, in order."""
@@ -384,9 +386,6 @@ class _Reader:
             if before.address + before.size > after.address:
                 raise self.refuse(f"The segments at {before.address:#x} and {after.address:#x} overlap.")
         return tuple(segments)
-
-    def stack_texts(self) -> list[tuple[str, ...]]:
-        return [tuple(self.frame_texts[number] for number in array("I", key)) for key in self.stacks]
 
 
 class _StackNumber(int):

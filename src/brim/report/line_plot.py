@@ -1,4 +1,4 @@
-"""Lines over a ratio as an SVG picture: text that a browser shows, and nothing to install."""
+"""Lines as an SVG picture: text that a browser shows, and nothing to install."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#555555", "#009E73", "#CC79A7")  # told apart
 Line = Sequence[tuple[float, float | None]]
 
 
-def picture(title: str, lines: Mapping[str, Line], *, x_label: str, y_label: str, unit: str = "s") -> str:
+def picture(title: str, lines: Mapping[str, Line], *, x_label: str, y_label: str, unit: str) -> str:
     """``lines``: name -> points (x, y); None breaks a line. The y axis is logarithmic, its numbers in ``unit``."""
     frame = _Frame([point for line in lines.values() for point in line], unit)
     parts = [

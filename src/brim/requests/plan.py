@@ -9,7 +9,7 @@ from typing import Literal
 
 from brim.core.options import PRECISIONS, Method, check, option, words
 from brim.errors import UsageError
-from brim.predict.formulas.optimizers import MADE
+from brim.predict.formulas.optimizers import OPTIMIZERS
 
 LOSSY = ("int8", "int4")  # of weights that were trained in 16 bits or more
 PRECISIONS_OF = {"generate": ("fp32", "bf16", "fp16", *LOSSY), "train": PRECISIONS}
@@ -43,7 +43,7 @@ class Request:
     precision: str | None = option(
         None, "Use only this precision, for example bf16 or int8. [default: the planner's choice]"
     )
-    optimizer: str = option("adamw", names=MADE)
+    optimizer: str = option("adamw", names=OPTIMIZERS)
     method: Method = option("full")
     prefer: Literal["speed", "memory", "quality"] = option(
         "speed", "The plan to list first: the fastest, the smallest, or the fastest that rounds no weights."

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from brim.core.options import PRECISIONS, RAM_HELP, VRAM_HELP, Device, Method, Place, check, device_option, option
 from brim.errors import UsageError
-from brim.predict.formulas.optimizers import MADE
+from brim.predict.formulas.optimizers import OPTIMIZERS
 
 TIMEOUT_S = 600.0
 LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1  # as torch.manual_seed
@@ -50,7 +50,7 @@ class Request:
     warmup: int = option(0, "Steps over which the learning rate grows to --lr.", min=0)
     schedule: Literal["constant", "cosine"] = option("constant")
     clip_norm: float | None = option(None, "Maximum norm of all gradients together.", min=0, above=True)
-    optimizer: str = option("adamw", names=MADE)
+    optimizer: str = option("adamw", names=OPTIMIZERS)
     precision: str | None = option(None, names=PRECISIONS, words=_AUTO)
     checkpointing: str | None = option(None, words=_AUTO | {name: name for name in ("none", "selective", "full")})
     offload_activations: int | None = option(

@@ -253,7 +253,7 @@ def fit_training(
     device: Device,
     example: _Example | None,
     activations: str | int | None,
-    plan: str | Path | None = None,
+    plan: str | Path | None,
 ) -> Fitted:
     """Fit for training, as described in ``brim.fit``. The loop decides the rows of a micro-batch, the plan the
     rest."""

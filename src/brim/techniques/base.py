@@ -88,7 +88,9 @@ def _special(model: nn.Module, parameter: nn.Parameter) -> tuple[str, str] | Non
     kind = type(parameter)
     if is_lazy(parameter):
         return "has no shape yet.", "Call the model once."
-    if kind not in (nn.Parameter, FakeTensor) and any(_overrides(kind, name) for name in _OVERRIDES):
+    if kind not in (nn.Parameter, FakeTensor) and any(
+        getattr(kind, name, None) is not getattr(nn.Parameter, name, None) for name in _OVERRIDES
+    ):
         package = kind.__module__.partition(".")[0]
         if kind.__name__ == "DTensor":
             return "is sharded over ranks (DTensor).", "Fit the model before it is sharded."
@@ -108,10 +110,6 @@ def _special(model: nn.Module, parameter: nn.Parameter) -> tuple[str, str] | Non
             "Load them first (to_empty and load_state_dict), or use brim.load(folder)."
         )
     return None
-
-
-def _overrides(kind: type, name: str) -> bool:
-    return getattr(kind, name, None) is not getattr(nn.Parameter, name, None)
 
 
 class StandIn:

@@ -115,16 +115,15 @@ def adapters(model: nn.Module) -> frozenset[str]:
 
 
 def _block(model: nn.Module, triggers: tuple[str, ...], groups: dict[tuple[str, ...], list[str]], size: int) -> Block:
-    lookups = tuple(path for path in triggers if _only_looks_up(model.get_submodule(path)))
+    # A maximum norm is applied to the table in place; a sparse gradient needs the table itself.
+    modules = ((path, model.get_submodule(path)) for path in triggers)
+    lookups = tuple(
+        path for path, each in modules if isinstance(each, nn.Embedding) and each.max_norm is None and not each.sparse
+    )
     # Parameters that a unit shares with others are a separate block, with another name.
     is_ambiguous = len(triggers) > 1 and (triggers[0],) in groups
     name = "+".join(triggers) if is_ambiguous else triggers[0]
     return Block(name=name, triggers=triggers, lookups=lookups, tensors=tuple(groups[triggers]), bytes=size)
-
-
-def _only_looks_up(module: nn.Module) -> bool:
-    # A maximum norm is applied to the table in place; a sparse gradient needs the table itself.
-    return isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
 
 
 def _units(

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from brim.errors import UnsupportedError, UsageError, first_line
-from brim.model_inputs import map_tensors
+from brim.model_inputs import map_tensors, tensors_in
 from brim.predict.compiled.torch_compile import as_written
 
 
@@ -25,7 +24,7 @@ def dry_run(model: nn.Module, example: Any) -> Iterator[Any]:
     trace's recorder, do not see the call, as a real run has no memory of it either. Buffers are replaced meanwhile,
     since fake tensors write through to small constants.
     """
-    tensors = [value for value in tree_leaves(example) if isinstance(value, torch.Tensor)]
+    tensors = tensors_in(example)
     own = [tensor.fake_mode for tensor in (*tensors, *model.parameters()) if isinstance(tensor, FakeTensor)]
     mode = own[0] if own else FakeTensorMode(allow_non_fake_inputs=True)
 

@@ -6,7 +6,6 @@ trains differently: it is a choice, not a lossless technique.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
@@ -17,9 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brim.errors import UnsupportedError, UsageError
-from brim.predict.formulas.optimizers import MADE, optimizer_state
+from brim.predict.formulas.optimizers import kind_of, optimizer_state
 
-OPTIMIZERS = MADE
 # Run as PyTorch's fused kernels, which need no temporary memory. Those of other optimizers have no fake kernels,
 # which a prediction needs.
 FUSED = ("adamw", "adam")
@@ -61,7 +59,7 @@ class Lion(Optimizer):
 
 
 def make(name: str, parameters: Iterable[Any], lr: float | None = None, **settings: Any) -> Optimizer:
-    """An optimizer by its name in ``OPTIMIZERS``.
+    """An optimizer by its name in ``OPTIMIZERS`` of the formulas.
 
     ``parameters`` are tensors or PyTorch's groups (dictionaries); with ``lr`` None, and for options that are not
     given (``weight_decay``, ``betas``, ``fused``, ...), the library's default holds. Raises UsageError for an unknown
@@ -95,7 +93,6 @@ def state_bytes(name: str, parameters: Iterable[torch.Tensor]) -> list[int]:
 
     PyTorch keeps its counters (4 bytes each) in RAM unless the optimizer is fused or capturable.
     """
-    _check(name)
     return [
         int(optimizer_state(name, [tuple(p.shape)], dtype=str(p.dtype).removeprefix("torch.")).value)
         for p in parameters
@@ -103,7 +100,7 @@ def state_bytes(name: str, parameters: Iterable[torch.Tensor]) -> list[int]:
 
 
 def _maker(name: str) -> Callable[..., Optimizer]:
-    _check(name)
+    kind_of(name)
     if name != "adamw8bit":
         return _MAKERS[name]
     try:
@@ -115,12 +112,6 @@ def _maker(name: str) -> Callable[..., Optimizer]:
             "Install torchao, or use adafactor or lion, whose states are small as well.",
         ) from error
     return maker
-
-
-def _check(name: str) -> None:
-    if name not in OPTIMIZERS:
-        near = difflib.get_close_matches(name, OPTIMIZERS, n=3, cutoff=0.0)
-        raise UsageError(f"Unknown optimizer {name!r}.", todo=f"Nearest: {', '.join(near)}.")
 
 
 _MAKERS: dict[str, Callable[..., Optimizer]] = {

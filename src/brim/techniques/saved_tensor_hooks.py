@@ -8,6 +8,7 @@ technique that takes some tensors would hide all others from the user's own hook
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,7 +36,9 @@ class Saving:
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
     def begin(self) -> None:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(_PackHook(self._packer, _top_hooks()), _unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(
+            _PackHook(self._packer, _top_hooks()), lambda unpack: unpack()
+        )
         self._hooks.__enter__()
 
     def end(self) -> None:
@@ -107,11 +110,12 @@ class Unchanged:
         return self.witness
 
 
+@dataclass(eq=False)
 class _PackHook:
     """The pack hook of ``packer``; ``outer`` is the pair of hooks around it."""
 
-    def __init__(self, packer: Packer, outer: Hooks | None) -> None:
-        self.packer, self.outer = packer, outer
+    packer: Packer
+    outer: Hooks | None
 
     def __call__(self, tensor: torch.Tensor) -> Unpack:
         unpack = self.packer.pack(tensor)
@@ -120,7 +124,3 @@ class _PackHook:
         if self.outer is not None:
             return partial(self.outer[1], self.outer[0](tensor))
         return Unchanged(tensor, None).checked
-
-
-def _unpack(unpack: Unpack) -> torch.Tensor:
-    return unpack()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from brim import catalog
+
 SCRIPT = Path(__file__).resolve().parents[3] / "bench" / "on_gpu.py"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the counters come from /proc")
 
@@ -24,9 +26,19 @@ def run(folder: Path, *options: str) -> str:
 def test_every_stage_runs_without_a_gpu_and_not_again(tmp_path: Path) -> None:
     out = run(tmp_path, "--limit-s", "450")
     states = {file.stem: json.loads(file.read_text())["state"] for file in tmp_path.glob("*.json")}
-    assert states == dict.fromkeys(("checkpoints", "memory", "adam", "generation", "decode", "hybrid"), "done"), out
-    for figure in ("adam, brim batch 2", "token, resident", "load, resident", "CPU and GPU at once"):
+    stages = ("checkpoints", "memory", "kernel-classes", "adam", "generation", "decode", "hybrid")
+    assert states == dict.fromkeys(stages, "done"), out
+    for figure in (
+        "kernels, product.flops",
+        "adam, brim batch 2",
+        "token, resident",
+        "load, resident",
+        "CPU and GPU at once",
+    ):
         assert figure in out
+    kernels = [json.loads(line) for line in (tmp_path / "kernel-classes.jsonl").read_text().splitlines()]
+    assert {row["kernel"] for row in kernels} == set(catalog.gpu("H200").hardware().shares)
+    assert all(row["ratio"] == pytest.approx(row["share"] / row["catalog"]) and row["share"] > 0 for row in kernels)
     row = json.loads((tmp_path / "generation.jsonl").read_text())["rows"]
     assert row["brim resident"]["tokens_equal"] and row["brim budget"]["tokens_equal"]
     again = run(tmp_path)

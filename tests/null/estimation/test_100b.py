@@ -48,7 +48,7 @@ def test_what_is_worked_out_by_hand_is_what_the_closed_forms_say():
 
 
 def test_activations_by_hand_are_those_of_the_paper():
-    layer = formulas.activations_per_layer(
+    layer = published_formulas.activations_per_layer(
         sequence=2048, micro_batch=1, hidden=12288, heads=96, tensor_parallel=8, sequence_parallel=True,
         recompute="selective",
     )  # fmt: skip

@@ -8,7 +8,8 @@ from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation.estimate import Study
 from brim.estimation.models import find_model
 from brim.estimation.simulation import phases, place_of, simulate
-from brim.estimation.workload import OPTIMIZERS, Workload
+from brim.estimation.workload import Workload
+from brim.predict.formulas.optimizers import OPTIMIZERS
 
 CATEGORIES = {
     "parameters", "gradients", "optimizer_state", "activations", "temporary", "kv_cache", "inputs", "workspaces",

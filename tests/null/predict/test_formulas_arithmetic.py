@@ -15,16 +15,17 @@ LLAMA, GEMMA = catalog.model("llama-3-70b").config, catalog.model("gemma-2-9b").
 
 
 def first_stage(**split):
-    layer = formulas.activations_per_layer(**GPT, tensor_parallel=8, sequence_parallel=True)
+    layer = published_formulas.activations_per_layer(**GPT, tensor_parallel=8, sequence_parallel=True)
     sizes = {"layers": 48, "sequence": 2048, "micro_batch": 4, "hidden": 6144, "vocabulary": 51200}
     return published_formulas.activations_first_stage(layer, **sizes, tensor_parallel=8, **split)
 
 
 RESULTS = [
     formulas.activations_per_layer(**GPT),
-    formulas.activations_per_layer(**GPT, tensor_parallel=8),
-    formulas.activations_per_layer(**GPT, tensor_parallel=8, sequence_parallel=True),
-    formulas.activations_per_layer(**GPT, tensor_parallel=8, recompute="selective"),
+    published_formulas.activations_per_layer(**GPT, tensor_parallel=8),
+    published_formulas.activations_per_layer(**GPT, tensor_parallel=8, sequence_parallel=True),
+    published_formulas.activations_per_layer(**GPT, tensor_parallel=8, recompute="selective"),
+    formulas.activations_per_layer(**GPT, recompute="selective"),
     formulas.activations_per_layer(**GPT, recompute="full"),
     first_stage(),
     first_stage(pipeline_parallel=8),
@@ -41,7 +42,6 @@ RESULTS = [
     formulas.parameters_from_size(12346, "bf16"),
     formulas.optimizer_state("adamw", [(30, 40), (40,)]),
     formulas.optimizer_state("adamw8bit", [(512, 400), (40,)]),
-    formulas.optimizer_state("adamw8bit-bitsandbytes", [(300, 400), (40,)]),
     formulas.optimizer_state("adafactor", [(3, 30, 40), (40,)]),
     formulas.optimizer_state("sgd", [(30, 40)]),
 ]

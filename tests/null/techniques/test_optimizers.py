@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from brim.errors import UnsupportedError, UsageError
-from brim.estimation import workload
+from brim.predict.formulas.optimizers import OPTIMIZERS
 from brim.techniques import optimizers
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
-PURE = [name for name in optimizers.OPTIMIZERS if name != "adamw8bit"]
+PURE = [name for name in OPTIMIZERS if name != "adamw8bit"]
 SHAPES = [(64, 80), (40,), (3, 5, 7), (100, 41), (), (1, 4096)]
 
 
@@ -116,10 +116,6 @@ def test_misuse() -> None:
         optimizers.make("sgd-momentum", made, momentum=0.5)
     with pytest.raises(UsageError, match="known"):
         optimizers.state_bytes("nothing", made)
-
-
-def test_the_estimate_knows_the_same_names() -> None:
-    assert sorted(workload.OPTIMIZERS) == sorted(optimizers.OPTIMIZERS)
 
 
 def test_a_rate_in_a_tensor_is_filled_and_a_number_replaced() -> None:

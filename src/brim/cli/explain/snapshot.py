@@ -35,7 +35,7 @@ class ExplainedDevice:
 
 
 def explain_snapshot(
-    path: Path, name: str, settings: tuple[str, ...], *, leaks: Mapping[int, Leak] | None = None
+    path: Path, name: str, settings: tuple[str, ...], *, leaks: Mapping[int, Leak] | None
 ) -> list[ExplainedDevice]:
     """Replay every device of the snapshot in ``path``, also under ``settings`` ("best": a search).
 

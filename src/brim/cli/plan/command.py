@@ -87,14 +87,7 @@ def plan(options: PlanOptions) -> int | None:
         if getattr(options, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} was given without {needed[0]}.", todo=f"Give {needed[1]}.")
     load("brim.run.plan.search", MODELS)
-    if not options.regimes:
-        return _show(_answer(options), options.output, options.html, options.as_json)
-    if options.precisions:
-        raise UsageError("Cannot use --regimes with --precisions.", "It makes its own comparison.")
-    from brim.cli.plan.comparisons import show_regimes
-
-    show_regimes(build(Request, vars(options)), options.output, options.html, options.as_json)
-    return None
+    return _show(_answer(options), options.output, options.html, options.as_json)
 
 
 def _refuse_unused(context: click.Context) -> None:
@@ -159,7 +152,7 @@ def _with_files(answer: Answer, output: Path | None) -> Answer:
     return replace(answer, proposals=[named(proposal, index) for index, proposal in enumerate(answer.proposals)])
 
 
-def print_answer(answer: Answer, output: Path | None = None) -> None:
+def print_answer(answer: Answer, output: Path | None) -> None:
     from brim.cli.console import Console
 
     console = Console(highlight=False, soft_wrap=True)

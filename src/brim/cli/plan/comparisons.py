@@ -1,4 +1,4 @@
-"""``brim plan --gpus``, ``--compare-gpus``, ``--regimes`` and ``--for``: splits, GPUs, ways, engines."""
+"""``brim plan --gpus``, ``--compare-gpus`` and ``--for``: splits, GPUs, engines."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from brim.cli import verdict
 from brim.cli.console import Console
 from brim.cli.loading import MODELS, load
-from brim.cli.options import print_json, write_html
+from brim.cli.options import print_json
 from brim.core.files import write_text
 from brim.core.options import build, words
 from brim.errors import BudgetError, UnsupportedError, UsageError
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from brim.estimation.ranks.estimate import ParallelEstimate
     from brim.planning.meshes.search import Mesh
     from brim.planning.ranks import Meshes
-    from brim.planning.regimes import Regimes
-    from brim.planning.request import Request
 
 
 _TOKENS = 1_000_000_000  # trained for the GPU-hours and the cost
@@ -193,56 +189,10 @@ def _plot(path: Path, model: str, rows: Sequence[Row]) -> None:
         if row.gpu_hours is not None:
             lines.setdefault("with offload" if row.offload else "all on GPUs", []).append((row.gpus, row.gpu_hours))
     title = f"{model}: GPU-hours for a billion tokens"
-    _write_plot(path, picture(title, lines, x_label="GPUs", y_label="GPU-hours", unit="h"))
-
-
-def _write_plot(path: Path, drawn: str) -> None:
     try:
-        write_text(path, drawn)
+        write_text(path, picture(title, lines, x_label="GPUs", y_label="GPU-hours", unit="h"))
     except OSError as error:
         raise UsageError(f"Cannot write a plot to {path}.", f"{error}.", "Name another file.") from error
-
-
-def show_regimes(request: Request, plot: Path | None, html: Path | None, as_json: bool) -> None:
-    """Compare, and print or write the answer. ``plot`` is an SVG file."""
-    from brim.planning.regimes import regimes
-    from brim.planning.request import machine_of
-
-    if request.task != "generate":
-        raise UsageError(f"Cannot use --regimes with --task {request.task}.", "It compares ways to generate.")
-    request.check()
-    with Console(stderr=True).status("Comparing ways to run it"):
-        answer = regimes(request, machine_of(request))
-    if plot is not None:
-        _write_plot(plot, answer.svg())
-        click.echo(f"plot: {plot}", err=True)
-    if html is not None:
-        _write_html(html, answer)
-    if as_json:
-        print_json(answer.to_json())
-        return
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(answer.table())
-    console.print(answer.answer())
-    for assumed in answer.assumed:
-        console.print(f"assumed: {assumed}")
-
-
-def _write_html(path: Path, answer: Regimes) -> None:
-    from brim.report.html.page import Table, page
-
-    columns = ("times the memory", *(f"{way}_s" for way in answer.ways))
-    tokens = tuple((point.ratio, *(point.token_s[way] for way in answer.ways)) for point in answer.points)
-    prompts = tuple((point.ratio, *(point.prompt_s[way] for way in answer.ways)) for point in answer.points)
-    crossings = tuple((crossing.ratio, crossing.first, crossing.second) for crossing in answer.crossings)
-    tables = [
-        Table(title="Time per token", columns=columns, rows=tokens),
-        Table(title="Time per prompt", columns=columns, rows=prompts),
-        Table(title="Where they cross", columns=("from", "instead of", "faster is"), rows=crossings),
-        Table(title="What was assumed", columns=("of the machine",), rows=tuple((text,) for text in answer.assumed)),
-    ]
-    title = f"{answer.model} on {answer.hardware}: ways to generate"
-    write_html(path, page([], title=title, tables=[table for table in tables if table.rows], notes=[answer.answer()]))
 
 
 def show_splits(request: MeshRequest, output: Path | None, as_json: bool) -> int | None:

@@ -22,7 +22,7 @@ class _PlanFiles(OutputFile):
     """Return the file of the first plan, and those of the other plans in the same folder."""
 
     def further(self, path: Path, params: Mapping[str, Any]) -> Iterator[Path]:
-        if any(params[name] for name in ("regimes", "engine_name", "gpus", "compare_gpus")):
+        if any(params[name] for name in ("engine_name", "gpus", "compare_gpus")):
             return  # one file
         name = re.compile(rf"{re.escape(path.stem)}\.([0-9]{{1,9}}){re.escape(path.suffix)}")
         named = [entry for entry in params.values() if isinstance(entry, Path)]
@@ -49,11 +49,10 @@ class PlanOptions(MeshRequest):
     )
     price: float | None = option(None, min=0, help="With --compare-gpus: price of one GPU for one hour.")
     precisions: bool = option(False, "Compare each kind of block in int8 and in 16 bits.")
-    regimes: bool = option(False, "Compare ways to run models of 1 to 4 times this machine's VRAM.")
     output: Path | None = option(
         None,
         kind=_PlanFiles(JSON, SVG, SETTINGS),
-        help="Write plan 1 to this file, for --plan, and other plans next to it (plan.2.json). With --regimes: "
+        help="Write plan 1 to this file, for --plan, and other plans next to it (plan.2.json). With --compare-gpus: "
         "write its plot (SVG). With --for: write the engine's file, or its command.",
     )
     html: Path | None = html_field()

@@ -202,7 +202,7 @@ def _assembled(
     of_stage: dict[int, tuple[PeakBytes, dict[str, int], RamPeak | None]] = {}
     for facts in stages:
         if id(facts) not in of_stage:
-            ram = ram_peak(facts.ram, page_locked=True) if split.offload_shards else None
+            ram = ram_peak(facts.ram) if split.offload_shards else None
             of_stage[id(facts)] = (*_memory(facts.trace, place, alloc_conf, nccl), ram)
     ranks = []
     for number in range(split.gpus):
@@ -300,36 +300,32 @@ class RamPeak:
 class _Ram:
     """Bytes in RAM at a moment, by name; ``free``: cached blocks of page-locked memory, by size."""
 
-    page_locked: bool
     bytes_by_name: dict[str, int] = field(default_factory=dict)
     free: dict[int, int] = field(default_factory=dict)
 
     def take(self, storage: Storage) -> None:
         size = self._size(storage)
         self._add(NAMES[storage.category], size)
-        if self._is_locked(storage) and self.free.get(size):
+        if storage.category in _LOCKED and self.free.get(size):
             self.free[size] -= 1
             self._add(KEPT, -size)
 
     def give(self, storage: Storage) -> None:
         size = self._size(storage)
         self._add(NAMES[storage.category], -size)
-        if self._is_locked(storage):
+        if storage.category in _LOCKED:
             self.free[size] = self.free.get(size, 0) + 1
             self._add(KEPT, size)
 
-    def _is_locked(self, storage: Storage) -> bool:
-        return self.page_locked and storage.category in _LOCKED
-
     def _size(self, storage: Storage) -> int:
-        return locked_bytes(storage.bytes) if self._is_locked(storage) else storage.bytes
+        return locked_bytes(storage.bytes) if storage.category in _LOCKED else storage.bytes
 
     def _add(self, name: str, bytes: int) -> None:
         self.bytes_by_name[name] = self.bytes_by_name.get(name, 0) + bytes
 
 
-def ram_peak(storages: Iterable[Storage], *, page_locked: bool) -> RamPeak:
-    """The peak of storages in RAM. ``page_locked``: True if the ranks have GPUs.
+def ram_peak(storages: Iterable[Storage]) -> RamPeak:
+    """The peak of storages in the RAM of ranks with GPUs.
 
     FSDP2 keeps shards and their gradients page-locked there, each in an allocation of its own. PyTorch's allocator of
     page-locked memory rounds to powers of two, and caches freed blocks for the next request of the same rounded size
@@ -341,7 +337,7 @@ def ram_peak(storages: Iterable[Storage], *, page_locked: bool) -> RamPeak:
         if storage.died is not None:
             changes.append((storage.died, False, storage))
     changes.sort(key=lambda change: change[:2])
-    ram, breakdown = _Ram(page_locked=page_locked), dict[str, int]()
+    ram, breakdown = _Ram(), dict[str, int]()
     tensors = allocated = reserved = 0
     for _, born, storage in changes:
         (ram.take if born else ram.give)(storage)

@@ -89,7 +89,8 @@ def layers_of(job: ParallelJob, part: pipeline.Part) -> Layers:
 
 def layer_kinds(source: Source) -> tuple[int, ...]:
     """The kind of each layer: 0 for the first and all like it, 1 for the next kind, ..."""
-    return _kinds_of(source.architecture, json.dumps(source.config, sort_keys=True, default=_in_json))
+    as_file = json.dumps(source.config, sort_keys=True, default=lambda dtype: str(dtype).removeprefix("torch."))
+    return _kinds_of(source.architecture, as_file)
 
 
 def usual_layers(source: Source, count: int) -> tuple[int, ...]:
@@ -127,11 +128,6 @@ def _kinds_of(architecture: str, configuration: str) -> tuple[int, ...]:
             first.append((number, entries, own))
         kinds.append(kind)
     return tuple(kinds)
-
-
-def _in_json(value: Any) -> str:
-    """Write a dtype as configuration files do."""
-    return str(value).removeprefix("torch.")
 
 
 def _with_layers(source: Source, layers: int) -> Source:

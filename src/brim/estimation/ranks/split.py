@@ -247,9 +247,10 @@ def _check_mesh(split: Split) -> None:
     each = split.tp * split.pp * split.cp
     parts = f"tp {split.tp} x pp {split.pp} x cp {split.cp}"
     if split.dp and each * split.dp != split.gpus:
+        fits = f", or --dp {split.gpus // each}" if split.gpus % each == 0 else ""
         raise UsageError(
             f"Cannot make a mesh of {parts} x dp {split.dp} = {each * split.dp} ranks.",
-            f"There are {split.gpus} GPUs.", f"Nearest: --gpus {each * split.dp}{_of_gpus(split, each)}.",
+            f"There are {split.gpus} GPUs.", f"Nearest: --gpus {each * split.dp}{fits}.",
         )  # fmt: skip
     if split.gpus % each:
         low = split.gpus // each * each
@@ -264,10 +265,6 @@ def _check_mesh(split: Split) -> None:
             f"Cannot fill nodes of {split.gpus_per_node} with {split.gpus} GPUs.", "The last node would not be full.",
             f"Nearest: --gpus {low} or {low + split.gpus_per_node}.",
         )  # fmt: skip
-
-
-def _of_gpus(split: Split, each: int) -> str:
-    return f", or --dp {split.gpus // each}" if split.gpus % each == 0 else ""
 
 
 def _smaller(split: Split) -> str:

@@ -95,7 +95,7 @@ def crossed_s(sent: Sent, gpu: catalog.Gpu) -> float:
     return sent.bytes / link_bytes_per_s
 
 
-def node_rate(split: Split, gpu: catalog.Gpu, ram_bytes_per_s: float | None = None) -> float:
+def node_rate(split: Split, gpu: catalog.Gpu, ram_bytes_per_s: float | None) -> float:
     """A node's bytes per second of RAM: those given, else those of the machine that the GPU is sold in."""
     if ram_bytes_per_s is not None:
         return ram_bytes_per_s

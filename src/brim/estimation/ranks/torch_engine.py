@@ -150,7 +150,8 @@ def _as_sharded(trace: Trace, axes: Mapping[str, str]) -> Trace:
     Name collectives by the mesh axis of their group (``axes``)."""
     start = trace.step_starts[0]
     kept = [storage for storage in trace.storages if storage.died is None or storage.died >= start]
-    kept = [storage for storage in kept if not _counts_steps(storage)]
+    # PyTorch keeps an optimizer's step counters in RAM (torch/optim/adam.py, not fused and not capturable).
+    kept = [storage for storage in kept if storage.category is not Category.OPTIMIZER_STATE or storage.bytes != 4]
     ops = (op if OVER not in op.name else replace(op, name=_along(op.name, axes)) for op in trace.ops)
     storages = tuple(replace(storage, id=index) for index, storage in enumerate(kept))
     return replace(trace, storages=storages, ops=tuple(ops))
@@ -159,11 +160,6 @@ def _as_sharded(trace: Trace, axes: Mapping[str, str]) -> Trace:
 def _along(name: str, axes: Mapping[str, str]) -> str:
     does, _, group = name.rpartition(OVER)
     return f"{does}{OVER}{axes.get(group, group)}"
-
-
-def _counts_steps(storage: Storage) -> bool:
-    """PyTorch keeps an optimizer's step counters in RAM (torch/optim/adam.py, not fused and not capturable)."""
-    return storage.category is Category.OPTIMIZER_STATE and storage.bytes == 4
 
 
 class _Program:
@@ -187,9 +183,11 @@ class _Program:
         for layers in self.chunks:
             model, table = self._model(layers, weights)
             model.train()
+            # A typical rank: among those that share sequences the first and the last have fewer pieces of attention.
+            # The process is rank 0 nevertheless: DTensor caches meshes across traces, as one rank sees them.
             handle = parallelize(
                 model, self.mesh, split, dtype=computes, checkpointed=job.workload.checkpointing,
-                compiled=job.compiled, context=self.context, context_place=_likely(split),
+                compiled=job.compiled, context=self.context, context_place=int(split.cp > 2),
             )  # fmt: skip
             chunks.append(TracedChunk(model, handle, job, computes or weights))
             tied_weights += [pipeline.TiedWeight(p) for name, p in model.named_parameters() if name == table]
@@ -234,12 +232,6 @@ class _Program:
             optimizer.zero_grad()
 
         return step
-
-
-def _likely(split: Split) -> int:
-    """A typical rank: among ranks that share sequences the first and the last have fewer pieces of attention. The
-    process is rank 0 nevertheless: DTensor caches meshes across traces, as one rank sees them."""
-    return 1 if split.cp > 2 else 0
 
 
 # -- from a trace to facts -----------------------------------------------------------------------------------

@@ -260,8 +260,10 @@ def best_plan(
             if known_s and known_s[-1] > _TOO_FINE * min(known_s):
                 continue  # to the next plan of experts
             yield candidate
-            if contenders and _is_resident(*contenders[-1]):
-                return  # finer blocks and cached experts only cost more
+            if contenders:
+                cut, planned = contenders[-1]
+                if cut.experts is None and set(planned.plan.choices(STREAMING).values()) <= {RESIDENT}:
+                    return  # finer blocks and cached experts only cost more
 
     def attempt(candidate: tuple[Cut, Job]) -> tuple[Cut, Contender]:
         cut, job = candidate
@@ -280,10 +282,6 @@ def best_plan(
     search(candidates(), attempt, results=contenders)
     cut, best = min(contenders, key=lambda pair: pair[1].order())
     return cut, best.plan
-
-
-def _is_resident(cut: Cut, planned: Contender) -> bool:
-    return cut.experts is None and set(planned.plan.choices(STREAMING).values()) <= {RESIDENT}
 
 
 def _over(plan: Plan, over: Mapping[str, int]) -> BudgetError:

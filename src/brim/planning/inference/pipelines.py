@@ -16,10 +16,10 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from brim.errors import UnsupportedError, UsageError
-from brim.model_inputs import map_tensors
+from brim.model_inputs import map_tensors, tensors_in
 from brim.planning.inference.example_shapes import keeps_values
 from brim.techniques.dry_run import dry_run, not_predictable
 
@@ -49,7 +49,7 @@ class PipelineModels(nn.Module):
                     self.get_submodule(event.model), "__call__" if event.method == "forward" else event.method
                 )
                 args, kwargs = tree_map_only(_View, lambda view: view.of(live), event.arguments)
-                live.update(zip(event.outputs, _tensors(method(*args, **kwargs)), strict=True))
+                live.update(zip(event.outputs, tensors_in(method(*args, **kwargs)), strict=True))
                 del args, kwargs
             elif isinstance(event, int):
                 del live[event]
@@ -127,7 +127,7 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._is_inside:
-            for tensor in _tensors(result):
+            for tensor in tensors_in(result):
                 self._number(tensor)
         return result
 
@@ -161,7 +161,7 @@ class _Recording(TorchDispatchMode):
             if self._is_inside:
                 return original(*args, **kwargs)
             self.counts[name] += 1
-            shapes = [tuple(tensor.shape) for tensor in _tensors((args, kwargs))]
+            shapes = [tuple(tensor.shape) for tensor in tensors_in(args, kwargs)]
             key = (name, method, *shapes)
             self._repeats[key] += 1
             runs = self._repeats[key] <= _MOST_REPEATS
@@ -172,24 +172,18 @@ class _Recording(TorchDispatchMode):
                 if key not in self._outputs:
                     with dry_run(part, [args, kwargs]) as (fake_args, fake_kwargs):
                         output = original(*fake_args, **fake_kwargs)
-                    self._outputs[key] = map_tensors(output, _zeros)
+                    self._outputs[key] = map_tensors(
+                        output, lambda fake: torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+                    )
                 output = map_tensors(self._outputs[key], torch.clone)
             finally:
                 self._is_inside = False
-            numbers = [self._number(tensor, is_created=not runs) for tensor in _tensors(output)]
+            numbers = [self._number(tensor, is_created=not runs) for tensor in tensors_in(output)]
             if runs:
                 self.events.append(_Call(name, method, arguments, numbers))
             return output
 
         return call
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def is_pipeline(model: object) -> bool:

@@ -83,11 +83,6 @@ def _check_states(shape: Shape, gpus: int, gpu: catalog.Gpu, parameters: int) ->
         )  # fmt: skip
 
 
-def _of_one_kind(shape: Shape) -> Shape:
-    """Treat all layers as layers with experts; dense ones need less."""
-    return replace(shape, experts=replace(shape.experts, dense_layers=0)) if shape.experts else shape
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
     """A layer in a micro-batch of ``sequences``: ``costs`` as those of ``Pieces.costs``, without FSDP2's copies for
@@ -106,7 +101,10 @@ class _Traced(Pieces):
     """Pieces under FSDP2: shards in float32, gathered weights in bfloat16, gradients reduced in float32."""
 
     def __init__(self, source: Source, gpu: catalog.Gpu, sequence: int) -> None:
-        super().__init__(_of_one_kind(shape_of(source)), gpu, sequence)
+        shape = shape_of(source)
+        if shape.experts:  # in all layers: dense ones need less
+            shape = replace(shape, experts=replace(shape.experts, dense_layers=0))
+        super().__init__(shape, gpu, sequence)
         self.source = source
         self._layers: dict[tuple[int | str, ...], _Layer | None] = {}
 

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from brim.estimation.step_memory import Inputs, watch_step
 from brim.model_cache import cache_input, cache_of
-from brim.model_inputs import Changing
+from brim.model_inputs import Changing, tensors_in
 from brim.predict.flops import op_bytes, op_flops
 from brim.predict.lowering.fakes import FAKES
 
@@ -223,8 +222,7 @@ class _Work(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        self.read |= {tensor.untyped_storage()._cdata for tensor in tensors}
+        self.read |= {tensor.untyped_storage()._cdata for tensor in tensors_in(args, kwargs)}
         result = FAKES.get(func, func)(*args, **kwargs)
         if func.namespace == "prim":  # asks a tensor for its device
             return result
@@ -260,8 +258,7 @@ def _settings(module: nn.Module) -> str:
 
 
 def _shapes(value: Any) -> list[tuple[object, ...]]:
-    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(value)]
 
 
 def _digest(*facts: object) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from brim import accelerator
 from brim.core import Hardware
@@ -28,6 +28,7 @@ from brim.measure.capacity import free_bytes
 from brim.measure.probe import probe
 from brim.measure.waiting import Stopwatch
 from brim.memory.pool import HostSource
+from brim.model_inputs import tensors_in
 from brim.planning.seconds.block_calls import Call, Calls, Example, calls_of, copied, held_tensors
 from brim.planning.seconds.block_seconds import OUTSIDE
 from brim.planning.seconds.block_seconds import BlockSeconds as BlockSeconds
@@ -67,7 +68,7 @@ def block_seconds(
 
 
 def _roofline_s(call: Call, hardware: Hardware) -> float:
-    dtypes = [str(t.dtype).removeprefix("torch.") for t in _tensors((call.output, call.args, call.kwargs))]
+    dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors_in(call.output, call.args, call.kwargs)]
     rate = flops_per_s(hardware, next((name for name in dtypes if name in _ARITHMETIC), "float32"))
     return max(call.flops / rate, call.bytes / hardware.tier(hardware.compute).bytes_per_s)
 
@@ -165,7 +166,7 @@ class _Timing:
         if not self._training:
             with torch.inference_mode():
                 return BlockSeconds(forward_s=self._clock(lambda: module(*args, **kwargs))[0])
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in(args, kwargs):
             if tensor.is_floating_point() and tensor.is_leaf:
                 tensor.requires_grad_(True)
                 tensor.grad = None
@@ -173,7 +174,9 @@ class _Timing:
         with torch.enable_grad():
             forward_s, output = self._clock(lambda: module(*args, **kwargs))
         loss = getattr(output, "loss", None)
-        ends = [t for t in ([loss] if isinstance(loss, torch.Tensor) else _tensors(output)) if t.grad_fn is not None]
+        ends = [
+            t for t in ([loss] if isinstance(loss, torch.Tensor) else tensors_in(output)) if t.grad_fn is not None
+        ]
         gradients = [torch.ones_like(t) for t in ends]
         backward_s = self._clock(lambda: torch.autograd.backward(ends, gradients))[0] if ends else 0.0
         return BlockSeconds(forward_s=forward_s, backward_s=backward_s)
@@ -238,7 +241,7 @@ class _Stub(nn.Module):
 
     def rewind(self, training: bool) -> None:
         self._turn = 0
-        for tensor in _tensors(self._outputs):
+        for tensor in tensors_in(self._outputs):
             if training and tensor.is_floating_point():
                 tensor.requires_grad_(True)
                 tensor.grad = None
@@ -260,7 +263,7 @@ def _smaller(inputs: Example) -> Example | None:
         if inputs.batch > 1:
             return replace(inputs, batch=inputs.batch // 2)
         return None if inputs.total < 2 else replace(inputs, prompt=1, total=inputs.total // 2)
-    tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.dim()]
+    tensors = [t for t in tensors_in(inputs) if t.dim()]
     rows = {t.shape[0] for t in tensors}
     lengths = {t.shape[1] for t in tensors if t.dim() == 2}
     if len(rows) == 1 and (count := min(rows)) > 1:
@@ -274,10 +277,6 @@ def _smaller(inputs: Example) -> Example | None:
 def _mapped(inputs: Example, change: Callable[[torch.Tensor], torch.Tensor]) -> Example:
     changed: Example = tree_map_only(torch.Tensor, change, inputs)
     return changed
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _copy(original: nn.Module, device: torch.device, training: bool, memo: dict[int, Any] | None = None) -> nn.Module:

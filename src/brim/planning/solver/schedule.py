@@ -174,9 +174,9 @@ class _Simulation:
         The slowdowns by the other lanes add up: three lanes take turns if any two of them do.
         """
         if busy not in self._speeds:
-            self._speeds[busy] = {lane: 1 / (1 + sum(self._lost(lane, other) for other in busy)) for lane in busy}
+            self._speeds[busy] = {
+                lane: 1
+                / (1 + sum(1 / self._contention.get((lane, other), 1.0) - 1 for other in busy if other != lane))
+                for lane in busy
+            }
         return self._speeds[busy]
-
-    def _lost(self, lane: str, beside: str) -> float:
-        """Return the share by which a lane takes longer while another is busy."""
-        return 0.0 if lane == beside else 1 / self._contention.get((lane, beside), 1.0) - 1

@@ -62,13 +62,6 @@ class Contender:
         return _round_s(promise.step_s), self.moved_bytes, sum(promise.peak_bytes.values())
 
 
-def plan_streaming(
-    job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], *, allowed: Collection[str] = CHOICES
-) -> Plan:
-    """Return the plan of ``contender``."""
-    return contender(job, hardware, budget_bytes, allowed=allowed).plan
-
-
 def contender(
     job: Job,
     hardware: Hardware,

@@ -389,9 +389,8 @@ def _shrunk(
         unlimited = _first(profile, hardware, limits)
         if unlimited is None:  # the program ran out of nodes
             return None
-        high = (
-            peak_bytes(held_bytes(profile, hardware, unlimited)).get(tier, 0) + _corrected(limits, tier) + (1 << 20)
-        )
+        corrected_bytes = max(0, limits.corrections.get(tier, 0))
+        high = peak_bytes(held_bytes(profile, hardware, unlimited)).get(tier, 0) + corrected_bytes + (1 << 20)
         low = 0
         most = limits.budget_bytes[tier]
         while high < most and _first(profile, hardware, _with(limits, {tier: high})) is None:
@@ -405,10 +404,6 @@ def _shrunk(
         limits = _with(limits, {tier: high})
     limited = _first(profile, hardware, limits)
     return None if limited is None else ({tier: limits.budget_bytes[tier] for tier in lifted}, limited)
-
-
-def _corrected(limits: Limits, tier: str) -> int:
-    return max(0, limits.corrections.get(tier, 0))
 
 
 def _with(limits: Limits, budget_bytes: Mapping[str, int]) -> Limits:

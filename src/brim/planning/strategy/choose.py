@@ -102,7 +102,7 @@ def loop_case(
     orders: Orders,
     in_place: Callable[[], bool],
     precision: str = "fp32",
-    states_leave: bool = True,
+    states_leave: bool,
     aside: Callable[[Choice], int] = lambda choice: 0,
     finer: bool = False,
     exact: bool = False,

@@ -46,12 +46,14 @@ class _Compiled:
     places: tuple[Any, ...]
 
 
+@dataclass(eq=False)
 class CompiledBlock:
     """``forward`` of ``module``, compiled. Blocks with the same ``known`` share graphs: layers that are alike are
     compiled once, as torch.compile does."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], known: dict[Any, _Compiled]) -> None:
-        self._module, self._forward, self._known = module, forward, known
+    _module: nn.Module
+    _forward: Callable[..., Any]
+    _known: dict[Any, _Compiled]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block. Raises NotOneGraph before anything ran."""
@@ -63,7 +65,8 @@ class CompiledBlock:
             return self._forward(*args, **kwargs)
         layouts = tuple(map(Layout.of, tensors))
         plain = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
-        key = (_likeness(self._module), str(tree), plain, tuple(map(_key, layouts)), tuple(own))
+        parts = tuple((name, type(part), _settings(part)) for name, part in self._module.named_modules())
+        key = (parts, str(tree), plain, tuple(map(_key, layouts)), tuple(own))
         if key not in self._known:
             self._known[key] = self._compiled(own, leaves, tree, layouts)
         compiled = self._known[key]
@@ -207,11 +210,6 @@ def _key(layout: Layout) -> Any:
     share = layout.share
     placed = None if share is None else (id(share.mesh), str(share.placements), tuple(share.tensor_meta.shape))
     return (layout.size, layout.stride, layout.dtype, layout.requires_grad, placed)
-
-
-def _likeness(module: nn.Module) -> Any:
-    """Return the properties that two modules share where they work alike."""
-    return tuple((name, type(part), _settings(part)) for name, part in module.named_modules())
 
 
 def _settings(part: nn.Module) -> Any:

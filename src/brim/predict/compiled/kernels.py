@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from brim.predict.flops import is_view
 
@@ -234,7 +235,7 @@ def _is_nothing(node: fx.Node) -> bool:
 
 def _is_view(node: fx.Node) -> bool:
     """Return True if the node is a view: other sizes and strides of a storage."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not is_view(node.target):
+    if not isinstance(node.target, OpOverload) or not is_view(node.target):
         return False
     value, input_value = node.meta["val"], node.all_input_nodes[0].meta["val"]
     return (
@@ -314,7 +315,7 @@ def _is_shared(node: fx.Node) -> bool:
 
 
 def _is_alias(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target) and not _is_view(node)
+    return isinstance(node.target, OpOverload) and is_view(node.target) and not _is_view(node)
 
 
 def _same_size(node: fx.Node, other: fx.Node) -> bool:

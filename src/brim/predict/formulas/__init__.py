@@ -16,17 +16,13 @@ from brim.core.files import regular
 from brim.errors import ModelError, UsageError
 from brim.predict.formulas.optimizers import optimizer_state
 from brim.predict.formulas.result import Result as Result
-from brim.predict.formulas.result import at_least_one, divides, item_bytes, result, written_bytes
+from brim.predict.formulas.result import at_least_one, item_bytes, result, written_bytes
 
 if TYPE_CHECKING:
     from torch import nn  # annotations only: the formulas must answer before torch is imported
 
 _LARGEST_HEADER_BYTES = 100_000_000  # the format's own limit
 _ACTIVATIONS = "Korthikanti et al., arXiv 2205.05198"
-_ZERO = "Rajbhandari et al., arXiv 1910.02054, Table 1"
-_MEGATRON = "Narayanan et al., arXiv 2104.04473"
-RECOMPUTE = ("none", "selective", "full")
-Shapes = tuple[tuple[int, ...], ...]
 
 
 def weights(parameters: int, dtype: str = "float32") -> Result:
@@ -187,52 +183,31 @@ def _read(config: Mapping[str, Any], *names: str) -> int:
 
 
 def activations_per_layer(
-    *,
-    sequence: int,
-    micro_batch: int,
-    hidden: int,
-    heads: int,
-    tensor_parallel: int = 1,
-    sequence_parallel: bool = False,
-    recompute: str = "none",
-    flash_attention: bool = False,
+    *, sequence: int, micro_batch: int, hidden: int, heads: int, recompute: str = "none"
 ) -> Result:
-    """Bytes that one layer of a transformer trained in 16 bits keeps for backward on one GPU.
+    """Bytes that one layer of a transformer trained in 16 bits keeps for backward.
 
     One layer of a GPT with dropout masks of one byte keeps ``sbh (34 + 5 a s / h)`` bytes (Table 2): 11 sbh in
     attention beside the ``5 a s^2 b`` of softmax, its dropout mask and its output, 19 sbh in the MLP and 4 sbh in the
     two layer norms.
 
     ``recompute``: ``none``, ``selective`` (the attention core is computed again) or ``full`` (only the layer's input
-    is kept). ``flash_attention`` never keeps the ``5 a s / h`` term.
+    is kept).
     """
     at_least_one(sequence=sequence, micro_batch=micro_batch, hidden=hidden, heads=heads)
-    divides("tensor_parallel", tensor_parallel, heads=heads, hidden=hidden)
-    _check(recompute, tensor_parallel, sequence_parallel)
-    sbh = f"{sequence:,} x {micro_batch} x {hidden:,}"
-    size = Fraction(sequence * micro_batch * hidden)
-    if recompute == "full":
-        return result(2 * size, "B", f"2 x {sbh}", source=f"{_ACTIVATIONS}, Table 2", per="per layer")
-    t = tensor_parallel
-    core = Fraction(5 * heads * sequence, hidden * t)
-    keeps_core = recompute == "none" and not flash_attention
-    if sequence_parallel or t == 1:
-        each, text = Fraction(34, t), "34" if t == 1 else f"34 / {t}"
-    else:
-        each, text = 10 + Fraction(24, t), f"10 + 24 / {t}"
-    if keeps_core:
-        text += f" + 5 x {heads} x {sequence:,} / " + (f"{hidden:,}" if t == 1 else f"({hidden:,} x {t})")
-    total = size * (each + core * keeps_core)
-    return result(total, "B", f"{sbh} x ({text})", source=f"{_ACTIVATIONS}, Table 2", per="per layer")
-
-
-def _check(recompute: str, tensor_parallel: int, sequence_parallel: bool) -> None:
-    if recompute not in RECOMPUTE:
-        raise UsageError(f"Unknown recompute {recompute!r}.", f"Known: {', '.join(RECOMPUTE)}.")
-    if sequence_parallel and tensor_parallel == 1:
-        raise UsageError(
-            "sequence_parallel was given with tensor_parallel = 1.", "It splits over the tensor-parallel GPUs."
-        )
+    core = Fraction(5 * heads * sequence, hidden)
+    kinds: dict[str, tuple[Fraction | int, str]] = {
+        "none": (34 + core, f"(34 + 5 x {heads} x {sequence:,} / {hidden:,})"),
+        "selective": (34, "34"),
+        "full": (2, "2"),
+    }
+    if recompute not in kinds:
+        raise UsageError(f"Unknown recompute {recompute!r}.", f"Known: {', '.join(kinds)}.")
+    each, text = kinds[recompute]
+    return result(
+        sequence * micro_batch * hidden * each, "B", f"{sequence:,} x {micro_batch} x {hidden:,} x {text}",
+        source=f"{_ACTIVATIONS}, Table 2", per="per layer",
+    )  # fmt: skip
 
 
 def megatron_states(parameters: int, *, data_parallel: int = 1, distributed_optimizer: bool = False) -> Result:

@@ -25,77 +25,46 @@ class _Kind:
 
 
 _TORCH = "torch/optim"
-OPTIMIZERS: dict[str, _Kind] = {
+_KINDS = {
+    "adamw": _Kind(copies=2, counters=1, source=f"{_TORCH}/adam.py: exp_avg, exp_avg_sq, step"),
+    "adam": _Kind(copies=2, counters=1, source=f"{_TORCH}/adam.py: exp_avg, exp_avg_sq, step"),
     "sgd": _Kind(copies=0, counters=0, source=f"{_TORCH}/sgd.py"),
     "sgd-momentum": _Kind(copies=1, counters=0, source=f"{_TORCH}/sgd.py: momentum_buffer"),
-    "adam": _Kind(copies=2, counters=1, source=f"{_TORCH}/adam.py: exp_avg, exp_avg_sq, step"),
-    "adamw": _Kind(copies=2, counters=1, source=f"{_TORCH}/adam.py: exp_avg, exp_avg_sq, step"),
-    "nadam": _Kind(copies=2, counters=2, source=f"{_TORCH}/nadam.py: exp_avg, exp_avg_sq, step, mu_product"),
-    "radam": _Kind(copies=2, counters=1, source=f"{_TORCH}/radam.py: exp_avg, exp_avg_sq, step"),
-    "adamax": _Kind(copies=2, counters=1, source=f"{_TORCH}/adamax.py: exp_avg, exp_inf, step"),
-    "adadelta": _Kind(copies=2, counters=1, source=f"{_TORCH}/adadelta.py: square_avg, acc_delta, step"),
-    "adagrad": _Kind(copies=1, counters=1, source=f"{_TORCH}/adagrad.py: sum, step"),
-    "rmsprop": _Kind(copies=1, counters=1, source=f"{_TORCH}/rmsprop.py: square_avg, step"),
-    "rprop": _Kind(copies=2, counters=1, source=f"{_TORCH}/rprop.py: prev, step_size, step"),
-    "asgd": _Kind(copies=1, counters=3, source=f"{_TORCH}/asgd.py: ax, step, eta, mu"),
-    "lion": _Kind(copies=1, counters=0, source="Chen et al., arXiv 2302.06675: exp_avg"),
     "adafactor": _Kind(copies=0, counters=1, source=f"{_TORCH}/_adafactor.py: row_var, col_var, step"),
-    "adafactor-transformers": _Kind(
-        copies=0, counters=1, source="transformers/optimization.py: exp_avg_sq_row, exp_avg_sq_col, RMS"
-    ),
+    "rmsprop": _Kind(copies=1, counters=1, source=f"{_TORCH}/rmsprop.py: square_avg, step"),
+    "adagrad": _Kind(copies=1, counters=1, source=f"{_TORCH}/adagrad.py: sum, step"),
+    "lion": _Kind(copies=1, counters=0, source="Chen et al., arXiv 2302.06675: exp_avg"),
     "adamw8bit": _Kind(
         copies=2, counters=1, source="torchao/optim/adam.py and subclass_8bit.py: codes, scale, qmap, step"
     ),
-    "adamw8bit-bitsandbytes": _Kind(
-        copies=2, counters=0, source="bitsandbytes/optim/optimizer.py: state1, state2, absmax"
-    ),
 }
-
-# Optimizers that brim creates. For the others only the sizes of states are known.
-MADE = ("adamw", "adam", "sgd", "sgd-momentum", "adafactor", "rmsprop", "adagrad", "lion", "adamw8bit")
-
-_OPTIONS = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered")}
+OPTIMIZERS = tuple(_KINDS)
 
 
-def optimizer_state(
-    optimizer: str,
-    shapes: Sequence[Sequence[int]],
-    *,
-    dtype: str = "float32",
-    amsgrad: bool = False,
-    momentum: bool = False,
-    centered: bool = False,
-) -> Result:
+def optimizer_state(optimizer: str, shapes: Sequence[Sequence[int]], *, dtype: str = "float32") -> Result:
     """Bytes of the state for parameters of these ``shapes``, step counters included.
 
-    The state has the parameters' ``dtype``. ``amsgrad`` adds Adam's running maximum; ``momentum`` and ``centered``
-    add RMSprop's two buffers. PyTorch keeps the counters in RAM unless the optimizer is fused or capturable.
-    Raises UsageError naming the nearest optimizers.
+    The state has the parameters' ``dtype``. PyTorch keeps the counters in RAM unless the optimizer is fused or
+    capturable. Raises UsageError naming the nearest optimizers.
     """
-    kind = _kind(optimizer)
-    options = {"amsgrad": amsgrad, "momentum": momentum, "centered": centered}
-    wrong = [name for name in options if options[name] and name not in _OPTIONS.get(optimizer, ())]
-    if wrong:
-        raise UsageError(f"Cannot use {' and '.join(wrong)} with {optimizer}.", "This optimizer has no such state.")
+    kind = kind_of(optimizer)
     if optimizer == "adamw8bit":
         return _torchao(shapes, dtype, kind)
-    if optimizer == "adamw8bit-bitsandbytes":
-        return _bitsandbytes(shapes, kind)
-    if optimizer.startswith("adafactor"):
+    if optimizer == "adafactor":
         return _factored(shapes, dtype, kind)
-    copies = kind.copies + amsgrad + momentum + centered
     elements = sum(math.prod(shape) for shape in shapes)
-    text = f"{copies} x {elements:,} x {written_bytes(dtype)}" if copies else "nothing per parameter"
+    text = f"{kind.copies} x {elements:,} x {written_bytes(dtype)}" if kind.copies else "nothing per parameter"
     counters = kind.counters * len(shapes)
     text += f" + {counters:,} counters x 4 B" if counters else ""
-    return result(copies * elements * item_bytes(dtype) + 4 * counters, "B", text, source=kind.source)
+    return result(kind.copies * elements * item_bytes(dtype) + 4 * counters, "B", text, source=kind.source)
 
 
-def _kind(optimizer: str) -> _Kind:
-    if optimizer not in OPTIMIZERS:
-        near = difflib.get_close_matches(optimizer, OPTIMIZERS, n=3, cutoff=0.0)
+def kind_of(optimizer: str) -> _Kind:
+    """Raise UsageError with the nearest names where ``optimizer`` is none."""
+    if optimizer not in _KINDS:
+        near = difflib.get_close_matches(optimizer, _KINDS, n=3, cutoff=0.0)
         raise UsageError(f"Unknown optimizer {optimizer!r}.", todo=f"Nearest: {', '.join(near)}.")
-    return OPTIMIZERS[optimizer]
+    return _KINDS[optimizer]
 
 
 def _factored(shapes: Sequence[Sequence[int]], dtype: str, kind: _Kind) -> Result:
@@ -126,15 +95,3 @@ def _torchao(shapes: Sequence[Sequence[int]], dtype: str, kind: _Kind) -> Result
     text += f" + {whole:,} of tensors kept whole x {written_bytes(dtype)}) + {len(sizes):,} counters x 4 B"
     value = 2 * (sum(quantized) + 4 * blocks + tables + whole * item_bytes(dtype)) + 4 * len(sizes)
     return result(value, "B", text, source=kind.source)
-
-
-def _bitsandbytes(shapes: Sequence[Sequence[int]], kind: _Kind) -> Result:
-    """Dettmers et al., arXiv 2110.02861: two moments of 8 bits, a float32 scale per 256; small ones float32."""
-    sizes = [math.prod(shape) for shape in shapes]
-    large = [size for size in sizes if size >= SMALLEST_QUANTIZED]
-    small = sum(sizes) - sum(large)
-    blocks = sum(-(-size // BLOCK) for size in large)
-    tables = 2 * CODE_BOOK_BYTES if large else 0
-    text = f"2 x ({sum(large):,} x 1 B + {blocks:,} scales x 4 B + {small:,} of small tensors x 4 B)"
-    text += f" + {tables:,} B of tables" if tables else ""
-    return result(2 * (sum(large) + 4 * blocks + 4 * small) + tables, "B", text, source=kind.source)

@@ -75,12 +75,3 @@ def at_least_one(**sizes: int) -> None:
     for name, value in sizes.items():
         if value < 1:
             raise UsageError(f"{name} = {value} was given.", "It must be at least 1.")
-
-
-def divides(divisor_name: str, divisor: int, **sizes: int) -> None:
-    """Raises UsageError where ``divisor`` does not divide one of the sizes."""
-    for name, value in sizes.items():
-        if value % divisor:
-            raise UsageError(
-                f"Cannot divide {name} = {value} by {divisor_name} = {divisor}.", "It does not divide evenly."
-            )

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -162,7 +163,7 @@ def _arrived(tensor: torch.Tensor) -> torch.Tensor:
     return arrived
 
 
-FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+FAKES: dict[OpOverload, Callable[..., Any]] = {
     _aten._cudnn_rnn_backward.default: cuda_recurrent.backward,
     _aten._thnn_fused_lstm_cell.default: cuda_recurrent.fake_lstm_cell,
     _aten._thnn_fused_gru_cell.default: cuda_recurrent.fake_gru_cell,
@@ -226,7 +227,7 @@ def _isin(
 
 
 # CUDA kernels that are made of other operators, where the CPU has a kernel of its own.
-COMPOSITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+COMPOSITES: dict[OpOverload, Callable[..., Any]] = {
     _aten.isin.Tensor_Tensor: _isin,
     # PixelShuffle.cpp: the result is dense whatever the layout of what it is made of.
     _aten.pixel_shuffle.default: partial(_aten.pixel_shuffle.default._op_dk, _ON_EVERY_DEVICE),

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from brim.core.trace import Reduction
+from brim.model_inputs import tensors_in
 
 # In order: ("alloc", number, bytes), ("free", number, 0), ("out", number of the result's tensor, bytes), and
 # ("keep", 0, bytes) for a library's workspace.
@@ -99,7 +99,7 @@ class Kernel:
 
         ``by_values``: results are as long as values say, which the real run did not have.
         """
-        results = [leaf for leaf in tree_leaves(self.result) if isinstance(leaf, torch.Tensor)]
+        results = tensors_in(self.result)
         handles: dict[int, int] = {}
         for action, number, bytes in script:
             if action == "alloc":

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from brim.predict import failures
@@ -87,7 +88,7 @@ class Values:
 
     # -- questions of the program ----------------------------------------------------------------------------------
 
-    def read(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
+    def read(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
         """Return the result of a read of values (``item``, ``equal``); None if it is unknown."""
         if func in _COMPARISONS:
             return self._compared(func, args, kwargs)
@@ -107,7 +108,7 @@ class Values:
         self.questions.assumed[failures.line()] = None
         return Item(True if args[0].dtype == torch.bool else 1)
 
-    def _compared(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
+    def _compared(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
         """Return True if two tensors are equal, or if one is unknown, as such a check passes."""
         sources = [known(one) for one in args[:2]]
         real = [source.value for source in sources if source is not None]
@@ -198,7 +199,7 @@ class Values:
 
     # -- operations ------------------------------------------------------------------------------------------------
 
-    def shape_of(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def shape_of(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the outputs of an operation whose shape depends on values; None for others, and if it is unknown."""
         if func.namespace != "aten" and (chosen := self._all_of(func, args)) is not None:
             return chosen
@@ -231,7 +232,7 @@ class Values:
                 give(fake, value, origin)
         return fakes[0] if isinstance(real, torch.Tensor) else tuple(fakes)
 
-    def _all_of(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch.Tensor | None:
+    def _all_of(self, func: OpOverload, args: tuple[Any, ...]) -> torch.Tensor | None:
         """An operator of another library that selects from its first argument: all of it, the worst case. None for
         others."""
         if func.name() not in _CHOOSERS or self.strict:
@@ -269,7 +270,7 @@ class Values:
         self.carry(_aten.index.Tensor, (source, indices), {}, result)
         return result
 
-    def carry(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def carry(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Set the values of ``result``, or assumptions for whole numbers and booleans."""
         if func.overloadpacket is _aten.any and (negative := peek(args[0])) and negative.state.origin & NEGATIVE:
             self.questions.checks = True
@@ -288,9 +289,7 @@ class Values:
 
     # -- assumptions -----------------------------------------------------------------------------------------------
 
-    def _assume(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
-    ) -> None:
+    def _assume(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
         packet = func.overloadpacket
         if packet in _CHOICES or packet in _PERMUTATIONS:
             self._choose(func, args, kwargs, result)
@@ -341,9 +340,7 @@ class Values:
         self.answer(result, _ORDERED[packet](*self.as_compared(numbers[0], numbers[1], (made_up[0], made_up[1]))))
         return True
 
-    def _choose(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
-    ) -> None:
+    def _choose(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
         """Assume positions along a dimension of the first argument."""
         scores, shape, crowded = args[0], tuple(result.shape), self.crowded
         if func.overloadpacket is _aten.sort and not result.dim():
@@ -376,7 +373,7 @@ class Values:
         give_later(result, choose, ROUTED if routed else ASSUMED)
 
 
-def _dimension(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def _dimension(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """Return the dimension of a choice such as ``argmax``; None: all dimensions."""
     if func.overloadpacket is _aten.multinomial:
         return -1

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -89,14 +90,16 @@ class Known:
         return 0 if self.call is None else self.call.depth
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Call:
     """An operation on known values that waits until its result is read."""
 
-    __slots__ = ("__weakref__", "args", "depth", "func", "kwargs", "result", "seed")
-
-    def __init__(self, func: Callable[..., Any], args: Any, kwargs: Any, depth: int, seed: int | None = None) -> None:
-        self.func, self.args, self.kwargs, self.depth, self.seed = func, args, kwargs, depth, seed
-        self.result: Any = None
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    depth: int
+    seed: int | None = None
+    result: Any = None
 
     def run(self) -> Any:
         if self.result is None:
@@ -190,13 +193,13 @@ class KnownValues:
     def __init__(self) -> None:
         self._draws = 0
 
-    def compute(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute ``func`` of known values now; None where a value is unknown."""
         if any(known(t) is None for t in flat_leaves(args, kwargs)):
             return None
         return _Call(_really(func), _known_parts(args), _known_parts(kwargs), 0).run()
 
-    def carry(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    def carry(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
         """Make ``result`` known where its inputs are, and forget overwritten values; return whether all results and
         written tensors are known."""
         if _written_positions(func):
@@ -235,7 +238,7 @@ class KnownValues:
 
     def _attach(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         call: _Call,
         sources: Sequence[torch.Tensor],
         results: Sequence[torch.Tensor],
@@ -258,7 +261,7 @@ class KnownValues:
                 None, state or State(origin=origin), call, None if alone else index, tuple(tensor.shape)
             )
 
-    def _seed(self, func: torch._ops.OpOverload, kwargs: dict[str, Any], new: Sequence[torch.Tensor]) -> int | None:
+    def _seed(self, func: OpOverload, kwargs: dict[str, Any], new: Sequence[torch.Tensor]) -> int | None:
         """The seed of a delayed draw. None: draw now, as the program does."""
         if torch.Tag.nondeterministic_seeded not in func.tags or all(t.numel() <= _AT_ONCE for t in new):
             return None
@@ -268,7 +271,7 @@ class KnownValues:
 
     # -- operations in place -------------------------------------------------------------------------------------
 
-    def _write(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    def _write(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
         written = _written(func, args, kwargs)
         overwrites = func in _OVERWRITE
         sources: list[Known] = []
@@ -312,7 +315,7 @@ class KnownValues:
 
     def _write_anew(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         target: torch.Tensor,
@@ -347,7 +350,7 @@ class KnownValues:
 
     def _write_in_place(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         written: Sequence[torch.Tensor],
@@ -399,7 +402,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 @cache
-def _written_positions(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+def _written_positions(func: OpOverload) -> tuple[tuple[int, str], ...]:
     return tuple(
         (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)
@@ -407,7 +410,7 @@ def _written_positions(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ..
     )
 
 
-def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     written: list[torch.Tensor] = []
     for position, name in _written_positions(func):
         written += leaves(args[position] if position < len(args) else kwargs.get(name))
@@ -415,18 +418,18 @@ def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 @cache
-def _views_first(func: torch._ops.OpOverload) -> bool:
+def _views_first(func: OpOverload) -> bool:
     """Return True if the results lie in the first argument's storage."""
     return func in _UNSAFE_VIEWS or any(result.alias_info is not None for result in func._schema.returns)
 
 
 @cache
-def shape_depends_on_values(func: torch._ops.OpOverload) -> bool:
+def shape_depends_on_values(func: OpOverload) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags
 
 
 @cache
-def _really(func: torch._ops.OpOverload) -> Callable[..., Any]:
+def _really(func: OpOverload) -> Callable[..., Any]:
     """Return the function that computes the values of ``func``."""
     if func.overloadpacket in _EMPTY:  # uninitialized memory reads as zeros
         return lambda *args, **kwargs: func(*args, **kwargs).zero_()
@@ -444,7 +447,7 @@ def fits(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= _MOST_ELEMENTS[tensor.dtype.is_floating_point]
 
 
-def _stand_in(value: Any, func: torch._ops.OpOverload) -> Any:
+def _stand_in(value: Any, func: OpOverload) -> Any:
     """A tensor of the same shape, dtype and layout for an operation that reads nothing else."""
     if not isinstance(value, torch.Tensor):
         return value

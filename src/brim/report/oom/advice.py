@@ -40,11 +40,11 @@ def advise(
     cause: Cause,
     numbers: Mapping[str, int],
     text: str,
-    settings: str = "",
+    settings: str,
     *,
-    program: str = "",
-    frames: Sequence[str] = (),
-    device: str = "",
+    program: str,
+    frames: Sequence[str],
+    device: str,
 ) -> tuple[Advice, ...]:
     """Return advice for a message, the most promising first; at the end advice that does not help, with the reason.
 

@@ -41,7 +41,7 @@ _BY_FAMILY = {
 }
 
 
-def find_cause(family: str, numbers: Mapping[str, int], text: str = "", device: str = "") -> tuple[Cause, str]:
+def find_cause(family: str, numbers: Mapping[str, int], text: str, device: str) -> tuple[Cause, str]:
     """Return the cause, and a sentence about it. Without numbers only the family, or the ``text``, shows it."""
     if "THCCachingHostAllocator" in text:
         return Cause.HOST_MEMORY, "Pinned host memory could not be allocated: RAM or the limit of locked memory."
@@ -214,7 +214,13 @@ def _full(numbers: Mapping[str, int], tried: int, total: int, free: int | None) 
             f"{format_bytes(numbers.get('allocated', 0))} and other programs "
             f"{format_bytes(numbers['other_allocations'])}."
         )
-    unmapped = f" {_unmapped(numbers, total)}" if numbers.get("allocated", 0) > total > 0 else ""
+    unmapped = ""
+    if numbers.get("allocated", 0) > total > 0:
+        unmapped = (
+            f" PyTorch counts {format_bytes(numbers['allocated'])} as allocated on a device of "
+            f"{format_bytes(total)}: some of it was unmapped, as by the sleep mode of vLLM and SGLang, but PyTorch "
+            "still counts it."
+        )
     if free is not None and numbers.get("allocated"):
         in_use = min(numbers["allocated"], process or numbers["allocated"]) if unmapped else numbers["allocated"]
         left = (
@@ -227,14 +233,6 @@ def _full(numbers: Mapping[str, int], tried: int, total: int, free: int | None) 
             f"{format_bytes(unallocated_bytes(numbers))} cached.{unmapped}"
         )
     return f"The run needs more memory than is left.{unmapped}"
-
-
-def _unmapped(numbers: Mapping[str, int], total: int) -> str:
-    return (
-        f"PyTorch counts {format_bytes(numbers['allocated'])} as allocated on a device of {format_bytes(total)}: "
-        "some of it was unmapped, as by the sleep mode of vLLM and SGLang, but "
-        "PyTorch still counts it."
-    )
 
 
 def _at_start(wanted: int, total: int, free: int) -> tuple[Cause, str]:

@@ -101,7 +101,7 @@ class OutputRecord:
         """True if brim wrote the checkpoint under this name and no file has been added to it."""
         if folder.is_symlink() or _manifest_digest(folder) not in self._read().checkpoints.get(folder.name, ()):
             return False
-        return not _others(folder)
+        return {entry.name for entry in folder.iterdir()} <= {*read_manifest(folder).files, MANIFEST_NAME}
 
     def remove_checkpoint(self, folder: Path) -> None:
         """Delete a checkpoint that has only its own files. It is hidden first: an incomplete checkpoint must not be
@@ -200,11 +200,6 @@ def set_aside_foreign(path: Path) -> Path:
     path.rename(aside)
     warnings.warn(f"{path} was not written by this training, so it was renamed to {aside.name}.", stacklevel=3)
     return aside
-
-
-def _others(folder: Path) -> set[str]:
-    """Names of files in a checkpoint that its manifest does not list."""
-    return {entry.name for entry in folder.iterdir()} - {*read_manifest(folder).files, MANIFEST_NAME}
 
 
 def _manifest_digest(folder: Path) -> str | None:

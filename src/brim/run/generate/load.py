@@ -172,7 +172,7 @@ def place_ample(
     plans_cache: bool = False,
     on_loaded: OnLoaded = lambda done, total: None,
     *,
-    graphs: bool = True,
+    graphs: bool,
 ) -> Loaded:
     """Load the weights of a model that fits. ``plans_cache``: the KV cache has room for all tokens at once.
 

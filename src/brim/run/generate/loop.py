@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,13 +26,15 @@ CHECKED_TOKENS = 2  # the prompt's pass, and the first pass that uses the cache
 _WHOLE_PROMPT = ("repetition_penalty", "no_repeat_ngram_size", "encoder_repetition_penalty")
 
 
+@dataclass(eq=False)
 class Printer:
     """Receives the tokens of a sequence and passes on full words, up to the first of ``stops``."""
 
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None], stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._on_text, self._stops = tokenizer, on_text, stops
-        self._tokens: list[int] = []
-        self._shown = 0
+    _tokenizer: Any
+    _on_text: Callable[[str], None]
+    _stops: Sequence[str] = ()
+    _tokens: list[int] = field(default_factory=list)
+    _shown: int = 0
 
     def put(self, tokens: torch.Tensor) -> None:
         self._tokens += [int(token) for token in tokens]

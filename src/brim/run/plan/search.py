@@ -215,7 +215,8 @@ def ranked(request: Request, machine: Machine, proposals: Sequence[Proposal]) ->
     keys: dict[str, Callable[[Proposal], tuple[float, ...]]] = {
         "speed": lambda proposal: (),  # as they come: planners order plans of equal speed by the bytes that they move
         "memory": lambda proposal: (_compute_bytes(proposal, machine), proposal.step_s),
-        "quality": lambda proposal: (is_lossy(proposal),),
+        # Weights that are rounded further than in training come last.
+        "quality": lambda proposal: (any(decision.choice in LOSSY for decision in proposal.plan.decisions),),
     }
     kept: list[Proposal] = []
     for proposal in sorted((proposal for proposal in proposals if proposal.proved), key=keys[request.prefer]):
@@ -223,11 +224,6 @@ def ranked(request: Request, machine: Machine, proposals: Sequence[Proposal]) ->
         if all(same != (other.plan.decisions, other.plan.settings) for other in kept):
             kept.append(replace(proposal, limited_by=_LIMITS.get(proposal.limited_by, proposal.limited_by)))
     return kept[: request.top]
-
-
-def is_lossy(proposal: Proposal) -> bool:
-    """Return whether weights are rounded further than in training."""
-    return any(decision.choice in LOSSY for decision in proposal.plan.decisions)
 
 
 def _compute_bytes(proposal: Proposal, machine: Machine) -> int:

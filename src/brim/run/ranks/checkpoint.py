@@ -94,7 +94,8 @@ class SplitSaver:
         ranks.agree(lambda: _write(folder, writer.create) if ranks.is_first else None)
         with _quiet(), _as_transfer(folder):
             save(self._tensors(), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-        mine = ranks.agree(lambda: self._own_entries(folder))
+        own = f"shard-{ranks.rank + 1:05d}-*"  # PyTorch numbers files by rank, from 1 on
+        mine = ranks.agree(lambda: {path.name: entry_of(path) for path in folder.glob(own)})
         gathered: list[Any] | None = [None] * ranks.world if ranks.is_first else None
         dist.gather_object(mine, gathered)
         ranks.agree(lambda: _write(folder, lambda: self._commit(writer, gathered, batches)) if gathered else None)
@@ -105,17 +106,13 @@ class SplitSaver:
         if not self._allow_non_finite and (name := next(bad, None)) is not None:
             raise diverged(name.removeprefix(_STATE))
 
-    def _own_entries(self, folder: Path) -> dict[str, Any]:
-        """Entries of the files that this rank has written: PyTorch numbers them by rank, from 1 on."""
-        return {path.name: entry_of(path) for path in folder.glob(f"shard-{self._ranks.rank + 1:05d}-*")}
-
     def _commit(self, writer: FolderWriter, gathered: list[Any], batches: Batches) -> None:
         for entries in gathered:
             for name, entry in entries.items():
                 writer.adopt(name, entry)
         split = self._recipe.split
         state = {
-            "course": self._course, "data": batches.state_dict(), "updates": self._updates(),
+            "course": self._course, "data": batches.state_dict(), "updates": int(next(self._counters(), 0)),
             "ranks": split.gpus, "mesh": {name: split.size(name) for name in ("pp", "dp", "tp")},
         }  # fmt: skip
         writer.commit(state)
@@ -195,9 +192,6 @@ class SplitSaver:
         for state in self._part.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 yield state["step"]
-
-    def _updates(self) -> int:
-        return int(next((float(counter) for counter in self._counters()), 0))
 
     def _set_counters(self, updates: int) -> None:
         for counter in self._counters():

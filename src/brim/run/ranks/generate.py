@@ -193,12 +193,10 @@ def _of_tensors(opened: OpenedModel, mesh: Any, device: torch.device) -> Any:
     module.requires_grad_(False)
     sharding.apply(module, mesh, sharding.Sharding(zero=0), filler)
     own_shares(module)
-    module.get_output_embeddings().register_forward_hook(_full_output)
+    module.get_output_embeddings().register_forward_hook(
+        lambda _, __, output: output.full_tensor() if isinstance(output, DTensor) else output
+    )
     return _moved(module, device)
-
-
-def _full_output(module: nn.Module, args: Any, output: Any) -> Any:
-    return output.full_tensor() if isinstance(output, DTensor) else output
 
 
 # -- layers split ----------------------------------------------------------------------------------------------

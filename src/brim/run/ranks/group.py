@@ -209,9 +209,6 @@ class Ranks:
         sys.stderr.flush()
         os._exit(code)
 
-    def start_watching(self) -> None:
-        threads.start(self._watcher)
-
     def stop_watching(self) -> None:
         self._ending.set()
         self._watcher.join()
@@ -284,7 +281,7 @@ def _joined(timeout_s: float) -> Iterator[Ranks]:
         ) from error
     sys.excepthook = hook  # PyTorch replaces it by one that only prefixes tracebacks with the rank
     ranks = Ranks(PrefixStore(f"brim-{turn}", store), timeout_s)
-    ranks.start_watching()
+    threads.start(ranks._watcher)
     try:
         yield ranks
     finally:

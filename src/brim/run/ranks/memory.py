@@ -22,12 +22,12 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from brim.core import Category, Timeline
 from brim.core.files import write_text
 from brim.core.hardware import RAM, VRAM
 from brim.core.timeline import EventKind
+from brim.model_inputs import tensors_in
 from brim.predict.host_residency import Resting
 from brim.predict.patches import resizing
 from brim.run.ranks.model import Part
@@ -90,9 +90,7 @@ class TensorMeter(TorchDispatchMode):
         if any(kind.__name__ == "DTensor" for kind in types):  # it calls this mode again with the local shard
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        results = [
-            plain for tensor in tree_iter(result) if isinstance(tensor, torch.Tensor) for plain in _plain(tensor)
-        ]
+        results = [plain for tensor in tensors_in(result) for plain in _plain(tensor)]
         if results:
             in_ram = self._plays_gpu and self._rests((args, kwargs))
             for plain in results:
@@ -101,8 +99,7 @@ class TensorMeter(TorchDispatchMode):
 
     def _rests(self, arguments: Any) -> bool:
         """True if tensors made from these arguments are in RAM, which is so if all arguments are."""
-        tensors = (leaf for leaf in tree_iter(arguments) if isinstance(leaf, torch.Tensor))
-        inputs = [plain for tensor in tensors for plain in _plain(tensor)]
+        inputs = [plain for tensor in tensors_in(arguments) for plain in _plain(tensor)]
         storages = [self._live.get(tensor.untyped_storage()._cdata) for tensor in inputs]
         return self._resting.made_of(storage is not None and storage.tier == RAM for storage in storages)
 

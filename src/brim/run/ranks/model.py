@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -182,12 +182,14 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
                 part._buffers[name] = buffer.to(device)
 
 
+@dataclass(eq=False)
 class Filler:
     """Reads the parameters of a part from the files, once each. ``names``: id of a parameter -> name in the model."""
 
-    def __init__(self, weights: Weights, names: Mapping[int, str], device: torch.device) -> None:
-        self._weights, self._names, self._device = weights, names, device
-        self._done: set[int] = set()
+    _weights: Weights
+    _names: Mapping[int, str]
+    _device: torch.device
+    _done: set[int] = field(default_factory=set)
 
     def __call__(self, part: nn.Module, without: Sequence[nn.Module]) -> None:
         left_out = {id(module) for root in without for module in root.modules()}

@@ -440,7 +440,11 @@ def _schedule(part: Part, split: Split, mesh: DeviceMesh, device: torch.device, 
         _Stage(chunk, _Wrapped(chunk.module), device=device, group=group, **_shapes(chunk, split, sequence, hidden))
         for chunk in part.chunks
     ]
-    settings: dict[str, Any] = {"n_microbatches": split.micro_batches, "loss_fn": _weighed, "scale_grads": False}
+    settings: dict[str, Any] = {
+        "n_microbatches": split.micro_batches,
+        "loss_fn": lambda loss, weight: loss * weight[0],
+        "scale_grads": False,
+    }
     if split.interleave == 1:
         return Schedule1F1B(stages[0], **settings)
     return ScheduleInterleaved1F1B(stages, **settings)
@@ -455,10 +459,6 @@ def _shapes(chunk: Chunk, split: Split, sequence: int, hidden: torch.Tensor) -> 
         "input_args": tokens if embeds else inner,
         "output_args": torch.empty((), device="meta", requires_grad=True) if has_head else inner,
     }
-
-
-def _weighed(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return loss * weight[0]
 
 
 def _local(loss: torch.Tensor) -> torch.Tensor:

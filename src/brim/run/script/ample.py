@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from brim.core.hardware import RAM, VRAM
 from brim.errors import UnsupportedError
@@ -28,7 +27,7 @@ from brim.measure.capacity import (
     ram_capacity_bytes,
     ram_room_bytes,
 )
-from brim.model_inputs import map_tensors
+from brim.model_inputs import map_tensors, tensors_in
 from brim.planning.inference.example_shapes import as_shapes
 from brim.run.script.hooks import Call, parameter_bytes
 from brim.run.script.isolation import example_of, unseen, without_dynamo
@@ -64,7 +63,7 @@ class Ample:
         model = plain(call.model)
         if plain(call.called) is not model or not _is_plain(model, ()):
             return False
-        alike = (type(model), *((t.shape, t.dtype) for t in (*_tensors(model), *_inputs(call))))
+        alike = (type(model), *((t.shape, t.dtype) for t in (*_tensors(model), *tensors_in(call.args, call.kwargs))))
         if alike in self._negligible:
             return True
         most = _held_bytes(model, _LARGEST_STATES)
@@ -175,10 +174,6 @@ def _held_bytes(model: nn.Module, optimizers: int) -> int:
     return _bytes(_tensors(model)) + trained * (1 + (_STATES + 1) * optimizers)
 
 
-def _inputs(call: Call) -> list[torch.Tensor]:
-    return [value for value in tree_leaves((call.args, call.kwargs)) if isinstance(value, torch.Tensor)]
-
-
 def _moved_bytes_of(model: nn.Module, call: Call) -> int | None:
     """Bytes that the operations of a call read and write. None where it cannot be run without values."""
     try:
@@ -226,7 +221,7 @@ class _Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _META}
-        read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        read = tensors_in(args, kwargs)
         if not all(tensor.is_meta for tensor in read):
             raise RuntimeError(
                 "An operation uses one of the program's own tensors, which this trial must not change."
@@ -235,5 +230,5 @@ class _Counting(TorchDispatchMode):
         is_view = func.is_view and func is not _as_strided and isinstance(result, torch.Tensor)
         if is_view and result.numel() == read[0].numel():
             return result  # a view of all elements allocates nothing, in the backward pass neither
-        self.bytes += _bytes(read) + _bytes(v for v in tree_leaves(result) if isinstance(v, torch.Tensor))
+        self.bytes += _bytes(read) + _bytes(tensors_in(result))
         return result

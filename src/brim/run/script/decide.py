@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from brim.accelerator import CUDA
 from brim.core import Hardware
@@ -21,7 +20,7 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import BrimError, BudgetError, UnsupportedError, first_line
 from brim.measure.capacity import memory_fraction, resident_bytes
 from brim.memory import heap
-from brim.model_inputs import map_tensors
+from brim.model_inputs import map_tensors, tensors_in
 from brim.planning.inference.example_shapes import as_shapes
 from brim.planning.inference.forward_prediction import forward_need, search_forward, untouched_bytes
 from brim.planning.inference.machine import (
@@ -496,9 +495,7 @@ class Decisions:
 def _on_its_device(device: Device, model: nn.Module, call: Call) -> AbstractContextManager[object]:
     """Make the GPU of the model, or else of its inputs, the current one while the context is open."""
     own = _gpus(model.parameters())
-    indices = own or _gpus(
-        value for value in tree_leaves((call.args, call.kwargs)) if isinstance(value, torch.Tensor)
-    )
+    indices = own or _gpus(tensors_in(call.args, call.kwargs))
     return (
         on(f"{CUDA}:{indices.pop()}") if device in ("auto", CUDA) and len(indices) == 1 else contextlib.nullcontext()
     )

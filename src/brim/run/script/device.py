@@ -42,8 +42,10 @@ class PretendedDevice:
 
     def begin(self) -> None:
         self._stack.enter_context(in_place(_torch_cuda()))
-        # Dynamo would look up the accelerator's streams by PyTorch's own class.
-        self._stack.enter_context(mock.patch.object(torch.accelerator, "is_available", _is_not_compiled))
+        # While Dynamo compiles a part of the program, it would look up streams by PyTorch's own class.
+        self._stack.enter_context(
+            mock.patch.object(torch.accelerator, "is_available", lambda: CompileContext.try_get() is None)
+        )
         for name in AUTOCAST_STATE:
             self._stack.enter_context(mock.patch.object(torch, name, autocast_of_cpu(getattr(torch, name))))
         self._stack.enter_context(mock.patch.object(torch, "load", _loading(torch.load)))
@@ -117,11 +119,6 @@ def _torch_cuda() -> dict[str, Any]:
         **streams(),
         "device_of": type("device_of", (Device,), {}),
     }
-
-
-def _is_not_compiled() -> bool:
-    """False while Dynamo compiles a part of the program, which must not find an accelerator."""
-    return CompileContext.try_get() is None
 
 
 def _answering(value: Any) -> Callable[..., Any]:

@@ -67,8 +67,12 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
                 hooks = vars(module)[name]
                 if hooks:
                     before.append((module, name, hooks))
-                    own = [(number, hook) for number, hook in hooks.items() if _is_part_of_model(hook)]
-                    vars(module)[name] = OrderedDict(own)
+                    # PyTorch's own hooks compute (``weight_norm`` computes the weight in one).
+                    vars(module)[name] = OrderedDict(
+                        (number, hook)
+                        for number, hook in hooks.items()
+                        if str(getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.")
+                    )
         yield
     finally:
         for module, name, hooks in before:
@@ -117,11 +121,6 @@ def without_dynamo() -> Iterator[None]:
         vars(torch).pop("_dynamo", None)
         for function in called:
             vars(function).pop("__dynamo_disable", None)
-
-
-def _is_part_of_model(hook: Any) -> bool:
-    """True for PyTorch's own hooks, which compute (``weight_norm`` computes the weight in one)."""
-    return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.")
 
 
 def example_of(model: nn.Module, call: Call) -> Mapping[str, Any] | Sequence[Any] | None:

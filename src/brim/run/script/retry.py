@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from brim import accelerator
 from brim.errors import FormatError, is_out_of_memory
+from brim.model_inputs import tensors_in
 from brim.printable import write_note
 from brim.run.script.copies import has_other_hooks
 
@@ -49,7 +49,7 @@ def repeat_when_out_of_memory(model: nn.Module, shrink: Callable[[], bool], exam
 
 def _elements(inputs: Any) -> int:
     """The number of elements of all tensors in ``inputs``."""
-    return sum(value.numel() for value in tree_leaves(inputs) if isinstance(value, torch.Tensor))
+    return sum(tensor.numel() for tensor in tensors_in(inputs))
 
 
 def repeat_no_more(model: nn.Module) -> None:

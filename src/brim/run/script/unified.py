@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
 import torch
@@ -115,11 +116,12 @@ class AfterItsStream:
         self._upstream.deallocate(ptr, nbytes, stream)
 
 
+@dataclass(eq=False)
 class Unified:
     """Unified memory in force. ``spilling`` counts the bytes on either side."""
 
-    def __init__(self, spilling: Spilling, allocator: Any) -> None:
-        self.spilling, self._allocator = spilling, allocator
+    spilling: Spilling
+    _allocator: Any
 
     @classmethod
     def for_process(cls, settings: Settings) -> Unified:

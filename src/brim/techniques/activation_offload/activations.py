@@ -328,12 +328,15 @@ class OffloadedActivation(Protocol):
         """Free the memory, when no copy is running."""
 
 
+@dataclass(eq=False)
 class Fetch:
     """A copy of an activation back into ``buffer``."""
 
-    def __init__(self, offloaded: OffloadedActivation, buffer: Buffer, moved: Waitable, at: int, bytes: int) -> None:
-        self._offloaded, self._buffer, self._moved = offloaded, buffer, moved
-        self._at, self._bytes = at, bytes
+    _offloaded: OffloadedActivation
+    _buffer: Buffer
+    _moved: Waitable
+    _at: int
+    _bytes: int
 
     def arrive(self) -> torch.Tensor:
         """Wait for the bytes (uint8), in newly allocated memory. Raises the BrimError of the copy."""
@@ -433,7 +436,8 @@ class ActivationOnDisk:
 
     def __init__(self, memory: Memory, source: torch.Tensor) -> None:
         self._memory, self._bytes = memory, source.numel()
-        self._pages_bytes = pages_bytes(self._bytes)
+        # Full pages at every offset: one less than the maximum, so that it is predictable.
+        self._pages_bytes = max(0, self._bytes // PAGE_BYTES - 1) * PAGE_BYTES
         self._before = 0 if memory.fake else -source.data_ptr() % PAGE_BYTES
         after = self._before + self._pages_bytes
         self._edges = torch.empty(self._bytes - self._pages_bytes, dtype=torch.uint8, device="cpu")
@@ -459,8 +463,3 @@ class ActivationOnDisk:
 
     def release(self) -> None:
         self._memory.scratch().release(self._extent)
-
-
-def pages_bytes(bytes: int) -> int:
-    """The number of full pages in ``bytes`` at every offset: one less than the maximum, so that it is predictable."""
-    return max(0, bytes // PAGE_BYTES - 1) * PAGE_BYTES

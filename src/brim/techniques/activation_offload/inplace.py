@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from brim.errors import UnsupportedError, UsageError
+from brim.model_inputs import tensors_in
 from brim.techniques.dry_run import call_with, dry_run
 
 NAME = "inplace_activations"
@@ -187,7 +188,7 @@ def _run(model: nn.Module, example: Any, watch: _Watch | None = None) -> None:
                 stack.enter_context(watch)
             output = call_with(model, inputs)
             tree = dict(output) if isinstance(output, Mapping) else output
-            outputs = [value for value in tree_leaves(tree) if isinstance(value, torch.Tensor)]
+            outputs = tensors_in(tree)
             if watch is not None:
                 watch.outputs(outputs)
             loss = [value.sum() for value in outputs if value.requires_grad]
@@ -248,7 +249,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        read = tensors_in(args, kwargs)
         if func is not torch.ops.prim.device.default:
             self._read(read)
         result = func(*args, **kwargs)

@@ -30,7 +30,7 @@ _LEAST_BYTES = 2 * PAGE_BYTES
 
 
 def offloadable_bytes(
-    trace: Trace, blocks: Sequence[str], *, compute: str = VRAM, smallest_bytes: int | None = None
+    trace: Trace, blocks: Sequence[str], *, compute: str, smallest_bytes: int | None = None
 ) -> dict[str, int]:
     """Return the bytes of activations that each block can offload: to RAM (``compute`` is VRAM) or disk (it is RAM).
 

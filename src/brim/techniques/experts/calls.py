@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -144,13 +145,14 @@ class ExpertCall:
         return views
 
 
+@dataclass(eq=False)
 class _Lookup:
     """The current expert of a loop, in use until the loop reads another."""
 
-    def __init__(self, cache: ExpertCache, tensor: Callable[[int, int, int], torch.Tensor]) -> None:
-        self._cache, self._tensor = cache, tensor
-        self._expert: int | None = None
-        self._slot = 0
+    _cache: ExpertCache
+    _tensor: Callable[[int, int, int], torch.Tensor]
+    _expert: int | None = None
+    _slot: int = 0
 
     def get(self, expert: int, position: int) -> torch.Tensor:
         if expert != self._expert:

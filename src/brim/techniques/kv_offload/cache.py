@@ -206,11 +206,12 @@ class PlannedCache(Cache):
         self.buffers.clear()
 
 
+@dataclass(eq=False)
 class TensorStorage:
     """A layer's tokens in the compute tier: keys and values, each [batch, heads, tokens, dim]."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._keys, self._values = keys, values
+    _keys: torch.Tensor
+    _values: torch.Tensor
 
     @classmethod
     def within(cls, buffer: Buffer, shape: LayerShape, batch: int, tokens: int) -> TensorStorage:

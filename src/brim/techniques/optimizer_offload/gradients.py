@@ -151,7 +151,7 @@ class Gradients:
         for factor in self._factors.get(key, ()):
             view.mul_(factor)
         if added is not None:
-            view.add_(self._host_copy.gradient_in_ram(added, "gradients"))
+            view.add_(self._host_copy.gradient_in_ram(added))
         if permanent:
             self._forget_changes(index, number)
         return changed

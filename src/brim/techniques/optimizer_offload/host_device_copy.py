@@ -125,13 +125,13 @@ class HostDeviceCopy:
         target = _target(self._memory.ram, flat_bytes(place))
         return _Copy(engine.copy(flat_bytes(source), target, label, [engine.mark()], link), source)
 
-    def gradient_in_ram(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+    def gradient_in_ram(self, tensor: torch.Tensor) -> torch.Tensor:
         """A gradient in RAM, valid until the next call."""
         if self._gradient is None:
             return tensor
         flat = self._gradient.tensor[: tensor_bytes(tensor)]
         place = shaped(flat, tensor.dtype, tensor.shape, dense_stride(tensor))
-        self.copy_to_ram(tensor, place, label)
+        self.copy_to_ram(tensor, place, "gradients")
         return place
 
     @contextlib.contextmanager

@@ -241,7 +241,9 @@ def cut(
     unit_bytes = 0
     for number, parameter in enumerate(parameters):
         size, count = tensor_bytes(parameter), parameter.numel()
-        if size > bound_bytes and _is_contiguous(parameter) and is_elementwise(number):
+        # A streamed parameter has no values at rest: this is whether it will be contiguous when it has.
+        is_contiguous = dense_stride(parameter) == torch.empty(parameter.shape, device="meta").stride()
+        if size > bound_bytes and is_contiguous and is_elementwise(number):
             pieces = -(-size // bound_bytes)
             length = -(-count // pieces // _GRAIN) * _GRAIN
             ends = [*range(length, count, length), count]
@@ -258,8 +260,3 @@ def cut(
         units[-1].append(Part(parameter=number, begin=0, end=count, is_complete=True))
         unit_bytes += size
     return tuple(tuple(unit) for unit in units)
-
-
-def _is_contiguous(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is contiguous, or will be when it has values (a streamed one has none at rest)."""
-    return dense_stride(parameter) == torch.empty(parameter.shape, device="meta").stride()

@@ -37,7 +37,6 @@ from brim.techniques.optimizer_offload.state_blocks import (
     BLOCK_BYTES,
     UPDATE_PARTS,
     LoadedGradient,
-    Part,
     StateBlock,
     state_blocks,
 )
@@ -524,7 +523,10 @@ class OffloadStorage:
             return
         parts = states.parts(index, number)
         owners = [block.parameters[part.parameter] for part in parts]
-        part_gradients = [_part_of(part, gradients[part.parameter]) for part in parts]
+        part_gradients = [
+            None if (whole := gradients[part.parameter]) is None else whole._replace(tensor=part.of(whole.tensor))
+            for part in parts
+        ]
         with states.present(
             index, number, stepping=[gradient is not None for gradient in part_gradients]
         ) as stand_ins:
@@ -550,10 +552,6 @@ class OffloadStorage:
         self.gradients.free()
         self.states.records.free()
         self.host_copy.free()
-
-
-def _part_of(part: Part, gradient: LoadedGradient | None) -> LoadedGradient | None:
-    return None if gradient is None else gradient._replace(tensor=part.of(gradient.tensor))
 
 
 def work_bytes(blocks: Iterable[StateBlock]) -> int:

@@ -40,9 +40,9 @@ def parallelize(
     split: Split,
     *,
     dtype: torch.dtype | None,
-    checkpointed: str | None = None,
+    checkpointed: str | None,
     compiled: bool = False,
-    context: DeviceMesh | None = None,
+    context: DeviceMesh | None,
     context_place: int | None = None,
     fill: Callable[[nn.Module, Sequence[nn.Module]], None] = lambda part, without: None,
 ) -> sharding.Sharded:

@@ -158,6 +158,7 @@ def tied_table(model: Any) -> nn.Parameter | None:
     return table.weight if table is not None and head is not None and head.weight is table.weight else None
 
 
+@dataclass(eq=False)
 class TiedWeight:
     """A weight that the first stage has as its embedding and the last as its output layer.
 
@@ -166,10 +167,8 @@ class TiedWeight:
     prediction it does nothing.
     """
 
-    def __init__(
-        self, weight: nn.Parameter, exchange: Callable[[torch.Tensor, torch.Tensor], None] = lambda own, other: None
-    ) -> None:
-        self.weight, self._exchange = weight, exchange
+    weight: nn.Parameter
+    _exchange: Callable[[torch.Tensor, torch.Tensor], None] = lambda own, other: None
 
     def add(self) -> None:
         """Add the other rank's gradient, once all gradients of a step are complete."""

@@ -188,7 +188,7 @@ class Sharded:
         )
 
 
-def group_by_mesh(optimizer: torch.optim.Optimizer, *, offload: bool = False) -> None:
+def group_by_mesh(optimizer: torch.optim.Optimizer, *, offload: bool) -> None:
     """Split parameter groups by mesh, to be stepped with ``foreach`` as PyTorch does on a GPU: a call takes DTensors
     of the same mesh, or plain tensors. Shards in RAM are stepped by the CPU's fused kernel, which reads them once and
     needs no temporary memory (DTensor has Adam's; other optimizers step one by one)."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -164,12 +165,11 @@ def _outer_plan(
     for name, module in model.named_modules():
         if name.startswith(inside):
             continue
-        if isinstance(module, nn.Embedding) and not _takes_tokens(
-            module
-        ):  # an embedding of positions, which the model computes itself
-            if sequence_parallel:
-                module.register_forward_hook(_divider(mesh))
-        elif isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding):
+            if len(inspect.signature(type(module).forward).parameters) != 2:  # of positions, which the model computes
+                if sequence_parallel:
+                    module.register_forward_hook(_divider(mesh))
+                continue
             output = _TOKENS if sequence_parallel else Replicate()
             yield (
                 name,
@@ -184,11 +184,6 @@ def _outer_plan(
             )  # fmt: skip
         elif sequence_parallel and is_norm(module):
             yield name, SequenceParallel()
-
-
-def _takes_tokens(table: nn.Embedding) -> bool:
-    """Return whether an embedding takes tokens and no other input."""
-    return len(inspect.signature(type(table).forward).parameters) == 2
 
 
 def _check(name: str, size: int, ranks: int) -> None:
@@ -267,11 +262,12 @@ def spread_experts(block: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None
     return SpreadExperts(experts, mesh.size())
 
 
+@dataclass(eq=False)
 class SpreadExperts:
     """The handle: the experts of a block on this rank."""
 
-    def __init__(self, experts: list[_Experts], ranks: int) -> None:
-        self._experts, self._ranks = experts, ranks
+    _experts: list[_Experts]
+    _ranks: int
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of experts, which no other rank has."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -135,11 +136,12 @@ class BackwardStreaming:
         self._tasks.clear()
 
 
+@dataclass(eq=False)
 class _CallPacker:
     """Packs the tensors that are saved in a call of a streamed module, which began at ``start``."""
 
-    def __init__(self, backward: BackwardStreaming, start: int) -> None:
-        self._backward, self._start = backward, start
+    _backward: BackwardStreaming
+    _start: int
 
     def pack(self, tensor: torch.Tensor) -> Unpack | None:
         return self._backward.refer(tensor, self._start)
@@ -168,10 +170,9 @@ class _Reference:
             placed = self._streamed.store.layout.tensors[self._index]
             flat = parameter.data.contiguous().view(-1).view(self._dtype)
             return self._seen(flat, self._offset - placed.offset // self._dtype.itemsize)
-        return self._backward.bring(self._streamed, self._start, self._of_slot)
-
-    def _of_slot(self, slot: torch.Tensor) -> torch.Tensor:
-        return self._seen(slot.view(self._dtype), self._offset)
+        return self._backward.bring(
+            self._streamed, self._start, lambda slot: self._seen(slot.view(self._dtype), self._offset)
+        )
 
     def _seen(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
         tensor = flat.as_strided(self._size, self._stride, int(flat.storage_offset()) + offset)

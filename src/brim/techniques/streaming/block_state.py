@@ -130,12 +130,14 @@ class StreamedBlock:
                     f"The weight is streamed with shape {list(placed.shape)}, {placed.dtype}.",
                     "Call .brim.remove() first, change it, and fit the module again.",
                 )
-        self.store.write_back([self._present(index, same) for index, same in enumerate(untouched)])
+        self.store.write_back(
+            [
+                self.store.value(index) if same and self.is_hollow(index) else self.parameters[index].data
+                for index, same in enumerate(untouched)
+            ]
+        )
         self.rest()
         return True
-
-    def _present(self, index: int, untouched: bool) -> torch.Tensor:
-        return self.store.value(index) if untouched and self.is_hollow(index) else self.parameters[index].data
 
 
 class _ParameterAtRest:

@@ -108,7 +108,7 @@ class Placement:
         self._pending: list[Callable[[], None]] = []
         self.buffers: list[Buffer] = []
 
-    def make_staging(self, blocks: Sequence[Block], others: Sequence[Sequence[TensorSource]] = ()) -> Staging | None:
+    def make_staging(self, blocks: Sequence[Block], others: Sequence[Sequence[TensorSource]]) -> Staging | None:
         """RAM slots between disk and VRAM for ``blocks`` and ``others``; None where RAM is the compute tier."""
         host = self.memory.host
         passing = [*others, *([self.source(name) for name in block.tensors] for block in blocks)]

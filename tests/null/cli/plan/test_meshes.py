@@ -87,7 +87,7 @@ def test_a_comparison_that_cannot_be_is_one_clear_error(capsys, arguments, told)
 
 UNUSED = [
     ["--optimizer", "sgd"], ["--precision", "fp32"], ["--method", "lora"], ["--vram", "8GiB"],
-    ["--prefer", "memory"], ["--batch", "4"], ["--new-tokens", "8"], ["--regimes"], ["--precisions"],
+    ["--prefer", "memory"], ["--batch", "4"], ["--new-tokens", "8"], ["--precisions"],
     ["--html", "page.html"],
 ]  # fmt: skip
 ONE_OF_THEM = [["--disk", "1TiB"], ["--lossless"], ["--price", "2"]]  # one GPU's plan in a comparison takes them

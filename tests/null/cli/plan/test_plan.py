@@ -252,7 +252,6 @@ def test_what_does_not_fit_is_told_in_words(llama: str, tmp_path: Path, few_chan
         (["gpt2", "--vram", "4000GiB"], "GPU"),
         (["gpt2", "--prefer", "beauty"], "beauty"),
         (["gpt2", "--task", "train", "--precisions"], "--precisions"),
-        (["gpt2", "--regimes", "--precisions"], "--precisions"),
         (["gpt2", "--output", "no-such-folder/plan.json"], "not a folder"),
         (["gpt2", "--html", "no-such-folder/plan.html"], "not a folder"),
     ],

@@ -8,8 +8,9 @@ import pytest
 
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM, VRAM
-from brim.planning.solver import BlockCost, Job, plan_streaming
+from brim.planning.solver import BlockCost, Job
 from brim.techniques.streaming.weight_streaming import NAME, RESIDENT
+from support.planned import plan_streaming
 
 GIB = 1 << 30
 

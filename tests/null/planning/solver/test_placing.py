@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError
-from brim.planning.solver import BlockCost, Job, plan_streaming
+from brim.planning.solver import BlockCost, Job
 from brim.planning.solver.passes import pass_s
 from brim.planning.solver.placing import least_s, placements
 from brim.planning.solver.streaming import CHOICES, plan_of
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME, RING_SLOTS
+from support.planned import plan_streaming
 
 LINK, HOST = 25e9, 40e9
 GIB, MIB = 1 << 30, 1 << 20

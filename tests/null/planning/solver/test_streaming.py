@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from brim.core import Hardware, Link, Plan, Tier
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError
-from brim.planning.solver import BlockCost, Job, plan_streaming, smallest_budget
+from brim.planning.solver import BlockCost, Job, smallest_budget
 from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, NAME, RESIDENT, RING_SLOTS, STAGING_SLOTS
+from support.planned import plan_streaming
 
 CPU = Hardware(
     name="a processor",

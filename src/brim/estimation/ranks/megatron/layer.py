@@ -187,11 +187,13 @@ class Saved:
     tensors: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Layer:
     """Writes the forward and the backward of one layer into a script."""
 
-    def __init__(self, script: Script, place: Place, name: str) -> None:
-        self.script, self.place, self.name = script, place, name
+    script: Script
+    place: Place
+    name: str
 
     # -- forward -------------------------------------------------------------------------------------------------
 

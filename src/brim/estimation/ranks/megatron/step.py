@@ -191,7 +191,9 @@ class _Rank:
 
     def _forward(self, turn: Turn, chunk: Chunk) -> None:
         script, place = self.script, self.place
-        mask = script.alloc(place.attention_mask, name="attention mask") if self._loads(chunk) else None
+        # ``get_batch`` in Megatron-LM's script: these chunks read a batch.
+        loads = (chunk.embeds or chunk.has_head) and place.attention_mask > 0
+        mask = script.alloc(place.attention_mask, name="attention mask") if loads else None
         hidden = self._embed(turn.micro_batch) if chunk.embeds else script.keep(place.between, name="received")
         kept = []
         for number in chunk.numbers:
@@ -206,10 +208,6 @@ class _Rank:
         if mask is not None:
             script.free(mask)
         self._flying[turn.micro_batch, turn.chunk] = (kept, output)
-
-    def _loads(self, chunk: Chunk) -> bool:
-        """Return whether the chunk reads a batch with an attention mask (``get_batch`` in Megatron-LM's script)."""
-        return (chunk.embeds or chunk.has_head) and self.place.attention_mask > 0
 
     def _embed(self, micro_batch: int) -> int:
         script, place = self.script, self.place

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -299,7 +300,7 @@ _PRODUCTS = {
     _aten.bmm.default: ("self", "mat2"),
     _aten.baddbmm.default: ("batch1", "batch2"),
 }
-_RULES: dict[torch._ops.OpOverload, Rule] = {
+_RULES: dict[OpOverload, Rule] = {
     **dict.fromkeys(_MEASURED, _measured),
     **dict.fromkeys(_PRODUCTS, _product),
     _aten.native_layer_norm.default: _layer_norm,
@@ -333,7 +334,7 @@ if torch.distributed.is_available():
     _RULES[torch.ops._c10d_functional.reduce_scatter_tensor.default] = _reduce_scatter(0)
 
 
-def rule_for(func: torch._ops.OpOverload) -> Rule | None:
+def rule_for(func: OpOverload) -> Rule | None:
     """Return the rule of a CPU kernel; None: it allocates its outputs and nothing else."""
     rule = _RULES.get(func)
     return _promote if rule is None and torch.Tag.pointwise in func.tags else rule
@@ -345,7 +346,7 @@ _NAMESPACE = "bitsandbytes"
 
 
 @cache
-def in_parts(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
+def in_parts(func: OpOverload) -> Callable[..., Any] | None:
     """The function that runs the operator's parts; None for an operator that is not of such a library, or is one
     kernel."""
     if func.namespace != _NAMESPACE:

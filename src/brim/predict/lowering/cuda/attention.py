@@ -58,7 +58,7 @@ def attention(
         )[0]
     else:  # heads are padded to eight elements; there is no mask
         scale = size**-0.5 if scale is None else scale
-        query, key, value = (_pad_last(t, 8) for t in (query, key, value))
+        query, key, value = (_pad_last(t) for t in (query, key, value))
         out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[
             0
         ]
@@ -242,17 +242,15 @@ def _efficient_takes(call: _Call) -> bool:
         and size % align == 0
         and value_size % align == 0
         and (
-            _TORCH < (2, 13) or call.capability < (8, 0) or all(_begins_at(align, tensor) for tensor in call.tensors)
+            _TORCH < (2, 13)
+            or call.capability < (8, 0)
+            or all(tensor.numel() == 0 or tensor.storage_offset() % align == 0 for tensor in call.tensors)
         )
     )
 
 
-def _begins_at(multiple: int, tensor: torch.Tensor) -> bool:
-    return tensor.numel() == 0 or tensor.storage_offset() % multiple == 0
-
-
-def _pad_last(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
-    missing = -tensor.size(-1) % multiple
+def _pad_last(tensor: torch.Tensor) -> torch.Tensor:
+    missing = -tensor.size(-1) % 8
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 

@@ -11,9 +11,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch._ops import OpOverload
 
 from brim.device.kernels import Call, answers_for
+from brim.model_inputs import tensors_in
 from brim.predict.lowering.cuda.products import keep_workspace
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.side_effects import by_brim
@@ -54,7 +55,7 @@ _CHOOSE_BY_VALUES = (torch.ops.aten.linalg_matrix_exp.default,)  # by norms, how
 _DEPENDS_ON_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
-def described(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+def described(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
     """The call as ``KernelAnswers.script`` takes it; None where an argument has no description."""
     try:
         namespace, name = operator._schema.name.split("::")
@@ -88,7 +89,7 @@ def _described(value: Any) -> Any:
     raise TypeError(f"{kind.__name__} has no description")
 
 
-def ask(kernel: Kernel, func: torch._ops.OpOverload | None = None, args: Sequence[Any] | None = None) -> bool:
+def ask(kernel: Kernel, func: OpOverload | None = None, args: Sequence[Any] | None = None) -> bool:
     """Play what PyTorch answers for the kernel, or for another operator that is a part of it.
 
     Returns False where there is no build, or no answer.
@@ -126,7 +127,7 @@ def any_kernel(kernel: Kernel) -> None:
     """Name kernels that may take more than their results."""
     name = kernel.func.overloadpacket.__name__
     if _COPY_WHAT_IS_NOT_DENSE.fullmatch(name):
-        tensors = [leaf for leaf in tree_leaves(kernel.args) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in(kernel.args)
         known = all(tensor.is_contiguous() for tensor in tensors)
     else:
         known = name in _RESULTS_ONLY_IN_SAMPLES
@@ -135,7 +136,7 @@ def any_kernel(kernel: Kernel) -> None:
 
 
 @cache
-def takes_results_only(func: torch._ops.OpOverload) -> bool:
+def takes_results_only(func: OpOverload) -> bool:
     """Return True if an operator's kernel is known to allocate its results and nothing else."""
     name = func.overloadpacket.__name__
     if func.namespace != "aten" or func.is_view or name in _RESULTS_ONLY or name.startswith("_foreach_"):

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
-Check = Callable[[torch._ops.OpOverload, Sequence[Any]], str | None]
+Check = Callable[[OpOverload, Sequence[Any]], str | None]
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
@@ -18,7 +19,7 @@ _FLOATS = {*_HALVES, torch.float32, torch.float64, torch.complex64, torch.comple
 _SOLVED = _FLOATS - {*_HALVES}
 
 
-def check(func: torch._ops.OpOverload, args: Sequence[Any]) -> None:
+def check(func: OpOverload, args: Sequence[Any]) -> None:
     """Raises RuntimeError, as PyTorch does, where CUDA refuses these dtypes. ``func`` is in ``CHECKS``."""
     for one in CHECKS[func]:
         if said := one(func, args):
@@ -39,7 +40,7 @@ def check_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 def _alike(*places: int) -> Check:
     """Operands at these places have one dtype, where they are given."""
 
-    def why(func: torch._ops.OpOverload, args: Sequence[Any]) -> str | None:
+    def why(func: OpOverload, args: Sequence[Any]) -> str | None:
         operands = [args[place] for place in places if place < len(args) and isinstance(args[place], torch.Tensor)]
         if len({operand.dtype for operand in operands}) < 2:
             return None
@@ -51,7 +52,7 @@ def _alike(*places: int) -> Check:
 def _among(dtypes: set[torch.dtype], place: int = 0) -> Check:
     """The operand at this place is of one of these."""
 
-    def why(func: torch._ops.OpOverload, args: Sequence[Any]) -> str | None:
+    def why(func: OpOverload, args: Sequence[Any]) -> str | None:
         if args[place].dtype in dtypes or not args[place].numel():
             return None
         return f"{func} is not implemented for {args[place].dtype} on CUDA"
@@ -59,7 +60,7 @@ def _among(dtypes: set[torch.dtype], place: int = 0) -> Check:
     return why
 
 
-def _wide_statistics(func: torch._ops.OpOverload, args: Sequence[Any]) -> str | None:
+def _wide_statistics(func: OpOverload, args: Sequence[Any]) -> str | None:
     """A batch norm of half precision takes a weight of float32 as well (cuda/Normalization.cu)."""
     return _alike(0, 1)(func, args) if args[0].dtype not in _HALVES else None
 
@@ -79,7 +80,7 @@ _SOLVERS = (
     _aten.linalg_qr, _aten.geqrf, _aten.linalg_cholesky_ex, _aten._linalg_svd, _aten.linalg_lu_factor_ex,
     _aten._linalg_solve_ex, _aten._linalg_det, _aten.linalg_inv_ex, _aten._linalg_eigh, _aten._cdist_forward,
 )  # fmt: skip
-CHECKS: dict[torch._ops.OpOverload, tuple[Check, ...]] = {
+CHECKS: dict[OpOverload, tuple[Check, ...]] = {
     _aten.convolution.default: (_alike(0, 1, 2), _among(_FLOATS)),
     _aten.native_layer_norm.default: (_alike(0, 2, 3),),
     _aten.native_group_norm.default: (_alike(0, 1, 2),),

@@ -16,6 +16,7 @@ from itertools import takewhile
 from math import ceil, prod
 
 import torch
+from torch._ops import OpOverload
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 
 from brim.predict.lowering.cuda.build_answers import ask
@@ -62,12 +63,11 @@ def sort_bytes(count: int, key_bytes: int, value_bytes: int, bits: int) -> int:
     return total_bytes + _SLACK
 
 
-def merge_sort_bytes(count: int, key_bytes: int, value_bytes: int) -> int:
-    """``DeviceMergeSort`` of keys and values, which Thrust takes where it is given a comparison: second copies, and
-    where each tile's part of the other begins."""
-    tile = 256 * max(1, min(17, 17 * 4 // key_bytes))
-    parts = _aligned((ceil(count / tile) + 1) * 8)
-    return _aligned(count * key_bytes) + _aligned(count * value_bytes) + parts + _SLACK
+def merge_sort_bytes(count: int) -> int:
+    """``DeviceMergeSort`` of keys and values of 8 bytes, which Thrust takes where it is given a comparison: second
+    copies, and where each tile's part of the other begins."""
+    parts = _aligned((ceil(count / (256 * 8)) + 1) * 8)
+    return 2 * _aligned(count * 8) + parts + _SLACK
 
 
 def segmented_sort_bytes(count: int, key_bytes: int, value_bytes: int) -> int:
@@ -325,7 +325,7 @@ def _topk(kernel: Kernel) -> None:
 
 
 # Values decide how many places a mask has: nobody can be asked for the whole kernel.
-RULES: dict[torch._ops.OpOverload, Rule] = {
+RULES: dict[OpOverload, Rule] = {
     _aten.index.Tensor: _index,
     _aten._unsafe_index.Tensor: _index,
     _aten._unsafe_index_put.default: _index_put,
@@ -334,7 +334,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._index_put_impl_.default: _index_put,
     _aten.nonzero.default: _nonzero,
 }
-ASKED: dict[torch._ops.OpOverload, Rule] = {
+ASKED: dict[OpOverload, Rule] = {
     _aten.sort.default: _sort,
     _aten.sort.stable: _sort,
     _aten.topk.default: _topk,

@@ -11,6 +11,7 @@ from functools import cache
 from math import ceil
 
 import torch
+from torch._ops import OpOverload
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch._prims_common import suggest_memory_format
 
@@ -77,7 +78,7 @@ def _batch_norm_backward(kernel: Kernel) -> None:
     wants_source, *wants_others = kernel.arg("output_mask")
     by_cudnn = _by_cudnn(kernel, trains=trains)
     if trains and by_cudnn:
-        if not _lies_as(gradient, source):
+        if not (has_channels_last(gradient) if is_channels_last(source) else gradient.is_contiguous()):
             kernel.temp(nbytes(source))
         return
     by_channels = has_channels_last(source) or _channels_last_impl(source)
@@ -110,10 +111,6 @@ def _by_cudnn(kernel: Kernel, *, trains: bool) -> bool:
 def _channel_bytes(source: torch.Tensor) -> int:
     """A number for each channel, as wide as sums are."""
     return source.size(1) * max(4, source.element_size())
-
-
-def _lies_as(gradient: torch.Tensor, source: torch.Tensor) -> bool:
-    return has_channels_last(gradient) if is_channels_last(source) else gradient.is_contiguous()
 
 
 def _channels_last_impl(tensor: torch.Tensor) -> bool:
@@ -323,7 +320,7 @@ def _multiply_groups(kernel: Kernel) -> None:
 
 # Nobody can be asked for libraries, copies to and from the host, or what values decide on. Reductions are followed to
 # other sizes.
-NOT_ASKED: dict[torch._ops.OpOverload, Rule] = {
+NOT_ASKED: dict[OpOverload, Rule] = {
     _aten.native_batch_norm.default: _batch_norm,
     _aten._batch_norm_with_update.default: _batch_norm,
     _aten.batch_norm_backward.default: _batch_norm_backward,
@@ -338,7 +335,7 @@ NOT_ASKED: dict[torch._ops.OpOverload, Rule] = {
     **cuda_recurrent.RULES,
 }
 _FOLLOWED = cuda_products.RULES | cuda_reductions.RULES
-_ASKED: dict[torch._ops.OpOverload, Rule] = {
+_ASKED: dict[OpOverload, Rule] = {
     _aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
     _aten._chunk_cat.default: _chunk_cat,
     _aten._grouped_mm.default: _multiply_groups,
@@ -367,18 +364,18 @@ _ASKED: dict[torch._ops.OpOverload, Rule] = {
 
 
 @cache
-def _rule(func: torch._ops.OpOverload) -> Rule | None:
+def _rule(func: OpOverload) -> Rule | None:
     if func in _ASKED:
         return asked_first(_ASKED[func])
     own = NOT_ASKED.get(func) or _FOLLOWED.get(func)
     return own or (None if takes_results_only(func) else any_kernel)
 
 
-def rules(capability: tuple[int, int]) -> Callable[[torch._ops.OpOverload], Rule | None]:
+def rules(capability: tuple[int, int]) -> Callable[[OpOverload], Rule | None]:
     """The rules for one trace; libraries' workspaces are remembered from operation to operation."""
     workspaces: set[Hashable] = set()
 
-    def rule_for(func: torch._ops.OpOverload) -> Rule | None:
+    def rule_for(func: OpOverload) -> Rule | None:
         rule = _rule(func)
         if rule is None:
             return None

@@ -14,12 +14,14 @@ from brim.estimation.ranks.megatron.step import stage_trace
 from brim.estimation.ranks.sizes import Shape, shape_of
 from brim.estimation.ranks.split import Split
 from brim.estimation.simulation import simulate
-from brim.predict.formulas import activations_per_layer, megatron_states
+from brim.predict.formulas import megatron_states
+from support.published_formulas import activations_per_layer
 
 GPT = Shape(
     name="gpt", layers=8, hidden=6144, heads=64, kv_heads=64, head_dim=96, ffn=4 * 6144, vocabulary=51200,
     positions=2048, gated=False, layer_norm=True, bias=True, qkv_bias=True, tied=True, dropout=True,
 )  # fmt: skip
+
 SEQUENCE = 2048
 LOGITS = SEQUENCE * 51200
 DEFAULTS = MegatronOptions()
