@@ -156,6 +156,25 @@ def test_the_smallest_budget_of_a_training_is_enough(example: torch.Tensor | Non
     model.brim.remove()
 
 
+@pytest.mark.parametrize(("vram_mib", "sixteenths"), [(218, 1), (230, 3), (260, 6)])
+def test_a_training_whose_states_visit_the_gpu_takes_what_is_promised(vram_mib: int, sixteenths: int) -> None:
+    model = small_layers()
+    start_anew()
+    before = torch.cuda.memory_reserved()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    handle = brim.fit(model, optimizer, vram=vram_mib * MIB, ram="140MiB", device="cuda", example=X)
+    assert handle.choice.gpu_sixteenths == sixteenths
+    for _ in range(3):
+        model(X.cuda()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    reserved, promise = torch.cuda.max_memory_reserved() - before, handle.plan.promise.peak_bytes
+    assert reserved <= promise["vram"] <= vram_mib * MIB
+    assert reserved == promise["vram"] or before
+    assert handle.memory.ram.peak_bytes == promise["ram"] == 128 * MIB  # the states, and nothing beside them
+    handle.remove()
+
+
 def test_a_run_is_held_to_its_budget_and_gives_back_what_no_tensor_needs():
     start_anew()
     with held_to({"vram": 64 * MIB}, "cuda")():
