@@ -37,6 +37,7 @@ OPTIMIZERS: dict[str, Make] = {
     "asgd": lambda p: torch.optim.ASGD(p, t0=2),
     "rprop": lambda p: torch.optim.Rprop(p),
     "lion": lambda p: Lion(p),
+    "second moment first": lambda p: SecondMomentFirst(p),
 }
 
 
@@ -58,6 +59,25 @@ class Lion(torch.optim.Optimizer):
                 state["count"] += 1
                 p.add_(state["average"].lerp(p.grad, 0.1).sign(), alpha=-group["lr"])
                 state["average"] = state["average"].lerp(p.grad, 0.01)
+
+
+class SecondMomentFirst(torch.optim.Optimizer):
+    """Creates its states in another order than they have in its state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    square, average = torch.zeros_like(p), torch.zeros_like(p)
+                    state |= {"average": average, "square": square}
+                state["average"].lerp_(p.grad, 0.1)
+                state["square"].lerp_(p.grad.square(), 0.01)
+                p.addcdiv_(state["average"], state["square"].sqrt() + 1e-8, value=-group["lr"])
 
 
 class Layer(nn.Module):

@@ -189,6 +189,7 @@ class States:
 
     def _take(self, index: int, stored: _StoredUnit, parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
         """Move the optimizer's states of a unit into its record."""
+        copies = []
         for field in stored.fields:
             state = self._optimizer.state.get(parameters[field.parameter], {})
             value = state.get(field.key)
@@ -199,9 +200,11 @@ class States:
             place = field.view(flat)
             inside = value.untyped_storage()._cdata == flat.untyped_storage()._cdata
             if not inside or value.storage_offset() != place.storage_offset():
-                place.copy_(value)
+                copies.append((place, value.clone() if inside else value))  # it may be in the place of another state
             owner = stored.owner(field)
             state[field.key] = self._offloaded(index, owner, self._tensor(index, owner, field.key))
+        for place, value in copies:
+            place.copy_(value)
 
     def _tensor(self, index: int, parameter: int, key: str) -> StateTensor:
         return next(t for t in self._blocks[index].state_tensors[parameter] if t.key == key)
