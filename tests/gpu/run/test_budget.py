@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from brim.errors import BudgetError, UnsupportedError
 from brim.measure import device_rates as measuring
 from brim.measure.capacity import free_bytes
 from brim.planning.inference.machine import budgets, held_to, machine
+from support.offloaded import EightBits
 from support.pipelines import small_pipeline
 
 pytestmark = [
@@ -156,12 +159,31 @@ def test_the_smallest_budget_of_a_training_is_enough(example: torch.Tensor | Non
     model.brim.remove()
 
 
-@pytest.mark.parametrize(("vram_mib", "sixteenths"), [(218, 1), (230, 3), (260, 6)])
-def test_a_training_whose_states_visit_the_gpu_takes_what_is_promised(vram_mib: int, sixteenths: int) -> None:
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+CODES_BYTES = 16 * (MIB + MIB // 16 * 4 + 4096)  # the table takes a page of its layer's record
+
+
+@pytest.mark.parametrize(
+    ("make", "vram_mib", "sixteenths", "states_bytes"),
+    [
+        (fused, 218, 1, 128 * MIB),
+        (fused, 230, 3, 128 * MIB),
+        (fused, 260, 6, 128 * MIB),
+        (EightBits, 230, 6, CODES_BYTES),
+        (partial(EightBits, wrapped=True), 230, 6, CODES_BYTES),
+    ],
+    ids=["one", "three", "six", "8 bits", "8 bits wrapped"],
+)
+def test_a_training_whose_states_visit_the_gpu_takes_what_is_promised(
+    make: Any, vram_mib: int, sixteenths: int, states_bytes: int
+) -> None:
     model = small_layers()
     start_anew()
     before = torch.cuda.memory_reserved()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = make(model.parameters())
     handle = brim.fit(model, optimizer, vram=vram_mib * MIB, ram="140MiB", device="cuda", example=X)
     assert handle.choice.gpu_sixteenths == sixteenths
     for _ in range(3):
@@ -171,7 +193,7 @@ def test_a_training_whose_states_visit_the_gpu_takes_what_is_promised(vram_mib: 
     reserved, promise = torch.cuda.max_memory_reserved() - before, handle.plan.promise.peak_bytes
     assert reserved <= promise["vram"] <= vram_mib * MIB
     assert reserved == promise["vram"] or before
-    assert handle.memory.ram.peak_bytes == promise["ram"] == 128 * MIB  # the states, and nothing beside them
+    assert handle.memory.ram.peak_bytes == promise["ram"] == states_bytes  # and nothing beside them
     handle.remove()
 
 

@@ -31,6 +31,7 @@ from brim.core.timeline import EventKind
 from brim.predict.host_residency import Resting
 from brim.predict.patches import resizing
 from brim.run.ranks.model import Part
+from brim.techniques.blocks import inner_tensors
 
 _WATCHED = 4  # steps
 
@@ -66,7 +67,7 @@ class TensorMeter(TorchDispatchMode):
     def hold(self, tensors: Iterable[torch.Tensor], category: str, *, in_ram: bool = False) -> None:
         """Count tensors that were created before."""
         for tensor in tensors:
-            for plain in _plain(tensor):
+            for plain in inner_tensors(tensor):
                 self._notice(plain, "", category, in_ram)
 
     def restart(self) -> None:
@@ -91,7 +92,10 @@ class TensorMeter(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         results = [
-            plain for tensor in tree_iter(result) if isinstance(tensor, torch.Tensor) for plain in _plain(tensor)
+            inner
+            for tensor in tree_iter(result)
+            if isinstance(tensor, torch.Tensor)
+            for inner in inner_tensors(tensor)
         ]
         if results:
             in_ram = self._plays_gpu and self._rests((args, kwargs))
@@ -102,7 +106,7 @@ class TensorMeter(TorchDispatchMode):
     def _rests(self, arguments: Any) -> bool:
         """True if tensors made from these arguments are in RAM, which is so if all arguments are."""
         tensors = (leaf for leaf in tree_iter(arguments) if isinstance(leaf, torch.Tensor))
-        inputs = [plain for tensor in tensors for plain in _plain(tensor)]
+        inputs = [plain for tensor in tensors for plain in inner_tensors(tensor)]
         storages = [self._live.get(tensor.untyped_storage()._cdata) for tensor in inputs]
         return self._resting.made_of(storage is not None and storage.tier == RAM for storage in storages)
 
@@ -201,14 +205,3 @@ class Watched:
         if self._meter is not None:
             path = output / f"timeline-{self._rank}.json"
             write_text(path, json.dumps(self._meter.timeline.to_json()) + "\n", alone=True)
-
-
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors inside a wrapper: a DTensor's shard, a collective's result."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        for inner in (getattr(tensor, name) for name in names):
-            if isinstance(inner, torch.Tensor):  # a DTensor also has its mesh
-                yield from _plain(inner)
-    else:
-        yield tensor
