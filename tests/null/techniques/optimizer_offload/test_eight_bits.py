@@ -97,6 +97,9 @@ def test_a_plan_counts_their_bytes(wrapped: bool) -> None:
     assert handle.choice.states == "ram"
     assert train(model, optimizer, range(3)) == train(twin, plain, range(3))
     assert handle.memory.ram.peak_bytes == handle.plan.promise.peak_bytes["ram"]
+    if wrapped:
+        with pytest.raises(UnsupportedError, match="Codes, which safetensors cannot hold"):
+            list(handle.states({parameter: name for name, parameter in model.named_parameters()})[1])
     handle.remove()
     assert_same(model, twin)
 
