@@ -129,36 +129,30 @@ class Trial:
                     copied.state[part] = states[number]
                 raw_step(copied)(copied)
                 states[number] = dict(copied.state.pop(part, {}))
-        copied.param_groups[0]["params"] = []
-        rest = {key: value for key, value in vars(copied).items() if key not in ("state", "param_groups")}
-        return [data, _joined(states), copied.param_groups, rest]
+        return [data, _joined(states), _settings(copied)]
 
     def state_tensors(self, group: int, parameter: torch.Tensor, length: int | None = None) -> list[StateTensor]:
         """The tensors in the state of ``parameter``, or of a part of ``length`` elements, without single numbers."""
         shape, stride = (parameter.shape, dense_stride(parameter)) if length is None else ((length,), (1,))
         key = group, parameter.dim(), parameter.dtype, tuple(shape), stride
-        if key not in self._state_tensors:
-            self._state_tensors[key] = self._find_state_tensors(group, parameter, shape, stride)
-        return self._state_tensors[key]
-
-    def _find_state_tensors(
-        self, group: int, parameter: torch.Tensor, shape: Sequence[int], stride: Sequence[int]
-    ) -> list[StateTensor]:
+        if key in self._state_tensors:
+            return self._state_tensors[key]
         sample, options = self.sample(group, parameter), self._optimizer.param_groups[group]
         with _apart():
-            meta = {**options, **{key: value for key, value in _KERNELS.items() if key in options}}
+            meta = {**options, **{name: value for name, value in _KERNELS.items() if name in options}}
             state = self._state_of(meta, torch.empty_strided(shape, stride, dtype=parameter.dtype, device="meta"))
             if not state.keys() >= sample.keys():  # its step reads values before the state is complete
                 state = self._state_of(options, torch.empty_strided(shape, stride, dtype=parameter.dtype).zero_())
-        tensors = [(key, v) for key, v in state.items() if isinstance(v, torch.Tensor) and v.dim() and v.numel()]
-        for key, value in tensors:
+        tensors = [(name, v) for name, v in state.items() if isinstance(v, torch.Tensor) and v.dim() and v.numel()]
+        for name, value in tensors:
             if any(type(inner) is not torch.Tensor for inner in inner_tensors(value)):
                 raise UnsupportedError(
                     f"Cannot offload the states of {type(self._optimizer).__name__}.",
-                    f"{key!r} is a {type(value).__name__}, which brim cannot move as plain bytes.",
+                    f"{name!r} is a {type(value).__name__}, which brim cannot move as plain bytes.",
                     'Leave its states where they are (states="keep").',
                 )
-        return [StateTensor.of(key, value) for key, value in tensors]
+        self._state_tensors[key] = [StateTensor.of(name, value) for name, value in tensors]
+        return self._state_tensors[key]
 
     def _state_of(self, options: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         """The state after a first step, or as much of it as was created before the step failed."""
@@ -191,9 +185,7 @@ class Trial:
             for params in [pair[:1], pair[1:]] if split else [pair]:
                 copied.param_groups[0]["params"] = params
                 step(copied)
-        copied.param_groups[0]["params"] = []
-        rest = {key: value for key, value in vars(copied).items() if key not in ("state", "param_groups")}
-        return [pair, [dict(copied.state.get(p, {})) for p in pair], copied.param_groups, rest]
+        return [pair, [dict(copied.state.get(p, {})) for p in pair], _settings(copied)]
 
     def _refusal(self, reason: str) -> UnsupportedError:
         return UnsupportedError(
@@ -237,6 +229,12 @@ def _apart() -> Iterator[None]:
         yield
 
 
+def _settings(copied: Optimizer) -> dict[str, Any]:
+    """The attributes of an optimizer without states and parameters."""
+    copied.param_groups[0]["params"] = []
+    return {key: value for key, value in vars(copied).items() if key != "state"}
+
+
 def _joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The state of a parameter from those of its parts, whose numbers must be the same."""
     joined: dict[str, Any] = {}
@@ -254,10 +252,7 @@ def _same(left: Any, right: Any) -> bool:
         return True
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         pairs = zip(inner_tensors(left), inner_tensors(right), strict=False)
-        return left.shape == right.shape and all(
-            one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-            for one, other in pairs
-        )
+        return kind(left) == kind(right) and all(torch.allclose(*p, rtol=0, atol=0, equal_nan=True) for p in pairs)
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
