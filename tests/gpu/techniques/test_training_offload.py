@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import nn
 
 from brim.core import Timeline
 from brim.core.hardware import DISK, RAM, VRAM
+from brim.device.settings import VARIABLE
 from brim.memory.tiers import Memory, device_memory
 from brim.techniques.activation_offload import technique as activation_offload
 from brim.techniques.blocks import inner_tensors
@@ -37,6 +40,26 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "8 bits": EightBits,
     "8 bits wrapped": lambda p: EightBits(p, wrapped=True),
 }
+
+
+def of_torchao(parameters: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = pytest.importorskip("torchao.optim").AdamW8bit(parameters, lr=1e-2)
+    return optimizer
+
+
+def of_bitsandbytes(parameters: Any) -> torch.optim.Optimizer:
+    package = pytest.importorskip("bitsandbytes")
+    if VARIABLE in os.environ:
+        pytest.skip("bitsandbytes' kernels are machine code for a GPU, which the rehearsal device does not run")
+    optimizer: torch.optim.Optimizer = package.optim.AdamW8bit(parameters, lr=1e-2)
+    return optimizer
+
+
+@pytest.fixture(autouse=True)
+def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the rehearsal device torchao's update runs eagerly: there is no GPU for which Triton could compile it."""
+    if VARIABLE in os.environ:
+        monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 
 class Block(nn.Module):
@@ -120,6 +143,24 @@ def test_states_that_visit_the_gpu_train_bit_for_bit(
             got, wanted = (list(inner_tensors(torch.as_tensor(v))) for v in (optimizer.state[one][key], value))
             assert all(map(torch.equal, got, wanted)), key
     assert memory.ram.held_bytes == memory.compute.held_bytes == 0
+
+
+@pytest.mark.parametrize("make", [of_torchao, of_bitsandbytes])
+def test_packages_of_8_bits_train_bit_for_bit(make: Callable[[Any], torch.optim.Optimizer], memory: Memory) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)]).to(DEVICE)
+    twin = copy.deepcopy(net)
+    optimizer, plain = make(net.parameters()), make(twin.parameters())
+    handle = optimizer_offload.apply(net, optimizer, memory, states=RAM, block_bytes=64 << 10, gpu_sixteenths=6)
+    for step in range(3):
+        for model, chosen in ((net, optimizer), (twin, plain)):
+            model(batch(step)[:, :128]).square().mean().backward()
+            chosen.step()
+            chosen.zero_grad()
+    assert memory.recorder.copied_bytes[RAM, VRAM] > 0
+    handle.remove()
+    for one, other in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("gradients", ["keep", RAM])
