@@ -12,6 +12,7 @@ from torch import nn
 
 from brim.core import Timeline
 from brim.memory.tiers import Memory, cpu_memory, emulated_memory
+from brim.techniques.blocks import inner_tensors
 from brim.techniques.optimizer_offload.technique import OptimizerOffload, apply
 
 WIDTH, WORDS = 16, 24
@@ -37,6 +38,9 @@ OPTIMIZERS: dict[str, Make] = {
     "asgd": lambda p: torch.optim.ASGD(p, t0=2),
     "rprop": lambda p: torch.optim.Rprop(p),
     "lion": lambda p: Lion(p),
+    "second moment first": lambda p: SecondMomentFirst(p),
+    "eight_bits": lambda p: EightBits(p),
+    "wrapped_eight_bits": lambda p: EightBits(p, wrapped=True),
 }
 
 
@@ -58,6 +62,116 @@ class Lion(torch.optim.Optimizer):
                 state["count"] += 1
                 p.add_(state["average"].lerp(p.grad, 0.1).sign(), alpha=-group["lr"])
                 state["average"] = state["average"].lerp(p.grad, 0.01)
+
+
+class SecondMomentFirst(torch.optim.Optimizer):
+    """Creates its states in another order than they have in its state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    square, average = torch.zeros_like(p), torch.zeros_like(p)
+                    state |= {"average": average, "square": square}
+                state["average"].lerp_(p.grad, 0.1)
+                state["square"].lerp_(p.grad.square(), 0.01)
+                p.addcdiv_(state["average"], state["square"].sqrt() + 1e-8, value=-group["lr"])
+
+
+class Codes(torch.Tensor):
+    """Numbers in 8 bits, as torchao has them: codes, a scale for each 16, and a table that ``copy_`` leaves alone."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> Codes:
+        made: Codes = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
+        made.codes, made.scales, made.table = codes, scales, table
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["codes", "scales", "table"], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], dtype: torch.dtype, *_: Any) -> Codes:
+        return cls(**parts, dtype=dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        first, aten = args[0], torch.ops.aten
+        if func is aten.copy_.default and isinstance(first, Codes):
+            source = args[1] if isinstance(args[1], Codes) else None
+            codes, scales = (source.codes, source.scales) if source is not None else eight_bits(args[1])
+            first.codes.copy_(codes)
+            first.scales.copy_(scales)
+            return first
+        if func in (aten.detach.default, aten._to_copy.default):
+            device = (kwargs or {}).get("device")
+            return cls(*(part.detach().to(device) for part in inner_tensors(first)), dtype=first.dtype)
+        raise NotImplementedError(func)
+
+
+def eight_bits(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales."""
+    rows = values.reshape(-1, 16)
+    scales = rows.abs().amax(1)
+    codes = (rows / scales.clamp(min=1e-30)[:, None] * 127).round() + 128
+    return codes.to(torch.uint8).view(values.shape), scales
+
+
+def of_eight_bits(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return (table[codes.long()].view(-1, 16) * scales[:, None]).view(codes.shape)
+
+
+class EightBits(torch.optim.Optimizer):
+    """Large parameters have an average in 8 bits, with its scales and the table beside it, or all of them wrapped."""
+
+    def __init__(self, params: Any, *, wrapped: bool = False) -> None:
+        super().__init__(params, {"lr": 1e-2})
+        self.wrapped, self.tables = wrapped, {"linear": (torch.arange(256) - 128) / 127}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state |= {"count": 0, **self.new(p)}
+                state["count"] += 1
+                if "average" in state and type(state["average"]) is not Codes:
+                    average = state["average"].lerp_(p.grad, 0.1)
+                else:
+                    parts = state if "codes" in state else vars(state["average"])
+                    average = of_eight_bits(parts["codes"], parts["scales"], parts["table"]).lerp(p.grad, 0.1)
+                    if "codes" in state:
+                        state["codes"], state["scales"] = eight_bits(average)
+                    else:
+                        state["average"].copy_(average)
+                p.add_(average, alpha=-group["lr"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in bitsandbytes codes keep their dtype, which PyTorch's does not allow, and no hooks are called."""
+        if self.wrapped:
+            super().load_state_dict(state_dict)
+            return
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for p, number in zip(group["params"], saved["params"], strict=True):
+                state = state_dict["state"].get(number, {}).items()
+                self.state[p] = {k: v.to(p.device) if isinstance(v, torch.Tensor) else v for k, v in state}
+            group.update({**saved, "params": group["params"]})
+
+    def new(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        if p.numel() < 64 or p.numel() % 16:
+            return {"average": torch.zeros_like(p)}
+        self.tables["linear"] = self.tables["linear"].to(p.device)
+        codes = torch.full_like(p, 128, dtype=torch.uint8)
+        parts = {"codes": codes, "scales": p.new_zeros(p.numel() // 16), "table": self.tables["linear"]}
+        return {"average": Codes(**parts, dtype=p.dtype)} if self.wrapped else parts
 
 
 class Layer(nn.Module):
@@ -177,7 +291,8 @@ def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
             wanted = other["state"][number][key]
             assert type(value) is type(wanted)
             if isinstance(value, torch.Tensor):
-                assert value.dtype == wanted.dtype and value.stride() == wanted.stride()
-                assert torch.equal(value, wanted), key
+                for inner, expected in zip(inner_tensors(value), inner_tensors(wanted), strict=True):
+                    assert inner.dtype == expected.dtype and inner.stride() == expected.stride()
+                    assert torch.equal(inner, expected), key
             else:
                 assert value == wanted

@@ -48,6 +48,27 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that ``tensor`` wraps (a DTensor's shard, codes and scales of 8-bit states), or itself."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            if isinstance(inner := getattr(tensor, name), torch.Tensor):  # a DTensor also has its mesh
+                yield from inner_tensors(inner)
+    else:
+        yield tensor
+
+
+def with_inner(tensor: torch.Tensor, inner: Iterator[torch.Tensor]) -> torch.Tensor:
+    """A tensor like ``tensor`` that wraps the next tensors of ``inner``, or the next of them."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return next(inner)
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    parts = {name: with_inner(p, inner) if isinstance(p, torch.Tensor) else p for name, p in parts.items()}
+    wrapper: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
+    return wrapper
+
+
 def groups_within(
     parameters: Iterable[nn.Parameter], limit_bytes: int, bytes_of: Callable[[nn.Parameter], int]
 ) -> list[list[nn.Parameter]]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from brim.techniques.optimizer_offload.step_context import narrowed
+from brim.techniques.optimizer_offload.trial import without_states
 
 
 def meta_copy(model: nn.Module, *, absent: Collection[str], device: torch.device | None) -> nn.Module:
@@ -43,26 +44,10 @@ def meta_copy_optimizer(other: nn.Module, model: nn.Module, optimizer: Optimizer
     scheduler's wrapper around ``step``, hooks), which belong to the optimizer that really steps."""
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     twins = {id(parameter): of_twin for parameter, of_twin in pairs}
-    copied: Optimizer = object.__new__(type(optimizer))
-    kept = {key: value for key, value in vars(optimizer).items() if key not in _HUNG_ON}
-    plain = vars(Optimizer([torch.zeros(())], {}))
-    vars(copied).update(kept | {key: plain[key] for key in _HUNG_ON if key in plain})
-    copied.state = defaultdict(dict)
-    copied.param_groups = [
-        {**group, "params": [twins.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
-    ]
+    groups = [{**group, "params": [twins.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups]
+    copied, plain = without_states(optimizer, groups), vars(Optimizer([torch.zeros(())], {}))
+    vars(copied).update({name: value for name, value in plain.items() if name.endswith("_hooks")})
     return copied
-
-
-_HUNG_ON = (
-    "step",
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 
 
 def make_states(optimizer: Optimizer, device: torch.device, dtype: torch.dtype | None = None) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from brim.errors import BudgetError, UnsupportedError
 from brim.measure import device_rates as measuring
 from brim.measure.capacity import free_bytes
 from brim.planning.inference.machine import budgets, held_to, machine
+from support.offloaded import EightBits
 from support.pipelines import small_pipeline
 
 pytestmark = [
@@ -154,6 +157,44 @@ def test_the_smallest_budget_of_a_training_is_enough(example: torch.Tensor | Non
         optimizer.zero_grad()
     assert torch.cuda.max_memory_reserved() - before <= smallest
     model.brim.remove()
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+CODES_BYTES = 16 * (MIB + MIB // 16 * 4 + 4096)  # the table takes a page of its layer's record
+
+
+@pytest.mark.parametrize(
+    ("make", "vram_mib", "sixteenths", "states_bytes"),
+    [
+        (fused, 218, 1, 128 * MIB),
+        (fused, 230, 3, 128 * MIB),
+        (fused, 260, 6, 128 * MIB),
+        (EightBits, 230, 6, CODES_BYTES),
+        (partial(EightBits, wrapped=True), 230, 6, CODES_BYTES),
+    ],
+    ids=["one", "three", "six", "8 bits", "8 bits wrapped"],
+)
+def test_a_training_whose_states_visit_the_gpu_takes_what_is_promised(
+    make: Any, vram_mib: int, sixteenths: int, states_bytes: int
+) -> None:
+    model = small_layers()
+    start_anew()
+    before = torch.cuda.memory_reserved()
+    optimizer = make(model.parameters())
+    handle = brim.fit(model, optimizer, vram=vram_mib * MIB, ram="140MiB", device="cuda", example=X)
+    assert handle.choice.gpu_sixteenths == sixteenths
+    for _ in range(3):
+        model(X.cuda()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    reserved, promise = torch.cuda.max_memory_reserved() - before, handle.plan.promise.peak_bytes
+    assert reserved <= promise["vram"] <= vram_mib * MIB
+    assert reserved == promise["vram"] or before
+    assert handle.memory.ram.peak_bytes == promise["ram"] == states_bytes  # and nothing beside them
+    handle.remove()
 
 
 def test_a_run_is_held_to_its_budget_and_gives_back_what_no_tensor_needs():

@@ -104,6 +104,22 @@ def test_train(
     assert main([*command, "--vram", "280MiB", "--ram", "3GiB", "--device", "cuda", *options, "--resume"]) in DONE
 
 
+@pytest.mark.parametrize(("vram_mib", "sixteenths"), [(300, 1), (340, 3), (380, 6)])
+def test_train_with_states_that_visit_the_gpu(
+    vram_mib: int, sixteenths: int, saved: Path, tmp_path: Path, reserved: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Updated in backward: in the smallest budget beside weights that are streamed."""
+    command = ["train", str(saved), "--data", str(saved / "text.txt"), "--output", str(tmp_path / "out"), "--json"]
+    command += ["--seq", "16", "--batch", "1", "--steps", "2", "--precision", "fp32", "--device", "cuda"]
+    assert main([*command, "--vram", f"{vram_mib}MiB", "--ram", "3GiB"]) in DONE
+    found = json.loads(capsys.readouterr().out)
+    assert found["plan"]["settings"]["gpu_sixteenths"] == sixteenths
+    assert found["plan"]["settings"]["update_in_backward"]
+    assert reserved() <= found["promised_bytes"]["vram"] <= vram_mib * MIB
+    rehearsed_bytes = reserved() if len(DONE) > 1 else 0  # such VRAM lies in RAM
+    assert found["measured_bytes"]["ram"] - rehearsed_bytes <= found["promised_bytes"]["ram"]
+
+
 def test_load(saved: Path, reserved: Any) -> None:
     expected = logits(resident(saved).cuda())
     gc.collect()

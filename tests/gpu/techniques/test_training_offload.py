@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ from torch import nn
 
 from brim.core import Timeline
 from brim.core.hardware import DISK, RAM, VRAM
+from brim.device.settings import VARIABLE
 from brim.memory.tiers import Memory, device_memory
 from brim.techniques.activation_offload import technique as activation_offload
+from brim.techniques.blocks import inner_tensors
 from brim.techniques.optimizer_offload import technique as optimizer_offload
-from support.offloaded import Lion
+from support.offloaded import EightBits, Lion
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +37,29 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "Lion": Lion,
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "8 bits": EightBits,
+    "8 bits wrapped": lambda p: EightBits(p, wrapped=True),
 }
+
+
+def of_torchao(parameters: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = pytest.importorskip("torchao.optim").AdamW8bit(parameters, lr=1e-2)
+    return optimizer
+
+
+def of_bitsandbytes(parameters: Any) -> torch.optim.Optimizer:
+    package = pytest.importorskip("bitsandbytes")
+    if VARIABLE in os.environ:
+        pytest.skip("bitsandbytes' kernels are machine code for a GPU, which the rehearsal device does not run")
+    optimizer: torch.optim.Optimizer = package.optim.AdamW8bit(parameters, lr=1e-2)
+    return optimizer
+
+
+@pytest.fixture(autouse=True)
+def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the rehearsal device torchao's update runs eagerly: there is no GPU for which Triton could compile it."""
+    if VARIABLE in os.environ:
+        monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 
 class Block(nn.Module):
@@ -103,8 +129,8 @@ def test_states_that_visit_the_gpu_train_bit_for_bit(
         net, optimizer, memory, states=RAM, gradients=gradients, block_bytes=2 * MIB, brief=brief, gpu_sixteenths=3
     )
     assert train(net, optimizer, handle if early else None, parts=2) == train(twin, plain, parts=2)
-    states = [value for state in plain.state.values() for value in state.values() if torch.is_tensor(value)]
-    states_bytes = sum(state.nbytes for state in states if state.dim())
+    values = [value for state in plain.state.values() for value in state.values() if torch.is_tensor(value)]
+    states_bytes = sum(inner.nbytes for value in values for inner in inner_tensors(value) if inner.dim())
     moved = memory.recorder.copied_bytes
     if gradients == "keep":  # the first step creates states: they go down four times, and up three times
         most_bytes = 4.2 * (states_bytes + 4096 * 8 * len(handle.blocks))  # in full pages
@@ -114,20 +140,39 @@ def test_states_that_visit_the_gpu_train_bit_for_bit(
     for one, other in zip(net.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, other)
         for key, value in plain.state[other].items():
-            assert torch.equal(torch.as_tensor(optimizer.state[one][key]), torch.as_tensor(value)), key
+            got, wanted = (list(inner_tensors(torch.as_tensor(v))) for v in (optimizer.state[one][key], value))
+            assert all(map(torch.equal, got, wanted)), key
     assert memory.ram.held_bytes == memory.compute.held_bytes == 0
 
 
+@pytest.mark.parametrize("make", [of_torchao, of_bitsandbytes])
+def test_packages_of_8_bits_train_bit_for_bit(make: Callable[[Any], torch.optim.Optimizer], memory: Memory) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)]).to(DEVICE)
+    twin = copy.deepcopy(net)
+    optimizer, plain = make(net.parameters()), make(twin.parameters())
+    handle = optimizer_offload.apply(net, optimizer, memory, states=RAM, block_bytes=64 << 10, gpu_sixteenths=6)
+    for step in range(3):
+        for model, chosen in ((net, optimizer), (twin, plain)):
+            model(batch(step)[:, :128]).square().mean().backward()
+            chosen.step()
+            chosen.zero_grad()
+    assert memory.recorder.copied_bytes[RAM, VRAM] > 0
+    handle.remove()
+    for one, other in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("gradients", ["keep", RAM])
+@pytest.mark.parametrize("name", ["AdamW fused", "8 bits", "8 bits wrapped"])
 def test_visiting_states_under_a_scaler_clipping_and_a_schedule_go_on_after_a_restart(
-    gradients: str, memory: Memory
+    name: str, gradients: str, memory: Memory
 ) -> None:
     """As in VRAM, bit for bit: scaled and clipped steps, a falling learning rate, and a run that was resumed."""
 
     def made(offloads: bool) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         net = Net().to(DEVICE)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
-        handle = None
+        optimizer, handle = OPTIMIZERS[name](net.parameters()), None
         if offloads:
             handle = optimizer_offload.apply(
                 net, optimizer, memory, states=RAM, gradients=gradients, block_bytes=2 * MIB, gpu_sixteenths=3
@@ -168,7 +213,8 @@ def test_visiting_states_under_a_scaler_clipping_and_a_schedule_go_on_after_a_re
         assert torch.equal(weights[name], value), name
     for number, state in plain_states["state"].items():
         for key, value in state.items():
-            assert torch.equal(states["state"][number][key].cpu(), value.cpu()), key
+            got, wanted = (inner_tensors(torch.as_tensor(v)) for v in (states["state"][number][key], value))
+            assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(got, wanted, strict=True)), key
 
 
 @pytest.mark.parametrize("parts", [1, 2])

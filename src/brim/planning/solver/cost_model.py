@@ -218,7 +218,7 @@ def _fixed_bytes(profile: StepProfile, compute: str, frame: Frame) -> Held:
     add(gradients if whole else compute, UPDATE, profile.gradient_bytes if whole else largest)
     if frame.gradients != KEEP:
         add(compute, UPDATE, largest)
-    add(compute, UPDATE, profile.update_bytes if frame.states == KEEP else 0)
+    add(compute, UPDATE, profile.update_bytes if frame.states == KEEP or frame.gpu_sixteenths else 0)
     return fixed
 
 

@@ -75,17 +75,20 @@ def optimizer_tensors(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every state tensor by name. Raises UnsupportedError for tensor subclasses."""
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            if hasattr(value, "__tensor_flatten__"):
-                raise UnsupportedError(
-                    f"Cannot save {key} of {names[parameter]}.",
-                    f"{type(optimizer).__name__} keeps a {type(value).__name__}, which safetensors cannot hold.",
-                    "Train with another optimizer, or save without its state.",
-                )
-            yield f"{names[parameter]}.{key}", value
+    states = [(names[p], key, value) for p, state in optimizer.state.items() for key, value in state.items()]
+    return saveable((f"{name}.{key}", value) for name, key, value in states if isinstance(value, torch.Tensor))
+
+
+def saveable(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield state ``tensors`` by name. Raises UnsupportedError for tensor subclasses."""
+    for name, value in tensors:
+        if hasattr(value, "__tensor_flatten__"):
+            raise UnsupportedError(
+                f"Cannot save {name}.",
+                f"It is a {type(value).__name__}, which safetensors cannot hold.",
+                "Train with another optimizer, or save without its state.",
+            )
+        yield name, value
 
 
 def restore_optimizer(

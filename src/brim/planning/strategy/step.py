@@ -249,7 +249,7 @@ class Fitted(Readable):
         if self.offload is None:
             return layout, training_state.optimizer_tensors(self.optimizer, names)
         announced = {name for name, _, _ in layout}
-        return layout, (pair for pair in self.offload.iter_state() if pair[0] in announced)
+        return layout, training_state.saveable(pair for pair in self.offload.iter_state() if pair[0] in announced)
 
     def load_states(
         self,

@@ -31,6 +31,7 @@ from brim.model_inputs import tensors_in
 from brim.predict.host_residency import Resting
 from brim.predict.patches import resizing
 from brim.run.ranks.model import Part
+from brim.techniques.blocks import inner_tensors
 
 _WATCHED = 4  # steps
 
@@ -66,7 +67,7 @@ class TensorMeter(TorchDispatchMode):
     def hold(self, tensors: Iterable[torch.Tensor], category: str, *, in_ram: bool = False) -> None:
         """Count tensors that were created before."""
         for tensor in tensors:
-            for plain in _plain(tensor):
+            for plain in inner_tensors(tensor):
                 self._notice(plain, "", category, in_ram)
 
     def restart(self) -> None:
@@ -90,7 +91,7 @@ class TensorMeter(TorchDispatchMode):
         if any(kind.__name__ == "DTensor" for kind in types):  # it calls this mode again with the local shard
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        results = [plain for tensor in tensors_in(result) for plain in _plain(tensor)]
+        results = [plain for tensor in tensors_in(result) for plain in inner_tensors(tensor)]
         if results:
             in_ram = self._plays_gpu and self._rests((args, kwargs))
             for plain in results:
@@ -99,7 +100,7 @@ class TensorMeter(TorchDispatchMode):
 
     def _rests(self, arguments: Any) -> bool:
         """True if tensors made from these arguments are in RAM, which is so if all arguments are."""
-        inputs = [plain for tensor in tensors_in(arguments) for plain in _plain(tensor)]
+        inputs = [plain for tensor in tensors_in(arguments) for plain in inner_tensors(tensor)]
         storages = [self._live.get(tensor.untyped_storage()._cdata) for tensor in inputs]
         return self._resting.made_of(storage is not None and storage.tier == RAM for storage in storages)
 
@@ -198,14 +199,3 @@ class Watched:
         if self._meter is not None:
             path = output / f"timeline-{self._rank}.json"
             write_text(path, json.dumps(self._meter.timeline.to_json()) + "\n", alone=True)
-
-
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors inside a wrapper: a DTensor's shard, a collective's result."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        for inner in (getattr(tensor, name) for name in names):
-            if isinstance(inner, torch.Tensor):  # a DTensor also has its mesh
-                yield from _plain(inner)
-    else:
-        yield tensor

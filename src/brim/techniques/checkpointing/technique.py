@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from brim.core import Category, Hardware, Phase, Trace
@@ -28,7 +29,6 @@ from brim.errors import UnsupportedError, UsageError
 from brim.predict.cost import base_name, op_s
 from brim.techniques.base import Option, StandIn, in_force
 from brim.techniques.blocks import Block, Partition, is_container, tensor_bytes
-from brim.techniques.checkpointing import pieces
 
 NAME = "checkpointing"
 NONE, SELECTIVE, ALTERNATE, FULL = "none", "selective", "alternate", "full"
@@ -41,6 +41,8 @@ SAVED = (
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
+_LEAST_DIMS = 3  # (rows, tokens, channels) or (rows, channels, ...): with less, rows may be tokens of one sequence
+_ROUNDING = 0.05  # of the largest value: kernels of another number of rows round otherwise, also in bfloat16
 
 
 def blocks(model: nn.Module) -> list[str]:
@@ -139,11 +141,11 @@ class _Checkpointed(StandIn):
         """Checkpoint the batch in pieces: autograd differentiates one after the other, and adds up their gradients of
         the parameters before it sets them.
         """
-        rows = pieces.rows_of((args, kwargs)) if self._rows else 0
+        rows = _rows_of((args, kwargs)) if self._rows else 0
         if rows <= self._rows or not self._are_independent(args, kwargs, rows):
             return self._checkpointed(*args, **kwargs)
         outputs: list[Any] = []
-        parts = pieces.parts((args, kwargs), self._rows, rows)
+        parts = _pieces((args, kwargs), self._rows, rows)
         left_out = (
             range(2, len(parts) - 1) if _is_traced(args, kwargs) else ()
         )  # they take the same bytes as the second
@@ -152,14 +154,14 @@ class _Checkpointed(StandIn):
                 outputs.append(tree_map_only(torch.Tensor, torch.empty_like, outputs[1]))
             else:
                 outputs.append(self._checkpointed(*its_args, **its_kwargs))
-        output = pieces.joined(outputs)
+        output = _joined(outputs)
         return self._checkpointed(*args, **kwargs) if output is None else output
 
     def _are_independent(self, args: Any, kwargs: Any, rows: int) -> bool:
         if self._has_independent_rows is None:
             with BuffersBefore(self._module), torch.random.fork_rng():
-                self._has_independent_rows = not pieces.mixes_rows(self._module) and (
-                    _is_traced(args, kwargs) or pieces.computes_alike(self._module, self._forward, args, kwargs, rows)
+                self._has_independent_rows = not _mixes_rows(self._module) and (
+                    _is_traced(args, kwargs) or _computes_alike(self._module, self._forward, args, kwargs, rows)
                 )
             if not self._has_independent_rows:
                 name = type(self._module).__name__
@@ -191,6 +193,73 @@ class _Checkpointed(StandIn):
             return nullcontext(), before
         forward, again = selective_contexts(alternate=self.choice == ALTERNATE)
         return forward, Together(before, again)
+
+
+def _rows_of(arguments: Any) -> int:
+    """The rows of a block's first tensor; 0 where another dimension is as long, so that it does not tell the rows."""
+    first = next((leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)), None)
+    if first is None or first.dim() < _LEAST_DIMS or first.shape[0] in first.shape[1:]:
+        return 0
+    return first.shape[0]
+
+
+def _pieces(arguments: Any, size: int, rows: int) -> list[Any]:
+    """The arguments of each ``size`` rows: parts of each tensor with ``rows`` rows; other values are in all parts."""
+    count = -(-rows // size)
+    columns = [
+        leaf.split(size)
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
+        else [leaf] * count
+        for leaf in tree_leaves(arguments)
+    ]
+    structure = tree_structure(arguments)
+    return [tree_unflatten(list(values), structure) for values in zip(*columns, strict=True)]
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """The output of a block from those of its pieces; None where they have values that no concatenation gives."""
+    columns = list(zip(*map(tree_leaves, outputs), strict=True))
+    if not all(first is None or (isinstance(first, torch.Tensor) and first.dim()) for first, *_ in columns):
+        return None
+    together = [None if column[0] is None else torch.cat(column) for column in columns]
+    return tree_unflatten(together, tree_structure(outputs[0]))
+
+
+def _mixes_rows(block: nn.Module) -> bool:
+    """Return whether a part of ``block`` is known to compute with several rows at once: batch norm, or a capacity of
+    experts over the batch.
+    """
+    return any(
+        (isinstance(part, _BatchNorm) and (part.training or part.running_mean is None))
+        or any("capacity" in name for name in vars(part))
+        for part in block.modules()
+    )
+
+
+def _computes_alike(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, rows: int) -> bool:
+    """Return whether ``forward`` of ``block`` gives two rows what it gives each alone, apart from rounding."""
+    training = [part for part in block.modules() if part.training]
+    try:
+        block.eval()  # without dropout, which differs from call to call
+        with torch.no_grad():
+            calls = [*_pieces((args, kwargs), 1, rows)[:2], _pieces((args, kwargs), 2, rows)[0]]
+            calls = tree_map_only(torch.Tensor, torch.clone, calls)
+            *singles, pair = [forward(*its_args, **its_kwargs) for its_args, its_kwargs in calls]
+            if any(isinstance(leaf, torch.Tensor) and leaf._version for leaf in tree_leaves(calls)):
+                return False  # autograd lets no part of a split tensor be changed in place
+            together = _joined(singles)
+            return together is not None and all(map(_is_close, tree_leaves(pair), tree_leaves(together)))
+    finally:
+        for part in training:
+            part.training = True
+
+
+def _is_close(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if left is None or right is None or left.shape != right.shape:
+        return left is right
+    if not left.is_floating_point():
+        return torch.equal(left, right)
+    return bool((left - right).abs().max() <= _ROUNDING * left.abs().max())
 
 
 def _is_traced(*arguments: Any) -> bool:

@@ -22,7 +22,7 @@ from brim.memory.tiers import Memory
 from brim.techniques.offloaded_tensor import OffloadedTensor, offloaded_tensor
 from brim.techniques.optimizer_offload.host_device_copy import HostDeviceCopy
 from brim.techniques.optimizer_offload.state_blocks import LoadedGradient, StateBlock, flat_bytes, lay_out
-from brim.techniques.optimizer_offload.trial import StateTensor, dense_stride
+from brim.techniques.optimizer_offload.trial import StateTensor
 from brim.techniques.records import Records
 
 _TODO = 'Leave gradients where they are (gradients="keep"), or use them one tensor at a time.'
@@ -49,7 +49,9 @@ class Gradients:
         self.records: Records | None = None
         if tier is None:
             return
-        laid = {index: lay_out([[_as_state_tensor(p)] for p in block.parameters]) for index, block in blocks.items()}
+        laid = {
+            index: lay_out([[StateTensor.of("grad", p)] for p in block.parameters]) for index, block in blocks.items()
+        }
         self._fields = {index: fields for index, (fields, _) in laid.items()}
         sizes = {index: bytes for index, (_, bytes) in laid.items()}
         self.records = Records(memory, sizes, tier=tier, buffer_bytes=buffer_bytes, label="gradients")
@@ -188,20 +190,20 @@ class Gradients:
         self._zeroed.add((index, number))
 
     def _offloaded(self, index: int, number: int) -> OffloadedTensor:
-        block, field = self._blocks[index], self._fields[index][number]
+        block, like = self._blocks[index], self._fields[index][number].like
         parameter = block.parameters[number]
         # A trace reports a GPU as the device; autograd compares the real one.
         device = getattr(parameter, "fake_device", parameter.device)
         what = f"The gradient of {block.names[number]}"
         own = _GradientBacking(weakref.ref(self), index, number, self.generation(index, number), what)
         return offloaded_tensor(
-            field.shape, field.stride, field.dtype, device, what=what, todo=_TODO, on_zero=own.zero, backing=own
+            like.shape, like.stride(), like.dtype, device, what=what, todo=_TODO, on_zero=own.zero, backing=own
         )  # fmt: skip
 
     def value(self, index: int, number: int) -> torch.Tensor:
         assert self.records is not None
         field, gradient = self._fields[index][number], self._blocks[index].parameters[number].grad
-        gradient_copy = field.view_alone(self.records.get(index, field.offset, field.bytes))
+        gradient_copy = field.over(partial(self.records.get, index))
         added = gradient if (index, number) in self._adding else None
         self._sum_into(gradient_copy, index, number, added, permanent=False)
         return gradient_copy
@@ -333,11 +335,6 @@ def _weakly(method: Callable[..., None], *args: int) -> Callable[..., None]:
             bound_method(*args, *more)
 
     return call
-
-
-def _as_state_tensor(parameter: torch.Tensor) -> StateTensor:
-    shape, stride = tuple(parameter.shape), dense_stride(parameter)
-    return StateTensor(key="grad", dtype=parameter.dtype, shape=shape, stride=stride)
 
 
 def _is_in_memory(parameter: torch.Tensor) -> bool:

@@ -6,8 +6,9 @@ is updated run by run. ``Trial.is_elementwise`` tries whether it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ from torch.optim import Optimizer
 from brim.errors import UnsupportedError
 from brim.memory.layout import PACKED_ALIGNMENT_BYTES
 from brim.memory.pool import round_up
-from brim.techniques.blocks import groups_within, tensor_bytes
-from brim.techniques.optimizer_offload.trial import StateTensor, Trial, dense_stride
+from brim.techniques.blocks import groups_within, inner_tensors, tensor_bytes, with_inner
+from brim.techniques.optimizer_offload.trial import StateTensor, Trial, dense_stride, kind
 from brim.units import MIB
 
 BLOCK_BYTES = 16 * MIB
@@ -55,22 +56,29 @@ class Field:
 
     parameter: int
     key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    like: torch.Tensor
     offset: int
 
     @property
     def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        *_, (begin, bytes) = self._runs()
+        return begin + bytes - self.offset
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        """The beginnings of its inner tensors in the record, and their bytes."""
+        begin = self.offset
+        for inner in inner_tensors(self.like):
+            yield begin, tensor_bytes(inner)
+            begin = round_up(begin + tensor_bytes(inner), PACKED_ALIGNMENT_BYTES)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor in the record ``flat`` (uint8)."""
-        return self.view_alone(flat[self.offset : self.offset + self.bytes])
+        return self.over(partial(flat.narrow, 0))
 
-    def view_alone(self, part: torch.Tensor) -> torch.Tensor:
-        """The tensor over its bytes ``part`` (uint8)."""
-        return shaped(part, self.dtype, self.shape, self.stride)
+    def over(self, read: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+        """The tensor over the bytes (uint8) that ``read`` returns for a beginning in the record and a length."""
+        runs = zip(inner_tensors(self.like), self._runs(), strict=True)
+        return with_inner(self.like, (shaped(read(*run), i.dtype, i.shape, i.stride()) for i, run in runs))
 
 
 def shaped(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
@@ -92,16 +100,7 @@ def lay_out(state_tensors: Sequence[Sequence[StateTensor]]) -> tuple[list[Field]
     for index, tensors in enumerate(state_tensors):
         for tensor in tensors:
             begin = round_up(end, PACKED_ALIGNMENT_BYTES)
-            fields.append(
-                Field(
-                    parameter=index,
-                    key=tensor.key,
-                    dtype=tensor.dtype,
-                    shape=tensor.shape,
-                    stride=tensor.stride,
-                    offset=begin,
-                )
-            )
+            fields.append(Field(parameter=index, key=tensor.key, like=tensor.like, offset=begin))
             end = begin + fields[-1].bytes
     return fields, end
 
@@ -169,16 +168,22 @@ def _may_be_cut(
     groups: Mapping[int, int],
     trial: Trial,
     rows: Collection[int],
-) -> Callable[[int], bool]:
-    """A predicate of parameters, by number, that may be updated in parts. ``rows``: those with sparse gradients."""
+) -> Callable[[int, int], bool]:
+    """A predicate of parameters, by number, that may be updated in parts of a length.
 
-    def answer(number: int) -> bool:
-        parameter = parameters[number]
-        alike = all(
-            tensor.shape == parameter.shape and tensor.stride == dense_stride(parameter)
-            for tensor in state_tensors[number]
-        )
-        return alike and id(parameter) not in rows and trial.is_elementwise(groups[id(parameter)], parameter)
+    ``rows``: those with sparse gradients.
+    """
+
+    def answer(number: int, length: int) -> bool:
+        parameter, group = parameters[number], groups[id(parameters[number])]
+        sample, of_part = trial.sample(group, parameter), trial.state_tensors(group, parameter, length)
+        shapes = ((tuple(parameter.shape), state_tensors[number]), ((length,), of_part))
+        alike = all(  # states may have fewer bits where a parameter is large: the tried one is small
+            kind(tensor.like) == (getattr(sample.get(tensor.key), "dtype", None), shape)
+            for shape, tensors in shapes
+            for tensor in tensors
+        ) and all(tensor.like.stride() == dense_stride(parameter) for tensor in state_tensors[number])
+        return alike and id(parameter) not in rows and trial.is_elementwise(group, parameter)
 
     return answer
 
@@ -212,8 +217,7 @@ class Part:
         """The state tensors of the part, given those of the ``complete`` parameter."""
         if self.is_complete:
             return tuple(complete)
-        shape = (self.end - self.begin,)
-        return tuple(StateTensor(key=tensor.key, dtype=tensor.dtype, shape=shape, stride=(1,)) for tensor in complete)
+        return tuple(tensor.part(self.begin, self.end) for tensor in complete)
 
 
 Unit = tuple[Part, ...]  # the parts that are updated at once
@@ -231,11 +235,11 @@ def single_unit(parameters: Sequence[torch.Tensor]) -> Unit:
 
 
 def cut(
-    parameters: Sequence[torch.Tensor], bound_bytes: int, is_elementwise: Callable[[int], bool]
+    parameters: Sequence[torch.Tensor], bound_bytes: int, is_elementwise: Callable[[int, int], bool]
 ) -> tuple[Unit, ...]:
     """Cut ``parameters``, in order, into units of at most ``bound_bytes``, as far as they can be cut.
 
-    ``is_elementwise`` is a predicate of parameters, by number, that may be cut.
+    ``is_elementwise`` is a predicate of parameters, by number, that may be cut into parts of a length.
     """
     units: list[list[Part]] = []
     unit_bytes = 0
@@ -243,9 +247,8 @@ def cut(
         size, count = tensor_bytes(parameter), parameter.numel()
         # A streamed parameter has no values at rest: this is whether it will be contiguous when it has.
         is_contiguous = dense_stride(parameter) == torch.empty(parameter.shape, device="meta").stride()
-        if size > bound_bytes and is_contiguous and is_elementwise(number):
-            pieces = -(-size // bound_bytes)
-            length = -(-count // pieces // _GRAIN) * _GRAIN
+        length = -(-count // max(1, -(-size // bound_bytes)) // _GRAIN) * _GRAIN
+        if size > bound_bytes and is_contiguous and is_elementwise(number, length):
             ends = [*range(length, count, length), count]
             begins = [0, *ends[:-1]]
             units += [

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,18 +24,17 @@ from brim.core.hardware import DISK
 from brim.errors import UsageError
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Memory
-from brim.techniques.blocks import tensor_bytes
+from brim.techniques.blocks import inner_tensors, tensor_bytes, with_inner
 from brim.techniques.offloaded_tensor import OffloadedTensor, offloaded_tensor
 from brim.techniques.optimizer_offload.state_blocks import (
     Field,
     Part,
     StateBlock,
     Unit,
-    flat_bytes,
     lay_out,
     single_unit,
 )
-from brim.techniques.optimizer_offload.trial import StateTensor, Trial
+from brim.techniques.optimizer_offload.trial import StateTensor, Trial, kind
 from brim.techniques.records import Records
 
 _TODO = "Read states by handle.iter_state() or optimizer.state_dict(), or call handle.remove() first."
@@ -103,7 +103,7 @@ class States:
         """
         cut = {part.parameter for stored in self._stored[index] for part in stored.unit if not part.is_complete}
         values = [value for number in cut for value in self.state(index, number).values()]
-        return not any(type(value) is torch.Tensor and value.dim() for value in values)
+        return not any(type(v) is not OffloadedTensor and isinstance(v, torch.Tensor) and v.dim() for v in values)
 
     def parts(self, index: int, number: int) -> Unit:
         return self._stored[index][number].unit
@@ -189,19 +189,22 @@ class States:
 
     def _take(self, index: int, stored: _StoredUnit, parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
         """Move the optimizer's states of a unit into its record."""
+        copies = []
         for field in stored.fields:
             state = self._optimizer.state.get(parameters[field.parameter], {})
             value = state.get(field.key)
             if not isinstance(value, torch.Tensor) or type(value) is OffloadedTensor:
                 continue
-            if (value.dtype, tuple(value.shape)) != (field.dtype, field.shape):
-                continue  # of another kind: it stays in the optimizer
-            place = field.view(flat)
-            inside = value.untyped_storage()._cdata == flat.untyped_storage()._cdata
-            if not inside or value.storage_offset() != place.storage_offset():
-                place.copy_(value)
+            if kind(value) != kind(field.like):
+                continue  # it stays in the optimizer
+            for place, inner in zip(inner_tensors(field.view(flat)), inner_tensors(value), strict=True):
+                inside = inner.untyped_storage()._cdata == flat.untyped_storage()._cdata
+                if not inside or inner.storage_offset() != place.storage_offset():
+                    copies.append((place, inner.clone() if inside else inner))  # it may be in another state's place
             owner = stored.owner(field)
             state[field.key] = self._offloaded(index, owner, self._tensor(index, owner, field.key))
+        for place, value in copies:
+            place.copy_(value)
 
     def _tensor(self, index: int, parameter: int, key: str) -> StateTensor:
         return next(t for t in self._blocks[index].state_tensors[parameter] if t.key == key)
@@ -210,7 +213,8 @@ class States:
         block = self._blocks[index]
         device = block.parameters[parameter].device
         what = f"The optimizer state {block.names[parameter]}.{tensor.key}"
-        return offloaded_tensor(tensor.shape, tensor.stride, tensor.dtype, device, what=what, todo=self._todo)
+        like = tensor.like
+        return offloaded_tensor(like.shape, like.stride(), like.dtype, device, what=what, todo=self._todo)
 
     # -- all states of a block
 
@@ -238,7 +242,7 @@ class States:
             try:
                 for field in in_memory:
                     value = self.state(index, stored.owner(field))[field.key]
-                    field.view(flat).copy_(stored.unit[field.parameter].of(value))
+                    _copy(field.view(flat), stored.unit[field.parameter].of(value))
             finally:
                 self.records.leave(stored.record)
             taken |= {(stored.owner(field), field.key) for field in in_memory}
@@ -247,9 +251,9 @@ class States:
             self.state(index, parameter)[key] = self._offloaded(index, parameter, tensor)
 
     def _is_in_memory(self, index: int, parameter: int, key: str) -> bool:
-        """Return whether the optimizer has this state in memory, of the expected dtype and shape."""
-        value, tensor = self.state(index, parameter).get(key), self._tensor(index, parameter, key)
-        return type(value) is torch.Tensor and (value.dtype, tuple(value.shape)) == (tensor.dtype, tensor.shape)
+        """Return whether the optimizer has this state in memory, of the expected kind."""
+        value, like = self.state(index, parameter).get(key), self._tensor(index, parameter, key).like
+        return isinstance(value, torch.Tensor) and type(value) is type(like) and kind(value) == kind(like)
 
     def restore(self) -> None:
         """Give the optimizer all states as tensors again, each on its parameter's device.
@@ -262,22 +266,24 @@ class States:
     def _restore(self, index: int) -> None:
         for number, parameter in enumerate(self._blocks[index].parameters):
             for key in self.offloaded_keys(index, number):
-                self.state(index, number)[key] = self.value(index, number, key).to(parameter.device)
+                value = self.value(index, number, key)
+                inner = (tensor.to(parameter.device) for tensor in inner_tensors(value))
+                self.state(index, number)[key] = with_inner(value, inner)
 
     # -- single states
 
     def value(self, index: int, parameter: int, key: str) -> torch.Tensor:
         """A copy of a state on the CPU."""
-        tensor, fields = self._tensor(index, parameter, key), list(self._fields(index, parameter, key))
+        like, fields = self._tensor(index, parameter, key).like, list(self._fields(index, parameter, key))
         if len(fields) == 1:
             return self._read(*fields[0])
-        value = torch.empty(tensor.shape, dtype=tensor.dtype)
+        value = torch.empty(like.shape, dtype=like.dtype)
         for stored, field in fields:
             stored.unit[field.parameter].of(value).copy_(self._read(stored, field))
         return value
 
     def _read(self, stored: _StoredUnit, field: Field) -> torch.Tensor:
-        return field.view_alone(self.records.get(stored.record, field.offset, field.bytes))
+        return field.over(partial(self.records.get, stored.record))
 
     def _fields(self, index: int, parameter: int, key: str) -> Iterator[tuple[_StoredUnit, Field]]:
         for stored in self._stored[index]:
@@ -299,16 +305,17 @@ class States:
         if expected is None:
             state[key] = as_number(tensor, sample.get(key))
             return
-        if tuple(tensor.shape) != expected.shape:
+        if [t.shape for t in inner_tensors(tensor)] != [t.shape for t in inner_tensors(expected.like)]:
             raise UsageError(
                 f"Cannot load {name} of shape {list(tensor.shape)}.",
-                f"The optimizer keeps shape {list(expected.shape)} for this parameter.",
+                f"The optimizer keeps shape {list(expected.like.shape)} for this parameter.",
                 "Load a state that was saved for this model with this optimizer and its options.",
             )
         for stored, field in self._fields(index, parameter, key):
-            part = torch.empty_strided(field.shape, field.stride, dtype=field.dtype)
-            part.copy_(stored.unit[field.parameter].of(tensor))
-            self.records.put(stored.record, field.offset, flat_bytes(part))
+            part = torch.empty(field.bytes, dtype=torch.uint8)
+            place = replace(field, offset=0).view(part)
+            _copy(place, stored.unit[field.parameter].of(tensor))
+            self.records.put(stored.record, field.offset, part)
         state[key] = self._offloaded(index, parameter, expected)
 
 
@@ -334,6 +341,11 @@ def _places(
     return places
 
 
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    for place, value in zip(inner_tensors(target), inner_tensors(source), strict=True):
+        place.copy_(value)  # the copy_ of a tensor that wraps others may leave some of them out
+
+
 def _own(value: Any) -> Any:
     """Copy a number that a part's step may change."""
     if type(value) is OffloadedTensor:
@@ -352,17 +364,23 @@ class _NewStates(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters, self._places = parameters, places
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # under another mode a compiled step is not compiled
+
     @property
     def unplaced_bytes(self) -> int:
         """The bytes of the expected states that were created elsewhere."""
-        return sum(tensor_bytes(place) for places in self._places.values() for place in places)
+        left = (place for places in self._places.values() for place in places)
+        return sum(tensor_bytes(inner) for place in left for inner in inner_tensors(place))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         places = self._places.get(id(args[0])) if func is torch.ops.aten.zeros_like.default else None
         if places and self._parameters[id(args[0])] is args[0]:
             dtype = (kwargs or {}).get("dtype") or args[0].dtype
-            if (places[0].dtype, places[0].shape) == (dtype, args[0].shape):
-                return places.pop(0).zero_()
+            fitting = [n for n, place in enumerate(places) if kind(place) == (dtype, tuple(args[0].shape))]
+            if fitting:
+                return places.pop(fitting[0]).zero_()
         return func(*args, **(kwargs or {}))
 
 
@@ -389,10 +407,8 @@ class OptimizerState:
     ) -> None:
         self._optimizer, self._states, self._trial = optimizer, states, trial
         self._blocks, self._offloaded = blocks, offloaded
-        self._hooks = [
-            optimizer.register_state_dict_post_hook(self._fill, prepend=True),
-            optimizer.register_load_state_dict_post_hook(self._loaded, prepend=True),
-        ]
+        self._hook = optimizer.register_state_dict_post_hook(self._fill, prepend=True)
+        vars(optimizer)["load_state_dict"] = self._load
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every state and number as (parameter's name + "." + key, tensor on the CPU), loaded one at a time."""
@@ -443,9 +459,10 @@ class OptimizerState:
                     values = {key: self._states.value(index, number, key) for key in keys}
                     state["state"][numbers[id(parameter)]] = state["state"][numbers[id(parameter)]] | values
 
-    def _loaded(self, optimizer: Optimizer) -> None:
+    def _load(self, *args: Any, **kwargs: Any) -> None:
+        type(self._optimizer).load_state_dict(self._optimizer, *args, **kwargs)  # bitsandbytes' calls no hooks
         self._states.take_all()
 
     def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()
+        del vars(self._optimizer)["load_state_dict"]

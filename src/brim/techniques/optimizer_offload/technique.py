@@ -358,13 +358,6 @@ class OptimizerOffload:
 
     # -- all states
 
-    def state_dict(self) -> dict[str, Any]:
-        """``optimizer.state_dict()`` with every state in memory, offloaded ones on the CPU."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
-
     def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every state and number as (parameter's name + "." + key, tensor on the CPU), loaded one at a time."""
         return self._state.items()

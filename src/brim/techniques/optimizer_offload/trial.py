@@ -8,6 +8,8 @@ parameters), so would those of steps block by block.
 from __future__ import annotations
 
 import contextlib
+import copy
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from brim.errors import UnsupportedError
+from brim.techniques.blocks import inner_tensors, with_inner
 
 _STEPS = 3
 _TRIED, _PART = 97, 61  # elements of the last dimension, and of a part
@@ -27,12 +30,31 @@ _KERNELS = {"foreach": None, "fused": None, "capturable": False}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateTensor:
-    """A tensor in an optimizer's state of a parameter."""
+    """A tensor in an optimizer's state of a parameter. ``like``: a dense one of its kind, on the meta device."""
 
     key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    like: torch.Tensor
+
+    @classmethod
+    def of(cls, key: str, tensor: torch.Tensor) -> StateTensor:
+        with _apart():
+            plain = (
+                torch.empty_strided(t.shape, dense_stride(t), dtype=t.dtype, device="meta")
+                for t in inner_tensors(tensor)
+            )
+            return cls(key=key, like=with_inner(tensor, plain))
+
+    def part(self, begin: int, end: int) -> StateTensor:
+        """The elements ``begin`` to ``end`` of a contiguous tensor."""
+        with _apart():
+            return StateTensor(key=self.key, like=self.like.reshape(-1)[begin:end])
+
+
+def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Dtype and shape, or the class of a tensor that wraps others, what it keeps beside them, and their kinds."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.dtype, tuple(tensor.shape)
+    return type(tensor), tensor.__tensor_flatten__()[1], [kind(inner) for inner in inner_tensors(tensor)]
 
 
 def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
@@ -48,6 +70,12 @@ class Trial:
         self._optimizer = optimizer
         self._samples: dict[tuple[int, int, torch.dtype], dict[str, Any]] = {}
         self._elementwise: dict[tuple[int, int, torch.dtype], bool] = {}
+        self._state_tensors: dict[tuple[Any, ...], list[StateTensor]] = {}
+        manager = getattr(optimizer, "mng", None)  # bitsandbytes'
+        if getattr(optimizer, "is_paged", False):
+            raise self._refusal("bitsandbytes pages its states itself.")
+        if manager is not None and (manager.index2config or manager.module_weight_config_triple):
+            raise self._refusal("bitsandbytes has options for some parameters, by their positions among all.")
 
     def sample(self, group: int, parameter: torch.Tensor) -> dict[str, Any]:
         """The state, after some steps, of a tiny parameter of the same number of dimensions."""
@@ -85,7 +113,7 @@ class Trial:
         count = torch.Size(shape).numel()
         at = torch.arange(count, dtype=torch.float64)
         data = torch.sin(at * 1.7).to(dtype)
-        copied = _copy(self._optimizer, [{**options, "params": []}])
+        copied = without_states(self._optimizer, [{**options, "params": []}])
         runs = [slice(begin, begin + (length or count)) for begin in range(0, count, length or count)]
         states: list[dict[str, Any]] = [{} for _ in runs]
         used: list[torch.Tensor] = []  # kept alive, so that no identity is reused
@@ -101,36 +129,35 @@ class Trial:
                     copied.state[part] = states[number]
                 raw_step(copied)(copied)
                 states[number] = dict(copied.state.pop(part, {}))
-        copied.param_groups[0]["params"] = []
-        rest = {key: value for key, value in vars(copied).items() if key not in ("state", "param_groups")}
-        return [data, _joined(states), copied.param_groups, rest]
+        return [data, _joined(states), _settings(copied)]
 
-    def state_tensors(self, group: int, parameter: torch.Tensor) -> list[StateTensor]:
-        """The tensors in the state of ``parameter`` after a step, without single numbers."""
-        sample = self.sample(group, parameter)
-        options = self._optimizer.param_groups[group]
-        shape, stride = parameter.shape, dense_stride(parameter)
+    def state_tensors(self, group: int, parameter: torch.Tensor, length: int | None = None) -> list[StateTensor]:
+        """The tensors in the state of ``parameter``, or of a part of ``length`` elements, without single numbers."""
+        shape, stride = (parameter.shape, dense_stride(parameter)) if length is None else ((length,), (1,))
+        key = group, parameter.dim(), parameter.dtype, tuple(shape), stride
+        if key in self._state_tensors:
+            return self._state_tensors[key]
+        sample, options = self.sample(group, parameter), self._optimizer.param_groups[group]
         with _apart():
-            meta = {**options, **{key: value for key, value in _KERNELS.items() if key in options}}
+            meta = {**options, **{name: value for name, value in _KERNELS.items() if name in options}}
             state = self._state_of(meta, torch.empty_strided(shape, stride, dtype=parameter.dtype, device="meta"))
-            if state.keys() != sample.keys():  # its step reads values before the state is complete
+            if not state.keys() >= sample.keys():  # its step reads values before the state is complete
                 state = self._state_of(options, torch.empty_strided(shape, stride, dtype=parameter.dtype).zero_())
-        tensors = [(key, v) for key, v in state.items() if isinstance(v, torch.Tensor) and v.dim() and v.numel()]
-        for key, value in tensors:
-            if type(value) is not torch.Tensor:
+        tensors = [(name, v) for name, v in state.items() if isinstance(v, torch.Tensor) and v.dim() and v.numel()]
+        for name, value in tensors:
+            if any(type(inner) is not torch.Tensor for inner in inner_tensors(value)):
                 raise UnsupportedError(
                     f"Cannot offload the states of {type(self._optimizer).__name__}.",
-                    f"{key!r} is a {type(value).__name__}, which brim cannot move as plain bytes.",
+                    f"{name!r} is a {type(value).__name__}, which brim cannot move as plain bytes.",
                     'Leave its states where they are (states="keep").',
                 )
-        return [
-            StateTensor(key=key, dtype=v.dtype, shape=tuple(v.shape), stride=dense_stride(v)) for key, v in tensors
-        ]
+        self._state_tensors[key] = [StateTensor.of(name, value) for name, value in tensors]
+        return self._state_tensors[key]
 
     def _state_of(self, options: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         """The state after a first step, or as much of it as was created before the step failed."""
         parameter.grad = torch.zeros_like(parameter)
-        copied = _copy(self._optimizer, [{**options, "params": [parameter]}])
+        copied = without_states(self._optimizer, [{**options, "params": [parameter]}])
         with contextlib.suppress(Exception):  # a kernel may need values; the caller notices an incomplete state
             raw_step(copied)(copied)
         return dict(copied.state.get(parameter, {}))
@@ -149,7 +176,7 @@ class Trial:
         """Step two parameters. Returns the values, states, groups and other attributes."""
         count = max(1, torch.Size(shape).numel())
         pair = [(torch.linspace(low, 1, count, dtype=torch.float64)).view(shape).to(dtype) for low in (-1, 0.5)]
-        copied = _copy(self._optimizer, [{**options, "params": pair}])
+        copied = without_states(self._optimizer, [{**options, "params": pair}])
         step = raw_step(copied)
         for turn in range(_STEPS):
             for sign, parameter in zip((1, -1), pair, strict=True):
@@ -158,9 +185,7 @@ class Trial:
             for params in [pair[:1], pair[1:]] if split else [pair]:
                 copied.param_groups[0]["params"] = params
                 step(copied)
-        copied.param_groups[0]["params"] = []
-        rest = {key: value for key, value in vars(copied).items() if key not in ("state", "param_groups")}
-        return [pair, [dict(copied.state.get(p, {})) for p in pair], copied.param_groups, rest]
+        return [pair, [dict(copied.state.get(p, {})) for p in pair], _settings(copied)]
 
     def _refusal(self, reason: str) -> UnsupportedError:
         return UnsupportedError(
@@ -180,10 +205,11 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride())
 
 
-def _copy(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
+def without_states(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
     """A shallow copy of an optimizer with other parameter groups and no states."""
     copied: Optimizer = object.__new__(type(optimizer))
-    vars(copied).update(vars(optimizer))
+    for name, value in vars(optimizer).items():  # a step may put tensors of the copy's device into its dictionaries
+        vars(copied)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
     vars(copied).pop("step", None)  # a wrapper of a learning rate scheduler or of brim
     copied.state, copied.param_groups = defaultdict(dict), list(groups)
     return copied
@@ -191,14 +217,22 @@ def _copy(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    """Make tensors real within, also in a trace, and keep the program's random state."""
+    """Make tensors real within, also in a trace, compile nothing, and keep the program's random state."""
+    compiles = "torch._dynamo" in sys.modules
     with (
+        torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext(),
         _disable_current_modes(),
         torch._C.DisableTorchFunction(),
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
     ):
         yield
+
+
+def _settings(copied: Optimizer) -> dict[str, Any]:
+    """The attributes of an optimizer without states and parameters."""
+    copied.param_groups[0]["params"] = []
+    return {key: value for key, value in vars(copied).items() if key != "state"}
 
 
 def _joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -217,7 +251,8 @@ def _same(left: Any, right: Any) -> bool:
     if left is right:
         return True
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return left.shape == right.shape and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+        pairs = zip(inner_tensors(left), inner_tensors(right), strict=False)
+        return kind(left) == kind(right) and all(torch.allclose(*p, rtol=0, atol=0, equal_nan=True) for p in pairs)
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):

@@ -106,9 +106,9 @@ def test_states_are_loaded_into_a_fitted_optimizer_and_out_of_one(kind: str, fol
     with offloaded(model, optimizer, machine(kind, folder), states="disk") as handle:
         train(model, optimizer, steps=[7])  # to be forgotten
         model.load_state_dict(twin.state_dict())
-        handle.load_state_dict(plain.state_dict())
+        optimizer.load_state_dict(plain.state_dict())
         assert any(type(v) is OffloadedTensor for state in optimizer.state.values() for v in state.values())
-        assert_same_state(handle.state_dict(), plain.state_dict())
+        assert_same_state(optimizer.state_dict(), plain.state_dict())
         train(model, optimizer, steps=range(4, 7), final=handle.final)
         train(twin, plain, steps=range(4, 7))
         assert_same(model, twin)

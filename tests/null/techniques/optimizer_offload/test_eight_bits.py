@@ -1,0 +1,122 @@
+"""States of 8 bits, beside their scales or wrapped with them, that are offloaded: as in memory, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import brim
+from brim.errors import UnsupportedError
+from brim.techniques.offloaded_tensor import OffloadedTensor
+from brim.techniques.optimizer_offload.technique import apply
+from support.offloaded import MIB, ON_GPU, EightBits, assert_same, assert_same_state, machine, offloaded
+
+WIDTH = 256
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(6)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 100))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def of_torchao(parameters: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = pytest.importorskip("torchao.optim").AdamW8bit(parameters)
+    return optimizer
+
+
+def of_bitsandbytes(parameters: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = pytest.importorskip("bitsandbytes").optim.AdamW8bit(parameters)
+    return optimizer
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("states", ["ram", ON_GPU, "disk"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        EightBits,
+        lambda p: EightBits(p, wrapped=True),
+        pytest.param(of_torchao, marks=pytest.mark.thorough),  # it is compiled
+        of_bitsandbytes,
+    ],
+    ids=["beside", "wrapped", "torchao", "bitsandbytes"],
+)
+def test_a_training_that_is_saved_and_resumed_is_that_in_memory(make: Any, states: str, tmp_path: Path) -> None:
+    twin, model = net(), net()
+    plain, optimizer = make(twin.parameters()), make(model.parameters())
+    with offloaded(model, optimizer, machine("emulated", tmp_path), states=states, block_bytes=MIB):
+        assert train(model, optimizer, range(3)) == train(twin, plain, range(3))
+        torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "saved.pt")
+    model = net()
+    optimizer = make(model.parameters())
+    with offloaded(model, optimizer, machine("emulated", tmp_path), states=states, block_bytes=MIB) as handle:
+        saved = torch.load(tmp_path / "saved.pt", weights_only=False)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        assert {type(tensor) for tensor in tensors if tensor.dim()} == {OffloadedTensor}
+        state_bytes = sum(block.state_bytes for block in handle.blocks.values())
+        assert state_bytes < 0.6 * sum(p.nbytes for p in model.parameters())
+        assert train(model, optimizer, range(3, 6)) == train(twin, plain, range(3, 6))
+    assert_same(model, twin)
+    assert_same_state(
+        *(
+            {"param_groups": [], "state": {name: o.state[p] for name, p in m.named_parameters()}}
+            for m, o in ((model, optimizer), (twin, plain))
+        )
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("wrapped", [False, True], ids=["beside", "wrapped"])
+def test_a_plan_counts_their_bytes(wrapped: bool) -> None:
+    model, twin = net(), net()
+    optimizer, plain = (EightBits(m.parameters(), wrapped=wrapped) for m in (model, twin))
+    example = torch.zeros(8, WIDTH)
+    weights_bytes = sum(p.nbytes for p in model.parameters())
+    handle = brim.fit(
+        model, optimizer, vram=int(2.6 * weights_bytes), ram="64MiB", device="emulated", example=example
+    )
+    assert handle.choice.states == "ram"
+    assert train(model, optimizer, range(3)) == train(twin, plain, range(3))
+    assert handle.memory.ram.peak_bytes == handle.plan.promise.peak_bytes["ram"]
+    if wrapped:
+        with pytest.raises(UnsupportedError, match="Codes, which safetensors cannot hold"):
+            list(handle.states({parameter: name for name, parameter in model.named_parameters()})[1])
+    handle.remove()
+    assert_same(model, twin)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [
+        ("is_paged", True, "pages"),
+        ("mng", SimpleNamespace(index2config={(0, 1): {}}, module_weight_config_triple=[]), "positions"),
+        ("mng", SimpleNamespace(index2config={}, module_weight_config_triple=[()]), "positions"),
+    ],
+)
+def test_what_bitsandbytes_does_with_all_parameters_is_refused(
+    attribute: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    model = net()
+    optimizer = EightBits(model.parameters())
+    setattr(optimizer, attribute, value)
+    with pytest.raises(UnsupportedError, match=words):
+        apply(model, optimizer, machine("emulated", tmp_path), states="ram")
