@@ -131,7 +131,7 @@ def test_a_cache_is_explained_for_what_generates_only_and_checkpointing_counts(t
     assert main(["estimate", str(tmp_path / "vit"), "--task", "generate", "--explain-formula"]) == 0
     assert "kv cache" not in capsys.readouterr().out
     assert main(["estimate", model, "--seq", "32", "--checkpointing", "full", "--explain-formula"]) == 0
-    assert "2 x 32 x 1 x 64 = 4,096 B per layer" in capsys.readouterr().out
+    assert "32 x 1 x 64 x 2 = 4,096 B per layer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
