@@ -124,7 +124,12 @@ def assert_close(net: nn.Module, twin: nn.Module) -> None:
 )
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_states_that_visit_the_gpu_train_bit_for_bit(
-    make: Callable[[Any], torch.optim.Optimizer], states: str, gradients: str, brief: bool, early: bool, memory: Memory
+    make: Callable[[Any], torch.optim.Optimizer],
+    states: str,
+    gradients: str,
+    brief: bool,
+    early: bool,
+    memory: Memory,
 ) -> None:
     net, twin = Net().to(DEVICE), Net().to(DEVICE)
     optimizer, plain = make(net.parameters()), make(twin.parameters())

@@ -49,7 +49,9 @@ def visit(records: Records, seed: int, values: dict[int, int] | None) -> None:
 
 @pytest.mark.parametrize("pages", [0, 10, 12, 40])
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("memory", "tier"), [("cpu", DISK), ("emulated", RAM)], indirect=["memory"])
+@pytest.mark.parametrize(
+    ("memory", "tier"), [("cpu", DISK), ("emulated", RAM), ("emulated", DISK)], indirect=["memory"]
+)
 def test_what_is_left_is_what_is_entered(memory: Memory, tier: str, pages: int, seed: int) -> None:
     records = Records(
         memory, SIZES, tier=tier, buffer_bytes=pages * PAGE_BYTES, label="r", on_gpu=memory.host is not None
@@ -71,7 +73,9 @@ def test_what_is_left_is_what_is_entered(memory: Memory, tier: str, pages: int, 
 
 
 @pytest.mark.parametrize("pages", [0, 12])
-@pytest.mark.parametrize(("memory", "tier"), [("cpu", DISK), ("emulated", RAM)], indirect=["memory"])
+@pytest.mark.parametrize(
+    ("memory", "tier"), [("cpu", DISK), ("emulated", RAM), ("emulated", DISK)], indirect=["memory"]
+)
 def test_a_prediction_moves_the_same_bytes(memory: Memory, tier: str, pages: int) -> None:
     timeline, on_gpu = Timeline("p", measured=False), memory.host is not None
     compute = VRAM if on_gpu else RAM

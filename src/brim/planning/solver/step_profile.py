@@ -193,7 +193,7 @@ def _mix_bytes(low: int, high: int, share: float) -> int:
 class Frame:
     """The choices for the model as a whole; weights and activations are chosen block by block.
 
-    ``gpu_sixteenths``: states that rest in RAM visit the GPU to be updated, this many sixteenths of them at once;
+    ``gpu_sixteenths``: states that rest elsewhere visit the GPU to be updated, this many sixteenths of them at once;
     with 0 the CPU updates. ``block_rows``: checkpointed blocks take the micro-batch in pieces of so many rows, with 0
     as a whole.
     """

@@ -284,7 +284,7 @@ def shapes(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator
         if slots != limits.fixed.get("slots", slots):
             continue
         moved = states != KEEP and limits.single_pass and backward is None
-        visits = (False, True) if hardware.compute != RAM == states else (False,)
+        visits = (False, True) if states != KEEP and hardware.compute != RAM else (False,)
         in_pieces = size == profile.batch and FULL in limits.activations
         pieces = [rows for rows in sizes if rows < size] if in_pieces else []
         for on_gpu, rows, in_backward in product(visits, (0, *pieces), (None, True) if moved else (None,)):

@@ -80,9 +80,11 @@ def apply(
     is the RAM that states on disk pass through (None: enough for three ordinary blocks, or for the largest one). With
     ``brief`` it has room for the largest unit only, so that nothing is read ahead, and is freed at the end of each
     step. With ``gpu_sixteenths`` > 0 states pass through a buffer in VRAM for that many sixteenths of them, those on
-    disk through one in RAM, too, and the GPU steps. Raises UsageError for an unknown choice, ``gpu_sixteenths`` without
-    a GPU or with states that stay, or an optimizer that is fitted already, UnsupportedError for an optimizer that needs all its parameters at once,
-    BudgetError and TransferError; then nothing has changed.
+    disk through an equal one in RAM before, and the GPU steps.
+
+    Raises UsageError for an unknown choice, ``gpu_sixteenths`` without a GPU or with states that stay, or a fitted
+    optimizer, UnsupportedError for an optimizer that needs all its parameters at once, BudgetError and
+    TransferError; then nothing has changed.
     """
     check(optimizer, states=states, gradients=gradients)
     if gpu_sixteenths and (memory.host is None or states == KEEP):

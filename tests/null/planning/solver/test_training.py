@@ -247,6 +247,15 @@ def test_states_that_visit_the_gpu_keep_its_busiest_lane_busy(machine: tuple[flo
     assert bound_s <= seconds <= 1.05 * bound_s
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+def test_states_on_disk_take_no_longer_to_the_gpu_than_the_drive_in_turn(machine: tuple[float, float, float]) -> None:
+    step, hardware = adam(*machine)
+    seconds, schedule = training_step_s(step, hardware, plain(step, states=DISK, in_backward=True, gpu_sixteenths=6))
+    reads_s = step.state_bytes / hardware.link(DISK, RAM).bytes_per_s
+    assert reads_s <= seconds <= 2 * reads_s  # they are written at the same rate
+    assert {lane_of(RAM, VRAM), lane_of(VRAM, RAM), lane_of(DISK, RAM)} <= set(schedule.busy_s())
+
+
 @pytest.mark.parametrize(
     ("machine", "on_gpu"), [(MACHINES[0], True), (MACHINES[1], True), ((3e9, 200e9, 0.6), False)]
 )
