@@ -16,6 +16,7 @@ from brim.memory.tiers import Memory, fake_memory
 from brim.techniques.records import Records
 from support.offloaded import machine
 
+PLACES = [("cpu", DISK), ("emulated", RAM), ("emulated", DISK)]
 SIZES = {0: 3 * PAGE_BYTES, 1: 100, 2: PAGE_BYTES, 3: 8 * PAGE_BYTES, 4: 2 * PAGE_BYTES - 7, 5: PAGE_BYTES}
 
 

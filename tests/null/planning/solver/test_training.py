@@ -248,11 +248,12 @@ def test_states_that_visit_the_gpu_keep_its_busiest_lane_busy(machine: tuple[flo
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_states_on_disk_take_no_longer_to_the_gpu_than_the_drive_in_turn(machine: tuple[float, float, float]) -> None:
+def test_states_on_disk_come_to_the_gpu_at_the_rate_of_the_drive(machine: tuple[float, float, float]) -> None:
     step, hardware = adam(*machine)
     seconds, schedule = training_step_s(step, hardware, plain(step, states=DISK, in_backward=True, gpu_sixteenths=6))
     reads_s = step.state_bytes / hardware.link(DISK, RAM).bytes_per_s
-    assert reads_s <= seconds <= 2 * reads_s  # they are written at the same rate
+    bound_s = max(machine[2], reads_s)
+    assert seconds == pytest.approx(bound_s, rel=0.05)
     assert {lane_of(RAM, VRAM), lane_of(VRAM, RAM), lane_of(DISK, RAM)} <= set(schedule.busy_s())
 
 
