@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from brim import accelerator
 from brim.core import Category, Hardware, Phase, Trace
 from brim.errors import UnsupportedError, UsageError
 from brim.predict.cost import base_name, op_s
@@ -156,6 +157,9 @@ class _Checkpointed(StandIn):
             self._has_independent_rows = not _mixes_rows(self._module) and _computes_alike(
                 self._module, self._forward, args, kwargs, rows
             )
+            for device in {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}:
+                if device.type in accelerator.kinds():
+                    accelerator.of(device).empty_cache()  # the memory of two rows would fit nothing else
             if not self._has_independent_rows:
                 name = type(self._module).__name__
                 self._warn(f"{name} takes its batch as a whole: its rows are not computed independently.")
