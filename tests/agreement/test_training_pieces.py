@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +24,12 @@ Apply = Callable[[nn.Module, dict[str, torch.Tensor]], Any]
 Build = Callable[[], Callable[[], Any]]
 
 
-def language_model() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def language_model(rows: int = 4) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     config = transformers.LlamaConfig(
         vocab_size=4000, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
-    ids = torch.randint(0, 4000, (4, 64))
+    ids = torch.randint(0, 4000, (rows, 64))
     return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
 
 
@@ -84,8 +85,22 @@ def in_pieces() -> Callable[[], Any]:
     return step
 
 
-def checkpointed(kind: str) -> Apply:
-    return lambda model, inputs: checkpointing.apply(model, dict.fromkeys(checkpointing.blocks(model), kind))
+def checkpointed(kind: str, rows: int = 0) -> Apply:
+    return lambda model, _: checkpointing.apply(model, dict.fromkeys(checkpointing.blocks(model), kind), rows=rows)
+
+
+def many_rows() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return language_model(16)
+
+
+def t5() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Its blocks return a bias for all rows together."""
+    config = transformers.T5Config(
+        vocab_size=4000, d_model=64, d_kv=16, d_ff=192, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(0, 4000, (4, 64))
+    return transformers.T5ForConditionalGeneration(config).train(), {"input_ids": ids, "labels": ids}
 
 
 CASES: dict[str, Build] = {
@@ -95,6 +110,11 @@ CASES: dict[str, Build] = {
     "checkpointing-every-other": built(
         language_model, lambda model, _: checkpointing.apply(model, checkpointing.every(model, 2))
     ),
+    **{
+        f"checkpointing-{kind}-in-pieces-of-{rows}": built(many_rows, checkpointed(kind, rows))
+        for kind, rows in itertools.product(("full", "selective"), (1, 4))
+    },
+    "checkpointing-whole-blocks": built(t5, checkpointed("selective", 1)),
     "chunked-loss": built(language_model, lambda model, _: chunked_loss.apply(model, 64)),
     "vision-plain": built(vision_model, lambda *_: None),
     "vision-checkpointing-full": built(vision_model, checkpointed("full")),

@@ -232,6 +232,13 @@ TRAINED = """
             streams._IssuedLater.wait = lambda self: self.ticket.wait()
         if planted == "the compute":  # that makes what is sent away, and reads what came back
             streams.StreamEngine.mark = lambda self: Done()
+        if planted == "the host's wait":  # for a copy from VRAM, before its bytes are written to the disk
+            waits = streams._HostWait.wait
+            streams._IssuedLater.synchronize = lambda self: self.ticket.wait()
+            streams._HostWait.wait = lambda self: (
+                None if isinstance(getattr(self._condition, "condition", self._condition), streams.StreamPoint)
+                else waits(self)
+            )
         if planted == "the gradients":  # on their way to RAM, before they are stepped there
             streams.StreamEngine.finish = lambda self, condition: None
 
@@ -254,7 +261,7 @@ TRAINED = """
             if not on_gpu:
                 held = activation_offload.apply(net, [str(i) for i in range(6)], memory, window_bytes=8 << 20)
             away = optimizer_offload.apply(
-                net, optimizer, memory, states="ram", block_bytes=1 << 20, gpu_sixteenths=on_gpu
+                net, optimizer, memory, states=rests, block_bytes=1 << 20, gpu_sixteenths=on_gpu
             )
         made = []
         for step in range(3):
@@ -268,7 +275,7 @@ TRAINED = """
         return made
 
     way = os.environ["WAY"]
-    on_gpu = int(way == "update on the GPU")
+    on_gpu, rests = int(way.endswith("to the GPU")), "disk" if way.startswith("disk") else "ram"
     expected = losses(False)
     loaded().reset()
     without(os.environ["PLANTED"])
@@ -374,7 +381,8 @@ def test_a_wait_that_is_missing_in_a_streamed_model_is_noticed(
     [
         *((planted, "activations") for planted in ("", "the copy", "the compute", "the gradients")),
         *((planted, "pieces") for planted in ("", "the copy", "the compute")),
-        *((planted, "update on the GPU") for planted in ("", "the copy", "the compute")),
+        *((planted, "RAM to the GPU") for planted in ("", "the copy", "the compute")),
+        *((planted, "disk to the GPU") for planted in ("", "the copy", "the compute", "the host's wait")),
     ],
 )
 def test_so_is_one_in_a_training_that_offloads(

@@ -39,8 +39,9 @@ class _Place:
 class Records:
     """Records of ``sizes`` in bytes. ``tier`` is ``ram`` (each has its own memory) or ``disk``.
 
-    Records on disk pass through a buffer in RAM, and with ``on_gpu`` those in RAM pass through one in VRAM.
-    ``buffer_bytes`` bounds it; it is raised to the largest record. With ``brief`` the buffer is allocated when a
+    Records on disk pass through a buffer in RAM, and with ``on_gpu`` those in RAM pass through one in VRAM. Those on
+    disk pass through both then, which are equally large: a record has the same place in each. ``buffer_bytes`` bounds
+    it; it is raised to the largest record. With ``brief`` the buffer is allocated when a
     record comes, and ``free_buffer`` frees it until the next one.
     """
 
@@ -57,7 +58,7 @@ class Records:
     ) -> None:
         self.tier, self._memory, self._label = tier, memory, label
         self.pool = memory.compute if on_gpu else memory.ram  # in which records are changed
-        self._passes = on_gpu or tier == DISK
+        self._passes, self._passes_both = on_gpu or tier == DISK, on_gpu and tier == DISK
         self.sizes = {record: round_up(bytes, PAGE_BYTES) for record, bytes in sizes.items()}
         self.read_bytes = self.written_bytes = 0  # of the disk, since the beginning
         self._stores: dict[int, Buffer] = {}
@@ -66,6 +67,7 @@ class Records:
         self._places: list[_Place] = []  # the least recently used first
         self._brief, self._buffer_bytes = brief, 0
         self._buffer: Buffer | None = None
+        self._between: Buffer | None = None  # in RAM, of records that pass through both
         try:
             self._reserve(buffer_bytes)
         except BaseException:
@@ -87,6 +89,8 @@ class Records:
     def _allocated_buffer(self) -> Buffer:
         if self._buffer is None:
             self._buffer = self.pool.allocate(self._buffer_bytes, f"{self._label} on their way")
+            if self._passes_both:
+                self._between = self._memory.ram.allocate(self._buffer_bytes, f"{self._label} between disk and VRAM")
         return self._buffer
 
     def free_buffer(self) -> None:
@@ -96,8 +100,9 @@ class Records:
         if self._brief and self._buffer is not None:
             self.settle()
             self._places.clear()
-            buffer, self._buffer = self._buffer, None
-            buffer.free()
+            buffers, self._buffer, self._between = (self._buffer, self._between), None, None
+            for buffer in filter(None, buffers):
+                buffer.free()
 
     # -- loading and releasing
 
@@ -170,7 +175,7 @@ class Records:
         """
         for place in list(self._places):
             for written_place in (*place.displaced, place):
-                Settled(written_place.ready).wait()
+                self._memory.engine.finish(Settled(written_place.ready))
                 written_place.written.wait()
 
     # -- parts
@@ -195,18 +200,22 @@ class Records:
             else:
                 self.leave(record)
             return
+        self.forget(record)
         extent = self._extents[record]
         part = Extent(path=extent.path, offset=extent.offset + offset, bytes=values.numel())
         source = TensorSource(name="", dtype=torch.uint8, shape=tuple(values.shape), extents=(part,))
         self._memory.scratch().overwrite([source], [values])
 
     def _resting(self, record: int) -> torch.Tensor | None:
-        """The record's bytes, if they are in RAM."""
+        """The record's bytes, if they are in RAM; those that pass through both buffers are on disk then."""
         if record in self._stores:
             self._memory.engine.finish(self._copied.get(record, Done()))
             return self._stores[record].tensor
         place = self._locate(record)
-        if place is None:
+        if place is not None and self._passes_both:
+            self._memory.engine.finish(Settled(place.ready))
+            self.secure(record)
+        if place is None or self._passes_both:
             return None
         try:
             place.ready.wait()
@@ -220,16 +229,16 @@ class Records:
         """Wait for all reads and writes and free everything. A second call does nothing."""
         for place in self._places:
             for written_place in (*place.displaced, place):
-                Settled(written_place.ready).wait()
+                self._memory.engine.finish(Settled(written_place.ready))
                 Settled(written_place.written).wait()
         self._places.clear()
         for copied in self._copied.values():
             self._memory.engine.finish(Settled(copied))
         for extent in self._extents.values():
             self._memory.scratch().release(extent)
-        for buffer in (*self._stores.values(), *([self._buffer] if self._buffer else [])):
+        for buffer in filter(None, (*self._stores.values(), self._buffer, self._between)):
             buffer.free()
-        self._extents, self._stores, self._buffer = {}, {}, None
+        self._extents, self._stores, self._buffer, self._between = {}, {}, None, None
 
     # -- places in the buffer
 
@@ -294,7 +303,8 @@ class Records:
                 self._places.insert(0, other)
 
     def _read(self, place: _Place, after: Sequence[Waitable]) -> Waitable:
-        target, engine = self._allocated_buffer().part(place.begin, place.begin + place.bytes), self._memory.engine
+        buffer, engine = self._allocated_buffer(), self._memory.engine
+        target = buffer.part(place.begin, place.begin + place.bytes)
         label = f"{self._label} {place.record}"
         if place.record in self._stores:
             after = [*after, self._copied.get(place.record, Done())]
@@ -304,7 +314,11 @@ class Records:
         extent = self._extents[place.record]
         self.read_bytes += place.bytes
         run = ReadRun(path=extent.path, offset=extent.offset, bytes=place.bytes, at=0, direct=True)
-        return engine.read([run], target, label, after)
+        if self._between is None:
+            return engine.read([run], target, label, after)
+        between = self._between.part(place.begin, place.begin + place.bytes)
+        read = engine.read([run], between, label, after)
+        return engine.copy(between.tensor, target, label, [read], (RAM, self.pool.tier))
 
     def _write(self, place: _Place) -> Waitable:
         view, engine, label = self._view(place), self._memory.engine, f"{self._label} {place.record}"
@@ -313,7 +327,12 @@ class Records:
             self._copied[place.record] = engine.copy(view, store, label, [engine.mark()], route)
             return self._copied[place.record]
         self.written_bytes += place.bytes
-        return engine.write(view, self._extents[place.record], label, [])
+        if self._between is None:
+            return engine.write(view, self._extents[place.record], label, [])
+        between = self._between.part(place.begin, place.begin + place.bytes)
+        after = [engine.mark(), Settled(place.written)]
+        copied = engine.copy(view, between, label, after, (self.pool.tier, RAM))
+        return engine.write(between.tensor, self._extents[place.record], label, [copied])
 
 
 def _failed(condition: Waitable) -> bool:

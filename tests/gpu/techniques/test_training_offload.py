@@ -118,15 +118,23 @@ def assert_close(net: nn.Module, twin: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["step", "final"])
-@pytest.mark.parametrize(("gradients", "brief"), [("keep", False), ("keep", True), (RAM, False)])
+@pytest.mark.parametrize(
+    ("states", "gradients", "brief"),
+    [(RAM, "keep", False), (RAM, "keep", True), (RAM, RAM, False), (DISK, "keep", False), (DISK, "keep", True)],
+)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_states_that_visit_the_gpu_train_bit_for_bit(
-    make: Callable[[Any], torch.optim.Optimizer], gradients: str, brief: bool, early: bool, memory: Memory
+    make: Callable[[Any], torch.optim.Optimizer],
+    states: str,
+    gradients: str,
+    brief: bool,
+    early: bool,
+    memory: Memory,
 ) -> None:
     net, twin = Net().to(DEVICE), Net().to(DEVICE)
     optimizer, plain = make(net.parameters()), make(twin.parameters())
     handle = optimizer_offload.apply(
-        net, optimizer, memory, states=RAM, gradients=gradients, block_bytes=2 * MIB, brief=brief, gpu_sixteenths=3
+        net, optimizer, memory, states=states, gradients=gradients, block_bytes=2 * MIB, brief=brief, gpu_sixteenths=3
     )
     assert train(net, optimizer, handle if early else None, parts=2) == train(twin, plain, parts=2)
     values = [value for state in plain.state.values() for value in state.values() if torch.is_tensor(value)]
@@ -136,6 +144,9 @@ def test_states_that_visit_the_gpu_train_bit_for_bit(
         most_bytes = 4.2 * (states_bytes + 4096 * 8 * len(handle.blocks))  # in full pages
         assert 4 * states_bytes <= moved[VRAM, RAM] <= most_bytes
         assert 3 * states_bytes <= moved[RAM, VRAM] <= most_bytes  # and some ahead of the fifth step
+        if states == DISK:
+            assert 4 * states_bytes <= moved[RAM, DISK] <= most_bytes
+            assert 3 * states_bytes <= moved[DISK, RAM] <= most_bytes
     handle.remove()
     for one, other in zip(net.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -16,6 +16,7 @@ from brim.memory.tiers import Memory, fake_memory
 from brim.techniques.records import Records
 from support.offloaded import machine
 
+PLACES = [("cpu", DISK), ("emulated", RAM), ("emulated", DISK)]
 SIZES = {0: 3 * PAGE_BYTES, 1: 100, 2: PAGE_BYTES, 3: 8 * PAGE_BYTES, 4: 2 * PAGE_BYTES - 7, 5: PAGE_BYTES}
 
 
@@ -49,7 +50,9 @@ def visit(records: Records, seed: int, values: dict[int, int] | None) -> None:
 
 @pytest.mark.parametrize("pages", [0, 10, 12, 40])
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("memory", "tier"), [("cpu", DISK), ("emulated", RAM)], indirect=["memory"])
+@pytest.mark.parametrize(
+    ("memory", "tier"), [("cpu", DISK), ("emulated", RAM), ("emulated", DISK)], indirect=["memory"]
+)
 def test_what_is_left_is_what_is_entered(memory: Memory, tier: str, pages: int, seed: int) -> None:
     records = Records(
         memory, SIZES, tier=tier, buffer_bytes=pages * PAGE_BYTES, label="r", on_gpu=memory.host is not None
@@ -71,7 +74,9 @@ def test_what_is_left_is_what_is_entered(memory: Memory, tier: str, pages: int, 
 
 
 @pytest.mark.parametrize("pages", [0, 12])
-@pytest.mark.parametrize(("memory", "tier"), [("cpu", DISK), ("emulated", RAM)], indirect=["memory"])
+@pytest.mark.parametrize(
+    ("memory", "tier"), [("cpu", DISK), ("emulated", RAM), ("emulated", DISK)], indirect=["memory"]
+)
 def test_a_prediction_moves_the_same_bytes(memory: Memory, tier: str, pages: int) -> None:
     timeline, on_gpu = Timeline("p", measured=False), memory.host is not None
     compute = VRAM if on_gpu else RAM

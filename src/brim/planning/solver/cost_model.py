@@ -29,7 +29,7 @@ from brim.techniques.optimizer_offload.state_blocks import UPDATE_PARTS
 from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM, RESIDENT
 
 CPU = "cpu"  # the lane of updates by the processor beside a GPU
-_VISITS = "visits"  # the lane of states in RAM that visit the GPU
+_VISITS = "visits"  # the lane of states that visit the GPU
 _VISITING_PARTS = (1, 3, 6)  # sixteenths of them that VRAM has room for
 WHOLE = ""  # the class of the frame, which is chosen once for the model
 _RING, _AGAIN, _WINDOW = "ring", "recompute", "window"
@@ -208,7 +208,8 @@ def _fixed_bytes(profile: StepProfile, compute: str, frame: Frame) -> Held:
     for moment in MOMENTS:
         add(compute, moment, loose)
         add(states, moment, profile.state_bytes)
-        add(compute, moment, frame.gpu_sixteenths * profile.state_bytes // UPDATE_PARTS)
+        for tier in {compute, *([RAM] if states == DISK else [])}:
+            add(tier, moment, frame.gpu_sixteenths * profile.state_bytes // UPDATE_PARTS)
     accumulates = frame.micro_batch < profile.batch
     if accumulates:
         add(gradients, BACKWARD, profile.gradient_bytes)

@@ -62,11 +62,10 @@ class BlockProfile:
 
     def in_pieces(self, piece: BlockProfile, count: int) -> BlockProfile:
         """Return this block taking its rows in ``count`` pieces, each of which has the profile ``piece``."""
+        more_s = count * (piece.forward_s + piece.backward_s) - self.forward_s - self.backward_s
         return replace(
             self,
-            forward_s=count * piece.forward_s,
-            backward_s=count * piece.backward_s,
-            again_s={choice: count * seconds for choice, seconds in piece.again_s.items()},
+            again_s={choice: count * seconds + more_s for choice, seconds in piece.again_s.items()},
             # The gradients of its output and of its input have all rows.
             piece_bytes=piece.kept_bytes[KEEP] + piece.backward_bytes + 2 * self.kept_bytes.get(FULL, 0),
         )
@@ -193,7 +192,7 @@ def _mix_bytes(low: int, high: int, share: float) -> int:
 class Frame:
     """The choices for the model as a whole; weights and activations are chosen block by block.
 
-    ``gpu_sixteenths``: states that rest in RAM visit the GPU to be updated, this many sixteenths of them at once;
+    ``gpu_sixteenths``: states that rest elsewhere visit the GPU to be updated, this many sixteenths of them at once;
     with 0 the CPU updates. ``block_rows``: checkpointed blocks take the micro-batch in pieces of so many rows, with 0
     as a whole.
     """

@@ -83,9 +83,8 @@ class _Maker(TaskList):
         self._barrier: list[int] = []  # tasks that the next step waits for
         lanes = update_lanes(profile, hardware, frame)
         self._on_cpu = hardware.compute != RAM and frame.states != KEEP and not frame.gpu_sixteenths
-        self._visit: tuple[str, str] | None = (DISK, RAM) if frame.states == DISK else None
-        if frame.gpu_sixteenths:
-            self._visit = RAM, self._compute
+        path = (*([DISK] * (frame.states == DISK)), RAM, *([self._compute] * bool(frame.gpu_sixteenths)))
+        self._visit = list(pairwise(path))  # the links over which states come to their update
         self._update_s = lanes.get(CPU if self._on_cpu else COMPUTE, 0.0)
         self._update_lane = CPU if self._on_cpu else UPDATE if hardware.compute == RAM else COMPUTE
         self._turn: list[int] = []  # the update that a processor finishes before its next computation
@@ -189,8 +188,10 @@ class _Maker(TaskList):
         share = block.trained_bytes / max(1, sum(b.trained_bytes for b in profile.blocks))
         state_bytes = int(profile.state_bytes * share)
         ready = list(after)
-        if self._visit:
-            ready.append(self._copy(f"{name}: states", *self._visit, state_bytes, self._buffers.popleft()))
+        came = self._buffers.popleft() if self._visit else []
+        for source, target in self._visit:
+            came = [self._copy(f"{name}: states", source, target, state_bytes, came)]
+        ready += came
         on_cpu = self._on_cpu
         gone = frame.gradients != KEEP and not frame.in_backward
         if gone and frame.gradients == DISK:
@@ -199,9 +200,11 @@ class _Maker(TaskList):
             ready.append(self._copy(f"{name}: gradients", self._compute, RAM, block.trained_bytes, list(after)))
         done = self._task(name, self._update_lane, self._update_s * share, ready)
         self._turn = [done] if self._update_lane == UPDATE else []
+        left = done
+        for target, source in reversed(self._visit):
+            left = self._copy(f"{name}: states", source, target, state_bytes, [left])
         if self._visit:
-            rest, here = self._visit
-            self._buffers.append([self._copy(f"{name}: states", here, rest, state_bytes, [done])])
+            self._buffers.append([left])
         back = self._bring_home(block, done, RAM if on_cpu else self._compute)
         self._updated[block.name] = [back]
         return done if self._choices.weights[block.name] != RESIDENT else back

@@ -264,6 +264,7 @@ def measured(profile: StepProfile, seconds: Mapping[str, tuple[float, float, flo
 
 
 _RING_SLOTS = (2, 3)
+_MOST_PIECES = 8  # of a batch in a block: each is traced in a proof
 _NO_FASTER = 1.01  # pieces are not tried where all rows at once take no more than this times their least seconds
 _CLOSE = 1 / 64  # the precision of the smallest budget
 
@@ -284,9 +285,9 @@ def shapes(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator
         if slots != limits.fixed.get("slots", slots):
             continue
         moved = states != KEEP and limits.single_pass and backward is None
-        visits = (False, True) if hardware.compute != RAM == states else (False,)
+        visits = (False, True) if states != KEEP and hardware.compute != RAM else (False,)
         in_pieces = size == profile.batch and FULL in limits.activations
-        pieces = [rows for rows in sizes if rows < size] if in_pieces else []
+        pieces = [rows for rows in sizes if size / _MOST_PIECES <= rows < size] if in_pieces else []
         for on_gpu, rows, in_backward in product(visits, (0, *pieces), (None, True) if moved else (None,)):
             yield Shape(
                 micro_batch=size,

@@ -39,7 +39,7 @@ class Choice:
     ``in_backward``: each block is updated in the last backward pass, as soon as its gradients
     exist. ``states`` and ``gradients`` are the places where those rest; with ``brief_buffer`` states on disk are
     loaded to RAM one at a time, into a buffer that exists only during the update. ``gpu_sixteenths``: so many
-    sixteenths of the states in RAM have room in VRAM, where the GPU updates them; with 0 the CPU does. ``streaming``
+    sixteenths of offloaded states have room in VRAM, where the GPU updates them; with 0 the CPU does. ``streaming``
     has ``stream:ram`` or ``stream:disk`` by block; other blocks are resident.
     """
 

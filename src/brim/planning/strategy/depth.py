@@ -212,7 +212,11 @@ class _KnownLayers:
                 streams = self._assignment.weights[block.name] != RESIDENT
                 pieces = 1 if streams else -(-block.trained_bytes // self._at_once_bytes)
                 sizes += [block.trained_bytes // pieces] * pieces
-        states = usual_buffer_bytes([int(size * per_byte) for size in sizes]) if frame.states == DISK else 0
+        states = 0
+        if frame.states == DISK:
+            states = usual_buffer_bytes([int(size * per_byte) for size in sizes])
+            if frame.gpu_sixteenths:
+                states = frame.gpu_sixteenths * int(sum(sizes) * per_byte) // UPDATE_PARTS
         return states + (gradient_buffer_bytes(sizes) if frame.gradients == DISK else 0)
 
     def fewest(self, treatments: Mapping[int, str]) -> dict[str, int]:

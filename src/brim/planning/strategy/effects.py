@@ -97,14 +97,14 @@ def _used(profile: StepProfile, assignment: Assignment) -> Iterator[tuple[str, s
     """Yield each technique in use, its use in words, and the assignment without it."""
     yield from _frame_used(profile, assignment)
     total = len(assignment.weights)
-    for kept in (SELECTIVE, FULL, OFFLOAD, FULL_OFFLOAD):
-        chosen = [name for name, choice in assignment.activations.items() if choice == kept]
-        if chosen:
-            offloads = kept in (OFFLOAD, FULL_OFFLOAD)
-            technique = activation_offload.NAME if offloads else checkpointing.NAME
-            what = f"{len(chosen)} of {total} blocks" + ("" if offloads else f", {kept}")
-            activations = {**assignment.activations, **dict.fromkeys(chosen, FULL if kept == FULL_OFFLOAD else KEEP)}
-            yield technique, what, replace(assignment, activations=activations)
+    for technique, words, less in (
+        (checkpointing.NAME, f", {SELECTIVE}", {SELECTIVE: KEEP}),
+        (checkpointing.NAME, f", {FULL}", {FULL: KEEP, FULL_OFFLOAD: OFFLOAD}),
+        (activation_offload.NAME, "", {OFFLOAD: KEEP, FULL_OFFLOAD: FULL}),
+    ):
+        activations = {name: less.get(choice, choice) for name, choice in assignment.activations.items()}
+        if count := sum(choice in less for choice in assignment.activations.values()):
+            yield technique, f"{count} of {total} blocks{words}", replace(assignment, activations=activations)
     for choice in (FROM_RAM, FROM_DISK):
         chosen = [name for name, other in assignment.weights.items() if other == choice]
         if chosen:

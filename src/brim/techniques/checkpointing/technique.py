@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from brim import accelerator
 from brim.core import Category, Hardware, Phase, Trace
 from brim.errors import UnsupportedError, UsageError
 from brim.predict.cost import base_name, op_s
@@ -43,6 +45,7 @@ SAVED = (
 )  # fmt: skip
 _LEAST_DIMS = 3  # (rows, tokens, channels) or (rows, channels, ...): with less, rows may be tokens of one sequence
 _ROUNDING = 0.05  # of the largest value: kernels of another number of rows round otherwise, also in bfloat16
+_ROUNDINGS = 4  # of the dtype: sums by several threads at once may come in another order
 
 
 def blocks(model: nn.Module) -> list[str]:
@@ -144,25 +147,19 @@ class _Checkpointed(StandIn):
         rows = _rows_of((args, kwargs)) if self._rows else 0
         if rows <= self._rows or not self._are_independent(args, kwargs, rows):
             return self._checkpointed(*args, **kwargs)
-        outputs: list[Any] = []
         parts = _pieces((args, kwargs), self._rows, rows)
-        left_out = (
-            range(2, len(parts) - 1) if _is_traced(args, kwargs) else ()
-        )  # they take the same bytes as the second
-        for index, (its_args, its_kwargs) in enumerate(parts):
-            if index in left_out:
-                outputs.append(tree_map_only(torch.Tensor, torch.empty_like, outputs[1]))
-            else:
-                outputs.append(self._checkpointed(*its_args, **its_kwargs))
+        outputs = [self._checkpointed(*its_args, **its_kwargs) for its_args, its_kwargs in parts]
         output = _joined(outputs)
         return self._checkpointed(*args, **kwargs) if output is None else output
 
     def _are_independent(self, args: Any, kwargs: Any, rows: int) -> bool:
         if self._has_independent_rows is None:
-            with BuffersBefore(self._module), torch.random.fork_rng():
-                self._has_independent_rows = not _mixes_rows(self._module) and (
-                    _is_traced(args, kwargs) or _computes_alike(self._module, self._forward, args, kwargs, rows)
-                )
+            self._has_independent_rows = not _mixes_rows(self._module) and _computes_alike(
+                self._module, self._forward, args, kwargs, rows
+            )
+            for device in {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}:
+                if device.type in accelerator.kinds():
+                    accelerator.of(device).empty_cache()  # the memory of two rows would fit nothing else
             if not self._has_independent_rows:
                 name = type(self._module).__name__
                 self._warn(f"{name} takes its batch as a whole: its rows are not computed independently.")
@@ -206,12 +203,7 @@ def _rows_of(arguments: Any) -> int:
 def _pieces(arguments: Any, size: int, rows: int) -> list[Any]:
     """The arguments of each ``size`` rows: parts of each tensor with ``rows`` rows; other values are in all parts."""
     count = -(-rows // size)
-    columns = [
-        leaf.split(size)
-        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
-        else [leaf] * count
-        for leaf in tree_leaves(arguments)
-    ]
+    columns = [leaf.split(size) if _has_rows(leaf, rows) else [leaf] * count for leaf in tree_leaves(arguments)]
     structure = tree_structure(arguments)
     return [tree_unflatten(list(values), structure) for values in zip(*columns, strict=True)]
 
@@ -237,29 +229,79 @@ def _mixes_rows(block: nn.Module) -> bool:
 
 
 def _computes_alike(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, rows: int) -> bool:
-    """Return whether ``forward`` of ``block`` gives two rows what it gives each alone, apart from rounding."""
-    training = [part for part in block.modules() if part.training]
+    """Return whether ``forward`` of ``block`` gives a row the same beside another row, beside itself and alone.
+
+    Beside itself the kernels are the same, so the results are, up to a few roundings; alone, without dropout, they
+    are about the same. A block that stores a tensor (a loss of its experts), writes to its input or cannot take some
+    of the rows is not alike. A trace has no values: only the shapes are compared there.
+    """
+    leaves, structure = tree_leaves((args, kwargs)), tree_structure((args, kwargs))
+    training, written = [part for part in block.modules() if part.training], False
+
+    def call(*chosen: int) -> list[Any]:
+        nonlocal written
+        taken = [leaf[list(chosen)] if _has_rows(leaf, rows) else leaf for leaf in leaves]
+        taken = [copy_of_cache(leaf) if is_cache(leaf) else leaf for leaf in taken]
+        taken = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in taken]
+        its_args, its_kwargs = tree_unflatten(taken, structure)
+        with BuffersBefore(block), nullcontext() if _is_traced(leaves) else _seeded(leaves):
+            outputs = tree_leaves(forward(*its_args, **its_kwargs))
+        written |= any(isinstance(leaf, torch.Tensor) and leaf._version > 0 for leaf in taken)
+        return outputs
+
+    def agree(pair: list[Any], row: int, other: list[Any], tolerance: float | None = None) -> bool:
+        return all(_is_alike(one, row, two, tolerance) for one, two in zip(pair, other, strict=True))
+
     try:
-        block.eval()  # without dropout, which differs from call to call
         with torch.no_grad():
-            calls = [*_pieces((args, kwargs), 1, rows)[:2], _pieces((args, kwargs), 2, rows)[0]]
-            calls = tree_map_only(torch.Tensor, torch.clone, calls)
-            *singles, pair = [forward(*its_args, **its_kwargs) for its_args, its_kwargs in calls]
-            if any(isinstance(leaf, torch.Tensor) and leaf._version for leaf in tree_leaves(calls)):
-                return False  # autograd lets no part of a split tensor be changed in place
-            together = _joined(singles)
-            return together is not None and all(map(_is_close, tree_leaves(pair), tree_leaves(together)))
+            pair, stored = call(0, 1), _stored(block)
+            is_alike = agree(pair, 0, call(0, 0))
+            block.eval()  # without dropout, which differs from call to call
+            pair = call(0, 1)
+            is_alike = is_alike and agree(pair, 0, call(0), _ROUNDING) and agree(pair, 1, call(1), _ROUNDING)
+        now = _stored(block)
+        return is_alike and not written and len(stored) == len(now) and all(map(operator.is_, stored, now))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return False  # all rows at once raise the user's own error, if there is one
     finally:
         for part in training:
             part.training = True
 
 
-def _is_close(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    if left is None or right is None or left.shape != right.shape:
-        return left is right
-    if not left.is_floating_point():
-        return torch.equal(left, right)
-    return bool((left - right).abs().max() <= _ROUNDING * left.abs().max())
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape[:1] == (rows,)
+
+
+def _stored(block: nn.Module) -> list[torch.Tensor]:
+    """The tensors that are attributes of parts of ``block``, but no parameters or buffers."""
+    return [value for part in block.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
+
+
+@contextmanager
+def _seeded(leaves: Sequence[Any]) -> Iterator[None]:
+    """Draw the same random numbers within as in every other such context, and the program's own after it."""
+    gpus = {leaf.get_device() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda}
+    with torch.random.fork_rng(gpus):
+        torch.manual_seed(0)
+        yield
+
+
+def _is_alike(pair: Any, row: int, other: Any, tolerance: float | None) -> bool:
+    """Return whether ``row`` of ``pair`` is the first row of ``other``, up to ``tolerance`` of the largest value, or
+    (None) a few roundings of its dtype.
+    """
+    if pair is None or other is None:
+        return pair is other
+    if not isinstance(pair, torch.Tensor) or pair.shape[:1] != (2,) or pair.shape[1:] != other.shape[1:]:
+        return False  # T5's position bias has no rows
+    if _is_traced(pair):
+        return True
+    if not pair.is_floating_point():
+        return torch.equal(pair[row], other[0])
+    share = _ROUNDINGS * torch.finfo(pair.dtype).eps if tolerance is None else tolerance
+    return bool((pair[row] - other[0]).abs().max() <= share * pair.abs().max())
 
 
 def _is_traced(*arguments: Any) -> bool:

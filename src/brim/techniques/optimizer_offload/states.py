@@ -407,7 +407,11 @@ class OptimizerState:
     ) -> None:
         self._optimizer, self._states, self._trial = optimizer, states, trial
         self._blocks, self._offloaded = blocks, offloaded
-        self._hook = optimizer.register_state_dict_post_hook(self._fill, prepend=True)
+        self._hooks = [
+            optimizer.register_state_dict_post_hook(self._fill, prepend=True),
+            optimizer.register_load_state_dict_post_hook(lambda _: states.take_all(), prepend=True),
+        ]
+        self._load_before = vars(optimizer).get("load_state_dict")
         vars(optimizer)["load_state_dict"] = self._load
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -460,9 +464,17 @@ class OptimizerState:
                     state["state"][numbers[id(parameter)]] = state["state"][numbers[id(parameter)]] | values
 
     def _load(self, *args: Any, **kwargs: Any) -> None:
-        type(self._optimizer).load_state_dict(self._optimizer, *args, **kwargs)  # bitsandbytes' calls no hooks
-        self._states.take_all()
+        if self._load_before is not None:
+            self._load_before(*args, **kwargs)
+        else:
+            type(self._optimizer).load_state_dict(self._optimizer, *args, **kwargs)
+        if self._hooks:  # a wrapper may still call this after the handle was removed
+            self._states.take_all()  # bitsandbytes' calls no hooks
 
     def remove(self) -> None:
-        self._hook.remove()
-        del vars(self._optimizer)["load_state_dict"]
+        while self._hooks:
+            self._hooks.pop().remove()
+        own = vars(self._optimizer)
+        if own.get("load_state_dict") == self._load:  # nobody has wrapped it since
+            del own["load_state_dict"]
+            own |= {} if self._load_before is None else {"load_state_dict": self._load_before}

@@ -79,17 +79,19 @@ def apply(
     ``keep``: names of blocks whose states stay. ``block_bytes`` bounds the parameters of a block; ``buffer_bytes``
     is the RAM that states on disk pass through (None: enough for three ordinary blocks, or for the largest one). With
     ``brief`` it has room for the largest unit only, so that nothing is read ahead, and is freed at the end of each
-    step. With ``gpu_sixteenths`` > 0 states in RAM pass through a buffer in VRAM for that many sixteenths of them,
-    and the GPU steps. Raises UsageError for an unknown choice, ``gpu_sixteenths`` without a GPU or states in RAM, or
-    an optimizer that is fitted already, UnsupportedError for an optimizer that needs all its parameters at once,
-    BudgetError and TransferError; then nothing has changed.
+    step. With ``gpu_sixteenths`` > 0 states pass through a buffer in VRAM for that many sixteenths of them, those on
+    disk through an equal one in RAM before, and the GPU steps.
+
+    Raises UsageError for an unknown choice, ``gpu_sixteenths`` without a GPU or with states that stay, or a fitted
+    optimizer, UnsupportedError for an optimizer that needs all its parameters at once, BudgetError and
+    TransferError; then nothing has changed.
     """
     check(optimizer, states=states, gradients=gradients)
-    if gpu_sixteenths and (memory.host is None or states != RAM):
+    if gpu_sixteenths and (memory.host is None or states == KEEP):
         raise UsageError(
             "Cannot update on the GPU.",
             f"States are in {states}.",
-            'Offload them to RAM beside a GPU (states="ram").',
+            'Offload them beside a GPU (states="ram" or "disk").',
         )
     streamed_blocks, trial = () if streaming is None else streaming.blocks, Trial(optimizer)
     blocks = state_blocks(model, optimizer, block_bytes=block_bytes, given=streamed_blocks, trial=trial)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from brim.core.hardware import DISK, RAM
 from brim.errors import BudgetError
 from brim.planning.solver import cost_model, training
 from brim.planning.solver.step_profile import FULL, FULL_OFFLOAD, KEEP
@@ -121,15 +122,16 @@ def test_losses_are_those_of_a_step_in_memory(options, llama, text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "treatment", "setting"),
+    ("is_allowed", "treatment", "setting"),
     [
-        ("block_rows", (RESIDENT, FULL), choice.BLOCK_ROWS),
-        ("block_rows", (FROM_RAM, FULL_OFFLOAD), choice.BLOCK_ROWS),
-        ("on_gpu", (RESIDENT, KEEP), choice.GPU_SIXTEENTHS),
+        (lambda shape: shape.block_rows, (RESIDENT, FULL), choice.BLOCK_ROWS),
+        (lambda shape: shape.block_rows, (FROM_RAM, FULL_OFFLOAD), choice.BLOCK_ROWS),
+        (lambda shape: shape.on_gpu and shape.states == RAM, (RESIDENT, KEEP), choice.GPU_SIXTEENTHS),
+        (lambda shape: shape.on_gpu and shape.states == DISK, (RESIDENT, KEEP), choice.GPU_SIXTEENTHS),
     ],
-    ids=["pieces", "pieces of streamed blocks", "update on the GPU"],
+    ids=["pieces", "pieces of streamed blocks", "states from RAM to the GPU", "states from the disk to the GPU"],
 )
-def test_a_step_stays_within_its_promise(field, treatment, setting, llama, text, tmp_path, monkeypatch):
+def test_a_step_stays_within_its_promise(is_allowed, treatment, setting, llama, text, tmp_path, monkeypatch):
     """The planner has one kind of choice only; its step reserves no more than promised, and trains as a plain one."""
     sizes = {"precision": "fp32", "batch": 8, "seq": 256}
     plain = run(llama, text, tmp_path / "plain", **sizes)
@@ -137,7 +139,7 @@ def test_a_step_stays_within_its_promise(field, treatment, setting, llama, text,
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     shapes, choices = training.shapes, cost_model.choices
-    monkeypatch.setattr(training, "shapes", lambda *args: (s for s in shapes(*args) if getattr(s, field)))
+    monkeypatch.setattr(training, "shapes", lambda *args: filter(is_allowed, shapes(*args)))
     monkeypatch.setattr(training, "baselines", lambda *args: iter(()))
     monkeypatch.setattr(choose, "is_small", lambda model: False)
     monkeypatch.setattr(

@@ -247,6 +247,16 @@ def test_states_that_visit_the_gpu_keep_its_busiest_lane_busy(machine: tuple[flo
     assert bound_s <= seconds <= 1.05 * bound_s
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+def test_states_on_disk_come_to_the_gpu_at_the_rate_of_the_drive(machine: tuple[float, float, float]) -> None:
+    step, hardware = adam(*machine)
+    seconds, schedule = training_step_s(step, hardware, plain(step, states=DISK, in_backward=True, gpu_sixteenths=6))
+    reads_s = step.state_bytes / hardware.link(DISK, RAM).bytes_per_s
+    bound_s = max(machine[2], reads_s)
+    assert seconds == pytest.approx(bound_s, rel=0.05)
+    assert {lane_of(RAM, VRAM), lane_of(VRAM, RAM), lane_of(DISK, RAM)} <= set(schedule.busy_s())
+
+
 @pytest.mark.parametrize(
     ("machine", "on_gpu"), [(MACHINES[0], True), (MACHINES[1], True), ((3e9, 200e9, 0.6), False)]
 )

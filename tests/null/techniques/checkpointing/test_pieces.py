@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from brim.core.hardware import RAM, VRAM
@@ -81,7 +82,44 @@ class NormOverBatch(nn.Module):
         return self.norm(x.transpose(1, 2)).transpose(1, 2)
 
 
-@pytest.mark.parametrize("kind", [Routed, NormOverBatch])
+class OwnBatchNorm(nn.Module):
+    """It mixes rows in training only."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return x + ((y - y.mean(0)) / y.std() if self.training else y)
+
+
+class BalancedExperts(nn.Module):
+    """Its loss is an attribute, as that of many mixtures of experts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(width, width), nn.Linear(width, 4)
+        self.loss: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = self.gate(x).softmax(-1)
+        self.loss = (shares.mean((0, 1)) ** 2).sum()
+        return x + self.up(x) * shares.max(-1, keepdim=True).values
+
+
+class TokensFirst(nn.Module):
+    """A layer of PyTorch's encoder as it is by default; its residual stream has large values."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, norm_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(100 * x)
+
+
+@pytest.mark.parametrize("kind", [Routed, NormOverBatch, OwnBatchNorm, BalancedExperts, TokensFirst])
 def test_a_block_whose_rows_depend_on_each_other_takes_the_batch_as_a_whole(kind: type[nn.Module]) -> None:
     plain, other = Stack(kind), Stack(kind)
     checkpointing.apply(other, {"layers.0": FULL, "layers.1": FULL}, rows=2)
@@ -170,3 +208,34 @@ def test_a_block_that_changes_its_input_takes_the_batch_as_a_whole() -> None:
     checkpointing.apply(model, {"1": FULL}, rows=2)
     with pytest.warns(UserWarning, match="Sequential takes its batch as a whole"):
         assert torch.equal(model(x), want)
+
+
+@pytest.mark.parametrize("family", ["bloom", "t5"])
+def test_blocks_that_cannot_take_some_rows_take_all(family: str) -> None:
+    """Bloom's positions have a row for each head of each sequence, and T5's blocks return positions for all rows."""
+    torch.manual_seed(0)
+    config = {
+        "bloom": transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=100, hidden_dropout=0.0),
+        "t5": transformers.T5Config(
+            d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=100, dropout_rate=0.0,
+            decoder_start_token_id=0,
+        ),
+    }[family]  # fmt: skip
+    kind = {"bloom": transformers.BloomForCausalLM, "t5": transformers.T5ForConditionalGeneration}[family]
+    model = kind(config).train()
+    ids = torch.randint(0, 100, (8, 12))
+    want = model(input_ids=ids, labels=ids, use_cache=False).loss
+    checkpointing.apply(model, dict.fromkeys(checkpointing.blocks(model), FULL), rows=2)
+    with pytest.warns(UserWarning, match="takes its batch as a whole"):
+        assert torch.equal(model(input_ids=ids, labels=ids, use_cache=False).loss, want)
+
+
+@pytest.mark.filterwarnings("ignore:use_cache is ignored")
+def test_the_users_cache_is_left_alone() -> None:
+    model = without_dropout(trained.make("llama"))
+    batch = trained.batch("llama", 0, ROWS)
+    want = model(**batch).loss
+    checkpointing.apply(model, dict.fromkeys(checkpointing.blocks(model), FULL), rows=2)
+    loss = model(**{**batch, "use_cache": True}).loss
+    torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
+    loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,35 @@ def test_nothing_is_left_on_what_was_fitted(memory: Memory) -> None:
     assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
     assert not optimizer._optimizer_state_dict_post_hooks and not optimizer._optimizer_load_state_dict_post_hooks
     handle.remove()
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
+def test_a_users_load_state_dict_is_called_and_stays(memory: Memory, early: bool) -> None:
+    model, calls = make(), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def wrap() -> None:
+        inner = optimizer.load_state_dict
+
+        def load(state: dict[str, Any]) -> None:
+            calls.append(state)
+            inner(state)
+
+        optimizer.load_state_dict = load  # type: ignore[method-assign]
+
+    if early:
+        wrap()
+    with offloaded(model, optimizer, memory, states="disk"):
+        if not early:
+            wrap()
+        optimizer.load_state_dict(saved)
+        torch.optim.Optimizer.load_state_dict(optimizer, saved)  # as a subclass calls it
+        assert any(type(v) is OffloadedTensor for state in optimizer.state.values() for v in state.values())
+        assert_same_state(optimizer.state_dict(), saved)
+    optimizer.load_state_dict(saved)
+    assert len(calls) == 2
 
 
 def test_a_parameter_that_comes_later_is_stepped_where_it_is(memory: Memory) -> None:
