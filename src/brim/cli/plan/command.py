@@ -152,7 +152,7 @@ def _with_files(answer: Answer, output: Path | None) -> Answer:
     return replace(answer, proposals=[named(proposal, index) for index, proposal in enumerate(answer.proposals)])
 
 
-def print_answer(answer: Answer, output: Path | None) -> None:
+def print_answer(answer: Answer, output: Path | None = None) -> None:
     from brim.cli.console import Console
 
     console = Console(highlight=False, soft_wrap=True)

@@ -233,11 +233,11 @@ def _by_levels(search: TrainingSearch, rungs: list[Choice], start: int) -> Train
     case, budget = search.case, search.limits.budget_bytes
     if start > len(rungs):  # weight streaming, below the last of them, was in force
         raise no_smaller()
-    if not start and not case.finer and _searches(case):
-        return _least(search, rungs)
     nearest = _nearest(search, rungs, start)
     if nearest.rung >= start and _fits(search, nearest):
         return nearest
+    if not start and not case.finer and _searches(case):
+        return _least(search, rungs)
     if case.finer:
         return stream_weights(search, nearest, len(rungs))
     if not start and _is_searchable(case):
