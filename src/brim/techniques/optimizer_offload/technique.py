@@ -93,7 +93,8 @@ def apply(
             f"States are in {states}.",
             'Offload them beside a GPU (states="ram" or "disk").',
         )
-    streamed_blocks, trial = () if streaming is None else streaming.blocks, Trial(optimizer)
+    streamed_blocks = () if streaming is None else streaming.blocks
+    trial = Trial(optimizer, on_gpu=gpu_sixteenths > 0)
     blocks = state_blocks(model, optimizer, block_bytes=block_bytes, given=streamed_blocks, trial=trial)
     unknown = set(keep) - {block.name for block in blocks}
     if unknown:

@@ -24,6 +24,7 @@ from brim.techniques.blocks import inner_tensors, with_inner
 
 _STEPS = 3
 _TRIED, _PART = 97, 61  # elements of the last dimension, and of a part
+_GPU_TRIED, _GPU_PART = 128, 64
 # Options that choose a kernel and not the states; some kernels refuse tensors without values.
 _KERNELS = {"foreach": None, "fused": None, "capturable": False}
 
@@ -64,10 +65,16 @@ def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 class Trial:
-    """Samples of an optimizer's states. Raises UnsupportedError if it cannot step its parameters one by one."""
+    """Samples of an optimizer's states. Raises UnsupportedError if it cannot step its parameters one by one.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    ``on_gpu``: a GPU will step. The trial is on the CPU all the same, as for a GPU that is not here.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, on_gpu: bool = False) -> None:
         self._optimizer = optimizer
+        # A CPU's kernels may round whole vectors and the elements after them in two ways, a GPU's have one: then the
+        # tried parts are whole vectors of the CPU, whichever it has.
+        self._tried, self._part = (_GPU_TRIED, _GPU_PART) if on_gpu else (_TRIED, _PART)
         self._samples: dict[tuple[int, int, torch.dtype], dict[str, Any]] = {}
         self._elementwise: dict[tuple[int, int, torch.dtype], bool] = {}
         self._state_tensors: dict[tuple[Any, ...], list[StateTensor]] = {}
@@ -88,7 +95,7 @@ class Trial:
     def is_elementwise(self, group: int, parameter: torch.Tensor) -> bool:
         """Return whether a parameter may be updated part by part, each with its part of the states.
 
-        The tried parts end within vectors: kernels must compute the same for single elements as for many.
+        For a CPU, the tried parts end within vectors: kernels must compute the same for single elements as for many.
         """
         key = group, parameter.dim(), parameter.dtype
         if key not in self._elementwise:
@@ -99,9 +106,9 @@ class Trial:
     def _is_same_in_parts(self, options: dict[str, Any], dims: int, dtype: torch.dtype) -> bool:
         if not dims or not dtype.is_floating_point:
             return False
-        shape = (2,) * (dims - 1) + (_TRIED,)
+        shape = (2,) * (dims - 1) + (self._tried,)
         try:
-            at_once, in_parts = (self._run_in_parts(options, shape, dtype, length) for length in (None, _PART))
+            at_once, in_parts = (self._run_in_parts(options, shape, dtype, length) for length in (None, self._part))
         except Exception:  # its step may refuse parameters of one dimension in any way
             return False
         return all(_same(left, right) for left, right in zip(at_once, in_parts, strict=True))

@@ -107,11 +107,20 @@ class OwnBooks(torch.optim.SGD):
                     p.add_(self.books[id(p)], alpha=-group["lr"])
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("kind", [PerParameterNorm, OwnBooks])
-def test_what_is_not_the_same_in_parts_is_not_cut(kind: Any) -> None:
+def test_what_is_not_the_same_in_parts_is_not_cut(kind: Any, on_gpu: bool) -> None:
     model = make()
     optimizer = kind(model.parameters(), lr=0.1)
-    assert not Trial(optimizer).is_elementwise(0, model[0].weight)
+    assert not Trial(optimizer, on_gpu=on_gpu).is_elementwise(0, model[0].weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_what_a_gpu_updates_in_parts_does_not_depend_on_the_cpu(kind: Any, dtype: torch.dtype) -> None:
+    """The CPU's vectorized kernels of these round the elements after the last vector otherwise than a vector's."""
+    parameter = nn.Parameter(torch.zeros(2, 2, dtype=dtype))
+    assert Trial(kind([parameter], fused=True), on_gpu=True).is_elementwise(0, parameter)
 
 
 @pytest.mark.parametrize("dims", [1, 2, 4])
