@@ -15,7 +15,7 @@ import operator
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from brim import accelerator
 from brim.core import Category, Hardware, Phase, Trace
 from brim.errors import UnsupportedError, UsageError
+from brim.model_inputs import tensors_in
 from brim.predict.cost import base_name, op_s
 from brim.techniques.base import Option, StandIn, in_force
 from brim.techniques.blocks import Block, Partition, is_container, tensor_bytes
@@ -157,7 +158,7 @@ class _Checkpointed(StandIn):
             self._has_independent_rows = not _mixes_rows(self._module) and _computes_alike(
                 self._module, self._forward, args, kwargs, rows
             )
-            for device in {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}:
+            for device in {tensor.device for tensor in tensors_in(args, kwargs)}:
                 if device.type in accelerator.kinds():
                     accelerator.of(device).empty_cache()  # the memory of two rows would fit nothing else
             if not self._has_independent_rows:
@@ -194,7 +195,7 @@ class _Checkpointed(StandIn):
 
 def _rows_of(arguments: Any) -> int:
     """The rows of a block's first tensor; 0 where another dimension is as long, so that it does not tell the rows."""
-    first = next((leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)), None)
+    first = next(iter(tensors_in(arguments)), None)
     if first is None or first.dim() < _LEAST_DIMS or first.shape[0] in first.shape[1:]:
         return 0
     return first.shape[0]
@@ -237,6 +238,8 @@ def _computes_alike(block: nn.Module, forward: Callable[..., Any], args: Any, kw
     """
     leaves, structure = tree_leaves((args, kwargs)), tree_structure((args, kwargs))
     training, written = [part for part in block.modules() if part.training], False
+    # Each call draws the same random numbers, and leaves the program's own as they were.
+    gpus = {tensor.get_device() for tensor in [*tensors_in(leaves), *block.parameters()] if tensor.is_cuda}
 
     def call(*chosen: int) -> list[Any]:
         nonlocal written
@@ -244,9 +247,9 @@ def _computes_alike(block: nn.Module, forward: Callable[..., Any], args: Any, kw
         taken = [copy_of_cache(leaf) if is_cache(leaf) else leaf for leaf in taken]
         taken = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in taken]
         its_args, its_kwargs = tree_unflatten(taken, structure)
-        with BuffersBefore(block), nullcontext() if _is_traced(leaves) else _seeded(leaves):
+        with BuffersBefore(block), nullcontext() if _is_traced(leaves) else torch.random.fork_rng(gpus):
             outputs = tree_leaves(forward(*its_args, **its_kwargs))
-        written |= any(isinstance(leaf, torch.Tensor) and leaf._version > 0 for leaf in taken)
+        written |= any(tensor._version > 0 for tensor in tensors_in(taken))
         return outputs
 
     def agree(pair: list[Any], row: int, other: list[Any], tolerance: float | None = None) -> bool:
@@ -277,15 +280,6 @@ def _has_rows(value: Any, rows: int) -> bool:
 def _stored(block: nn.Module) -> list[torch.Tensor]:
     """The tensors that are attributes of parts of ``block``, but no parameters or buffers."""
     return [value for part in block.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
-
-
-@contextmanager
-def _seeded(leaves: Sequence[Any]) -> Iterator[None]:
-    """Draw the same random numbers within as in every other such context, and the program's own after it."""
-    gpus = {leaf.get_device() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda}
-    with torch.random.fork_rng(gpus):
-        torch.manual_seed(0)
-        yield
 
 
 def _is_alike(pair: Any, row: int, other: Any, tolerance: float | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ class Routed(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, kind: type[nn.Module]) -> None:
+    def __init__(self, kind: Callable[[int], nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), kind(8)) for _ in range(2))
@@ -117,6 +118,17 @@ class TokensFirst(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(100 * x)
+
+
+def test_comparing_rows_seeds_no_device_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.manual_seed`` seeds all devices, also those whose random state nobody saved."""
+    model = Stack(lambda width: nn.Dropout(0.5))
+    checkpointing.apply(model, {"layers.0": FULL, "layers.1": FULL}, rows=2)
+    before = torch.get_rng_state()
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("seeded"))
+    loss = model(torch.ones(ROWS, 5, 8))
+    torch.set_rng_state(before)
+    assert torch.equal(loss, model(torch.ones(ROWS, 5, 8)))  # which compares no more
 
 
 @pytest.mark.parametrize("kind", [Routed, NormOverBatch, OwnBatchNorm, BalancedExperts, TokensFirst])
