@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from brim.memory.mapped import MappedFile
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the resident set is read from /proc")
 
@@ -58,6 +61,17 @@ _COUNT = textwrap.dedent("""
 
 
 @pytest.mark.thorough
+def test_all_of_a_file_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux begins to read 128 KiB at a request, or a little more, whatever its length."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1_000_000))
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, begin, count, advice: asked.append((begin, count)))
+    MappedFile.open(str(path)).read_ahead()
+    assert {count for _, count in asked} == {128 << 10}
+    assert [begin for begin, _ in asked] == list(range(0, 1_000_000, 128 << 10))
+
+
 def test_only_what_was_touched_is_counted_and_shared_storages_once(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with path.open("wb") as file:
