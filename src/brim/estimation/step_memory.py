@@ -48,12 +48,13 @@ PassWork = Mapping[str, ModuleWork]  # by the module's path
 class Observation:
     """Observations of a step. ``uses``: parameter -> the sets of modules that were active when it was read.
 
-    ``passes``: the work of the named passes.
+    ``passes``: the work of the named passes. ``waits``: those in which the host waits for values of tensors.
     """
 
     step_bytes: int
     uses: Mapping[str, frozenset[frozenset[str]]]
     passes: Mapping[str, PassWork] = field(default_factory=dict)
+    waits: frozenset[str] = frozenset()
 
     def allows(self, partition: Partition) -> bool:
         """True if every block is read only during a call of one of its triggers.
@@ -78,6 +79,8 @@ class StepWatch(RecordingMode):
     def __init__(self, model: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
         super().__init__(Recorder(), ModuleTracker(), Values(), lambda func: None)
         self.uses: dict[str, set[frozenset[str]]] = {}
+        self.waits: set[str] = set()
+        self._pass = ""
         self._pauses: list[range] = []
         self._passes: dict[str, range] = {}
         self._paths = {id(module): path for path, module in model.named_modules()}
@@ -91,6 +94,8 @@ class StepWatch(RecordingMode):
                 name = self._names.get(tensor.untyped_storage()._cdata)
                 if name is not None:
                     self.uses.setdefault(name, set()).add(self._running())
+        if _needs_values(func, args):
+            self.waits.add(self._pass)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _running(self) -> frozenset[str]:
@@ -107,8 +112,9 @@ class StepWatch(RecordingMode):
     @contextlib.contextmanager
     def named(self, name: str) -> Iterator[None]:
         """Record the pass ``name`` while the context is open; of several with the same name the first counts."""
-        first = len(self.recorder.runs)
+        first, self._pass = len(self.recorder.runs), name
         yield
+        self._pass = ""
         self._passes.setdefault(name, range(first, len(self.recorder.runs)))
 
     def passes(self) -> dict[str, PassWork]:
@@ -168,7 +174,14 @@ def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], StepWatch], 
         except (RuntimeError, UnsupportedError) as error:  # fake kernels raise RuntimeError and subclasses
             raise not_predictable(f"a step of {type(model).__name__}", error) from error
     uses = {name: frozenset(readers) for name, readers in watch.uses.items()}
-    return Observation(step_bytes=watch.peak_bytes(), uses=uses, passes=watch.passes())
+    return Observation(step_bytes=watch.peak_bytes(), uses=uses, passes=watch.passes(), waits=frozenset(watch.waits))
+
+
+def _needs_values(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether the host waits for values in ``func``: for a number, or for the size of the result."""
+    if func is torch.ops.aten.index.Tensor:  # by positions, or by a mask
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(func.tags)
 
 
 def watch_example(model: nn.Module, example: Mapping[str, Any] | Sequence[Any]) -> Observation:

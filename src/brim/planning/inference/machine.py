@@ -118,6 +118,13 @@ def capability(hardware: Hardware) -> tuple[int, int]:
     return capability_of(place_of(hardware if hardware.compute == VRAM else None))
 
 
+def has_cuda(hardware: Hardware) -> bool:
+    """Return whether ``hardware`` is a GPU with CUDA or ROCm: the one present, or one of the catalog."""
+    if hardware.compute == VRAM and hardware.name in catalog.gpu_names():
+        return catalog.gpu(hardware.name).vendor in ("nvidia", "amd")
+    return hardware.compute == VRAM and torch.cuda.is_available() and torch.cuda.get_device_name() == hardware.name
+
+
 def emulated_hardware(measured: Hardware) -> Hardware:
     """This machine with a part of its RAM as VRAM."""
     ram = measured.tier(RAM)
