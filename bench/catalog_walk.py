@@ -28,7 +28,7 @@ from brim import catalog
 from brim.errors import BrimError
 from brim.estimation.estimate import Estimate
 from brim.estimation.workload import PRECISIONS
-from brim.predict.formulas.optimizers import OPTIMIZERS
+from brim.predict.optimizer_states import OPTIMIZERS
 from brim.units import format_bytes
 
 Settings = dict[str, Any]

@@ -27,7 +27,7 @@ from brim.models.quantized import open_as
 from brim.planning.request import Request
 from brim.planning.strategy.choice import Choice
 from brim.planning.training import case_of
-from brim.predict.formulas.optimizers import OPTIMIZERS
+from brim.predict.optimizer_states import OPTIMIZERS
 from brim.requests.plan import LOSSY
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.units import GIB

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fractions import Fraction
 
 from brim.errors import UsageError
-from brim.predict.formulas.result import Result, at_least_one, result
 
 _ACTIVATIONS = "Korthikanti et al., arXiv 2205.05198"
 _ZERO = "Rajbhandari et al., arXiv 1910.02054, Table 1"
 _MEGATRON = "Narayanan et al., arXiv 2104.04473"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """``value`` in ``unit`` (``B``, ``parameters``, ``FLOP``), and the sum as a person would write it.
+
+    ``arithmetic`` reads ``2,048 x 1 x 12,288 x (34 / 8) = 106,954,752 B per layer``; ``source`` names the paper.
+    """
+
+    value: int
+    unit: str
+    arithmetic: str
+    source: str
+
+
+def result(value: Fraction | int, unit: str, sum_text: str, *, source: str, per: str = "") -> Result:
+    """A Result whose arithmetic is ``sum_text = value unit per``; a fraction is rounded to the nearest whole."""
+    whole = round(value)
+    per = f" {per}" if per else ""
+    return Result(value=whole, unit=unit, arithmetic=f"{sum_text} = {whole:,} {unit}{per}", source=source)
+
+
+def at_least_one(**sizes: int) -> None:
+    """Raises UsageError for a size below 1, by its name."""
+    for name, value in sizes.items():
+        if value < 1:
+            raise UsageError(f"{name} = {value} was given.", "It must be at least 1.")
 
 
 def divides(divisor_name: str, divisor: int, **sizes: int) -> None:

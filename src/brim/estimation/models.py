@@ -88,11 +88,11 @@ def find_model(model: str | Path | Callable[[], Any]) -> Source:
     if not text:
         raise UsageError("An empty name was given as the model.", todo="Name a model, a folder or file.py:function.")
     path = Path(text)
-    if weights := weights_of(path):
+    if weights := _weights_alone(path):
         raise ModelError(
             f"{text} was given as the model.",
-            f"It has weights ({weights[0].name}) and no config.json: without it the model is unknown.",
-            "Add its config.json, or use --explain-formula, which needs the weights alone; brim plan reads a .gguf.",
+            f"It has weights ({weights.name}) and no config.json: without it the model is unknown.",
+            "Add its config.json; brim plan reads a .gguf.",
         )
     file, colon, attribute = text.rpartition(":")
     if colon and file.endswith(".py"):
@@ -164,13 +164,13 @@ def parts_of_file(path: Path) -> list[Path]:
     return parts
 
 
-def weights_of(path: Path) -> list[Path]:
-    """The weight files of a MODEL that is a checkpoint, or a folder of checkpoints without a config.json."""
+def _weights_alone(path: Path) -> Path | None:
+    """Return a weight file of a MODEL that is a checkpoint, or a folder of checkpoints without a config.json."""
     if path.is_file():
-        return parts_of_file(path) if path.suffix in _WEIGHTS else []
+        return path if path.suffix in _WEIGHTS else None
     if not path.is_dir() or (path / "config.json").exists():
-        return []
-    return next(filter(None, (sorted(path.glob(f"*{suffix}")) for suffix in _WEIGHTS)), [])
+        return None
+    return next((file for suffix in _WEIGHTS for file in sorted(path.glob(f"*{suffix}"))), None)
 
 
 def _of_file(path: Path, argument: Path) -> Source:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from brim.predict.formulas.optimizers import BLOCK, CODE_BOOK_BYTES, SMALLEST_QUANTIZED
+from brim.predict.optimizer_states import BLOCK, CODE_BOOK_BYTES, is_quantized
 from brim.techniques.optimizers import make
 
 _LOOPED = 2 * 32  # blocks a multiprocessor from which on Inductor loops over them (torch/_inductor/ir.py, num_splits)
@@ -50,16 +50,12 @@ class AdamW8bit(Optimizer):
     def _allocate(self, parameter: nn.Parameter) -> None:
         state = self.state[parameter]
         for moment in ("exp_avg", "exp_avg_sq"):
-            if not _is_quantized(parameter):
+            if not is_quantized(parameter.numel()):
                 state[moment] = torch.zeros_like(parameter)
                 continue
             state[f"{moment}.codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
             state[f"{moment}.scale"] = _scales(parameter)
             state[f"{moment}.qmap"] = torch.zeros(CODE_BOOK_BYTES // 4, device=parameter.device)
-
-
-def _is_quantized(parameter: nn.Parameter) -> bool:
-    return parameter.numel() >= SMALLEST_QUANTIZED and parameter.numel() % BLOCK == 0
 
 
 def _scales(parameter: nn.Parameter) -> torch.Tensor:
@@ -68,7 +64,7 @@ def _scales(parameter: nn.Parameter) -> torch.Tensor:
 
 def _beside_the_state(parameter: nn.Parameter) -> list[torch.Tensor]:
     """Temporary tensors of the compiled update of one parameter."""
-    if not _is_quantized(parameter):
+    if not is_quantized(parameter.numel()):
         return []
     multiprocessors = torch.cuda.get_device_properties(parameter.device).multi_processor_count
     looped = parameter.numel() // BLOCK >= _LOOPED * multiprocessors

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from brim.core.hardware import RAM, VRAM
 from brim.core.options import LARGEST, option
 from brim.errors import UnsupportedError, UsageError
-from brim.predict.formulas.optimizers import OPTIMIZERS
+from brim.predict.optimizer_states import OPTIMIZERS
 
 TASKS = ("train", "generate")
 STORED = "stored"  # of quantized weights, as the checkpoint has them

@@ -9,7 +9,7 @@ from typing import Literal
 
 from brim.core.options import PRECISIONS, Method, check, option, words
 from brim.errors import UsageError
-from brim.predict.formulas.optimizers import OPTIMIZERS
+from brim.predict.optimizer_states import OPTIMIZERS
 
 LOSSY = ("int8", "int4")  # of weights that were trained in 16 bits or more
 PRECISIONS_OF = {"generate": ("fp32", "bf16", "fp16", *LOSSY), "train": PRECISIONS}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from brim.core.options import PRECISIONS, RAM_HELP, VRAM_HELP, Device, Method, Place, check, device_option, option
 from brim.errors import UsageError
-from brim.predict.formulas.optimizers import OPTIMIZERS
+from brim.predict.optimizer_states import OPTIMIZERS
 
 TIMEOUT_S = 600.0
 LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1  # as torch.manual_seed

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brim.errors import UnsupportedError, UsageError
-from brim.predict.formulas.optimizers import kind_of, optimizer_state
+from brim.predict import optimizer_states
 
 # Run as PyTorch's fused kernels, which need no temporary memory. Those of other optimizers have no fake kernels,
 # which a prediction needs.
@@ -59,7 +59,7 @@ class Lion(Optimizer):
 
 
 def make(name: str, parameters: Iterable[Any], lr: float | None = None, **settings: Any) -> Optimizer:
-    """An optimizer by its name in ``OPTIMIZERS`` of the formulas.
+    """An optimizer by its name in ``optimizer_states.OPTIMIZERS``.
 
     ``parameters`` are tensors or PyTorch's groups (dictionaries); with ``lr`` None, and for options that are not
     given (``weight_decay``, ``betas``, ``fused``, ...), the library's default holds. Raises UsageError for an unknown
@@ -93,14 +93,11 @@ def state_bytes(name: str, parameters: Iterable[torch.Tensor]) -> list[int]:
 
     PyTorch keeps its counters (4 bytes each) in RAM unless the optimizer is fused or capturable.
     """
-    return [
-        int(optimizer_state(name, [tuple(p.shape)], dtype=str(p.dtype).removeprefix("torch.")).value)
-        for p in parameters
-    ]
+    return [optimizer_states.state_bytes(name, p.shape, p.dtype.itemsize) for p in parameters]
 
 
 def _maker(name: str) -> Callable[..., Optimizer]:
-    kind_of(name)
+    optimizer_states.check_name(name)
     if name != "adamw8bit":
         return _MAKERS[name]
     try:

@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 WALK = [
     "HOSTILE", "--HOSTILE", "estimate HOSTILE?", "estimate HOSTILE --seq 16", "estimate HOSTILE --seq 16 --json",
-    "estimate HOSTILE --seq 16 --explain-formula", "estimate HOSTILE --seq 16 --gpu HOSTILE", "estimate kind",
+    "estimate HOSTILE --seq 16 --gpu HOSTILE", "estimate kind",
     "estimate wrong", "estimate model.py:make", "estimate model.py:fails", "estimate model.py:HOSTILE",
     "estimate HOSTILE.py", "estimate HOSTILE.py --gpu H100", "estimate HOSTILE --precision HOSTILE",
     "estimate HOSTILE --gpus 2 --gpu H100 --seq 16", "estimate text.txt", "plan HOSTILE --seq 16 --ram 900MiB",

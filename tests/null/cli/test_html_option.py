@@ -128,13 +128,6 @@ def test_train_shows_its_losses_and_peaks(llama: Path, tmp_path: Path, capsys: p
     assert "activation" in page["views"][1]["panels"][0]["groups"]
 
 
-def test_formulas_alone_have_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--explain-formula", "--html", str(tmp_path / "a.html")]
-    assert main(["estimate", "gpt2", *arguments]) == 2
-    assert "no chart" in capsys.readouterr().err
-    assert not (tmp_path / "a.html").exists()
-
-
 @pytest.mark.parametrize("command", ["estimate", "generate", "train"])
 def test_a_folder_that_does_not_exist_is_told_before_anything_is_done(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -20,7 +20,6 @@ from brim.memory.checksums import read_manifest
 from brim.models import gguf
 from brim.models.architecture import read_config
 from brim.models.location import local
-from brim.predict import formulas
 from brim.recordings import snapshot
 from brim.run.checkpoint import manifest as checkpoint_manifest
 from brim.run.data import dataset as data_packed
@@ -33,7 +32,6 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "timeline": ("timeline.json", Timeline.read),
     "weights": ("model.safetensors", lambda path: read_checkpoint(path.parent)),
     "header": ("a.safetensors", read_safetensors_header),
-    "header for formulas": ("a.safetensors", formulas._header),
     "index": ("model.safetensors.index.json", lambda path: read_checkpoint(path.parent)),
     "checksums": ("brim.checksums.json", lambda path: read_manifest(path.parent)),
     "config": ("config.json", lambda path: read_config(path.parent, trust_remote_code=False)),

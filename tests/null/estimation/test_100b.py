@@ -8,7 +8,7 @@ import pytest
 from brim import catalog
 from brim.estimation.ranks.estimate import estimate_ranks
 from brim.estimation.ranks.split import Split
-from brim.predict import formulas
+from brim.planning.meshes.search import megatron_state_bytes
 from brim.units import GIB, format_bytes, format_seconds
 from support import published_formulas
 
@@ -38,7 +38,7 @@ def table(first):
 def test_what_is_worked_out_by_hand_is_what_the_closed_forms_say():
     parameters = published_formulas.gpt_parameters(**GPT3)
     assert parameters.arithmetic.removesuffix(" parameters") in TEXT
-    states = formulas.megatron_states(parameters.value).value
+    states = megatron_state_bytes(parameters.value)
     assert f"{states:,} B = {format_bytes(states)}" in TEXT
     assert f"{-(-states // catalog.gpu('H100').capacity_bytes)} of them" in TEXT
     for stage, told in ((1, "654 GiB"), (3, "5.1 GiB")):

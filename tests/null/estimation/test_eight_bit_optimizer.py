@@ -11,7 +11,7 @@ from torch import nn
 import brim
 from brim.core import Category
 from brim.estimation.optimizers import make_optimizer
-from brim.predict.formulas import optimizer_state
+from brim.predict.optimizer_states import state_bytes
 
 
 def traced(*shape: int) -> brim.core.Trace:
@@ -37,9 +37,9 @@ def beside_the_state(trace: brim.core.Trace) -> Counter[int]:
 
 
 @pytest.mark.parametrize("shape", [(40, 256), (30, 100), (4096,)])
-def test_its_states_are_those_of_the_closed_form_but_for_counters(shape: tuple[int, ...]) -> None:
+def test_its_states_are_those_of_the_formula_but_for_counters(shape: tuple[int, ...]) -> None:
     held = sum(s.bytes for s in traced(*shape).storages if s.category is Category.OPTIMIZER_STATE)
-    assert held == optimizer_state("adamw8bit", [shape]).value - 4
+    assert held == state_bytes("adamw8bit", shape, 4) - 4
 
 
 def test_a_large_parameter_has_both_moments_in_float32_while_it_is_updated() -> None:

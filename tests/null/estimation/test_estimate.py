@@ -9,7 +9,7 @@ from brim.estimation.estimate import Study
 from brim.estimation.models import find_model
 from brim.estimation.simulation import phases, place_of, simulate
 from brim.estimation.workload import Workload
-from brim.predict.formulas.optimizers import OPTIMIZERS
+from brim.predict.optimizer_states import OPTIMIZERS
 
 CATEGORIES = {
     "parameters", "gradients", "optimizer_state", "activations", "temporary", "kv_cache", "inputs", "workspaces",

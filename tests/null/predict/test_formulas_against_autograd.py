@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from brim.predict import formulas
+from support import published_formulas
 
 
 class Layer(nn.Module):
@@ -59,6 +59,7 @@ def test_one_layer_saves_what_the_form_says(sequence, batch, hidden, heads):
     with torch.device("meta"):
         layer = Layer(hidden, heads).to(torch.bfloat16)
         x = torch.randn(batch, sequence, hidden, dtype=torch.bfloat16, requires_grad=True)
-    form = formulas.activations_per_layer(sequence=sequence, micro_batch=batch, hidden=hidden, heads=heads).value
+    sizes = {"sequence": sequence, "micro_batch": batch, "hidden": hidden, "heads": heads}
+    form = published_formulas.activations_per_layer(**sizes).value
     statistics = 2 * 2 * sequence * batch * 4  # mean and deviation of two norms: left out in the paper
     assert form <= saved_bytes(layer, x) <= form + statistics

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from brim.errors import UnsupportedError, UsageError
-from brim.predict.formulas.optimizers import OPTIMIZERS
+from brim.predict.optimizer_states import OPTIMIZERS
 from brim.techniques import optimizers
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None

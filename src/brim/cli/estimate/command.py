@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
@@ -109,8 +109,8 @@ def estimate(options: EstimateOptions) -> int | None:
         raise UsageError(f"{arguments} was given beside {options.model}.", "Only programs take arguments.")
     split = split_of(options.split, options.engine, options.megatron, batch=options.workload["batch"])
     if split:
-        if options.explain_formula or options.html is not None:
-            raise UsageError("Cannot use --gpus with --explain-formula or --html.", "They apply to one GPU only.")
+        if options.html is not None:
+            raise UsageError("Cannot use --gpus with --html.", "It applies to one GPU only.")
         from brim.cli.estimate import ranks as estimate_ranks
 
         return estimate_ranks.report(options, split)
@@ -120,12 +120,7 @@ def estimate(options: EstimateOptions) -> int | None:
             "Blocks are compiled in predictions of ranks only.",
             "Give --gpus 1.",
         )
-    if not options.explain_formula:
-        return _report(options)
-    if options.html is not None:
-        raise UsageError("Cannot use --html with --explain-formula.", "No step is traced, so there is no chart.")
-    _explain(options.model, options.workload, options.as_json)
-    return None
+    return _report(options)
 
 
 def _refuse_beside_program(model: str) -> None:
@@ -268,29 +263,6 @@ def _write_page(
             notes=notes,
         ),
     )
-
-
-def _explain(model: str, settings: Mapping[str, Any], as_json: bool) -> None:
-    import dataclasses
-
-    from brim.cli.console import Console
-
-    with Console(stderr=True).status("Loading PyTorch"):
-        from brim.estimation.closed_forms import closed_forms, forms_of_weights
-        from brim.estimation.models import find_model, weights_of
-
-    files = weights_of(Path(model)) if model else []
-    if files:
-        forms = forms_of_weights(files, settings["precision"])
-    else:
-        forms = closed_forms(find_model(model), Workload(**settings))
-    if as_json:
-        print_json({name: dataclasses.asdict(form) for name, form in forms.items()})
-        return
-    console = Console(highlight=False, soft_wrap=True)
-    for name, form in forms.items():
-        told = f"   [{form.source}]" if form.source else ""
-        console.print(f"{name.replace('_', ' ')}: {form.arithmetic}{told}")
 
 
 def print_estimate(

@@ -42,6 +42,5 @@ class EstimateOptions:
         None, "torch (FSDP2, DTensor, pipelining) or megatron (with Transformer Engine). [default: torch]"
     )
     megatron: Mapping[str, Any] = option_group(MegatronOptions, only_given=True)
-    explain_formula: bool = option(False, "Show the formulas and their arithmetic; no step is traced.")
     html: Path | None = html_field()
     as_json: bool = json_field()

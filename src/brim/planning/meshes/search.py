@@ -11,6 +11,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from brim import catalog
 from brim.core import Hardware, Op, Phase, Trace
@@ -27,7 +28,6 @@ from brim.estimation.ranks.time import StageTime, StepTime, kernels_s, sent_s, s
 from brim.estimation.simulation import capability_of, place_of
 from brim.planning.meshes.splits import splits
 from brim.planning.proof import search
-from brim.predict.formulas import megatron_states
 
 _Key = tuple[int | str, ...]
 RECOMPUTE = ("none", "selective", "full")
@@ -256,11 +256,11 @@ class Pieces:
         layer_parameters, layer_experts, layer_bytes, _ = (
             second - first for first, second in zip(peaks[1, 0, 1], peaks[1, 0, 2], strict=True)
         )
-        layer_bytes -= megatron_states(layer_parameters + layer_experts).value
+        layer_bytes -= megatron_state_bytes(layer_parameters + layer_experts)
         beside_parameters, beside_bytes, table_bytes = {}, {}, {}
         for (stages, stage, each), (count, experts, peak, table) in peaks.items():
             if each == 1:
-                fixed_bytes = megatron_states(count + experts).value + (stages - stage) * layer_bytes
+                fixed_bytes = megatron_state_bytes(count + experts) + (stages - stage) * layer_bytes
                 beside_parameters[stages, stage] = count - layer_parameters
                 beside_bytes[stages, stage] = peak - fixed_bytes
                 table_bytes[stages, stage] = table - fixed_bytes + layer_bytes
@@ -372,15 +372,22 @@ def _alone(split: Split, stages: int = 1) -> Split:
 
 def _states(count: int, experts: int, split: Split) -> int:
     """Return the bytes of weights, gradients and optimizer states; experts are sharded over fewer ranks."""
-    dense = megatron_states(count, data_parallel=split.shards, distributed_optimizer=True).value
-    if not experts:
-        return dense
-    shards = split.shards // split.ep
-    return dense + megatron_states(experts, data_parallel=shards, distributed_optimizer=True).value
+    dense = megatron_state_bytes(count, split.shards)
+    return dense + megatron_state_bytes(experts, split.shards // split.ep) if experts else dense
+
+
+def megatron_state_bytes(parameters: int, shards: int = 1) -> int:
+    """Return the bytes of Megatron-LM's states for the ``parameters`` that one GPU holds.
+
+    18 B per parameter: 2 of bfloat16 weights, 4 of float32 gradients, 4 of float32 weights and 8 of moments. The
+    distributed optimizer splits the last 12 over the data-parallel GPUs: ``6 + 12 / shards``
+    (Megatron-LM ``docs/source/api-guide/dist_optimizer.md``).
+    """
+    return 6 * parameters + round(Fraction(12 * parameters, shards))
 
 
 def _too_small(shape: Shape, gpus: int, gpu: catalog.Gpu, least: int, parameters: int) -> BudgetError:
-    enough = -(-megatron_states(parameters).value // gpu.capacity_bytes)
+    enough = -(-megatron_state_bytes(parameters) // gpu.capacity_bytes)
     return BudgetError(
         f"Cannot split {shape.name} over {gpus} {gpu.name}.",
         f"It needs at least {least:,} B on each of them, and one has {gpu.capacity_bytes:,} B.",

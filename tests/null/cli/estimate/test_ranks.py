@@ -155,7 +155,7 @@ def test_without_a_gpu_memory_has_no_end_and_time_is_not_told(model, capsys):
         (["--gpus", "8", "--pp", "2", "--stage-layers", "3,2"], "These are 5 layers"),
         (["--gpus", "0"], "--gpus 0"),
         (["--gpus", "8", "--engine", "megatro"], "megatron"),
-        (["--gpus", "8", "--explain-formula"], "one GPU"),
+        (["--gpus", "8", "--html", "a.html"], "one GPU"),
         (["--gpus", "8", "--task", "generate"], "Only training"),
         (["--gpus", "8", "--method", "lora"], "--method"),
     ],

@@ -14,7 +14,7 @@ from brim.estimation.ranks.megatron.step import stage_trace
 from brim.estimation.ranks.sizes import Shape, shape_of
 from brim.estimation.ranks.split import Split
 from brim.estimation.simulation import simulate
-from brim.predict.formulas import megatron_states
+from brim.planning.meshes.search import megatron_state_bytes
 from support.published_formulas import activations_per_layer
 
 GPT = Shape(
@@ -103,8 +103,7 @@ def test_states_are_the_closed_form(dp, zero):
     made = stage_trace(GPT, Split(gpus=dp, zero=zero), 0, sequence=SEQUENCE, recompute="none")
     states = sum(s.bytes for s in made.trace.storages
                  if s.category in (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE))  # fmt: skip
-    form = megatron_states(made.parameters, data_parallel=dp, distributed_optimizer=zero == 1)
-    assert states == pytest.approx(form.value, abs=4)
+    assert states == pytest.approx(megatron_state_bytes(made.parameters, dp if zero else 1), abs=4)
 
 
 def test_parameters_are_those_of_the_model():
