@@ -70,6 +70,8 @@ class Observation:
         )
 
 
+_ATEN = torch.ops.aten
+_INDEXED = (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_impl_.default)
 _GIVEN = frozenset({Category.PARAMETER, Category.BUFFER, Category.INPUT})
 
 
@@ -179,7 +181,7 @@ def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], StepWatch], 
 
 def _needs_values(func: Any, args: Sequence[Any]) -> bool:
     """Return whether the host waits for values in ``func``: for a number, or for the size of the result."""
-    if func is torch.ops.aten.index.Tensor:  # by positions, or by a mask
+    if func in _INDEXED:  # by positions, or by a mask
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(func.tags)
 

@@ -32,6 +32,7 @@ from brim.planning.solver.streaming import CHOICES, plan_of
 from brim.planning.strategy.effects import Effect
 from brim.planning.subject import Subject
 from brim.requests.generate import Request as GenerateRequest
+from brim.techniques.decoding_graphs import GRAPH_BYTES
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
@@ -163,7 +164,7 @@ def gap(candidate: Candidate) -> float:
     The bound is the least over all partitions' linear programs.
     """
     strategy, case = candidate.strategy, candidate.subject.case
-    hardware, budget, plan = case.hardware, case.budget_bytes, strategy.plan
+    hardware, budget, plan = case.hardware, _without_graphs(candidate), strategy.plan
     choices, slots = plan.choices(STREAMING), plan.settings[RING_SLOTS]
     reached_s = plan_of(strategy.job, hardware, budget, choices, slots).promise.step_s
     alike = [cut for cut in strategy.cuts if cut.experts is strategy.cut.experts]
@@ -179,9 +180,15 @@ def baselines(candidate: Candidate) -> dict[str, float]:
     seconds = {}
     for name, allowed in BASELINES.items():
         with suppress(BudgetError):
-            _, plan = best_plan(jobs, case.hardware, case.budget_bytes, tokens=tokens, allowed=allowed)
+            _, plan = best_plan(jobs, case.hardware, _without_graphs(candidate), tokens=tokens, allowed=allowed)
             seconds[name] = plan.promise.step_s
     return seconds
+
+
+def _without_graphs(candidate: Candidate) -> Mapping[str, int]:
+    """Return the budget that CUDA graphs leave to blocks with the seconds of graphs."""
+    budget, graphs_bytes = candidate.subject.case.budget_bytes, candidate.plan.settings.get(GRAPH_BYTES, 0)
+    return {tier: count - graphs_bytes * (tier == VRAM) for tier, count in budget.items()}
 
 
 def limit(schedule: Schedule, job: Job, machine: Machine) -> str:

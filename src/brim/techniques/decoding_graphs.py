@@ -42,14 +42,17 @@ _COPIES = 16  # of a token's widest tensor in fp32: more than any pass has at on
 def graph_bytes(model: nn.Module, batch: int, tokens: int, *, planned: bool) -> int:
     """The most VRAM that graphs may take for ``batch`` sequences of ``tokens``, beside what plain passes take.
 
-    ``planned``: layers without a window have a cache of that size already.
+    ``planned``: layers without a window have a cache of that size already. 0 where the configuration does not tell.
     """
     config: Any = model.config
     text = config.get_text_config(decoder=True)
-    heads = int(getattr(text, "num_attention_heads", 1))
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    windows = getattr(text, "sliding_window", None) is not None
+    layers = list(getattr(text, "per_layer_config", None) or [text])  # Gemma 4's have heads of several sizes
+    if not all(hasattr(layer, name) for layer in layers for name in ("hidden_size", "num_hidden_layers")):
+        return 0
+    heads = max(int(getattr(layer, "num_attention_heads", 1)) for layer in layers)
+    kv_heads = max(int(getattr(layer, "num_key_value_heads", None) or heads) for layer in layers)
+    dim = max(int(getattr(layer, "head_dim", None) or layer.hidden_size // heads) for layer in layers)
+    windows = any(getattr(layer, "sliding_window", None) is not None for layer in layers)
     parameters = [p for p in model.parameters() if p.dim() == 2]
     widest = max((max(p.shape) for p in parameters), default=0)
     cache = 2 * kv_heads * dim * int(text.num_hidden_layers) * max((p.dtype.itemsize for p in parameters), default=4)

@@ -60,7 +60,6 @@ _COUNT = textwrap.dedent("""
 """)
 
 
-@pytest.mark.thorough
 def test_all_of_a_file_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux begins to read 128 KiB at a request, or a little more, whatever its length."""
     path = tmp_path / "file"
@@ -72,6 +71,7 @@ def test_all_of_a_file_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [begin for begin, _ in asked] == list(range(0, 1_000_000, 128 << 10))
 
 
+@pytest.mark.thorough
 def test_only_what_was_touched_is_counted_and_shared_storages_once(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with path.open("wb") as file:

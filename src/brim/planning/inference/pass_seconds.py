@@ -39,7 +39,7 @@ _HOST_FLOPS_PER_S = 0.6e12
 _METHOD = 2  # raised when the stored values or their format change
 _WATCHING = (dispatch, kv_cache, memory, recorder, step_memory)  # the modules that an observed pass depends on
 _HOP_S = 40e-6  # two synchronous copies of a token's activations, to the host and back
-# What the host launches for a token beside graphs, most by transformers' loop; where tokens are drawn, twice as much.
+# What transformers' loop launches for a token beside the pass; where tokens are drawn, twice as much.
 # tests/gpu/techniques/test_decoding_graphs.py counts them.
 _LOOP_LAUNCHES = 30
 
@@ -83,23 +83,23 @@ class PassSeconds:
 
         ``cuts`` are all cuts that need seconds. ``cache_bytes`` is the largest part of the KV cache that a block on
         the processor moves to RAM, ``joined_bytes`` the further RAM while a token is appended. ``graphs``: CUDA
-        graphs generate the tokens, unless the host waits for values within a pass.
+        graphs generate the tokens.
         """
         seen = plain.observation
         assert seen is not None, "a pass was watched"
         first = prompt or TOKEN not in seen.passes  # the prompt's pass generates the first token
         tokens, work = sizes.batch * (sizes.chunk if first else 1), seen.passes[PROMPT if first else TOKEN]
-        replays = graphs and not first and TOKEN not in seen.waits and not self._rounds_inputs
-        measured = (lambda partition: None) if first or replays else self._measured(sizes, cuts)
+        measured = (lambda partition: None) if first or graphs else self._measured(sizes, cuts)
+        replays = graphs and not first
         hardware = replace(self.hardware, dispatch_s=0.0) if replays else self.hardware
-        loop_s = _LOOP_LAUNCHES * (2 if sizes.drawn else 1) * self.hardware.dispatch_s if replays else 0.0
 
         def seconds(partition: Partition) -> Mapping[str, BlockSeconds]:
             known = measured(partition)
             if known is not None:
                 return known
             rated = dict(rated_seconds(self.module, partition, work, hardware, tokens=tokens))
-            rated[OUTSIDE] = BlockSeconds(forward_s=rated[OUTSIDE].forward_s + loop_s)
+            if replays:
+                rated[OUTSIDE] = BlockSeconds(forward_s=rated[OUTSIDE].forward_s + self.loop_s(sizes))
             return rated
 
         paced = replace(plain, tokens=tokens, seconds=seconds)
@@ -107,6 +107,10 @@ class PassSeconds:
             return paced
         with_host = self._with_host(paced, work, self.host, cache_bytes)
         return replace(with_host, cpu_step_bytes=with_host.cpu_step_bytes + joined_bytes)
+
+    def loop_s(self, sizes: Sizes) -> float:
+        """Return the seconds of transformers' loop for a token: of a pass without graphs they are a small part."""
+        return _LOOP_LAUNCHES * (2 if sizes.drawn else 1) * self.hardware.dispatch_s
 
     def _with_host(self, need: Need, work: PassWork, host: Hardware, cache_bytes: int) -> Need:
         def cpu_seconds(partition: Partition) -> Mapping[str, BlockSeconds]:
@@ -143,11 +147,6 @@ class PassSeconds:
                 )
         # All cuts are stored together, so the first tells for all.
         return known if known(next(iter(cuts)).partition) is not None else lambda partition: None
-
-    @property
-    def _rounds_inputs(self) -> bool:
-        """True for LLM.int8, whose layers wait for the number of outliers in their inputs."""
-        return any(name.endswith(".SCB") for name, _ in self.module.named_parameters())
 
     @cached_property
     def _memory(self) -> Remembered:

@@ -16,6 +16,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -239,7 +240,10 @@ def _computes_alike(block: nn.Module, forward: Callable[..., Any], args: Any, kw
     leaves, structure = tree_leaves((args, kwargs)), tree_structure((args, kwargs))
     training, written = [part for part in block.modules() if part.training], False
     # Each call draws the same random numbers, and leaves the program's own as they were.
-    gpus = {tensor.get_device() for tensor in [*tensors_in(leaves), *block.parameters()] if tensor.is_cuda}
+    devices = {tensor.device for tensor in [*tensors_in(leaves), *block.parameters()]}
+    places = {device.index for device in devices if device.type in accelerator.kinds()}
+    kind = next((device.type for device in devices if device.index in places), accelerator.CUDA)
+    same_numbers = partial(torch.random.fork_rng, places, device_type=kind)
 
     def call(*chosen: int) -> list[Any]:
         nonlocal written
@@ -247,7 +251,7 @@ def _computes_alike(block: nn.Module, forward: Callable[..., Any], args: Any, kw
         taken = [copy_of_cache(leaf) if is_cache(leaf) else leaf for leaf in taken]
         taken = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in taken]
         its_args, its_kwargs = tree_unflatten(taken, structure)
-        with BuffersBefore(block), nullcontext() if _is_traced(leaves) else torch.random.fork_rng(gpus):
+        with BuffersBefore(block), nullcontext() if _is_traced(leaves) else same_numbers():
             outputs = tree_leaves(forward(*its_args, **its_kwargs))
         written |= any(tensor._version > 0 for tensor in tensors_in(taken))
         return outputs

@@ -24,7 +24,7 @@ from brim.techniques.blocks import inner_tensors, with_inner
 
 _STEPS = 3
 _TRIED, _PART = 97, 61  # elements of the last dimension, and of a part
-_GPU_TRIED, _GPU_PART = 128, 64
+_GPU_TRIED, _GPU_PART = 128, 64  # parts end at multiples of 1,024 (state_blocks.py), so at those of these too
 # Options that choose a kernel and not the states; some kernels refuse tensors without values.
 _KERNELS = {"foreach": None, "fused": None, "capturable": False}
 
