@@ -21,7 +21,7 @@ _STATES = {  # for each parameter: tensors of its size, and step counters in flo
     "rmsprop": (1, 1),  # torch/optim/rmsprop.py: square_avg, step
     "adagrad": (1, 1),  # torch/optim/adagrad.py: sum, step
     "lion": (1, 0),  # Chen et al., arXiv 2302.06675: exp_avg
-    "adamw8bit": (2, 1),  # torchao/optim/adam.py and subclass_8bit.py: codes, scale, qmap, step
+    "adamw8bit": (2, 1),  # torchao/optim/adam.py, torchao/optim/subclass_8bit.py: codes, scale, qmap, step
 }
 OPTIMIZERS = tuple(_STATES)
 
