@@ -17,6 +17,7 @@ from brim.errors import BudgetError, UnsupportedError
 from brim.measure import device_rates as measuring
 from brim.measure.capacity import free_bytes
 from brim.planning.inference.machine import budgets, held_to, machine
+from brim.planning.solver import cost_model
 from support.offloaded import EightBits
 from support.pipelines import small_pipeline
 
@@ -178,8 +179,9 @@ CODES_BYTES = 16 * (MIB + MIB // 16 * 4 + 4096)  # the table takes a page of its
     ids=["one", "three", "six", "8 bits", "8 bits wrapped"],
 )
 def test_a_training_whose_states_visit_the_gpu_takes_what_is_promised(
-    make: Any, vram_mib: int, sixteenths: int, states_bytes: int
+    make: Any, vram_mib: int, sixteenths: int, states_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cost_model, "_VISITING_PARTS", (sixteenths,))  # else by this machine's rates
     model = small_layers()
     start_anew()
     before = torch.cuda.memory_reserved()
