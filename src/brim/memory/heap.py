@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
+import psutil
+
 from brim import threads
 from brim.memory.pool import PAGE_BYTES, round_up
 
@@ -51,12 +53,13 @@ _LATE_SHARE, _LATE_BYTES = 0.01, 8 << 20  # below the promise, for growth betwee
 
 
 def return_freed_memory() -> None:
-    """Let freed tensors leave the resident set at once from now on (glibc only).
+    """Return the heap's free memory, and let freed tensors leave the resident set at once from now on (glibc only).
 
     By default glibc raises its threshold for mappings to the size of freed blocks (up to 32 MiB), so that freed
     activations stay in a heap with holes (mallopt(3), M_MMAP_THRESHOLD). Setting the threshold stops that.
     """
     _set(MAPPING_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES)
+    trim()
 
 
 def _set(mapping_threshold_bytes: int, trim_threshold_bytes: int) -> None:
@@ -74,6 +77,12 @@ def collect_and_trim() -> None:
     """Collect garbage, then return the heap's free memory to the system."""
     gc.collect()
     trim()
+
+
+def used_resident_bytes() -> int:
+    """Free garbage and the heap's free memory, which would hide growth, and return the resident set."""
+    collect_and_trim()
+    return int(psutil.Process().memory_info().rss)
 
 
 def trim() -> None:
@@ -139,11 +148,8 @@ class HeapRetention:
         _watched.discard(self)
         self._thread.join()
         return_freed_memory()
-        trim()
 
-    def remove(self) -> None:
-        """Close, as a handle."""
-        self.close()
+    remove = close  # handles are removed
 
     def _watch(self) -> None:
         wait_s = _INTERVAL_S

@@ -12,7 +12,7 @@ from brim import catalog
 from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UsageError
-from brim.measure.capacity import FREE_SHARE, amount_bytes, free_bytes, resident_bytes
+from brim.measure.capacity import FREE_SHARE, amount_bytes, free_bytes
 from brim.measure.probe import probe
 from brim.memory import heap
 from brim.memory.scratch import scratch_folder
@@ -55,7 +55,7 @@ class Machine:
 
         A run finds the machine measured, so its growth is counted from there.
         """
-        return resident_bytes() - self.left_bytes
+        return heap.used_resident_bytes() - self.left_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,13 +244,11 @@ def ram_option(machine: Machine, budget_bytes: int) -> int:
 
 
 def _this(request: Request) -> Machine:
-    heap.trim()  # or holes in the heap would hide the bytes that measuring leaves
-    before_bytes = resident_bytes()
+    before_bytes = heap.used_resident_bytes()
     hardware = probe()
     if request.task == "generate":  # a training streams from files that it writes itself
         hardware = reading_from(hardware, Path(request.model))
-    heap.trim()
-    left_bytes = max(0, resident_bytes() - before_bytes)
+    left_bytes = max(0, heap.used_resident_bytes() - before_bytes)
     budget = budgets(hardware, request.vram, request.ram)
     if request.disk is not None:
         budget[DISK] = amount_bytes(request.disk, DISK, directory=scratch_folder())

@@ -20,7 +20,6 @@ from brim.estimation.inputs import check_positions
 from brim.estimation.models import find_model
 from brim.estimation.silence import quiet
 from brim.estimation.workload import training_precision
-from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.heap import retention_limits
@@ -239,10 +238,8 @@ def _share(model: nn.Module, request: Request, machine: Machine, start_bytes: in
 
 def program_bytes(start_bytes: int) -> dict[str, int]:
     """Return the program's growth until now plus its future bytes beside tensors, per tier."""
-    heap.collect_and_trim()
-    return {
-        tier: count + (tier == RAM) * max(0, resident_bytes() - start_bytes) for tier, count in BESIDE_BYTES.items()
-    }
+    grown_bytes = max(0, heap.used_resident_bytes() - start_bytes)
+    return {tier: count + (tier == RAM) * grown_bytes for tier, count in BESIDE_BYTES.items()}
 
 
 def _model(request: Request, precision: str) -> nn.Module:

@@ -8,7 +8,8 @@ import textwrap
 
 import pytest
 
-from brim.memory.heap import retention_limits
+from brim.measure.capacity import resident_bytes
+from brim.memory.heap import retention_limits, used_resident_bytes
 
 GIB = 1 << 30
 
@@ -111,3 +112,11 @@ _FORKED = textwrap.dedent("""
 def test_a_child_that_is_forked_off_keeps_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", _FORKED], capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_growth_is_counted_without_free_memory() -> None:
+    before_bytes = used_resident_bytes()
+    kept = [bytes(8192) for _ in range(8192)]
+    kept[1:-1] = []
+    assert resident_bytes() - before_bytes > 48 << 20  # the last one keeps the heap from shrinking
+    assert used_resident_bytes() - before_bytes < 8 << 20

@@ -9,7 +9,6 @@ from torch import nn
 
 from brim.core import Hardware
 from brim.core.hardware import RAM, VRAM
-from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.planning.inference.machine import computing
 from brim.planning.seconds.measurement_cache import Remembered
@@ -89,9 +88,7 @@ def _load_kernels(states: torch.Tensor) -> None:
 
 def spent(start_bytes: int) -> dict[str, int]:
     """Growth of the program so far plus ``SLACK_BYTES``, per tier."""
-    heap.collect_and_trim()
-    grown = max(0, resident_bytes() - start_bytes)
-    return {RAM: grown + SLACK_BYTES[RAM], VRAM: SLACK_BYTES[VRAM]}
+    return SLACK_BYTES | {RAM: max(0, heap.used_resident_bytes() - start_bytes) + SLACK_BYTES[RAM]}
 
 
 def most_grown(task: str, model: torch.nn.Module, tokens: int, grown_bytes: int) -> int:

@@ -13,8 +13,8 @@ from brim.accelerator import CUDA
 from brim.core import Hardware, Plan
 from brim.errors import UsageError
 from brim.estimation.step_memory import Inputs, Observation, watch_inference
-from brim.measure.capacity import resident_bytes
 from brim.measure.probe import known
+from brim.memory import heap
 from brim.memory.checkpoint_files import read_checkpoint
 from brim.models.architecture import model_class
 from brim.models.opening import OpenedModel, described_by, open_model, prepare
@@ -101,14 +101,14 @@ def load(
         )
     # Tensors created in inference mode could never be changed outside of it.
     with on(device) as kind, torch.inference_mode(False):
-        start_bytes, folder = resident_bytes(), prepare(model, trust_remote_code=trust_remote_code)
+        start_bytes, folder = heap.used_resident_bytes(), prepare(model, trust_remote_code=trust_remote_code)
         choices = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
         plain = quantization is None and not trust_remote_code
         if plain and (ample := ample_model(folder, choices[0], vram, ram, kind, dtype)):
             return place_ample(ample, ample.open(), start_bytes, graphs=cuda_graphs).module
-        grown_bytes = resident_bytes() - start_bytes
-        hardware = reading_from(machine(kind), folder)  # measuring takes RAM for a moment
-        start_bytes = resident_bytes() - grown_bytes
+        start_bytes -= heap.used_resident_bytes()  # what measuring leaves is not part of a later run
+        hardware = reading_from(machine(kind), folder)
+        start_bytes += heap.used_resident_bytes()
         budget = budgets(hardware, vram, ram, kind)
         if quantization is None:
             opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)

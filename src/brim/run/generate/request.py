@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from brim.core import Plan, Timeline
@@ -339,6 +338,8 @@ def _opened_here(
     if request.verify:
         on_stage("comparing the weights with their checksums")
         verify_files(directory)
+    heap.return_freed_memory()  # what a long prompt's pass frees is counted as long as the heap keeps it
+    start_bytes = heap.used_resident_bytes()
     tokenizer = read_tokenizer(directory, directory.resolve().name)
     rows = [encode(tokenizer, prompt, request.chat, request.system) for prompt in prompts]
     ample = None
@@ -348,19 +349,19 @@ def _opened_here(
         ample = ample_model(directory, inputs, request.vram, request.ram, device)
     if ample is None:
         on_stage("measuring this machine (once)")
+        start_bytes -= heap.used_resident_bytes()  # what measuring and converting leave is not part of a later run
         hardware = machine(device)
         budget = dict(file.plan.budget_bytes) if file else budgets(hardware, request.vram, request.ram, device)
         if precision is not None:
             on_stage("converting the weights (once)")
             open_as(directory, precision, trust_remote_code=trusts)
+        start_bytes += heap.used_resident_bytes()
         hardware = reading_from(hardware, directory)
         given = file is not None or request.ram is not None or request.vram is not None
         budget = within_room(budget, given=given)  # libraries and a conversion have taken some since
     else:
         hardware, budget = ample.hardware, ample.budget
-    heap.return_freed_memory()  # what a long prompt's pass frees is counted as long as the heap keeps it
     with Monitor() as monitor:
-        start_bytes = int(psutil.Process().memory_info().rss)
         opened = ample.open() if ample else open_as(directory, precision, trust_remote_code=trusts)
         _refuse_others(opened)
         if file is not None:
@@ -392,7 +393,7 @@ def _opened_here(
                     yield run
             finally:
                 run.loaded.handle.close()
-        run.usage = monitor.usage()
+        run.usage = replace(monitor.usage(), ram_entry_bytes=start_bytes)
 
 
 def _context(opened: OpenedModel, wanted: int, new_tokens: int) -> int:

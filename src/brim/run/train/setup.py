@@ -12,7 +12,8 @@ from brim.core.files import identities
 from brim.core.hardware import DISK, RAM
 from brim.core.options import build
 from brim.estimation.workload import training_precision
-from brim.measure.capacity import amount_bytes, resident_bytes
+from brim.measure.capacity import amount_bytes
+from brim.memory import heap
 from brim.memory.scratch import scratch_folder
 from brim.models.architecture import read_config
 from brim.models.opening import prepare, read_tokenizer
@@ -56,7 +57,7 @@ class Setup:
             "orders": orders_of(self.request),
             "hardware": self.hardware,
             "budget_bytes": self.budget_bytes,
-            "start_bytes": resident_bytes(),
+            "start_bytes": heap.used_resident_bytes(),
             "plan": self.plan,
         }
         return build(Terms, vars(self.request) | settings)
