@@ -106,7 +106,7 @@ def _least_bytes(workload: Workload, parameters: int) -> int:
         return weights
     dtype = torch.float32 if _BITS[workload.precision or "fp32"] == 32 else torch.bfloat16
     held = torch.empty(parameters, dtype=dtype, device="meta")
-    return 2 * held.nbytes + sum(optimizers.state_bytes(workload.optimizer or "adamw", [held]))
+    return 2 * held.nbytes + optimizers.state_bytes(workload.optimizer or "adamw", [held])
 
 
 def _process_bytes(study: Study, workload: Workload, *, checked: bool) -> int | None:

@@ -152,14 +152,12 @@ def _spent(subject: Subject, opened: Any, start_bytes: int) -> Mapping[str, int]
         tokenizer = open_tokenizer(opened)
     except ModelError:  # ``brim generate`` will say so; ``brim.load`` needs none
         tokenizer = None
-    warm_up(subject.module, subject.machine.hardware, subject.inputs.prompt * subject.inputs.batch)
+    tokens = subject.inputs.prompt * subject.inputs.batch
+    warm_up(subject.module, subject.machine.hardware, tokens)
     assert subject.shape is None or subject.shape.layers  # the access leaves memory behind, which is measured too
     spent_bytes = spent(start_bytes)
     del tokenizer
-    tokens = subject.inputs.prompt * subject.inputs.batch
-    grown = spent_bytes[RAM]
-    if not subject.machine.left_bytes:  # memory left by measuring is not in a run
-        grown = most_grown("generate", subject.module, tokens, grown)
+    grown = most_grown("generate", subject.module, tokens, spent_bytes[RAM], subject.machine.left_bytes)
     return {**spent_bytes, RAM: grown + _BETWEEN_RUNS_BYTES}
 
 

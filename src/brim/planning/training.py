@@ -6,6 +6,7 @@ import importlib.util
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from brim.estimation.inputs import check_positions
 from brim.estimation.models import find_model
 from brim.estimation.silence import quiet
 from brim.estimation.workload import training_precision
-from brim.memory import heap
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.heap import retention_limits
 from brim.memory.pool import PAGE_BYTES
@@ -28,7 +28,7 @@ from brim.models.training_model import make_optimizer, with_adapters
 from brim.planning import factory
 from brim.planning.factory import is_factory
 from brim.planning.file import described, parameter_count, quantized_module
-from brim.planning.inference.warm_up import most_grown, warm_up
+from brim.planning.inference.warm_up import most_grown, spent, warm_up
 from brim.planning.request import PLAN_FILE, Machine, Proposal, Request
 from brim.planning.seconds.block_timing import block_seconds
 from brim.planning.solver.step_profile import Limits
@@ -78,7 +78,7 @@ def states_of(request: Request) -> int:
     """Return the bytes of weights and optimizer states, which a full training keeps in its tiers."""
     dtype = weights_dtype("full", precision_of(request, VRAM)[0])
     held = torch.empty(parameter_count(request.model), dtype=dtype, device="meta")
-    return held.nbytes + sum(optimizers.state_bytes(request.optimizer, [held]))
+    return held.nbytes + optimizers.state_bytes(request.optimizer, [held])
 
 
 def _refuse_states(request: Request, machine: Machine) -> None:
@@ -147,7 +147,7 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> TrainingCas
     step = _step_of(request, machine, model, partition, dict(_sources(model, base)), inputs, start_bytes)
     return TrainingCase(
         step=step,
-        state_bytes=lambda trained: sum(optimizers.state_bytes(request.optimizer, trained)),
+        state_bytes=partial(optimizers.state_bytes, request.optimizer),
         precision=precision,
         limits=training_limits(model, precision, machine.budget_bytes, clips=False, adapters=adapters),
         tokens=request.seq,
@@ -227,19 +227,12 @@ def _share(model: nn.Module, request: Request, machine: Machine, start_bytes: in
     """Return a function for the program's bytes beside tensors here: its growth, or a larger earlier one."""
 
     def share() -> dict[str, int]:
-        program = program_bytes(start_bytes)
-        tokens, grown = request.batch * request.seq, program[RAM]
-        if not machine.left_bytes:  # memory left by measuring is not in a run
-            grown = most_grown(f"train {request.method}", model, tokens, grown)
+        program = spent(start_bytes, BESIDE_BYTES)
+        tokens = request.batch * request.seq
+        grown = most_grown(f"train {request.method}", model, tokens, program[RAM], machine.left_bytes)
         return {**program, RAM: grown + _BETWEEN_RUNS_BYTES}
 
     return share
-
-
-def program_bytes(start_bytes: int) -> dict[str, int]:
-    """Return the program's growth until now plus its future bytes beside tensors, per tier."""
-    grown_bytes = max(0, heap.used_resident_bytes() - start_bytes)
-    return {tier: count + (tier == RAM) * grown_bytes for tier, count in BESIDE_BYTES.items()}
 
 
 def _model(request: Request, precision: str) -> nn.Module:

@@ -69,6 +69,11 @@ def with_inner(tensor: torch.Tensor, inner: Iterator[torch.Tensor]) -> torch.Ten
     return wrapper
 
 
+def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """``tensor``, or one like it that wraps the same tensors, on ``device``."""
+    return with_inner(tensor, (inner.to(device) for inner in inner_tensors(tensor)))
+
+
 def groups_within(
     parameters: Iterable[nn.Parameter], limit_bytes: int, bytes_of: Callable[[nn.Parameter], int]
 ) -> list[list[nn.Parameter]]:

@@ -88,12 +88,12 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-def state_bytes(name: str, parameters: Iterable[torch.Tensor]) -> list[int]:
-    """The bytes of the optimizer's state for each of ``parameters`` after a step, step counters included.
+def state_bytes(name: str, parameters: Iterable[torch.Tensor]) -> int:
+    """The bytes of the optimizer's states of ``parameters`` after a step, step counters included.
 
     PyTorch keeps its counters (4 bytes each) in RAM unless the optimizer is fused or capturable.
     """
-    return [optimizer_states.state_bytes(name, p.shape, p.dtype.itemsize) for p in parameters]
+    return sum(optimizer_states.state_bytes(name, p.shape, p.dtype.itemsize) for p in parameters)
 
 
 def _maker(name: str) -> Callable[..., Optimizer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from brim.techniques import precision as precisions
 # Packing buffers of kernels, thread stacks and slack of the heap, beside measured and predicted bytes.
 SLACK_BYTES = {RAM: 24 << 20, VRAM: 64 << 20}
 _WARM_SIZE, _WARM_ROWS = 2048, 512  # the libraries split larger products into such pieces themselves
-_METHOD = 1  # raised when the measurement of most_grown changes
+_METHOD = 2  # raised when the measurement of most_grown changes
 _WORTH_BYTES = 1 << 20  # a smaller difference is not written down
 
 
@@ -86,17 +86,20 @@ def _load_kernels(states: torch.Tensor) -> None:
         wide[:, -1].argmax(-1)
 
 
-def spent(start_bytes: int) -> dict[str, int]:
-    """Growth of the program so far plus ``SLACK_BYTES``, per tier."""
-    return SLACK_BYTES | {RAM: max(0, heap.used_resident_bytes() - start_bytes) + SLACK_BYTES[RAM]}
+def spent(start_bytes: int, slack_bytes: Mapping[str, int] = SLACK_BYTES) -> dict[str, int]:
+    """Growth of the program so far plus ``slack_bytes``, per tier."""
+    return {**slack_bytes, RAM: max(0, heap.used_resident_bytes() - start_bytes) + slack_bytes[RAM]}
 
 
-def most_grown(task: str, model: torch.nn.Module, tokens: int, grown_bytes: int) -> int:
+def most_grown(task: str, model: torch.nn.Module, tokens: int, grown_bytes: int, left_bytes: int = 0) -> int:
     """Return ``grown_bytes``, or a larger earlier value for the same ``task`` and a ``model`` of the same size.
 
     A run is a process of its own: it loads libraries' code, the tokenizer, heaps and kernels' buffers anew. A process
-    that plans twice sees their size only the first time, so the largest value of a model is kept.
+    that plans twice sees their size only the first time, so the largest value of a model is kept. Not where measuring
+    the machine has just left some (``left_bytes``) that a run does not have.
     """
+    if left_bytes:
+        return grown_bytes
     parameters = sum(parameter.numel() for parameter in model.parameters())
     memory = Remembered("program-share", (_METHOD, torch.__version__, torch.get_num_threads()))
     name = f"{task} {type(model).__name__} {parameters} {tokens}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+import functools
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,13 @@ import torch
 
 from brim import accelerator
 from brim.errors import ModelError, UnsupportedError
-from brim.memory.checkpoint_writing import Layout
+from brim.techniques.blocks import moved
+from brim.techniques.optimizer_offload.state_blocks import Field
+from brim.techniques.optimizer_offload.states import copy_inner
 from brim.techniques.optimizer_offload.step_context import place_counters
+from brim.techniques.optimizer_offload.trial import StateTensor, Trial, kind
+
+_BYTES = ".bytes"
 
 
 def rng_state() -> dict[str, Any]:
@@ -66,29 +72,63 @@ def optimizer_numbers(optimizer: torch.optim.Optimizer, names: Mapping[torch.Ten
     return {"class": type(optimizer).__name__, "groups": groups, "values": values, "beside": beside}
 
 
-def optimizer_layout(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> list[Layout]:
-    """Every state tensor, named ``PARAMETER.KEY`` (``model.norm.weight.exp_avg``)."""
-    return [(name, value.dtype, tuple(value.shape)) for name, value in optimizer_tensors(optimizer, names)]
-
-
 def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], *, values: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every state tensor by name. Raises UnsupportedError for tensor subclasses."""
-    states = [(names[p], key, value) for p, state in optimizer.state.items() for key, value in state.items()]
-    return saveable((f"{name}.{key}", value) for name, key, value in states if isinstance(value, torch.Tensor))
+    """Every state tensor, named ``PARAMETER.KEY`` (``model.norm.weight.exp_avg``). ``values`` False: on meta."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{names[parameter]}.{key}", value if values else StateTensor.of(key, value).like
 
 
-def saveable(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield state ``tensors`` by name. Raises UnsupportedError for tensor subclasses."""
-    for name, value in tensors:
-        if hasattr(value, "__tensor_flatten__"):
-            raise UnsupportedError(
-                f"Cannot save {name}.",
-                f"It is a {type(value).__name__}, which safetensors cannot hold.",
-                "Train with another optimizer, or save without its state.",
-            )
-        yield name, value
+class WrappedStates:
+    """Converts the states of an optimizer that wrap other tensors to bytes and back (codes and scales of 8 bits).
+
+    safetensors holds plain tensors only. ``names``: parameter -> name.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+        self._trial = functools.cache(lambda: Trial(optimizer))  # it refuses some that have no such states
+        groups = enumerate(optimizer.param_groups)
+        self._parameters = {names[p]: (number, p) for number, group in groups for p in group["params"]}
+
+    def packed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield state ``tensors`` by name, the bytes of one that wraps others as ``NAME.bytes``.
+
+        Raises UnsupportedError for one that the optimizer would not create for that parameter.
+        """
+        for name, value in tensors:
+            if hasattr(value, "__tensor_flatten__"):
+                field = self._field(name)
+                if field is None or kind(field.like) != kind(value):
+                    raise UnsupportedError(
+                        f"Cannot save {name}.",
+                        f"It is a {type(value).__name__}, which safetensors cannot hold.",
+                        "Train with another optimizer, or save without its state.",
+                    )
+                flat = torch.zeros(field.bytes, dtype=torch.uint8, device="meta" if value.is_meta else "cpu")
+                copy_inner(field.view(flat), value)
+                name, value = name + _BYTES, flat
+            yield name, value
+
+    def unpacked(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the states of ``packed``. Raises ModelError for bytes that are not those of a state."""
+        for name, value in tensors:
+            if name.endswith(_BYTES):
+                name = name.removesuffix(_BYTES)
+                field = self._field(name)
+                if field is None or field.bytes != value.numel():
+                    raise _another(f"It has {value.numel()} bytes of {name}, which this optimizer does not keep so.")
+                value = field.view(value)
+            yield name, value
+
+    def _field(self, name: str) -> Field | None:
+        owner, _, key = name.rpartition(".")
+        if owner not in self._parameters:
+            return None
+        states = self._trial().state_tensors(*self._parameters[owner])
+        return next((Field(parameter=0, key=key, like=s.like, offset=0) for s in states if s.key == key), None)
 
 
 def restore_optimizer(
@@ -96,26 +136,33 @@ def restore_optimizer(
     names: Mapping[torch.Tensor, str],
     numbers: Mapping[str, Any],
     tensors: Iterable[tuple[str, torch.Tensor]],
+    load: Callable[[str, torch.Tensor], None] | None = None,
 ) -> None:
-    """Restore ``optimizer`` to the state of ``numbers`` and ``tensors``, bit for bit.
+    """Restore ``optimizer`` to the state of ``numbers`` and ``tensors``, bit for bit. ``load`` sets offloaded states.
 
     Raises ModelError for another class of optimizer or other parameters, naming the first; nothing has changed then.
     Raises it too when it comes to a state of a parameter that is not trained.
     """
     restore_settings(optimizer, names, numbers)
     parameters = {name: parameter for parameter, name in names.items()}
-    optimizer.state.clear()
+    if load is None:
+        optimizer.state.clear()
     for name, plain in numbers["values"].items():
-        optimizer.state[parameters[name]] = dict(plain)
+        if plain:
+            optimizer.state[parameters[name]].update(plain)
     beside = set(numbers["beside"])
-    for name, value in tensors:
+    for name, value in WrappedStates(optimizer, names).unpacked(tensors):
+        if load is not None:
+            load(name, value)
+            continue
         owner, _, key = name.rpartition(".")
         parameter = parameters.get(owner)
         if parameter is None:
             raise _another(f"It has a state {key} of {owner}, a parameter that is not trained now.")
         device = "cpu" if name in beside else parameter.device
-        optimizer.state[parameter][key] = value.to(device)
-    place_counters(optimizer)  # it may have stepped in RAM when it was saved
+        optimizer.state[parameter][key] = moved(value, device)
+    if load is None:
+        place_counters(optimizer)  # it may have stepped in RAM when it was saved
 
 
 def restore_settings(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -245,11 +246,11 @@ class Fitted(Readable):
     def states(self, names: Mapping[torch.Tensor, str]) -> tuple[list[Layout], Iterator[tuple[str, torch.Tensor]]]:
         """Layout of the optimizer's state tensors, and the tensors, read one at a time. ``names``: parameter ->
         name."""
-        layout = training_state.optimizer_layout(self.optimizer, names)
-        if self.offload is None:
-            return layout, training_state.optimizer_tensors(self.optimizer, names)
-        announced = {name for name, _, _ in layout}
-        return layout, training_state.saveable(pair for pair in self.offload.iter_state() if pair[0] in announced)
+        wrapped = training_state.WrappedStates(self.optimizer, names)
+        own = partial(training_state.optimizer_tensors, self.optimizer, names)
+        read = own if self.offload is None else self.offload.iter_state
+        layout = [(name, value.dtype, tuple(value.shape)) for name, value in wrapped.packed(read(values=False))]
+        return layout, wrapped.packed(read())
 
     def load_states(
         self,
@@ -258,16 +259,8 @@ class Fitted(Readable):
         tensors: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
         """Restore the results of ``states`` and ``training_state.optimizer_numbers``."""
-        if self.offload is None:
-            training_state.restore_optimizer(self.optimizer, names, numbers, tensors)
-            return
-        training_state.restore_settings(self.optimizer, names, numbers)
-        parameters = {name: parameter for parameter, name in names.items()}
-        for name, plain in numbers["values"].items():
-            if plain:
-                self.optimizer.state[parameters[name]].update(plain)
-        for name, tensor in tensors:
-            self.offload.load_state(name, tensor)
+        load = None if self.offload is None else self.offload.load_state
+        training_state.restore_optimizer(self.optimizer, names, numbers, tensors, load)
 
     def timeline(self) -> Timeline:
         """Memory events since the model was fitted. The fact ``held_bytes.disk`` is the peak of the scratch file."""

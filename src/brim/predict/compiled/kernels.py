@@ -331,18 +331,13 @@ _LIBRARY.define("fused(Tensor[] inputs, str layouts) -> Tensor[]")
 _LIBRARY.define("fused_(Tensor[] inputs, Tensor(a!)[] over, str layouts) -> Tensor[]")
 
 
-def _on_fake_tensors(inputs: Sequence[torch.Tensor], layouts: str) -> list[torch.Tensor]:
+def _on_fake_tensors(*arguments: Any) -> list[torch.Tensor]:
+    layouts = arguments[-1]
     return [_empty(layout) for layout in layouts.split("|")] if layouts else []
 
 
-def _over_fake_tensors(
-    inputs: Sequence[torch.Tensor], over: Sequence[torch.Tensor], layouts: str
-) -> list[torch.Tensor]:
-    return _on_fake_tensors(inputs, layouts)
-
-
 torch.library.register_fake("brim::fused", _on_fake_tensors, lib=_LIBRARY)
-torch.library.register_fake("brim::fused_", _over_fake_tensors, lib=_LIBRARY)
+torch.library.register_fake("brim::fused_", _on_fake_tensors, lib=_LIBRARY)
 
 
 def _fused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from brim.memory.heap import HeapLimits, HeapRetention, retention_limits, watche
 from brim.models.training_model import TrainingModel, make_optimizer, open_training_model
 from brim.planning.file import PlanFile
 from brim.planning.inference.machine import Device, make_memory
-from brim.planning.inference.warm_up import warm_up
+from brim.planning.inference.warm_up import spent, warm_up
 from brim.planning.proof import check_promise
 from brim.planning.seconds.spans import ComputeSpans
 from brim.planning.strategy.case import TrainingCase, TrainingStrategy
@@ -32,7 +33,7 @@ from brim.planning.strategy.predicted_timeline import placed
 from brim.planning.strategy.prediction import Prediction, TrainingStep, works_in_place
 from brim.planning.strategy.search import TrainingSearch
 from brim.planning.strategy.step import Fitted, apply_choice
-from brim.planning.training import program_bytes, training_limits
+from brim.planning.training import BESIDE_BYTES, training_limits
 from brim.run.train.plan import partition_of
 from brim.techniques import optimizers
 from brim.techniques.blocks import Partition, find_blocks
@@ -195,7 +196,7 @@ def training_case(terms: Terms, training_model: TrainingModel) -> TrainingCase:
         device=terms.device,
         budget_bytes=terms.budget_bytes,
         clip_norm=terms.clip_norm,
-        spent_bytes=lambda: program_bytes(terms.start_bytes),
+        spent_bytes=partial(spent, terms.start_bytes, BESIDE_BYTES),
     )
     limits = training_limits(
         model, terms.precision, terms.budget_bytes, clips=terms.clip_norm is not None, adapters=training_model.stay
@@ -203,7 +204,7 @@ def training_case(terms: Terms, training_model: TrainingModel) -> TrainingCase:
     limits = within(orders, limits)
     return TrainingCase(
         step=step,
-        state_bytes=lambda trained: sum(optimizers.state_bytes(terms.optimizer, trained)),
+        state_bytes=partial(optimizers.state_bytes, terms.optimizer),
         precision=terms.precision,
         limits=limits,
         tokens=terms.seq,

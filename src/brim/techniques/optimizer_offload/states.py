@@ -24,7 +24,7 @@ from brim.core.hardware import DISK
 from brim.errors import UsageError
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Memory
-from brim.techniques.blocks import inner_tensors, tensor_bytes, with_inner
+from brim.techniques.blocks import inner_tensors, moved, tensor_bytes
 from brim.techniques.offloaded_tensor import OffloadedTensor, offloaded_tensor
 from brim.techniques.optimizer_offload.state_blocks import (
     Field,
@@ -34,7 +34,7 @@ from brim.techniques.optimizer_offload.state_blocks import (
     lay_out,
     single_unit,
 )
-from brim.techniques.optimizer_offload.trial import StateTensor, Trial, kind
+from brim.techniques.optimizer_offload.trial import kind
 from brim.techniques.records import Records
 
 _TODO = "Read states by handle.iter_state() or optimizer.state_dict(), or call handle.remove() first."
@@ -158,11 +158,8 @@ class States:
 
     def _joined(self, index: int, parameter: int, last: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a parameter, given that of its ``last`` part."""
-        tensors = {tensor.key: tensor for tensor in self._blocks[index].state_tensors[parameter]}
-        return {
-            key: self._offloaded(index, parameter, tensors[key]) if key in tensors else value
-            for key, value in last.items()
-        }
+        keys = {tensor.key for tensor in self._blocks[index].state_tensors[parameter]}
+        return {key: self._offloaded(index, parameter, key) if key in keys else value for key, value in last.items()}
 
     @contextlib.contextmanager
     def _fetched(
@@ -202,18 +199,19 @@ class States:
                 if not inside or inner.storage_offset() != place.storage_offset():
                     copies.append((place, inner.clone() if inside else inner))  # it may be in another state's place
             owner = stored.owner(field)
-            state[field.key] = self._offloaded(index, owner, self._tensor(index, owner, field.key))
+            state[field.key] = self._offloaded(index, owner, field.key)
         for place, value in copies:
             place.copy_(value)
 
-    def _tensor(self, index: int, parameter: int, key: str) -> StateTensor:
-        return next(t for t in self._blocks[index].state_tensors[parameter] if t.key == key)
+    def like(self, index: int, parameter: int, key: str) -> torch.Tensor:
+        """A state's shape and kind, on the meta device."""
+        return next(t.like for t in self._blocks[index].state_tensors[parameter] if t.key == key)
 
-    def _offloaded(self, index: int, parameter: int, tensor: StateTensor) -> OffloadedTensor:
+    def _offloaded(self, index: int, parameter: int, key: str) -> OffloadedTensor:
         block = self._blocks[index]
         device = block.parameters[parameter].device
-        what = f"The optimizer state {block.names[parameter]}.{tensor.key}"
-        like = tensor.like
+        what = f"The optimizer state {block.names[parameter]}.{key}"
+        like = self.like(index, parameter, key)
         return offloaded_tensor(like.shape, like.stride(), like.dtype, device, what=what, todo=self._todo)
 
     # -- all states of a block
@@ -242,17 +240,16 @@ class States:
             try:
                 for field in in_memory:
                     value = self.state(index, stored.owner(field))[field.key]
-                    _copy(field.view(flat), stored.unit[field.parameter].of(value))
+                    copy_inner(field.view(flat), stored.unit[field.parameter].of(value))
             finally:
                 self.records.leave(stored.record)
             taken |= {(stored.owner(field), field.key) for field in in_memory}
         for parameter, key in taken:
-            tensor = self._tensor(index, parameter, key)
-            self.state(index, parameter)[key] = self._offloaded(index, parameter, tensor)
+            self.state(index, parameter)[key] = self._offloaded(index, parameter, key)
 
     def _is_in_memory(self, index: int, parameter: int, key: str) -> bool:
         """Return whether the optimizer has this state in memory, of the expected kind."""
-        value, like = self.state(index, parameter).get(key), self._tensor(index, parameter, key).like
+        value, like = self.state(index, parameter).get(key), self.like(index, parameter, key)
         return isinstance(value, torch.Tensor) and type(value) is type(like) and kind(value) == kind(like)
 
     def restore(self) -> None:
@@ -266,15 +263,13 @@ class States:
     def _restore(self, index: int) -> None:
         for number, parameter in enumerate(self._blocks[index].parameters):
             for key in self.offloaded_keys(index, number):
-                value = self.value(index, number, key)
-                inner = (tensor.to(parameter.device) for tensor in inner_tensors(value))
-                self.state(index, number)[key] = with_inner(value, inner)
+                self.state(index, number)[key] = moved(self.value(index, number, key), parameter.device)
 
     # -- single states
 
     def value(self, index: int, parameter: int, key: str) -> torch.Tensor:
         """A copy of a state on the CPU."""
-        like, fields = self._tensor(index, parameter, key).like, list(self._fields(index, parameter, key))
+        like, fields = self.like(index, parameter, key), list(self._fields(index, parameter, key))
         if len(fields) == 1:
             return self._read(*fields[0])
         value = torch.empty(like.shape, dtype=like.dtype)
@@ -296,27 +291,21 @@ class States:
         state, tensors = self.state(index, parameter), self._blocks[index].state_tensors[parameter]
         return [tensor.key for tensor in tensors if type(state.get(tensor.key)) is OffloadedTensor]
 
-    def load(self, index: int, parameter: int, key: str, tensor: torch.Tensor, sample: Mapping[str, Any]) -> None:
-        """Set a state of a parameter to ``tensor``. Raises UsageError if its shape is wrong."""
-        block = self._blocks[index]
-        state = self._optimizer.state[block.parameters[parameter]]
-        name = f"{block.names[parameter]}.{key}"
-        expected = next((t for t in block.state_tensors[parameter] if t.key == key), None)
-        if expected is None:
-            state[key] = as_number(tensor, sample.get(key))
-            return
-        if [t.shape for t in inner_tensors(tensor)] != [t.shape for t in inner_tensors(expected.like)]:
+    def load(self, index: int, parameter: int, key: str, tensor: torch.Tensor) -> None:
+        """Set an offloaded state of a parameter to ``tensor``. Raises UsageError if its shape is wrong."""
+        block, like = self._blocks[index], self.like(index, parameter, key)
+        if [t.shape for t in inner_tensors(tensor)] != [t.shape for t in inner_tensors(like)]:
             raise UsageError(
-                f"Cannot load {name} of shape {list(tensor.shape)}.",
-                f"The optimizer keeps shape {list(expected.like.shape)} for this parameter.",
+                f"Cannot load {block.names[parameter]}.{key} of shape {list(tensor.shape)}.",
+                f"The optimizer keeps shape {list(like.shape)} for this parameter.",
                 "Load a state that was saved for this model with this optimizer and its options.",
             )
         for stored, field in self._fields(index, parameter, key):
             part = torch.empty(field.bytes, dtype=torch.uint8)
             place = replace(field, offset=0).view(part)
-            _copy(place, stored.unit[field.parameter].of(tensor))
+            copy_inner(place, stored.unit[field.parameter].of(tensor))
             self.records.put(stored.record, field.offset, part)
-        state[key] = self._offloaded(index, parameter, expected)
+        self._optimizer.state[block.parameters[parameter]][key] = self._offloaded(index, parameter, key)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -341,7 +330,7 @@ def _places(
     return places
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy_inner(target: torch.Tensor, source: torch.Tensor) -> None:
     for place, value in zip(inner_tensors(target), inner_tensors(source), strict=True):
         place.copy_(value)  # the copy_ of a tensor that wraps others may leave some of them out
 
@@ -384,13 +373,6 @@ class _NewStates(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def as_number(tensor: torch.Tensor, sample: Any) -> Any:
-    """Convert ``tensor`` to the type of ``sample``, a value of the same optimizer."""
-    if isinstance(sample, torch.Tensor):
-        return tensor.to(sample.dtype).clone() if sample.dim() == 0 else tensor.clone()
-    return tensor.clone() if sample is None else type(sample)(tensor.item())
-
-
 class OptimizerState:
     """The complete state of an optimizer, for ``state_dict`` and checkpoints.
 
@@ -403,10 +385,10 @@ class OptimizerState:
         blocks: Mapping[int, StateBlock],
         offloaded: Mapping[int, StateBlock],
         states: States,
-        trial: Trial,
     ) -> None:
-        self._optimizer, self._states, self._trial = optimizer, states, trial
+        self._optimizer, self._states = optimizer, states
         self._blocks, self._offloaded = blocks, offloaded
+        self._places = {name: (i, n) for i, block in blocks.items() for n, name in enumerate(block.names)}
         self._hooks = [
             optimizer.register_state_dict_post_hook(self._fill, prepend=True),
             optimizer.register_load_state_dict_post_hook(lambda _: states.take_all(), prepend=True),
@@ -414,41 +396,40 @@ class OptimizerState:
         self._load_before = vars(optimizer).get("load_state_dict")
         vars(optimizer)["load_state_dict"] = self._load
 
-    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every state and number as (parameter's name + "." + key, tensor on the CPU), loaded one at a time."""
+    def items(self, *, values: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every state tensor as (parameter's name + "." + key, tensor on the CPU), loaded one at a time.
+
+        ``values`` False: offloaded ones on the meta device.
+        """
         for index, block in self._blocks.items():
             for number, (name, parameter) in enumerate(zip(block.names, block.parameters, strict=True)):
                 offloaded = self._states.offloaded_keys(index, number) if index in self._offloaded else []
                 for key, value in list(self._optimizer.state.get(parameter, {}).items()):
                     if key in offloaded:
-                        yield f"{name}.{key}", self._states.value(index, number, key)
+                        read = self._states.value if values else self._states.like
+                        yield f"{name}.{key}", read(index, number, key)
                     elif isinstance(value, torch.Tensor):
                         yield f"{name}.{key}", value.detach().cpu()
-                    elif isinstance(value, (bool, int, float)):
-                        yield f"{name}.{key}", torch.tensor(value)
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Set a state from ``items``. Raises UsageError for a name or a shape that this optimizer lacks."""
+        """Set a state from ``items``, which may keep ``tensor``.
+
+        Raises UsageError for a name or a shape that this optimizer lacks.
+        """
         path, _, key = name.rpartition(".")
-        index = next((i for i, block in self._blocks.items() if path in block.names), None)
-        if index is not None:
-            number = self._blocks[index].names.index(path)
-            parameter = self._blocks[index].parameters[number]
-            groups = enumerate(self._optimizer.param_groups)
-            group = next(g for g, options in groups if any(p is parameter for p in options["params"]))
-            sample = self._trial.sample(group, parameter)
-        if index is None or key not in sample:
+        index, number = self._places.get(path, (None, 0))
+        keys = [] if index is None else [state.key for state in self._blocks[index].state_tensors[number]]
+        if index is None or (key not in keys and tensor.dim() and tensor.numel()):
             raise UsageError(
                 f"Cannot load the optimizer state {name!r}.",
                 f"{type(self._optimizer).__name__} has no such state.",
                 "Load a state that was saved for this model with this kind of optimizer.",
             )
-        if index in self._offloaded:
-            self._states.load(index, number, key, tensor, sample)
-            return
-        value = as_number(tensor, sample[key])
-        moved = value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value
-        self._optimizer.state[parameter][key] = moved
+        parameter = self._blocks[index].parameters[number]
+        if index in self._offloaded and key in keys:
+            self._states.load(index, number, key, tensor)
+        else:
+            self._optimizer.state[parameter][key] = moved(tensor, parameter.device) if tensor.dim() else tensor
 
     def _fill(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         numbers = {

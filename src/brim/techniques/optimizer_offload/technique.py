@@ -107,7 +107,7 @@ def apply(
         brief=brief,
         gpu_sixteenths=gpu_sixteenths,
     )
-    return OptimizerOffload(model, optimizer, memory, blocks, trial, choices, streaming)
+    return OptimizerOffload(model, optimizer, memory, blocks, choices, streaming)
 
 
 class OptimizerOffload:
@@ -119,7 +119,6 @@ class OptimizerOffload:
         optimizer: Optimizer,
         memory: Memory,
         blocks: Sequence[StateBlock],
-        trial: Trial,
         choices: Choices,
         streaming: WeightStreaming | None,
     ) -> None:
@@ -141,7 +140,7 @@ class OptimizerOffload:
         self._background = BackgroundUpdates(memory, self._storage.host_copy)
         self._arrivals = Arrivals(self.blocks, self._complete, self._over)
         self._plain_step = vars(optimizer).get("step")
-        self._state = OptimizerState(optimizer, self.blocks, self._storage.offloaded, self._storage.states, trial)
+        self._state = OptimizerState(optimizer, self.blocks, self._storage.offloaded, self._storage.states)
         step = stepping(optimizer, self._plain_step is not None, self._step_all, lambda: self._removed)
         vars(optimizer)["step"] = self._step = types.MethodType(step, optimizer)
         vars(optimizer)[HANDLE_ATTRIBUTE] = self
@@ -361,9 +360,12 @@ class OptimizerOffload:
 
     # -- all states
 
-    def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every state and number as (parameter's name + "." + key, tensor on the CPU), loaded one at a time."""
-        return self._state.items()
+    def iter_state(self, *, values: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every state tensor as (parameter's name + "." + key, tensor on the CPU), loaded one at a time.
+
+        ``values`` False: offloaded ones on the meta device.
+        """
+        return self._state.items(values=values)
 
     def load_state(self, name: str, tensor: torch.Tensor) -> None:
         """Set a state from ``iter_state``. Raises UsageError for a name or a shape that this optimizer lacks."""

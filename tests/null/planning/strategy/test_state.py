@@ -11,7 +11,6 @@ import torch
 
 from brim.errors import ModelError
 from brim.planning.strategy.state import (
-    optimizer_layout,
     optimizer_numbers,
     optimizer_tensors,
     restore_optimizer,
@@ -20,7 +19,7 @@ from brim.planning.strategy.state import (
     rng_state,
 )
 from brim.run.checkpoint.contents import model_tensors
-from brim.run.checkpoint.reading import latest
+from brim.run.checkpoint.reading import latest, layout_of
 from brim.run.checkpoint.saver import Checkpointer, Tensors
 from support.trained import same_state
 
@@ -61,7 +60,7 @@ def test_training_goes_on_bit_for_bit_after_a_restart(tmp_path: Path, make: obje
     state = {"rng": rng_state(), "optimizer": optimizer_numbers(optimizer, names)}
     kept = Tensors(
         stem="optimizer",
-        layout=optimizer_layout(optimizer, names),
+        layout=layout_of(dict(optimizer_tensors(optimizer, names))),
         values=optimizer_tensors(optimizer, names),
     )
     with Checkpointer(tmp_path) as keeper:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import brim
-from brim.errors import UnsupportedError
+from brim.errors import ModelError, UnsupportedError
+from brim.memory.checkpoint_writing import write_safetensors
+from brim.planning.strategy.state import WrappedStates, optimizer_numbers
 from brim.techniques.offloaded_tensor import OffloadedTensor
 from brim.techniques.optimizer_offload.technique import apply
 from support.offloaded import MIB, ON_GPU, EightBits, assert_same, assert_same_state, machine, offloaded
@@ -97,11 +101,72 @@ def test_a_plan_counts_their_bytes(wrapped: bool) -> None:
     assert handle.choice.states == "ram"
     assert train(model, optimizer, range(3)) == train(twin, plain, range(3))
     assert handle.memory.ram.peak_bytes == handle.plan.promise.peak_bytes["ram"]
-    if wrapped:
-        with pytest.raises(UnsupportedError, match="Codes, which safetensors cannot hold"):
-            list(handle.states({parameter: name for name, parameter in model.named_parameters()})[1])
     handle.remove()
     assert_same(model, twin)
+
+
+def fitted(model: nn.Module, optimizer: torch.optim.Optimizer, weights_factor: float) -> Any:
+    """The handle of a training in so many times the bytes of the weights."""
+    vram_bytes = int(weights_factor * sum(p.nbytes for p in model.parameters()))
+    example = torch.zeros(8, WIDTH)
+    return brim.fit(model, optimizer, vram=vram_bytes, ram="64MiB", device="emulated", example=example)
+
+
+def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("states", "factor"), [("keep", 20.0), ("ram", 2.6)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(EightBits, marks=pytest.mark.thorough),
+        lambda p: EightBits(p, wrapped=True),
+        pytest.param(of_torchao, marks=pytest.mark.thorough),  # it is compiled
+        pytest.param(of_bitsandbytes, marks=pytest.mark.thorough),
+    ],
+    ids=["beside", "wrapped", "torchao", "bitsandbytes"],
+)
+def test_a_checkpoint_without_pickle_holds_them(make: Any, states: str, factor: float, tmp_path: Path) -> None:
+    twin, model = net(), net()
+    plain, optimizer = make(twin.parameters()), make(model.parameters())
+    handle = fitted(model, optimizer, factor)
+    assert handle.choice.states == states
+    assert train(model, optimizer, range(3)) == train(twin, plain, range(3))
+    layout, values = handle.states(names_of(model))
+    write_safetensors(tmp_path / "states.safetensors", layout, values)
+    numbers = json.loads(json.dumps(optimizer_numbers(optimizer, names_of(model))))
+    handle.remove()
+    weights = model.state_dict()
+    model = net()
+    model.load_state_dict(weights)
+    optimizer = make(model.parameters())
+    handle = fitted(model, optimizer, factor)
+    handle.load_states(names_of(model), numbers, load_file(tmp_path / "states.safetensors").items())
+    assert train(model, optimizer, range(3, 6)) == train(twin, plain, range(3, 6))
+    handle.remove()
+    assert_same(model, twin)
+
+
+def test_a_wrapped_state_that_could_not_be_restored_is_not_saved() -> None:
+    model = net()
+    optimizer = EightBits(model.parameters())
+    handle = fitted(model, optimizer, 20.0)
+    train(model, optimizer, range(1))
+    weight = model.get_parameter("0.0.weight")
+    optimizer.state[weight] = EightBits([weight], wrapped=True).new(weight)
+    with pytest.raises(UnsupportedError, match="Codes, which safetensors cannot hold"):
+        handle.states(names_of(model))
+
+
+def test_bytes_that_are_not_those_of_a_state_are_refused() -> None:
+    model = net()
+    optimizer = EightBits(model.parameters(), wrapped=True)
+    states = WrappedStates(optimizer, names_of(model))
+    for name in ("0.0.weight.average.bytes", "0.0.weight.other.bytes", "elsewhere.average.bytes"):
+        with pytest.raises(ModelError, match="3 bytes of"):
+            list(states.unpacked([(name, torch.zeros(3, dtype=torch.uint8))]))
 
 
 @pytest.mark.parametrize(

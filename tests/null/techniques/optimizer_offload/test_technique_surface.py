@@ -14,6 +14,7 @@ from torch import nn
 from brim.core.hardware import DISK, RAM
 from brim.errors import UnsupportedError, UsageError
 from brim.memory.tiers import Memory
+from brim.planning.strategy.state import optimizer_numbers, restore_optimizer
 from brim.techniques.offloaded_tensor import OffloadedTensor
 from brim.techniques.optimizer_offload.state_blocks import state_blocks
 from brim.techniques.optimizer_offload.technique import apply
@@ -156,14 +157,15 @@ def test_states_go_one_by_one_into_a_checkpoint_and_back(
     with offloaded(model, optimizer, machine("cpu", folder), states="keep" if keep else "disk") as handle:
         train(model, optimizer)
         saved = {key: value.clone() for key, value in handle.iter_state()}
+        numbers = optimizer_numbers(optimizer, {p: key for key, p in model.named_parameters()})
         weights = {key: value.clone() for key, value in model.state_dict().items()}
         want = train(model, optimizer, steps=range(4, 7))
     twin = make(seed=5)
     twin.load_state_dict(weights)
     resumed = OPTIMIZERS[name](groups(twin))
     with offloaded(twin, resumed, machine(place[0], folder), states=place[1]) as handle:
-        for key, value in saved.items():
-            handle.load_state(key, value)
+        names = {p: key for key, p in twin.named_parameters()}
+        restore_optimizer(resumed, names, numbers, saved.items(), handle.load_state)
         assert [name for name, _ in handle.iter_state()] == list(saved)
         assert train(twin, resumed, steps=range(4, 7)) == want
         assert_same(twin, model)
