@@ -51,8 +51,10 @@ def hide() -> None:
     load = ctypes.CDLL.__init__
 
     def loading(self: Any, name: str | None, *args: Any, **kwargs: Any) -> None:
-        if name is None or str(name).startswith("libc."):
-            raise TypeError("there is no C library of that name")
+        if name is None:
+            raise TypeError("Windows has no name for the program itself")
+        if str(name).startswith("libc."):
+            raise FileNotFoundError(name)  # as Windows does for a library that is not there
         load(self, name, *args, **kwargs)
 
     ctypes.CDLL.__init__ = loading  # type: ignore[method-assign]
