@@ -105,7 +105,8 @@ def test_where_all_fits_all_stays_and_the_command_says_so(model: Path) -> None:
     context = command.make_context("train", words[2:], resilient_parsing=False)
     assert context.params["checkpointing"] == "none"
     assert context.params["micro_batch"] == BATCH
-    assert context.params["offload_optimizer"] == "none"
+    assert context.params["offload_optimizer"] == "keep"  # as the request has it
+    assert words[words.index("--offload-optimizer") + 1] == "none"
     assert context.params["stream_weights"] == "off"
 
 

@@ -2,14 +2,14 @@
 
 A pass lasts at least as long as its chain of computation, as each link is busy, and as RAM is read; the processor
 and a link that read RAM slow each other. The program decides how many blocks of a kind each of them gets. It does
-not decide which: a link that has filled its ring waits. So blocks of a kind swap choices while that brings the
+not decide which: a link that has filled its ring waits. So blocks swap choices, or get others, while that brings the
 simulated pass nearer to the bound.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from brim.core import Hardware
@@ -35,10 +35,10 @@ _RING, _STAGING, _ACTIVATIONS = "ring", "staging", "activations in RAM"
 _LOADING = f"{RAM}@loading"  # RAM while residents pass through it
 _READ = "ram is read"
 _SLOTS = (2, 3, 4)
-_TRIED_BLOCKS = 40_000  # blocks simulated while swaps are tried: about a second
-_MENDED = 1e-2  # of a pass: swaps rarely save more
+_TRIED_BLOCKS = 40_000  # blocks simulated while changes are tried: about a second
+_MENDED = 5e-2  # of a pass: changes rarely save more
+_FUTILE = 200  # changes that gain nothing one after the other: more gain nothing either
 _PLACES = 4  # a block swaps with one of its nearest so many; swaps over a distance disturb more than they mend
-_ALIKE = 1e-3  # of a pass: for a smaller gain, each kind is spread by itself
 _NEAR = 4e-3  # of the bound: a pass as near to it is not improved further
 _LOOKUP_S = 1e-4  # a drive's page: makes free RAM cheaper than a drive for a table
 
@@ -70,20 +70,23 @@ def placements(
     budget_bytes: Mapping[str, int],
     allowed: Collection[str],
     *,
+    fits: Callable[[Mapping[str, str], int], bool],
     known_s: float = float("inf"),
 ) -> Iterator[Placed]:
     """Yield the best placement by ``allowed`` choices for each ring depth, and without a ring.
 
-    Placements far from ``known_s``, the seconds of another plan, are not improved.
+    ``fits`` returns True for choices that are within the budget at a ring depth. Placements far from ``known_s``, the
+    seconds of another plan, are not improved.
     """
     kinds, solutions = _kinds(job), []
     for slots in (0, *_SLOTS):
         solution = solve(_problem(job, kinds, hardware, budget_bytes, allowed, slots))
         if solution is not None:
-            solutions.append((slots, solution, _spread(job, hardware, kinds, solution.counts, slots)))
+            choices = _spread(job, kinds, solution.counts)
+            solutions.append((slots, solution, (choices, pass_s(job, hardware, choices, slots)[0])))
     for slots, solution, placed in sorted(solutions, key=lambda entry: entry[2][1]):
         if solution.bound_s < known_s and placed[1] <= (1 + _MENDED) * known_s:
-            placed = _changed(job, hardware, kinds, placed, slots, solution.bound_s * (1 + _NEAR))
+            placed = _changed(job, hardware, kinds, placed, slots, fits, solution.bound_s * (1 + _NEAR))
         choices, seconds = placed
         streams = any(b.uses and ways_of(choices[b.name], hardware.compute) for b in job.blocks)
         if bool(slots) == streams:
@@ -92,24 +95,39 @@ def placements(
 
 
 def _changed(
-    job: Job, hardware: Hardware, kinds: Kinds, placed: tuple[dict[str, str], float], slots: int, enough_s: float
+    job: Job,
+    hardware: Hardware,
+    kinds: Kinds,
+    placed: tuple[dict[str, str], float],
+    slots: int,
+    fits: Callable[[Mapping[str, str], int], bool],
+    enough_s: float,
 ) -> tuple[dict[str, str], float]:
-    """Swap choices within kinds of blocks while the simulated pass of ``placed`` (choices, seconds) is no slower.
+    """Swap the choices of two blocks, or give one or two others of those in use, while a pass is no slower and fits.
 
-    Swaps are drawn at random with a fixed seed.
+    ``placed`` has choices and the seconds of a pass. Changes are drawn at random with a fixed seed.
     """
     choices, seconds = placed
-    drawn = random.Random(0)
+    drawn, futile = random.Random(0), 0
     alike = [[b.name for b in blocks] for blocks in kinds.values() if blocks[0].uses]
     mixed = [names for names in alike if len({choices[name] for name in names}) > 1]
-    for _ in range(_TRIED_BLOCKS // len(job.blocks) if mixed else 0):
-        if seconds <= enough_s:
+    names = [name for blocks in alike for name in blocks]
+    used = sorted({choices[name] for name in names})
+    tries = _TRIED_BLOCKS // len(names) if len(used) > 1 else 0
+    for swaps in [True] * (tries if mixed else 0) + [False] * tries:
+        if seconds <= enough_s or futile == _FUTILE:
             break
-        first, second = _neighbours(drawn, drawn.choice(mixed), choices)
-        tried = {**choices, first: choices[second], second: choices[first]}
+        if swaps:
+            first, second = _neighbours(drawn, drawn.choice(mixed), choices)
+            tried = {**choices, first: choices[second], second: choices[first]}
+        else:
+            futile += 1
+            tried = {**choices, **{drawn.choice(names): drawn.choice(used) for _ in range(2)}}
+            if not fits(tried, slots):
+                continue
         took_s, _ = pass_s(job, hardware, tried, slots)
-        if took_s <= seconds:
-            choices, seconds = tried, took_s
+        if took_s < seconds or (swaps and took_s == seconds):
+            choices, seconds, futile = tried, took_s, 0
     return choices, seconds
 
 
@@ -209,18 +227,8 @@ def _columns(job: Job, block: BlockCost, choice: str, hardware: Hardware) -> Ite
     yield Column(name=choice, bytes=bytes_by_choice[choice], seconds=seconds, slot_bytes=slot_bytes)
 
 
-def _spread(job: Job, hardware: Hardware, kinds: Kinds, solved: Counts, slots: int) -> tuple[dict[str, str], float]:
-    """Spread each kind's counts evenly over its blocks, so that every stretch of compute hides a load.
-
-    Return choices and the seconds of the pass. Kinds are spread together where that is clearly faster.
-    """
-    each, whole = _each_in_turn(job, kinds, solved), _all_in_turn(job, hardware, kinds, solved)
-    each_s, whole_s = (pass_s(job, hardware, choices, slots)[0] for choices in (each, whole))
-    return (each, each_s) if each_s <= (1 + _ALIKE) * whole_s else (whole, whole_s)
-
-
-def _each_in_turn(job: Job, kinds: Kinds, solved: Counts) -> dict[str, str]:
-    """Spread each kind by itself."""
+def _spread(job: Job, kinds: Kinds, solved: Counts) -> dict[str, str]:
+    """Spread each kind's counts evenly over its blocks, so that every stretch of compute hides a load."""
     chosen: dict[str, str] = {}
     for name, blocks in kinds.items():
         counts = solved[repr(name)]
@@ -234,33 +242,3 @@ def _each_in_turn(job: Job, kinds: Kinds, solved: Counts) -> dict[str, str]:
             left[choice] -= 1
             chosen[block.name] = choice
     return {block.name: chosen[block.name] for block in job.blocks}
-
-
-def _all_in_turn(job: Job, hardware: Hardware, kinds: Kinds, solved: Counts) -> dict[str, str]:
-    """Spread all kinds so that link and chain have done the same share of their seconds at each block."""
-    left = {name: dict(solved[repr(name)]) for name in kinds}
-    kind_of = {block.name: name for name, blocks in kinds.items() for block in blocks}
-    whole = [
-        (_both_s(kinds[name][0], choice, hardware), count)
-        for name, counts in left.items()
-        for choice, count in counts.items()
-    ]
-    load_s, done_s = (sum(took_s[lane] * count for took_s, count in whole) or 1.0 for lane in (0, 1))
-    ahead, chosen = 0.0, dict[str, str]()  # the link's share done, less the chain's
-    for block in job.blocks:
-        mine, then = left[kind_of[block.name]], dict[str, float]()
-        for choice in (choice for choice, count in mine.items() if count):
-            loads, does = _both_s(block, choice, hardware)
-            then[choice] = ahead + loads / load_s - does / done_s
-        chosen[block.name] = choice = min(then, key=lambda option: (abs(then[option]), -mine[option]))
-        ahead = then[choice]
-        mine[choice] -= 1
-    return chosen
-
-
-def _both_s(block: BlockCost, choice: str, hardware: Hardware) -> tuple[float, float]:
-    """Return a block's seconds on its slowest link, and in the chain."""
-    if not block.uses:
-        return 0.0, 0.0
-    loads_s = (move_s(block, hardware, *way) for way in ways_of(choice, hardware.compute))
-    return max(loads_s, default=0.0), chain_s(block, choice)

@@ -158,7 +158,12 @@ def _candidates(
             candidates.append(placement)
     stays = any(set(placement.choices.values()) == {RESIDENT} for placement in candidates)  # nothing beats that
     if compute != RAM and not stays and COMPUTE_RAM in allowed and any(block.cpu_s for block in job.blocks):
-        for placed in placements(job, hardware, budget_bytes, allowed, known_s=known_s):
+
+        def fits(choices: Mapping[str, str], slots: int) -> bool:
+            tried = _Placement(choices=choices, slot_bytes=_slot_bytes(job, compute, choices), slots=slots)
+            return all(count <= budget_bytes[tier] for tier, count in _peak_bytes(job, compute, tried).items())
+
+        for placed in placements(job, hardware, budget_bytes, allowed, fits=fits, known_s=known_s):
             size = _slot_bytes(job, compute, placed.choices)
             split = _Placement(choices=placed.choices, slot_bytes=size, slots=placed.slots)
             candidates.append(_with_tables(job, compute, split, budget_bytes))
