@@ -107,7 +107,8 @@ def test_where_all_fits_all_stays_and_the_command_says_so(model: Path) -> None:
     assert context.params["micro_batch"] == BATCH
     assert context.params["offload_optimizer"] == "keep"  # as the request has it
     assert words[words.index("--offload-optimizer") + 1] == "none"
-    assert context.params["stream_weights"] == "off"
+    assert context.params["stream_weights"] is False
+    assert words[words.index("--stream-weights") + 1] == "off"
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
