@@ -35,7 +35,7 @@ _RING, _STAGING, _ACTIVATIONS = "ring", "staging", "activations in RAM"
 _LOADING = f"{RAM}@loading"  # RAM while residents pass through it
 _READ = "ram is read"
 _SLOTS = (2, 3, 4)
-_TRIED_BLOCKS = 40_000  # blocks simulated while changes are tried: about a second
+_TRIED_BLOCKS = 40_000  # blocks simulated while swaps are tried, and as many with changes: about a second each
 _MENDED = 5e-2  # of a pass: changes rarely save more
 _FUTILE = 200  # changes that gain nothing one after the other: more gain nothing either
 _PLACES = 4  # a block swaps with one of its nearest so many; swaps over a distance disturb more than they mend
@@ -75,8 +75,8 @@ def placements(
 ) -> Iterator[Placed]:
     """Yield the best placement by ``allowed`` choices for each ring depth, and without a ring.
 
-    ``fits`` returns True for choices that are within the budget at a ring depth. Placements far from ``known_s``, the
-    seconds of another plan, are not improved.
+    ``fits`` returns True for choices that are possible within the budget at a ring depth. Placements far from
+    ``known_s``, the seconds of another plan, are not improved.
     """
     kinds, solutions = _kinds(job), []
     for slots in (0, *_SLOTS):

@@ -161,7 +161,8 @@ def _candidates(
 
         def fits(choices: Mapping[str, str], slots: int) -> bool:
             tried = _Placement(choices=choices, slot_bytes=_slot_bytes(job, compute, choices), slots=slots)
-            return all(count <= budget_bytes[tier] for tier, count in _peak_bytes(job, compute, tried).items())
+            able = all(block.cpu_s for block in job.blocks if choices[block.name] == COMPUTE_RAM)
+            return able and all(n <= budget_bytes[tier] for tier, n in _peak_bytes(job, compute, tried).items())
 
         for placed in placements(job, hardware, budget_bytes, allowed, fits=fits, known_s=known_s):
             size = _slot_bytes(job, compute, placed.choices)

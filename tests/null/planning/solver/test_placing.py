@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 
@@ -88,11 +89,16 @@ def test_what_the_processor_holds_beside_weights_counts() -> None:
 def jobs(draw: st.DrawFn) -> Job:
     sizes = draw(st.lists(st.sampled_from([1, 2, 3, 5]), min_size=1, max_size=5))
     blocks = [
-        BlockCost(name=f"b{i}", bytes=size * GIB, compute_s=size / 900, cpu_s=size / 40, cpu_bytes=draw(st.just(0)))
+        BlockCost(name=f"b{i}", bytes=size * GIB, compute_s=size / 900, cpu_s=draw(st.sampled_from([size / 40, 0.0])))
         for i, size in enumerate(sizes)
     ]
     fixed = draw(st.integers(0, 2)) * GIB
     return Job(model="Model", task="generate", blocks=blocks, fixed_bytes=fixed, step_bytes=GIB // 4)
+
+
+def possible(work: Job, choices: Mapping[str, str]) -> bool:
+    """Whether the processor computes only what it can."""
+    return all(block.cpu_s for block in work.blocks if choices[block.name] == COMPUTE_RAM)
 
 
 budgets = st.tuples(st.integers(1, 14), st.integers(1, 14))
@@ -103,10 +109,18 @@ budgets = st.tuples(st.integers(1, 14), st.integers(1, 14))
 @given(jobs(), budgets)
 def test_no_placement_that_fits_is_below_the_bound(work: Job, amounts: tuple[int, int]) -> None:
     budget = {VRAM: amounts[0] * GIB + MIB, RAM: amounts[1] * GIB + MIB}
-    found = list(placements(work, GPU, budget, CHOICES, fits=lambda *_: False))
+
+    def fits(choices: Mapping[str, str], slots: int) -> bool:
+        peak_bytes = plan_of(work, GPU, budget, choices, slots).promise.peak_bytes
+        return possible(work, choices) and all(peak_bytes[tier] <= count for tier, count in budget.items())
+
+    found = list(placements(work, GPU, budget, CHOICES, fits=fits))
+    assert all(possible(work, one.choices) for one in found)
     reached = []
     for chosen in product(CHOICES, repeat=len(work.blocks)):
         choices = {block.name: choice for block, choice in zip(work.blocks, chosen, strict=True)}
+        if not possible(work, choices):
+            continue
         moving = [b for b in work.blocks if choices[b.name] in (FROM_RAM, FROM_DISK)]
         for slots in (2, 3, 4) if moving else (0,):
             plan = plan_of(work, GPU, budget, choices, slots)
@@ -131,9 +145,12 @@ def test_plans_fit_more_memory_is_never_slower_and_no_simple_way_is_faster(
     except BudgetError:
         return
     assert all(plan.promise.peak_bytes[tier] <= count for tier, count in budget.items())
+    assert possible(work, plan.choices(NAME))
     larger = plan_streaming(work, GPU, {tier: count + more * GIB for tier, count in budget.items()})
     assert larger.promise.step_s <= plan.promise.step_s * (1 + 1e-9)
     for allowed in ((RESIDENT,), (FROM_RAM, FROM_DISK), SPLIT, (COMPUTE_RAM,)):
+        if allowed == (COMPUTE_RAM,) and not all(block.cpu_s for block in work.blocks):
+            continue
         try:
             simple = plan_streaming(work, GPU, budget, allowed=allowed)
         except BudgetError:
