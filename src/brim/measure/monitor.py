@@ -22,8 +22,8 @@ class Usage:
     """The peaks of memory since a monitor was entered.
 
     ``ram_growth_bytes`` is the peak of the resident set (VmHWM; mapped file pages count) above ``ram_entry_bytes``,
-    the resident set at entry, at least 0. ``vram_allocated_bytes`` and ``vram_reserved_bytes`` are PyTorch's peaks
-    summed over all accelerators, 0 without one in use.
+    the resident set at entry or at an earlier beginning, at least 0. ``vram_allocated_bytes`` and
+    ``vram_reserved_bytes`` are PyTorch's peaks summed over all accelerators, 0 without one in use.
     """
 
     ram_entry_bytes: int

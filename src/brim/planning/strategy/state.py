@@ -115,7 +115,7 @@ class WrappedStates:
     def unpacked(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the states of ``packed``. Raises ModelError for bytes that are not those of a state."""
         for name, value in tensors:
-            if name.endswith(_BYTES):
+            if name.endswith(_BYTES) and name.removesuffix(_BYTES) not in self._parameters:
                 name = name.removesuffix(_BYTES)
                 field = self._field(name)
                 if field is None or field.bytes != value.numel():
@@ -127,7 +127,10 @@ class WrappedStates:
         owner, _, key = name.rpartition(".")
         if owner not in self._parameters:
             return None
-        states = self._trial().state_tensors(*self._parameters[owner])
+        try:
+            states = self._trial().state_tensors(*self._parameters[owner])
+        except UnsupportedError:  # no trial tells what it would be restored to
+            return None
         return next((Field(parameter=0, key=key, like=s.like, offset=0) for s in states if s.key == key), None)
 
 

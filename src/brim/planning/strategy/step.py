@@ -6,7 +6,7 @@ The same code runs on fake tensors; that run is the prediction.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -243,14 +243,18 @@ class Fitted(Readable):
         assert self.streaming is not None, "it is removed"
         return self.streaming.value(name)
 
-    def states(self, names: Mapping[torch.Tensor, str]) -> tuple[list[Layout], Iterator[tuple[str, torch.Tensor]]]:
+    def states(
+        self,
+        names: Mapping[torch.Tensor, str],
+        check: Callable[[Iterator[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]] = iter,
+    ) -> tuple[list[Layout], Iterator[tuple[str, torch.Tensor]]]:
         """Layout of the optimizer's state tensors, and the tensors, read one at a time. ``names``: parameter ->
-        name."""
+        name; ``check`` passes the tensors on as they are in memory, or raises."""
         wrapped = training_state.WrappedStates(self.optimizer, names)
         own = partial(training_state.optimizer_tensors, self.optimizer, names)
         read = own if self.offload is None else self.offload.iter_state
         layout = [(name, value.dtype, tuple(value.shape)) for name, value in wrapped.packed(read(values=False))]
-        return layout, wrapped.packed(read())
+        return layout, wrapped.packed(check(read()))
 
     def load_states(
         self,

@@ -12,6 +12,7 @@ import torch
 from brim.errors import ModelError
 from brim.run.checkpoint import reading as checkpoint_reading
 from brim.run.train.report import StepReport
+from brim.techniques.blocks import inner_tensors
 
 _FLOAT8_PIECE = 1 << 20  # elements converted at once: aminmax does not support 8-bit floats
 
@@ -22,8 +23,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
     Of a tensor that is split over ranks it checks this rank's part.
     """
     tensor = tensor.detach()
-    if hasattr(tensor, "to_local"):
-        tensor = tensor.to_local()
+    if hasattr(tensor, "__tensor_flatten__"):  # also codes and scales of 8 bits
+        return all(map(is_finite, inner_tensors(tensor)))
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return True
     if tensor.element_size() == 1:

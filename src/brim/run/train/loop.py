@@ -90,7 +90,7 @@ def _train(
                     run.finish()
                 finally:
                     run.close()
-            return run.result(monitor.usage())
+            return run.result(replace(monitor.usage(), ram_entry_bytes=run._terms.start_bytes))
     except (RuntimeError, MemoryError, OSError) as error:
         if isinstance(error, BrimError) or not is_out_of_memory(error):
             raise

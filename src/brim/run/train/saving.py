@@ -137,9 +137,9 @@ class Saver:
             "optimizer": optimizer_numbers(session.fitted.optimizer, _names(session)),
             "plan": session.plan.to_json(),
         }
-        layout, values = session.fitted.states(_names(session))
-        optimizer = Tensors(stem=_OPTIMIZER, layout=layout, values=values)
-        written = [tensors, self._finite(optimizer)]
+        check = iter if self._setup.request.allow_non_finite else finite
+        layout, values = session.fitted.states(_names(session), check)
+        written = [tensors, Tensors(stem=_OPTIMIZER, layout=layout, values=values)]
         if masters:
             written.append(self._finite(Tensors(stem=_PRECISION, layout=layout_of(masters), values=masters.items())))
         self._checkpointer.save(step, written, state=state, files=files)

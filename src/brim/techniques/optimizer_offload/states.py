@@ -34,7 +34,7 @@ from brim.techniques.optimizer_offload.state_blocks import (
     lay_out,
     single_unit,
 )
-from brim.techniques.optimizer_offload.trial import kind
+from brim.techniques.optimizer_offload.trial import StateTensor, kind
 from brim.techniques.records import Records
 
 _TODO = "Read states by handle.iter_state() or optimizer.state_dict(), or call handle.remove() first."
@@ -399,7 +399,7 @@ class OptimizerState:
     def items(self, *, values: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Every state tensor as (parameter's name + "." + key, tensor on the CPU), loaded one at a time.
 
-        ``values`` False: offloaded ones on the meta device.
+        ``values`` False: on the meta device, and none is loaded.
         """
         for index, block in self._blocks.items():
             for number, (name, parameter) in enumerate(zip(block.names, block.parameters, strict=True)):
@@ -409,12 +409,12 @@ class OptimizerState:
                         read = self._states.value if values else self._states.like
                         yield f"{name}.{key}", read(index, number, key)
                     elif isinstance(value, torch.Tensor):
-                        yield f"{name}.{key}", value.detach().cpu()
+                        yield f"{name}.{key}", value.detach().cpu() if values else StateTensor.of(key, value).like
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Set a state from ``items``, which may keep ``tensor``.
 
-        Raises UsageError for a name or a shape that this optimizer lacks.
+        Raises UsageError for a parameter, or a tensor of one or more dimensions, that this optimizer lacks.
         """
         path, _, key = name.rpartition(".")
         index, number = self._places.get(path, (None, 0))

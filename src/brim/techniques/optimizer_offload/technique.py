@@ -363,12 +363,15 @@ class OptimizerOffload:
     def iter_state(self, *, values: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Every state tensor as (parameter's name + "." + key, tensor on the CPU), loaded one at a time.
 
-        ``values`` False: offloaded ones on the meta device.
+        ``values`` False: on the meta device, and none is loaded.
         """
         return self._state.items(values=values)
 
     def load_state(self, name: str, tensor: torch.Tensor) -> None:
-        """Set a state from ``iter_state``. Raises UsageError for a name or a shape that this optimizer lacks."""
+        """Set a state from ``iter_state``, which may keep ``tensor``.
+
+        Raises UsageError for a parameter, or a tensor of one or more dimensions, that this optimizer lacks.
+        """
         self._state.load(name, tensor)
 
     # -- the end

@@ -16,6 +16,7 @@ import brim
 from brim.errors import ModelError, UnsupportedError
 from brim.memory.checkpoint_writing import write_safetensors
 from brim.planning.strategy.state import WrappedStates, optimizer_numbers
+from brim.run.train.finite import finite
 from brim.techniques.offloaded_tensor import OffloadedTensor
 from brim.techniques.optimizer_offload.technique import apply
 from support.offloaded import MIB, ON_GPU, EightBits, assert_same, assert_same_state, machine, offloaded
@@ -117,6 +118,7 @@ def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("resumed", "then"), [("keep", 20.0), ("ram", 2.6)])
 @pytest.mark.parametrize(("states", "factor"), [("keep", 20.0), ("ram", 2.6)])
 @pytest.mark.parametrize(
     "make",
@@ -128,7 +130,9 @@ def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
     ],
     ids=["beside", "wrapped", "torchao", "bitsandbytes"],
 )
-def test_a_checkpoint_without_pickle_holds_them(make: Any, states: str, factor: float, tmp_path: Path) -> None:
+def test_a_checkpoint_without_pickle_holds_them(
+    make: Any, states: str, factor: float, resumed: str, then: float, tmp_path: Path
+) -> None:
     twin, model = net(), net()
     plain, optimizer = make(twin.parameters()), make(model.parameters())
     handle = fitted(model, optimizer, factor)
@@ -142,7 +146,8 @@ def test_a_checkpoint_without_pickle_holds_them(make: Any, states: str, factor: 
     model = net()
     model.load_state_dict(weights)
     optimizer = make(model.parameters())
-    handle = fitted(model, optimizer, factor)
+    handle = fitted(model, optimizer, then)
+    assert handle.choice.states == resumed
     handle.load_states(names_of(model), numbers, load_file(tmp_path / "states.safetensors").items())
     assert train(model, optimizer, range(3, 6)) == train(twin, plain, range(3, 6))
     handle.remove()
@@ -158,6 +163,17 @@ def test_a_wrapped_state_that_could_not_be_restored_is_not_saved() -> None:
     optimizer.state[weight] = EightBits([weight], wrapped=True).new(weight)
     with pytest.raises(UnsupportedError, match="Codes, which safetensors cannot hold"):
         handle.states(names_of(model))
+
+
+def test_scales_that_are_not_finite_are_noticed() -> None:
+    model = net()
+    optimizer = EightBits(model.parameters(), wrapped=True)
+    handle = fitted(model, optimizer, 20.0)
+    train(model, optimizer, range(1))
+    optimizer.state[model.get_parameter("0.0.weight")]["average"].scales[3] = float("nan")
+    _, values = handle.states(names_of(model), finite)
+    with pytest.raises(ModelError, match=r"0\.0\.weight\.average"):
+        list(values)
 
 
 def test_bytes_that_are_not_those_of_a_state_are_refused() -> None:
