@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 from hypothesis import given, settings
@@ -99,6 +99,20 @@ def jobs(draw: st.DrawFn) -> Job:
 def possible(work: Job, choices: Mapping[str, str]) -> bool:
     """Whether the processor computes only what it can."""
     return all(block.cpu_s for block in work.blocks if choices[block.name] == COMPUTE_RAM)
+
+
+@pytest.mark.parametrize("vram", [3, 4])
+def test_the_processor_computes_only_what_it_can(vram: int) -> None:
+    """Blocks of several sizes, a third of which it cannot compute: choices are changed one at a time."""
+    work = job(18, GIB // 4)
+    blocks = [
+        replace(b, bytes=b.bytes * size, compute_s=b.compute_s * size, cpu_s=b.cpu_s * size * (i % 3 > 0))
+        for i, (b, size) in enumerate(zip(work.blocks, cycle([1, 2, 3, 5]), strict=False))
+    ]
+    work = replace(work, blocks=blocks)
+    plan = plan_streaming(work, GPU, {VRAM: vram * GIB, RAM: 64 * GIB})
+    assert COMPUTE_RAM in plan.choices(NAME).values()
+    assert possible(work, plan.choices(NAME))
 
 
 budgets = st.tuples(st.integers(1, 14), st.integers(1, 14))
