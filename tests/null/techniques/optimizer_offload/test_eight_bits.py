@@ -118,8 +118,8 @@ def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(("resumed", "then"), [("keep", 20.0), ("ram", 2.6)])
-@pytest.mark.parametrize(("states", "factor"), [("keep", 20.0), ("ram", 2.6)])
+@pytest.mark.parametrize(("resumed", "then"), [("keep", 20.0), ("ram", 2.5)])
+@pytest.mark.parametrize(("states", "factor"), [("keep", 20.0), ("ram", 2.5)])
 @pytest.mark.parametrize(
     "make",
     [
