@@ -53,13 +53,12 @@ _LATE_SHARE, _LATE_BYTES = 0.01, 8 << 20  # below the promise, for growth betwee
 
 
 def return_freed_memory() -> None:
-    """Return the heap's free memory, and let freed tensors leave the resident set at once from now on (glibc only).
+    """Let freed tensors leave the resident set at once from now on (glibc only).
 
     By default glibc raises its threshold for mappings to the size of freed blocks (up to 32 MiB), so that freed
     activations stay in a heap with holes (mallopt(3), M_MMAP_THRESHOLD). Setting the threshold stops that.
     """
     _set(MAPPING_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES)
-    trim()
 
 
 def _set(mapping_threshold_bytes: int, trim_threshold_bytes: int) -> None:
@@ -148,6 +147,7 @@ class HeapRetention:
         _watched.discard(self)
         self._thread.join()
         return_freed_memory()
+        trim()
 
     remove = close  # handles are removed
 

@@ -397,6 +397,7 @@ class Decisions:
         assert self.hardware is not None
         if self.hardware.compute == RAM and outcome.task == "forward":
             heap.return_freed_memory()
+            heap.trim()
         allow_copies(case.root)
         outcome.example = as_shapes(case.example, torch.empty, device="meta")
         repeat_when_out_of_memory(case.model, lambda: self.shrink(outcome), case.example)

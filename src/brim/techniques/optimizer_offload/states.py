@@ -331,6 +331,7 @@ def _places(
 
 
 def copy_inner(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor, or each of those that it wraps."""
     for place, value in zip(inner_tensors(target), inner_tensors(source), strict=True):
         place.copy_(value)  # the copy_ of a tensor that wraps others may leave some of them out
 
