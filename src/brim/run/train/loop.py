@@ -80,8 +80,9 @@ def _train(
             limited = held_to(setup.budget_bytes, request.device)
             given = request.ram is not None or request.vram is not None or setup.plan is not None
             setup = replace(setup, budget_bytes=within_room(setup.budget_bytes, given=given))
+            terms = replace(setup.terms(), foresee=foresee)
             with Monitor() as monitor:
-                run = _Run(setup, on_note, on_evaluation, foresee=foresee)
+                run = _Run(setup, terms, on_note, on_evaluation)
                 try:
                     enter("training")
                     with limited():  # a step that exceeds the limit is repeated under a smaller plan
@@ -90,7 +91,7 @@ def _train(
                     run.finish()
                 finally:
                     run.close()
-            return run.result(replace(monitor.usage(), ram_entry_bytes=run._terms.start_bytes))
+            return run.result(replace(monitor.usage(), ram_entry_bytes=terms.start_bytes))
     except (RuntimeError, MemoryError, OSError) as error:
         if isinstance(error, BrimError) or not is_out_of_memory(error):
             raise
@@ -112,10 +113,9 @@ class _Run:
     def __init__(
         self,
         setup: Setup,
+        terms: Terms,
         on_note: Callable[[str], None],
         on_evaluation: Callable[[EvaluationReport], None],
-        *,
-        foresee: bool = False,
     ) -> None:
         self._on_evaluation = on_evaluation
         self.evaluations: list[EvaluationReport] = []
@@ -126,7 +126,7 @@ class _Run:
         self.disk_bytes = 0
         self.timeline = Timeline("", measured=True)
         self.predicted: Timeline | None = None
-        self._terms: Terms = replace(setup.terms(), foresee=foresee)
+        self._terms = terms
         self._batches: Batches = open_batches(setup.request, setup.folder)
         data = setup.request.eval_data
         self._evaluated = None if data is None else open_dataset(setup.request, data, setup.folder)

@@ -51,7 +51,7 @@ class Setup:
         return name, origin if self.plan is None else "by the plan"
 
     def terms(self) -> Terms:
-        """The session's settings. The RAM budget counts from this call on."""
+        """The session's settings. The RAM budget counts from this call on; a monitor of the peak begins after it."""
         settings = {
             "precision": self.precision()[0],
             "orders": orders_of(self.request),
