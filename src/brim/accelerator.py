@@ -85,9 +85,9 @@ class Accelerator:
         """Return the bytes of the allocator's segments."""
         return int(self._call("memory_reserved"))
 
-    def peak_bytes(self, index: int) -> tuple[int, int]:
-        """Return the peaks of allocated and reserved bytes on a device since ``reset_peaks``."""
-        return int(self._call("max_memory_allocated", index)), int(self._call("max_memory_reserved", index))
+    def peak_reserved_bytes(self, index: int) -> int:
+        """Return the peak of reserved bytes on a device since ``reset_peaks``."""
+        return int(self._call("max_memory_reserved", index))
 
     def reset_peaks(self, index: int) -> None:
         self._call("reset_peak_memory_stats", index)

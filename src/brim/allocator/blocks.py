@@ -115,10 +115,10 @@ class BlockPool:
         """Return the free blocks by (stream, size, age, address)."""
         return [self.blocks[key & ADDRESS_MASK] for stream in sorted(self.free) for key in self.free[stream]]
 
-    def merge(self, block: Block, neighbour: Block | None) -> int:
-        """Merge a free neighbour of the same kind into ``block``. Return the bytes added, 0 if it cannot."""
+    def merge(self, block: Block, neighbour: Block | None) -> None:
+        """Merge a free neighbour of the same kind into ``block``; without one do nothing."""
         if neighbour is None or not neighbour.is_free or neighbour.mapped is not block.mapped:
-            return 0
+            return
         if neighbour.mapped:
             self.remove(neighbour)
         else:
@@ -133,31 +133,24 @@ class BlockPool:
             if block.next is not None:
                 block.next.prev = block
         block.size += neighbour.size
-        return neighbour.size
 
 
 @dataclass(slots=True)
 class Stats:
     """The counters of ``torch.cuda.memory_stats`` over all pools, bytes with their peaks.
 
-    ``allocated``: blocks of tensors. ``reserved``: segments. ``inactive_split``: free parts of segments in use.
+    ``allocated``: blocks of tensors. ``reserved``: segments.
     """
 
     allocated_bytes: int = 0
     allocated_peak_bytes: int = 0
     reserved_bytes: int = 0
     reserved_peak_bytes: int = 0
-    inactive_split_bytes: int = 0
-    inactive_splits: int = 0
     alloc_retries: int = 0
 
     def add_reserved(self, count: int) -> None:
         self.reserved_bytes += count
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
-
-    def add_inactive_split(self, blocks: int, count: int) -> None:
-        self.inactive_splits += blocks
-        self.inactive_split_bytes += count
 
     def reset_peaks(self) -> None:
         """Reset the peaks, as ``torch.cuda.reset_peak_memory_stats`` does."""

@@ -72,8 +72,6 @@ class CachingAllocator:
         rest = block.size - size
         if rest and self._should_split(blocks, size, rest):
             block = self._split(block, size)
-        elif block.segment is None and (block.prev is not None or block.next is not None):
-            self.stats.add_inactive_split(-1, -block.size)
         self.mark_live(block, nbytes)
         return block
 
@@ -101,23 +99,10 @@ class CachingAllocator:
     def complete_free(self, block: Block) -> None:
         """Do the second half of ``free``: merge with free neighbours and insert into the pool."""
         pool = block.pool
-        before, after = block.prev, block.next
-        if before is None and after is None:
-            pool.insert(block)
-            return
-        blocks = size = 0
-        if before is not None and not before.allocated and (taken := pool.merge(block, before)):
-            blocks -= 1
-            size -= taken
-        if after is not None and not after.allocated and (taken := pool.merge(block, after)):
-            blocks -= 1
-            size -= taken
+        for neighbour in (block.prev, block.next):
+            if neighbour is not None and not neighbour.allocated:
+                pool.merge(block, neighbour)
         pool.insert(block)
-        if block.segment is None:
-            if block.prev is not None or block.next is not None:
-                blocks += 1
-                size += block.size
-            self.stats.add_inactive_split(blocks, size)
 
     def block_pool(self, pool: PoolId, small: bool) -> BlockPool:
         """Return the free blocks of a pool, which is created if it is new."""
@@ -196,15 +181,12 @@ class CachingAllocator:
         before, pool, segment = rest.prev, rest.pool, rest.segment
         block = Block(rest.address, size, rest.stream, pool, segment, rest.age)
         block.prev, block.next = before, rest
-        was_split = before is not None or rest.next is not None
         if before is not None:
             before.next = block
         rest.prev = block
         rest.address += size
         rest.size -= size
         pool.insert(rest)
-        if segment is None:
-            self.stats.add_inactive_split(0 if was_split else 1, -size if was_split else rest.size)
         return block
 
     # Giving memory back

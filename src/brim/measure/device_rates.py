@@ -153,7 +153,7 @@ def unnoticed(on: Accelerator) -> Iterator[None]:
     A peak above the reserved memory at entry cannot be restored and stays. The peak is handled on CUDA only.
     """
     is_cuda = on.type == CUDA
-    is_peak_now = is_cuda and on.counts_memory() and on.peak_bytes(on.index)[1] == on.reserved_bytes()
+    is_peak_now = is_cuda and on.counts_memory() and on.peak_reserved_bytes(on.index) == on.reserved_bytes()
     try:
         yield
     finally:

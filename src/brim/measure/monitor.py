@@ -22,13 +22,12 @@ class Usage:
     """The peaks of memory since a monitor was entered.
 
     ``ram_growth_bytes`` is the peak of the resident set (VmHWM; mapped file pages count) above ``ram_entry_bytes``,
-    the resident set at entry or at an earlier beginning, at least 0. ``vram_allocated_bytes`` and
-    ``vram_reserved_bytes`` are PyTorch's peaks summed over all accelerators, 0 without one in use.
+    the resident set at entry or at an earlier beginning, at least 0. ``vram_reserved_bytes`` is PyTorch's peak summed
+    over all accelerators, 0 without one in use.
     """
 
     ram_entry_bytes: int
     ram_peak_bytes: int
-    vram_allocated_bytes: int
     vram_reserved_bytes: int
 
     @property
@@ -111,12 +110,10 @@ class SampledMeter:
 @dataclass(kw_only=True)
 class _Peaks:
     ram_bytes: int = 0
-    allocated_bytes: int = 0
     reserved_bytes: int = 0
 
     def fold(self, other: _Peaks) -> None:
         self.ram_bytes = max(self.ram_bytes, other.ram_bytes)
-        self.allocated_bytes = max(self.allocated_bytes, other.allocated_bytes)
         self.reserved_bytes = max(self.reserved_bytes, other.reserved_bytes)
 
 
@@ -210,7 +207,6 @@ class Monitor:
         return Usage(
             ram_entry_bytes=self._ram_entry_bytes,
             ram_peak_bytes=peaks.ram_bytes,
-            vram_allocated_bytes=peaks.allocated_bytes,
             vram_reserved_bytes=peaks.reserved_bytes,
         )
 
@@ -223,7 +219,5 @@ def _reset_vram_peaks() -> None:
 def _vram_peaks() -> _Peaks:
     peaks = _Peaks()
     for device, index in accelerator.in_use():
-        allocated, reserved = device.peak_bytes(index)
-        peaks.allocated_bytes += allocated
-        peaks.reserved_bytes += reserved
+        peaks.reserved_bytes += device.peak_reserved_bytes(index)
     return peaks

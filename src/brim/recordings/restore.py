@@ -97,8 +97,6 @@ def _chain(
         allocator.stats.add_reserved(size)
         if live is None:
             pool.insert(block)
-            if segment is None and len(parts) > 1:
-                allocator.stats.add_inactive_split(1, size)
             continue
         allocator.mark_live(block, live.requested)
         handles[address] = block

@@ -58,11 +58,11 @@ def test_pytorchs_peaks_are_seen_by_nested_monitors():
     with Monitor() as outer:
         held = torch.empty(200 * MIB, dtype=torch.uint8, device="cuda")
         del held
+        torch.cuda.empty_cache()
         with Monitor() as inner:
             held = torch.empty(50 * MIB, dtype=torch.uint8, device="cuda")
             del held
-    assert outer.usage().vram_allocated_bytes - inner.usage().vram_allocated_bytes == 150 * MIB
-    assert outer.usage().vram_reserved_bytes >= 200 * MIB
+    assert outer.usage().vram_reserved_bytes - inner.usage().vram_reserved_bytes == 150 * MIB
 
 
 def test_free_vram_counts_what_pytorch_can_use_again():

@@ -52,9 +52,7 @@ def test_a_freed_block_merges_with_both_neighbours():
     first, second, third = (made.malloc(400 * KIB) for _ in range(3))
     made.free(first)
     made.free(third)
-    assert made.stats.inactive_splits == 2
     made.free(second)
-    assert made.stats.inactive_splits == 0
     assert made.malloc(MIB).address == first.address or made.stats.reserved_bytes == 2 * MIB
 
 

@@ -116,7 +116,7 @@ def test_without_cuda_no_vram_is_reported():
         "import sys\nfrom brim.measure.monitor import Monitor\n"
         "with Monitor() as monitor: pass\n"
         "usage = monitor.usage()\n"
-        "assert (usage.vram_allocated_bytes, usage.vram_reserved_bytes) == (0, 0)\n"
+        "assert usage.vram_reserved_bytes == 0\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
