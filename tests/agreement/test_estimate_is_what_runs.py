@@ -18,11 +18,12 @@ from torch import nn
 import brim
 from brim.cli import brim as program
 from brim.core import Trace
+from brim.core.options import STORED
 from brim.errors import UsageError
 from brim.estimation.estimate import traced
 from brim.estimation.models import find_model
 from brim.estimation.steps import PROGRAM, Job
-from brim.estimation.workload import CHECKPOINTING, METHODS, PRECISIONS, STORED, Workload
+from brim.estimation.workload import CHECKPOINTING, METHODS, PRECISIONS, Workload
 from brim.models.quantized import open_as
 from brim.planning.request import Request
 from brim.planning.strategy.choice import Choice

@@ -15,11 +15,12 @@ import torch
 
 import brim
 from brim.cli import main
+from brim.core.options import STORED
 from brim.estimation.models import find_model
 from brim.estimation.packed_weights import as_stored
 from brim.estimation.silence import quiet
 from brim.estimation.steps import Job
-from brim.estimation.workload import STORED, Workload
+from brim.estimation.workload import Workload
 from support.hub import Hub, hub, tensor_bytes
 from support.hub_checkpoints import Scheme, Tensors, gptq, weights_of
 from support.hub_models import PUBLISHED

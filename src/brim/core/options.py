@@ -21,7 +21,10 @@ Device = Literal["auto", "cuda", "xpu", "npu", "cpu", "emulated"]  # or a GPU by
 Place = Literal["keep", "ram", "disk"]  # of states: with their weights, or not
 VRAM_HELP = "Budget of the compute device: 8GiB, or 80% of its memory.  [default: 90 % of the free memory]"
 RAM_HELP = "Budget of host memory: 8GiB, or 80% of all RAM.  [default: 90 % of the free memory]"
-PRECISIONS = ("fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16", "bf16-stochastic", "bf16-master", "fp8")  # to train
+STORED = "stored"  # frozen weights as the checkpoint has them
+PRECISIONS = (  # to train
+    "fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16", "bf16-stochastic", "bf16-master", STORED, "fp8",
+)  # fmt: skip
 _METADATA = "option"
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from brim.core.options import STORED
 from brim.errors import BrimError
 from brim.estimation.estimate import Study
 from brim.estimation.simulation import Replay
-from brim.estimation.workload import STORED, Workload
+from brim.estimation.workload import Workload
 from brim.techniques import optimizers
 
 _SHOWN, _TRACED = 3, 6  # the most suggested settings, and the most steps traced to find them

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from brim.core.options import STORED
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation import inputs as making
 from brim.estimation.extrapolation import Template
@@ -31,7 +32,7 @@ from brim.estimation.optimizers import make_optimizer
 from brim.estimation.packed_weights import as_stored
 from brim.estimation.quantization import SCHEMES, lora_layers, quantize
 from brim.estimation.silence import quiet
-from brim.estimation.workload import ASKED, DEFAULT_NEW_TOKENS, STORED, Workload
+from brim.estimation.workload import ASKED, DEFAULT_NEW_TOKENS, Workload
 from brim.techniques.checkpointing.technique import selective_contexts
 from brim.techniques.dry_run import as_arguments
 from brim.techniques.lora import add_lora

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from brim.core.hardware import RAM, VRAM
-from brim.core.options import LARGEST, option
+from brim.core.options import LARGEST, STORED, option
 from brim.errors import UnsupportedError, UsageError
 from brim.predict.optimizer_states import OPTIMIZERS
 
 TASKS = ("train", "generate")
-STORED = "stored"  # of quantized weights, as the checkpoint has them
 PRECISIONS = ("fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8", "int8", "int4", STORED)
 _FROZEN = ("int8", "int4", STORED)  # precisions whose weights get no gradient
 _FULL_NAMES = {"adamw8bit": "adamw8bit (torchao)"}  # bitsandbytes has another of the same name
@@ -36,8 +35,10 @@ _TRAINED = {  # the default precision of brim train, by the tier that computes
 }
 
 
-def training_precision(precision: str | None, compute: str) -> tuple[str, str]:
+def training_precision(precision: str | None, method: str, compute: str) -> tuple[str, str]:
     """The precision in which ``brim train`` computes on the tier ``compute``, and its origin."""
+    if precision is None and (method, compute) == ("lora", RAM):
+        return STORED, "brim train's default for adapters on CPUs"
     return _TRAINED[compute] if precision is None else (precision, ASKED)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from brim.core.files import regular
+from brim.core.options import STORED
 from brim.errors import ModelError, UnsupportedError
 from brim.estimation.models import Source, quantization_of, weight_type
-from brim.estimation.workload import ASKED, STORED
+from brim.estimation.workload import ASKED
 from brim.memory.checkpoint_files import TensorSource, read_checkpoint
 from brim.memory.checksums import read_manifest, verify_hub_blob
 from brim.models.architecture import build_module, model_class, read_config

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from brim.core.options import Method
-from brim.errors import ModelError, UnsupportedError
+from brim.core.options import STORED, Method
+from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation.models import quantization_of
 from brim.models.architecture import read_config
 from brim.models.opening import OpenedModel, open_model
@@ -52,17 +52,17 @@ def open_training_model(
 ) -> TrainingModel:
     """Open the model in ``folder`` for training by ``method``; adapters are initialised from ``seed``.
 
-    What is trained is held in float32, except in pure ``bf16``; a base that is only read stays as it is stored. If
-    bitsandbytes quantized the base, its other tensors are in float32 too, except in pure ``bf16``, as PEFT's
-    ``prepare_model_for_kbit_training`` has them. Raises ModelError for what ``open_model`` refuses or a model without
-    a loss of its own, UnsupportedError where peft cannot add adapters, and for full training of quantized weights.
+    Weights have the type of ``weights_dtype``. A quantized base stays as it is stored; if bitsandbytes quantized it,
+    its other tensors are in float32, except in pure ``bf16``, as PEFT's ``prepare_model_for_kbit_training`` has them.
+    Raises ModelError for what ``open_model`` refuses or a model without a loss of its own, UnsupportedError where
+    peft cannot add adapters, and for full training of quantized weights.
     """
     stored = read_config(folder, trust_remote_code=trust_remote_code).to_dict()
-    pure = precision.startswith("bf16") and "mixed" not in precision
-    widens = method == "full" or (quantization_of(stored)[0] == "bitsandbytes" and not pure)
-    dtype = None if not widens else torch.bfloat16 if pure else torch.float32
+    dtype, quantizer, adapts = weights_dtype(method, precision), quantization_of(stored)[0], method == "lora"
+    if adapts and quantizer:
+        dtype = torch.float32 if quantizer == "bitsandbytes" and dtype is not torch.bfloat16 else None
     opened = open_model(
-        folder, dtype=dtype, trust_remote_code=trust_remote_code, convert=widens, quantized=method == "lora"
+        folder, dtype=dtype, trust_remote_code=trust_remote_code, convert=dtype is not None, quantized=adapts
     )
     if not opened.module.can_generate():  # type: ignore[operator]  # a transformers model
         raise ModelError(
@@ -93,6 +93,21 @@ def open_training_model(
         verify=None if verify is None else lambda name, value: verify(renamed[name], value),
     )
     return TrainingModel(module=module.train(), weights=weights, opened=opened, method=method)
+
+
+def weights_dtype(method: Method, precision: str) -> torch.dtype | None:
+    """The type of the weights, trained or not, in ``precision``; None: as stored.
+
+    Raises UsageError for a full training in ``"stored"``.
+    """
+    if "bf16" in precision and "mixed" not in precision:
+        return torch.bfloat16
+    if (method, precision) == ("full", STORED):
+        raise UsageError(
+            "Cannot train all weights with --precision stored.", "It is for weights that adapters leave as they are.",
+            "Add --method lora, or give another precision.",
+        )  # fmt: skip
+    return torch.float32 if method == "full" or precision in ("fp32", "tf32") else None
 
 
 def with_adapters(module: nn.Module, seed: int) -> Any:

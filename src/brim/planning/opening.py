@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from brim.core.hardware import RAM, VRAM
+from brim.core.options import STORED
 from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation.extrapolation import find_depth
 from brim.estimation.hub import hub_model, is_hub_id
@@ -23,7 +24,7 @@ from brim.estimation.quantization import quantize
 from brim.estimation.silence import quiet
 from brim.estimation.step_memory import Inputs
 from brim.estimation.steps import Job as Workshop
-from brim.estimation.workload import STORED, Workload
+from brim.estimation.workload import Workload
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.pool import PAGE_BYTES, round_up
 from brim.models.opening import DTYPES, dtype_name, open_model, open_tokenizer, prepare

@@ -11,6 +11,7 @@ from typing import Any
 from brim import catalog
 from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
+from brim.core.options import STORED
 from brim.errors import UsageError
 from brim.measure.capacity import FREE_SHARE, amount_bytes, free_bytes
 from brim.measure.probe import probe
@@ -195,7 +196,7 @@ class Answer(Readable):
     def interval_s(self, proposal: Proposal) -> tuple[float, float]:
         """Return the least and the most seconds of a step of ``proposal``: equal where its plan was timed."""
         is_here = self.request.gpu is None and not self.machine.assumed and self.machine.hardware.compute == RAM
-        blocks_timed = is_here and (self.request.task == "generate" or self.precision[0] == "fp32")
+        blocks_timed = is_here and (self.request.task == "generate" or self.precision[0] in ("fp32", STORED))
         low, high = (1.0, 1.0) if proposal.timed else _MEASURED_BLOCKS if blocks_timed else _BY_RATES
         return low * proposal.step_s, high * proposal.step_s
 

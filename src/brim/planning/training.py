@@ -15,7 +15,7 @@ from torch import nn
 
 from brim.core import Timeline
 from brim.core.hardware import RAM, VRAM
-from brim.core.options import words
+from brim.core.options import STORED, words
 from brim.errors import BudgetError, ModelError, UnsupportedError
 from brim.estimation.inputs import check_positions
 from brim.estimation.models import find_model
@@ -24,7 +24,7 @@ from brim.estimation.workload import training_precision
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.heap import retention_limits
 from brim.memory.pool import PAGE_BYTES
-from brim.models.training_model import make_optimizer, with_adapters
+from brim.models.training_model import make_optimizer, weights_dtype, with_adapters
 from brim.planning import factory
 from brim.planning.factory import is_factory
 from brim.planning.file import described, parameter_count, quantized_module
@@ -102,14 +102,7 @@ def precision_of(request: Request, compute: str) -> tuple[str, str]:
         return "fp32", "by default: your own loop is not changed"
     if request.precision is None and request.prefer == "quality":
         return "fp32", "by --prefer quality"
-    return training_precision(request.precision, compute)
-
-
-def weights_dtype(method: str, precision: str) -> torch.dtype | None:
-    """Return the dtype of trained weights: float32, except in pure bf16; None for frozen weights: as stored."""
-    if method == "lora":
-        return None
-    return torch.bfloat16 if precision.startswith("bf16") and "mixed" not in precision else torch.float32
+    return training_precision(request.precision, request.method, compute)
 
 
 def training_limits(
@@ -153,7 +146,7 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> TrainingCas
         tokens=request.seq,
         stay=adapters,
         in_place=lambda: works_in_place(model, inputs(1)),
-        clock=_clock(model, partition, inputs) if here and precision == "fp32" else None,
+        clock=_clock(model, partition, inputs) if here and precision in ("fp32", STORED) else None,
     )
 
 

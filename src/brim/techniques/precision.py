@@ -4,10 +4,11 @@
 |---|---|---|---|
 | ``fp32`` | float32 | float32 | float32 |
 | ``tf32`` | float32 | TF32 (NVIDIA, Ampere and later) | float32 |
-| ``bf16-mixed``, ``fp16-mixed`` | float32 | autocast; float16 with a scaled loss | float32 |
+| ``bf16-mixed``, ``fp16-mixed`` | float32, below adapters as stored | autocast; float16: a scaled loss | float32 |
 | ``bf16`` | bfloat16 | bfloat16 | bfloat16, to the nearest: small updates vanish |
 | ``bf16-stochastic`` | bfloat16 | bfloat16 | in float32, rounded at random, kept in bfloat16 |
 | ``bf16-master`` | bfloat16 | bfloat16 | float32, with float32 masters of the weights |
+| ``stored`` | as stored, adapters float32 | in the weights' type | float32 |
 | ``fp8`` | float32 or bfloat16 | float8 with dynamic scales (torchao) | as the weights |
 
 Only ``fp32`` is lossless.

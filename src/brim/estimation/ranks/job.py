@@ -16,7 +16,7 @@ from brim.estimation.workload import Workload, training_precision
 from brim.units import KIB
 
 DEFAULT_PRECISION = {  # by engine, with its origin
-    "torch": training_precision(None, VRAM),
+    "torch": training_precision(None, "full", VRAM),
     "megatron": ("bf16", "by default: Megatron-LM's --bf16"),
 }
 _CHOICES = {

@@ -19,6 +19,7 @@ from torch import nn
 
 from brim import catalog
 from brim.core.hardware import DISK, RAM, VRAM
+from brim.core.options import STORED
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.estimate import Study
 from brim.estimation.models import find_model, parts_of_file, quantized_by
@@ -27,7 +28,7 @@ from brim.estimation.silence import quiet
 from brim.estimation.simulation import place_of
 from brim.estimation.step_memory import Inputs
 from brim.estimation.steps import Job
-from brim.estimation.workload import STORED, Workload
+from brim.estimation.workload import Workload
 from brim.models.gguf import open_gguf
 from brim.models.opening import DTYPES
 from brim.planning.engines.answer import EnginePlan, check, copied, published

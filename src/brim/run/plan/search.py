@@ -16,10 +16,10 @@ import torch
 
 from brim.core import Plan
 from brim.core.hardware import DISK, RAM, VRAM
-from brim.core.options import Method, build
+from brim.core.options import STORED, Method, build
 from brim.errors import BudgetError, UsageError
 from brim.estimation.models import quantized_by, weight_type
-from brim.estimation.workload import ASKED, STORED
+from brim.estimation.workload import ASKED
 from brim.measure.user_cache import fingerprint
 from brim.memory.scratch import scratch_folder
 from brim.planning import file as plan_file
@@ -91,7 +91,7 @@ def plan(
         new_tokens: Tokens to generate.
         precision: For generating ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"`` or ``"int4"``; for
             training ``"fp32"``, ``"tf32"``, ``"bf16-mixed"``, ``"fp16-mixed"``, ``"bf16"``, ``"bf16-stochastic"``,
-            ``"bf16-master"`` or ``"fp8"``. None: the planner's choice.
+            ``"bf16-master"``, ``"stored"`` (LoRA) or ``"fp8"``. None: the planner's choice.
         optimizer: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"sgd-momentum"``, ``"adafactor"``, ``"rmsprop"``,
             ``"adagrad"``, ``"lion"`` or ``"adamw8bit"``.
         method: ``"full"`` or ``"lora"``.

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from brim.core.options import build
+from brim.core.options import STORED, build
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.ranks.split import Split, nearest
 from brim.requests.train import RankOptions, Request
 
-_PRECISIONS = ("fp32", "bf16-mixed", "bf16")
+_PRECISIONS = ("fp32", "bf16-mixed", "bf16", STORED)
 _OPTIMIZERS = ("adamw", "adam", "sgd")
 # Fields of Request that several ranks do not support -> options of the command line.
 _ALONE = {

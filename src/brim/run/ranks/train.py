@@ -204,7 +204,7 @@ class _Run:
         split = self._request.split(ranks.world, ranks.per_node)
         folder = prepare(request.model, trust_remote_code=request.trust_remote_code)
         compute = VRAM if ranks.device.type == "cuda" else RAM
-        precision, origin = training_precision(request.precision, compute)
+        precision, origin = training_precision(request.precision, request.method, compute)
         settings = {"folder": folder, "split": split, "precision": precision, "sequence": request.seq}
         recipe = options.build(Recipe, vars(request) | settings)
         training_model = open_whole(recipe)

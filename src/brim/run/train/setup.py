@@ -47,7 +47,7 @@ class Setup:
 
     def precision(self) -> tuple[str, str]:
         """The precision of this training, and how it was chosen."""
-        name, origin = training_precision(self.request.precision, self.hardware.compute)
+        name, origin = training_precision(self.request.precision, self.request.method, self.hardware.compute)
         return name, origin if self.plan is None else "by the plan"
 
     def terms(self) -> Terms:

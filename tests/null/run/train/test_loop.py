@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import brim
 from brim.errors import UnsupportedError, UsageError
@@ -50,6 +50,22 @@ def test_memory_that_the_heap_held_free_before_is_not_counted(
     del blocks[:-1]  # the last one keeps the heap from shrinking
     result = run(llama, text, tmp_path / "second", steps=1)
     assert result.measured_bytes["ram"] < result.promised_bytes["ram"] < 64 * MIB
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_base_is_in_the_precision_that_was_asked_for(
+    precision: str, dtype: torch.dtype, text: Path, tmp_path: Path
+) -> None:
+    half = save_llama(tmp_path / "half", hidden=64, layers=2, dtype=torch.float16)
+    cast = AutoModelForCausalLM.from_pretrained(half, dtype=dtype)
+    cast.save_pretrained(tmp_path / "cast")
+    save_tokenizer(tmp_path / "cast")
+    ours, plain = (
+        run(folder, text, tmp_path / f"trained {folder.name}", method="lora", precision=precision)
+        for folder in (half, tmp_path / "cast")
+    )
+    assert ours.losses == plain.losses
+    assert ours.measured_bytes["ram"] <= ours.promised_bytes["ram"]
 
 
 @pytest.mark.thorough
