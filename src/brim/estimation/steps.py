@@ -515,11 +515,10 @@ def differences(workload: Workload, stored: str, *, language_model: bool) -> dic
         parts["layers"] = "brim train quantizes nothing; it takes checkpoints that are quantized"
     elif precision == "fp8":
         parts["layers"] = "brim train takes torchao's own layers"
-    if workload.method == "lora" and precision not in ("int8", "int4", "fp8", STORED):
-        if stored != ("bfloat16" if precision == "bf16" else "float32"):
-            parts["weights"] = f"brim train keeps weights that are not trained in their stored dtype, {stored}"
-        if precision == "bf16":
-            parts["adapters"] = "brim train --precision bf16 keeps them in bfloat16, PEFT in float32"
+    if workload.method == "lora" and "mixed" in precision and stored != "float32":
+        parts["weights"] = f"brim train keeps weights that are not trained in their stored dtype, {stored}"
+    elif workload.method == "lora" and precision == "bf16":
+        parts["adapters"] = "brim train --precision bf16 keeps them in bfloat16, PEFT in float32"
     if workload.optimizer in (None, *FUSED):
         parts["optimizer"] = "brim train uses PyTorch's fused optimizer, which allocates nothing in its step"
     elif workload.optimizer == "adamw8bit":
