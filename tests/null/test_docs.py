@@ -79,7 +79,9 @@ def refusals(words: list[str]) -> list[str]:
     for name in words[0].split("|"):
         command = commands_of_brim.get_command(click.Context(commands_of_brim), name)
         assert command is not None
-        context = click.Context(command, resilient_parsing=True)
+        # click keeps the help option of a command's first context: it comes from the parent, as in a call.
+        parent = commands_of_brim.make_context("brim", [], resilient_parsing=True)
+        context = click.Context(command, parent=parent, resilient_parsing=True)
         try:
             given, _, _ = command.make_parser(context).parse_args(words[1:])
             for parameter in command.params:

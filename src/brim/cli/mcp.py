@@ -36,12 +36,13 @@ def mcp(options: McpOptions) -> None:
 
     from brim.version import __version__
 
-    commands: click.Group = click.get_current_context().find_root().command  # type: ignore[assignment]
+    parent = click.get_current_context().find_root()
+    commands: click.Group = parent.command  # type: ignore[assignment]
     server = MCPServer("brim", version=__version__, instructions=_INSTRUCTIONS, log_level="WARNING")
     for name in TOOLS:
-        subcommand = commands.get_command(click.Context(commands), name)
+        subcommand = commands.get_command(parent, name)
         assert subcommand is not None, "it is among the commands"
-        description = subcommand.get_help(click.Context(subcommand, info_name=f"brim {name}"))
+        description = subcommand.get_help(click.Context(subcommand, info_name=name, parent=parent))
         server.tool(name=name, description=description, structured_output=False)(_tool(name))
     server.run()
 
