@@ -234,3 +234,91 @@ for mib in (100, 140, 180, 220):
     assert "safe upper bound: 1.15 GiB" in out
     assert cli.main(["rehearse", "--gpu", "RTX 3060", str(target)]) == 0
     assert capfd.readouterr().out.startswith("It fits on RTX 3060: the program ran to its end.")
+
+
+LOOP = """
+import torch
+net, late = torch.nn.Linear(512, 512, device="cuda"), torch.nn.Linear(2048, 2048, device="cuda")
+data = torch.randn(64, 512, device="cuda")
+optimizer, later = torch.optim.SGD(net.parameters(), 0.1), torch.optim.AdamW(late.parameters())
+for step in range(40):
+{step}
+"""
+RESETS = """
+    torch.cuda.reset_peak_memory_stats()
+    if step == 0:
+        late(torch.randn(512, 2048, device="cuda")).sum().backward()
+    for one in (optimizer, later):
+        one.step()
+        one.zero_grad()
+    print(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+"""
+LATE = """
+    net(data).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 6 == 5:
+        late(torch.randn(512, 2048, device="cuda")).sum().backward()
+        later.step()
+        later.zero_grad()
+"""
+SWALLOWS = """
+    try:
+        for one in (optimizer, later):
+            one.step()
+    except:
+        data = torch.cat([data, data])
+"""
+CAPTURES = """
+    del later
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(4):
+            net(data).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = net(data.repeat(64, 1)).sum()
+        loss.backward()
+        optimizer.step()
+    while True:
+        graph.replay()
+"""
+
+
+def whole(on_device: OnDevice, folder: Path, program: str, steps: int = 1000) -> Rehearsal:
+    """A rehearsal that does not end before the program does."""
+    target = folder / "program.py"
+    target.write_text(program)
+    with (folder / "output.txt").open("w") as output:
+        (found,) = rehearse_program(
+            Request(target=str(target), gpu="RTX 4090", steps=steps), on_device.environment, folder, output=output
+        )
+    return found
+
+
+def test_peaks_that_the_program_resets_are_kept(on_device: OnDevice, tmp_path: Path) -> None:
+    found = whole(on_device, tmp_path, LOOP.format(step=RESETS))
+    first = (tmp_path / "output.txt").read_text().splitlines()[0]
+    (device,) = found.devices
+    assert f"{device.allocated_bytes} {device.reserved_bytes}" == first
+    assert rehearsed(on_device, tmp_path, LOOP.format(step=RESETS)).devices == found.devices
+
+
+def test_a_rehearsal_waits_for_the_first_step_of_every_optimizer(on_device: OnDevice, tmp_path: Path) -> None:
+    found = rehearsed(on_device, tmp_path, LOOP.format(step=LATE))
+    assert found.ended == "enough" and found.steps < 12
+    assert found.devices == whole(on_device, tmp_path, LOOP.format(step=LATE)).devices
+    assert any(f"after step {found.steps}" in note for note in notes_of(found))
+
+
+def test_a_rehearsal_ends_though_the_program_handles_every_exception(on_device: OnDevice, tmp_path: Path) -> None:
+    found = rehearsed(on_device, tmp_path, LOOP.format(step=SWALLOWS))
+    assert (found.ended, found.steps) == ("enough", 3)
+    assert found.devices[0].allocated_bytes < 32 << 20
+
+
+def test_a_captured_step_is_rehearsed_and_its_replays_are_steps(on_device: OnDevice, tmp_path: Path) -> None:
+    found = rehearsed(on_device, tmp_path, LOOP.format(step=CAPTURES))
+    assert found.ended == "enough" and found.steps > 4
+    assert found.devices[0].allocated_bytes > 64 * 64 * 512 * 4

@@ -6,12 +6,15 @@ on the rehearsal device. It writes a memory snapshot in PyTorch's own format, an
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +29,7 @@ from brim.run.script.script import Program, end_as_python, execute
 
 VARIABLE = "BRIM_REHEARSAL_RUN"
 SETTLED = 2  # steps without a new peak after which memory counts as settled
+_RESETS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")  # of torch._C
 MOST_EVENTS = 5_000_000
 _OWN = str(Path(__file__).parents[1]) + os.sep
 
@@ -68,7 +72,10 @@ class Watch:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._steps_of: dict[int, int] = {}  # optimizer -> its steps
+        # Optimizer, or CUDA graph with its step -> steps. Kept weakly: a program may make optimizers in a loop.
+        self._steps_of: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._captures = False  # an optimizer's step is part of a CUDA graph
+        self.has_enough = False
         self.steps: list[dict[str, Any]] = []
         self.ran_out = 0  # number of out-of-memory errors
         self.recorded: list[dict[str, int]] = []  # ``in_use()`` when the snapshot was written
@@ -87,6 +94,16 @@ class Watch:
 
         torch.cuda._lazy_call(self._record)
         register_optimizer_step_post_hook(self._stepped)
+        for name in filter(partial(hasattr, torch._C), _RESETS):
+            setattr(torch._C, name, _folding(getattr(torch._C, name)))
+        replay = torch.cuda.CUDAGraph.replay
+
+        def replay_and_count(graph: Any) -> None:
+            replay(graph)
+            if self._captures:
+                self._stepped(graph)
+
+        torch.cuda.CUDAGraph.replay = replay_and_count  # type: ignore[assignment]
         changes.apply(self._run.changes)
         if self._run.world_size:
             from brim.rehearsal import lone_rank
@@ -114,17 +131,38 @@ class Watch:
             self.write_snapshot()
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
+        import torch
+
         if not self.here:
             return
-        steps = self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
+        if self.has_enough:  # the program handles every exception, and goes on
+            sys.stdout.flush()
+            os._exit(0)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._captures = True
+            return
+        steps = self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
         if steps <= len(self.steps):
             return  # another optimizer of the same iteration
         self.steps.append({"step": steps, "devices": peaks(), "in_use": in_use()})
-        if self._run.steps is not None:
-            if steps >= self._run.steps:
-                raise _Enough
-        elif steps >= MOST_STEPS or self._settled():
+        most = MOST_STEPS if self._run.steps is None else self._run.steps
+        if steps >= most or (self._run.steps is None and self._settled() and not self._waits()):
+            self.has_enough = True
+            _try_to_write(self._run, self, "enough", "")  # now: the program may handle the exception
             raise _Enough
+
+    def _waits(self) -> bool:
+        """True before the first step of an optimizer on a GPU, and in steps on a side stream, after which programs
+        capture a CUDA graph."""
+        import torch
+
+        if not torch.cuda.is_initialized():
+            return False
+        if not self._captures and torch.cuda.current_stream() != torch.cuda.default_stream():
+            return True
+        stepped = {id(parameter) for one in self._steps_of for parameter in _parameters(one)}
+        others = (_parameters(one) for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer))
+        return any(stepped.isdisjoint(map(id, each)) and any(one.is_cuda for one in each) for each in others)
 
     def _settled(self) -> bool:
         """True if neither the peaks nor the bytes in use between steps grow any more."""
@@ -165,6 +203,23 @@ class Watch:
             pickle.dump(snapshot, file, protocol=4)
 
 
+_before_reset: dict[int, tuple[int, int]] = {}  # device -> peaks of allocated and reserved bytes
+
+
+def _folding(reset: Callable[[int], None]) -> Callable[[int], None]:
+    """Return a ``reset`` of PyTorch's peaks that keeps those until now."""
+
+    def fold_and_reset(device: int) -> None:
+        _before_reset.update(enumerate((one["allocated_bytes"], one["reserved_bytes"]) for one in peaks()))
+        reset(device)
+
+    return fold_and_reset
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
+
+
 def peaks() -> list[dict[str, int]]:
     """Peaks of each device: allocated and reserved bytes, and those of the process with its context."""
     import torch
@@ -174,14 +229,17 @@ def peaks() -> list[dict[str, int]]:
     if not torch.cuda.is_initialized():
         return []
     device = loaded()
-    return [
-        {
-            "allocated_bytes": torch.cuda.max_memory_allocated(number),
-            "reserved_bytes": torch.cuda.max_memory_reserved(number),
-            "process_bytes": device.peak_bytes(number),
-        }
-        for number in range(torch.cuda.device_count())
-    ]
+    found = []
+    for number in range(torch.cuda.device_count()):
+        allocated, reserved = _before_reset.get(number, (0, 0))
+        found.append(
+            {
+                "allocated_bytes": max(allocated, torch.cuda.max_memory_allocated(number)),
+                "reserved_bytes": max(reserved, torch.cuda.max_memory_reserved(number)),
+                "process_bytes": device.peak_bytes(number),
+            }
+        )
+    return found
 
 
 def in_use() -> list[dict[str, int]]:
@@ -228,9 +286,9 @@ def main() -> None:
         execute(program)
     except BaseException as raised:
         error = raised
-    if watch.here:
+    if watch.here and not watch.has_enough:
         _try_to_write(run, watch, *_ended(error))
-    if isinstance(error, (_Enough, type(None))):
+    if watch.has_enough or error is None:
         sys.exit(0)
     if isinstance(error, SystemExit):
         raise error
@@ -244,7 +302,7 @@ def _record_before_exit(run: Run, watch: Watch) -> None:
 
     def record_and_exit(status: int) -> NoReturn:
         try:
-            if watch.here:
+            if watch.here and not watch.has_enough:
                 error = SystemExit(status)
                 error.__context__ = sys.exc_info()[1]  # the exception being handled
                 _try_to_write(run, watch, *_ended(error))
@@ -257,8 +315,6 @@ def _record_before_exit(run: Run, watch: Watch) -> None:
 def _ended(error: BaseException | None) -> tuple[str, str]:
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return "finished", ""
-    if isinstance(error, _Enough):
-        return "enough", ""
     ran_out = _ran_out_of_memory(error)
     if ran_out is error:
         return "out of memory", str(error)
