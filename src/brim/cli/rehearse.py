@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from brim.rehearsal.rehearse import Rehearsal
 
 OUT_OF_MEMORY, FAILED = 3, 1
-_MOST_READS = 8
 
 
 class _SnapshotFile(OutputFile):
@@ -283,22 +282,11 @@ def _facts(request: Request, rehearsal: Rehearsal) -> list[str]:
         kinds = ", ".join(f"{name} {times:,} times" for name, times in sorted(rehearsal.attention.items()))
         lines.append(f"attention kernels: {kinds}")
     lines += [f"  {name}: {times:,} launches" for name, times in sorted(rehearsal.kernels.items())]
-    decided = [read for read in rehearsal.reads if read["decides"]]
-    if decided:
-        lines.append(
-            "decisions by made-up numbers:"
-            if len(decided) == 1
-            else f"decisions by made-up numbers, in {len(decided)} places:"
-        )
-        lines += [f"  {_read(read)}" for read in decided[:_MOST_READS]]
+    if decisions := verdict.decisions_of(rehearsal):
+        lines += [decisions[0], *(f"  {line}" for line in decisions[1:])]
     ram = f" and {format_bytes(rehearsal.host_peak_bytes)} of RAM" if rehearsal.host_peak_bytes else ""
     lines.append(f"the rehearsal took {rehearsal.seconds:.0f} s{ram}")
     return lines
-
-
-def _read(read: dict[str, Any]) -> str:
-    where = f"{read['file']}:{read['line']}" if read["file"] else "in a backward pass"
-    return f"{where}: {read['source']}  ({read['what']}, {read['times']:,} times)"
 
 
 def _document(

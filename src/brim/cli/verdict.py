@@ -26,6 +26,7 @@ _FLUSHED = (
     "The GPU was full until the allocator returned its cache, which takes time on a real GPU. A slightly larger step "
     "may not fit."
 )
+_MOST_READS = 8  # that are listed
 _RANKS = "The other ranks are assumed to do the same as this one."
 
 
@@ -87,9 +88,24 @@ def of_plans(answer: Answer) -> str:
     return f"{told}, at {format_seconds(best.step_s)} per {step} ({answer.tokens_per_s(best):.3g} tokens/s)."
 
 
+def decisions_of(rehearsal: Rehearsal) -> list[str]:
+    """A heading and the places where numbers that were made up decided what the program did; [] if none did."""
+    decided = [read for read in rehearsal.reads if read["decides"]]
+    lines = ["decisions by made-up numbers" + (f", in {len(decided)} places:" if len(decided) > 1 else ":")]
+    for read in decided[:_MOST_READS]:
+        where = f"{read['file']}:{read['line']}" if read["file"] else "in a backward pass"
+        lines.append(f"{where}: {' '.join(read['source'].split())}  ({read['what']}, {read['times']:,} times)")
+    return lines if decided else []
+
+
 def notes_of(rehearsal: Rehearsal) -> list[str]:
     """Assumptions, and limits of the rehearsal."""
     notes = [_OTHERS] if rehearsal.other_processes else []
+    if rehearsal.ended == "enough":
+        notes.append(
+            f"What the program does after step {rehearsal.steps}, such as an evaluation or steps with larger "
+            "inputs, is not included: brim rehearse --steps runs more."
+        )
     if rehearsal.ran_out and rehearsal.fits is not False:
         times = "once" if rehearsal.ran_out == 1 else f"{rehearsal.ran_out} times"
         notes.append(f"Memory ran out {times}, and the program continued.")

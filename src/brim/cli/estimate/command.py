@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import shlex
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -178,10 +180,11 @@ def _report(options: EstimateOptions) -> int | None:
     from brim.estimation.estimate import Study, hardware_of
     from brim.estimation.models import find_model
 
-    source = find_model(options.model)
+    with redirect_stdout(sys.stderr):  # what the user's file prints is not the answer
+        source = find_model(options.model)
     if source.library == "transformers":
         load(MODELS)
-    with Console(stderr=True).status("Tracing one step on fake tensors") as status:
+    with Console(stderr=True).status("Tracing one step on fake tensors") as status, redirect_stdout(sys.stderr):
         study = Study(source, workload, place, hardware_of(options.gpu), options.alloc_conf)
         estimate = study.estimate()
         status.update("Solving for other sizes")

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _MOST_ADVICE = 3
 _ENDLESS_BYTES = 1 << 42  # enough to measure a program that does not fit
 _REHEARSED = (
-    "rehearsed: the unchanged program ran with PyTorch's CUDA build on a simulated GPU until memory stopped growing; "
-    "later steps are not included"
+    "rehearsed: the unchanged program ran with PyTorch's CUDA build on a simulated GPU until it ended or memory "
+    "stopped growing"
 )
 _CATEGORIES = "categories and modules are inferred from the stacks of allocations"
 
@@ -53,10 +53,10 @@ def environment_for(place: Place) -> Environment:
 def rehearsed(
     model: str, arguments: tuple[str, ...], place: Place, alloc_conf: str, environment: Environment
 ) -> tuple[Estimate, Timeline | None]:
-    """The rehearsed program's estimate, and its timeline on this GPU (None: the program did not use it).
+    """The rehearsed program's estimate, and its timeline on this GPU (None: it makes its own recording).
 
     If the program does not fit, the estimate is for a GPU with unlimited memory.
-    Raises ModelError where the program fails.
+    Raises ModelError where the program fails, or does not use CUDA.
     """
     from brim.rehearsal.rehearse import Request
 
@@ -99,7 +99,13 @@ def _run(request: Request, environment: Environment) -> tuple[Rehearsal, Timelin
                 f"The program fails: {rehearsal.message}",
                 remedy(rehearsal.message) or "Correct the program, or its arguments, which go after its name.",
             )
-        if rehearsal.snapshot is None or not rehearsal.devices:
+        if not rehearsal.devices:
+            raise ModelError(
+                f"Cannot estimate {request.target}.",
+                "The program did not use CUDA.",
+                "Move its model to the GPU, or name a function that returns model and inputs: train.py:build.",
+            )
+        if rehearsal.snapshot is None:
             return rehearsal, None
         devices = explain_snapshot(rehearsal.snapshot, request.target, (), leaks=rehearsal.leaks)
     largest = max(rehearsal.devices, key=lambda device: device.process_bytes).device
@@ -114,14 +120,10 @@ def _estimate(name: str, rehearsal: Rehearsal, timeline: Timeline | None, place:
     from brim.estimation.workload import Workload
     from brim.report.explain import summary
 
-    largest = max(rehearsal.devices, key=lambda group: group.process_bytes, default=None)
-    peak = PeakBytes(allocated=0, reserved=0, process=rehearsal.context_bytes)
+    most = max(rehearsal.devices, key=lambda group: group.process_bytes)
+    peak = PeakBytes(allocated=most.allocated_bytes, reserved=most.reserved_bytes, process=most.process_bytes)
     categories = dict.fromkeys(NAMES.values(), 0)
     modules: dict[str, int] = {}
-    if largest is not None:
-        peak = PeakBytes(
-            allocated=largest.allocated_bytes, reserved=largest.reserved_bytes, process=largest.process_bytes
-        )
     if timeline is not None:
         peak_summary = summary(timeline, most=None)
         for group in peak_summary.by_category:
@@ -129,6 +131,7 @@ def _estimate(name: str, rehearsal: Rehearsal, timeline: Timeline | None, place:
             categories[category] = categories.get(category, 0) + group.bytes
         modules = {group.name: group.bytes for group in peak_summary.by_module}
     added = tuple(margin for margin in [context_margin(place)] if margin.bytes)
+    decisions = [" ".join(verdict.decisions_of(rehearsal))] if verdict.decisions_of(rehearsal) else []
     context = f"CUDA context of {rehearsal.context_bytes:,} B: {rehearsal.context_source}"
     return Estimate(
         model=name,
@@ -146,7 +149,7 @@ def _estimate(name: str, rehearsal: Rehearsal, timeline: Timeline | None, place:
         not_modelled=(),
         fits=rehearsal.fits,
         leak=rehearsal.leak,
-        notes=(f"program: {_REHEARSED}", _CATEGORIES, *verdict.notes_of(rehearsal), context),
+        notes=(f"program: {_REHEARSED}", _CATEGORIES, *verdict.notes_of(rehearsal), *decisions, context),
         is_program=True,
         by="rehearsal",
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,7 +120,7 @@ def _answer(options: PlanOptions) -> Answer:
     from brim.run.plan.search import answer_to
 
     request, output = build(Request, vars(options)), options.output
-    with Console(stderr=True).status("Planning"):
+    with Console(stderr=True).status("Planning"), redirect_stdout(sys.stderr):  # what the user's function prints
         answer = answer_to(request, precisions=options.precisions)
         answer = _with_files(answer, output)
         for index in range(len(answer.proposals) if output is not None else 0):
