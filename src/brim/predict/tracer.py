@@ -6,12 +6,10 @@ allocations and frees is the one of a real run: it is decided by Python's and au
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -26,6 +24,7 @@ from brim.predict.pretend import PretendCuda, pretending
 from brim.predict.recorder import Recorder
 from brim.predict.torch_cuda import cuda_lists
 from brim.predict.values.assumptions import Values
+from brim.random_numbers import default_generators, restored
 
 TARGETS = ("cuda", "cpu")
 ROUTINGS = ("balanced", "crowded")
@@ -78,7 +77,8 @@ def trace(
     _check(steps, target, routing, assume)
     mode = _recording(target, capability, Values(routing, strict=strict, assume=assume))
     # A caller's inference mode is not the program's, and tensors of it keep no versions.
-    with torch.inference_mode(False), _generators_restored(), _watching(mode, target, capability):
+    drawn = restored(default_generators())  # a trace draws numbers like the program
+    with torch.inference_mode(False), drawn, _watching(mode, target, capability):
         growth = _Growth(mode.recorder)
         held = _run_named(mode, build, steps, most_steps or steps, growth)
         made = _written(mode, target, model or _name(mode.modules, build), growth.leak())
@@ -136,18 +136,6 @@ def _check(steps: int, target: str, routing: str, assume: float) -> None:
         raise UsageError(f"Unknown routing {routing!r}.", f"Known: {', '.join(ROUTINGS)}.")
     if not 0 < assume <= 1:
         raise UsageError(f"Cannot trace with assume={assume}.", "It must be above 0 and at most 1.")
-
-
-@contextmanager
-def _generators_restored() -> Iterator[None]:
-    """Restore random generators after a trace, which draws numbers like the program."""
-    before, python, array = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)
-        random.setstate(python)
-        numpy.random.set_state(array)
 
 
 @contextmanager

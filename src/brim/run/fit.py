@@ -43,6 +43,7 @@ from brim.planning.strategy.prediction import Prediction, TrainingStep, works_in
 from brim.planning.strategy.search import TrainingSearch
 from brim.planning.strategy.step import Fitted, apply_choice, bytes_at_once
 from brim.predict.lowering.cuda.products import cublas_workspace_bytes
+from brim.random_numbers import all_generators, restored
 from brim.techniques.base import HANDLE_ATTRIBUTE, refuse_second, refuse_special_tensors
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.dry_run import as_arguments
@@ -180,7 +181,7 @@ def _fit(
     refuse_special_tensors(model)
     inputs = None if example is None else as_arguments(example)
     # Tensors created in inference mode could never be changed outside of it.
-    with on(device, model) as kind, torch.inference_mode(False):
+    with on(device, model) as kind, torch.inference_mode(False), restored(all_generators()):
         hardware = machine(kind)
         budget = budgets(hardware, vram, ram, kind, [model] if optimizer is None else [model, optimizer])
         if optimizer is not None:

@@ -33,10 +33,11 @@ from brim.planning.inference.machine import (
 from brim.planning.proof import ENDLESS_BYTES, Bytes, fits, sufficient
 from brim.planning.strategy.case import TrainingStrategy
 from brim.printable import write_note
+from brim.random_numbers import default_generators, restored
 from brim.run.fit import Search, enforce, tensor_bytes_of
 from brim.run.script.copies import allow_copies, has_other_hooks
 from brim.run.script.hooks import Call, living, parameter_bytes, roots
-from brim.run.script.isolation import example_of, quiet, same_random_numbers, unseen
+from brim.run.script.isolation import example_of, quiet, unseen
 from brim.run.script.needs import (
     STAND_IN,
     held_bytes,
@@ -125,7 +126,7 @@ class Decisions:
                 self._respect_the_program()
         if self.outcomes:
             gc.collect()  # a dropped fitted model is a reference cycle, which has its share until it is collected
-        with same_random_numbers():
+        with restored(default_generators()):
             for bounded in self._bounded:
                 self._predict(bounded)
             self._bounded.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import random
 import sys
 import threading
 import types
@@ -19,6 +18,7 @@ from torch import nn
 
 from brim.errors import UnsupportedError, first_line
 from brim.model_inputs import map_tensors
+from brim.random_numbers import all_generators, restored
 from brim.run.script.hooks import Call
 
 _ASKED = "transformers.utils.import_utils"
@@ -38,24 +38,9 @@ def unseen(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Print nothing and show no warning while the context is open; restore random states at the end."""
-    with same_random_numbers(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    with restored(all_generators()), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-@contextlib.contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Restore the states of all random generators at the end."""
-    numpy = sys.modules.get("numpy")
-    torch_state, python_state = torch.get_rng_state(), random.getstate()
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
 
 
 @contextlib.contextmanager

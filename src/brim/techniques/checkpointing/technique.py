@@ -4,7 +4,7 @@ Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174. 
 products and attention are saved (many flops for each byte), all else is recomputed (many bytes for each flop), as in
 Korthikanti et al., arXiv 2205.05198. Alternate: selective, with only the first, third, ... of a block's matrix
 products saved, as torchtitan's ``selective_ac_option = "op"`` does. It uses the non-reentrant
-``torch.utils.checkpoint``, which restores RNG state and autocast.
+``torch.utils.checkpoint``, which restores autocast and PyTorch's random generators; ``Before`` restores the rest.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
+import pickle
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from brim.core import Category, Hardware, Phase, Trace
 from brim.errors import UnsupportedError, UsageError
 from brim.model_inputs import tensors_in
 from brim.predict.cost import base_name, op_s
+from brim.random_numbers import all_generators, default_generators, restored, set_state, state_of
 from brim.techniques.base import Option, StandIn, in_force
 from brim.techniques.blocks import Block, Partition, is_container, tensor_bytes
 
@@ -45,6 +47,8 @@ SAVED = (
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
+_RESTORED = torch.default_generator  # by torch.utils.checkpoint itself
+_OF_MODULES = frozenset(vars(nn.Module()))
 _LEAST_DIMS = 3  # (rows, tokens, channels) or (rows, channels, ...): with less, rows may be tokens of one sequence
 _ROUNDING = 0.05  # of the largest value: kernels of another number of rows round otherwise, also in bfloat16
 _ROUNDINGS = 4  # of the dtype: sums by several threads at once may come in another order
@@ -108,7 +112,12 @@ class Checkpointing:
     def __init__(self, chosen: Mapping[str, tuple[nn.Module, str]], rows: int = 0) -> None:
         self.choices = {name: choice for name, (_, choice) in chosen.items()}
         self._warned: set[str] = set()
-        self._placed = [_Checkpointed(module, choice, rows, self._warn) for module, choice in chosen.values()]
+        tensors = [parameter for module, _ in chosen.values() for parameter in module.parameters()]
+        is_traced = _is_traced(tensors) or any(tensor.is_meta for tensor in tensors)
+        generators = default_generators() if is_traced else all_generators()
+        self._placed = [
+            _Checkpointed(module, choice, rows, generators, self._warn) for module, choice in chosen.values()
+        ]
 
     def remove(self) -> None:
         for placed in self._placed:
@@ -125,9 +134,12 @@ class Checkpointing:
 class _Checkpointed(StandIn):
     """A checkpointed forward; the module's hooks stay outside and are not repeated."""
 
-    def __init__(self, module: nn.Module, choice: str, rows: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, module: nn.Module, choice: str, rows: int, generators: Sequence[Any], warn: Callable[[str], None]
+    ) -> None:
         super().__init__(module)
         self.choice, self._rows, self._warn = choice, rows, warn
+        self._generators = generators
         self._has_independent_rows: bool | None = None  # not known yet
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -187,11 +199,11 @@ class _Checkpointed(StandIn):
         return output
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        before = BuffersBefore(self._module)
+        before = Before(self._module, self._generators)
         if self.choice == FULL:
-            return nullcontext(), before
+            return before.forward(), before
         forward, again = selective_contexts(alternate=self.choice == ALTERNATE)
-        return forward, Together(before, again)
+        return Together(before.forward(), forward), Together(before, again)
 
 
 def _rows_of(arguments: Any) -> int:
@@ -251,7 +263,8 @@ def _computes_alike(block: nn.Module, forward: Callable[..., Any], args: Any, kw
         taken = [copy_of_cache(leaf) if is_cache(leaf) else leaf for leaf in taken]
         taken = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in taken]
         its_args, its_kwargs = tree_unflatten(taken, structure)
-        with BuffersBefore(block), nullcontext() if _is_traced(leaves) else same_numbers():
+        own = Before(block, default_generators(), attributes=False)
+        with own, nullcontext() if _is_traced(leaves) else same_numbers():
             outputs = tree_leaves(forward(*its_args, **its_kwargs))
         written |= any(tensor._version > 0 for tensor in tensors_in(taken))
         return outputs
@@ -259,6 +272,7 @@ def _computes_alike(block: nn.Module, forward: Callable[..., Any], args: Any, kw
     def agree(pair: list[Any], row: int, other: list[Any], tolerance: float | None = None) -> bool:
         return all(_is_alike(one, row, two, tolerance) for one, two in zip(pair, other, strict=True))
 
+    attributes = _Attributes([*block.modules()])
     try:
         with torch.no_grad():
             pair, stored = call(0, 1), _stored(block)
@@ -273,6 +287,7 @@ def _computes_alike(block: nn.Module, forward: Callable[..., Any], args: Any, kw
     except Exception:
         return False  # all rows at once raise the user's own error, if there is one
     finally:
+        attributes.set()
         for part in training:
             part.training = True
 
@@ -418,14 +433,15 @@ def _refuse(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> N
             )
 
 
-class BuffersBefore:
-    """A context that restores the present buffers of ``module``, for the recomputation of its forward.
+class Before:
+    """A context for the recomputation of ``module``'s forward, with the present state of what a forward may change.
 
-    Batch norm and spectral norm write to their buffers in forward; a second write would change the statistics. Copies
-    replace the module's own buffers and are dropped. It may be entered more than once.
+    Buffers: batch norm and spectral norm write to theirs; copies replace the module's own and are dropped. Attributes
+    of parts, with the contents of lists, dicts and sets: counters, losses of experts. Random ``generators`` that the
+    ``forward`` uses. At the end all is as at the beginning. It may be entered more than once.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, generators: Sequence[Any], *, attributes: bool = True) -> None:
         with torch.no_grad():
             self._copies = [
                 (owner, name, buffer.clone())
@@ -433,18 +449,63 @@ class BuffersBefore:
                 for name, buffer in owner._buffers.items()
                 if buffer is not None
             ]
-        self._live: list[torch.Tensor | None] = []
+        self._attributes = _Attributes([*module.modules()] if attributes else [])
+        self._states = [(generator, state_of(generator)) for generator in generators if generator is not _RESTORED]
+        self._undo = ExitStack()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Forget the generators that a forward in this context does not use: other threads may use them."""
+        yield
+        self._states = [(one, state) for one, state in self._states if not _is_same(state, state_of(one))]
 
     def __enter__(self) -> None:
-        self._live = [owner._buffers[name] for owner, name, _ in self._copies]
-        with torch.no_grad():
-            for owner, name, before in self._copies:
+        undo = self._undo = ExitStack()
+        undo.enter_context(restored([generator for generator, _ in self._states]))
+        for generator, state in self._states:
+            set_state(generator, state)
+        undo.callback(_Attributes(self._attributes.parts).set)
+        self._attributes.set()
+        for owner, name, before in self._copies:
+            undo.callback(owner._buffers.__setitem__, name, owner._buffers[name])
+            with torch.no_grad():
                 owner._buffers[name] = before.clone()
 
     def __exit__(self, *_: object) -> None:
-        for (owner, name, _before), live in zip(self._copies, self._live, strict=True):
-            owner._buffers[name] = live
-        self._live = []
+        self._undo.close()
+
+
+class _Attributes:
+    """The present attributes of ``parts``, without those that every module has, and the contents of containers."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self.parts = parts
+        self._values = [
+            (vars(part), {name: value for name, value in vars(part).items() if name not in _OF_MODULES})
+            for part in parts
+        ]
+        self._contents = [
+            (value, value.copy())
+            for _, values in self._values
+            for value in values.values()
+            if type(value) in (list, dict, set)
+        ]
+
+    def set(self) -> None:
+        for attributes, values in self._values:
+            for name in attributes.keys() - values.keys() - _OF_MODULES:
+                del attributes[name]
+            attributes.update(values)
+        for container, content in self._contents:
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
+
+
+def _is_same(state: Any, other: Any) -> bool:
+    """Return whether two states of a generator are equal."""
+    if isinstance(state, torch.Tensor):
+        return torch.equal(state, other)
+    return pickle.dumps(state) == pickle.dumps(other)  # NumPy's have arrays
 
 
 class Together:

@@ -4,9 +4,11 @@ training."""
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -309,3 +311,45 @@ def test_options_say_what_a_trace_then_shows(known_machine) -> None:
     of = {row.choice: row for row in rows if row.block == names[1]}
     assert of[FULL].saves_bytes > of[SELECTIVE].saves_bytes
     assert of[FULL].compute_s > of[SELECTIVE].compute_s > 0
+
+
+class Restless(nn.Module):
+    """A block whose forward draws numbers of every kind and changes its own attributes."""
+
+    def __init__(self, generator: torch.Generator, numbers: np.random.Generator) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.draws = lambda: float(torch.rand((), generator=generator)) + numbers.random()
+        self.calls, self.seen = 0, list[int]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.latest = x.detach().sum()
+        if random.random() < 0.4:  # else the block is left out
+            return x
+        scale = self.calls + len(self.seen) + np.random.rand() + self.draws()
+        return self.last(torch.tanh(self.first(x) * scale))
+
+
+@pytest.mark.parametrize("kind", [NONE, FULL, SELECTIVE])
+def test_recomputation_repeats_every_draw_and_leaves_all_as_one_forward_does(kind: str) -> None:
+    def trained_once(kind: str) -> list[Any]:
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        generator, numbers = torch.Generator().manual_seed(1), np.random.default_rng(2)
+        model = nn.ModuleList(Restless(generator, numbers) for _ in range(4))
+        checkpointing.apply(model, {f"{index}": kind for index in range(4)})
+        x = torch.randn(3, 4)
+        for _ in range(3):
+            y = x
+            for block in model:
+                y = block(y)
+            y.sum().backward()
+        parts: Any = list(model)
+        return [
+            *[None if p.grad is None else p.grad.tolist() for p in model.parameters()],
+            *[(part.calls, part.seen, part.latest.item()) for part in parts],
+            random.getstate(), np.random.get_state()[2], generator.get_state().tolist(), numbers.random(),
+        ]  # fmt: skip
+
+    assert trained_once(kind) == trained_once(NONE)
