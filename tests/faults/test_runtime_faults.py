@@ -283,3 +283,32 @@ def test_a_failed_load_reads_no_more_than_it_must(saved_llama: Path, disk: Disk)
 
 def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_a_table_of_positions_on_disk_takes_a_mask_or_none(tmp_path: Path) -> None:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=3000, hidden_size=256, ffn_dim=512, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=4096, word_embed_proj_dim=256, dropout=0.0,
+    )  # fmt: skip
+    plain = OPTForCausalLM(config).eval()
+    plain.save_pretrained(tmp_path)
+    model: Any = brim.load(tmp_path, ram=least_bytes(tmp_path) + (1 << 20), device="cpu")
+    assert model.brim.plan.choices("weight_streaming")["model.decoder.embed_positions"] == "stream:disk"
+    ids = torch.arange(2, 42)[None]
+    for mask in ({}, {"attention_mask": torch.ones_like(ids)}, {"attention_mask": torch.ones(1, 40)}):
+        assert torch.equal(model(ids, **mask).logits, plain(ids, **mask).logits)
+    os.truncate(tmp_path / "model.safetensors", 100_000)
+    with pytest.raises(TransferError):
+        model(ids)
+    model.brim.close()
+
+
+def test_a_loaded_model_returns_what_a_pass_frees(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: Any = importlib.import_module("brim.run.generate.load")
+    set_up: list[str] = []
+    monkeypatch.setattr(opened.heap, "return_freed_memory", lambda: set_up.append("heap"))
+    brim.load(llama, ram="400MiB").brim.remove()
+    assert set_up == ["heap"]

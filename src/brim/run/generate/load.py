@@ -99,6 +99,7 @@ def load(
             f"brim.load cannot use inputs of type {type(inputs).__name__}.",
             "They must be brim.estimation.step_memory.Inputs(batch=..., prompt=..., total=...), the sizes of a step.",
         )
+    heap.return_freed_memory()  # what a pass frees is counted as long as the heap keeps it
     # Tensors created in inference mode could never be changed outside of it.
     with on(device) as kind, torch.inference_mode(False):
         start_bytes, folder = heap.used_resident_bytes(), prepare(model, trust_remote_code=trust_remote_code)

@@ -198,10 +198,13 @@ def check_rows(table: nn.Module, store: DiskStore, streamed: StreamedBlock) -> t
     assert isinstance(table, nn.Embedding)
     count = table.num_embeddings
     index = next(i for i, parameter in enumerate(streamed.parameters) if parameter is table.weight)
+    takes_ids = type(table).forward is nn.Embedding.forward
 
     def check(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         ids = args[0] if args else kwargs.get("input")
-        if isinstance(ids, torch.Tensor):
+        if not takes_ids:  # tables of positions take a mask, or shift the rows: a shortened file lacks the last one
+            store.check_rows(index, [count - 1])
+        elif isinstance(ids, torch.Tensor):
             store.check_rows(index, [row for row in ids.unique().tolist() if 0 <= row < count])
 
     return table.register_forward_pre_hook(torch.compiler.disable(check), with_kwargs=True)
