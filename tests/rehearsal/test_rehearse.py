@@ -279,6 +279,22 @@ def test_an_estimate_of_a_program_is_what_its_rehearsal_takes(
     assert any(note.startswith("it runs out in") and "this helps" in note for note in large["notes"])
 
 
+def test_an_estimate_names_what_made_up_numbers_decided(
+    on_device: OnDevice, training: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if find() is None:
+        pytest.skip("the CUDA build is another Python's: `brim estimate` goes by the one that runs it")
+    assert cli.main(["estimate", "--gpu", "RTX 4090", "--json", str(training)]) == 0
+    notes = json.loads(capfd.readouterr().out)["notes"]
+    assert any(
+        note.startswith("decisions by made-up numbers") and f"{training}:10: if loss > 1e9" in note for note in notes
+    )
+    assert any("brim rehearse --steps runs more" in note for note in notes)
+    (tmp_path / "cpu.py").write_text("import torch\ntorch.ones(4)\n")
+    assert cli.main(["estimate", "--gpu", "RTX 4090", str(tmp_path / "cpu.py")]) == 2
+    assert "The program did not use CUDA." in capfd.readouterr().err
+
+
 CHEAP = ["mnist", "with_trainer"]
 ALL = ["with_accelerate", "with_diffusers"]  # the other scripts use the CPU alone
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 from pathlib import Path
@@ -108,3 +109,24 @@ def test_a_function_of_a_file_imports_what_lies_beside(tmp_path: Path, monkeypat
     """
     (tmp_path / "model.py").write_text(textwrap.dedent(text))
     assert brim.estimate(f"{tmp_path / 'model.py'}:build").at_peak_bytes["parameters"] == 4 * (8 * 8 + 8)
+
+
+@pytest.mark.parametrize("words", [["estimate"], ["plan", "--task", "train", "--gpu", "RTX 4090", "--top", "1"]])
+def test_what_the_users_file_prints_is_no_part_of_the_answer(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "printing.py").write_text("""
+import torch
+print("imported")
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        print("called")
+        return super().forward(x).sum()
+def build():
+    print("built")
+    return Net(8, 8), (torch.zeros(2, 8),)
+""")
+    assert main([*words, f"{tmp_path / 'printing.py'}:build", "--json"]) == 0
+    captured = capsys.readouterr()
+    json.loads(captured.out)
+    assert "imported" in captured.err and "built" in captured.err
