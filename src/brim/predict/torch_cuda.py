@@ -283,13 +283,12 @@ class Event:
 
 
 @contextmanager
-def cuda_lists() -> Iterator[None]:
+def cuda_lists(cache: AutocastCache) -> Iterator[None]:
     """Replace the CPU's autocast kernels by CUDA's (aten/src/ATen/autocast_mode.h) for the duration.
 
     Fake tensors lie on the CPU, so PyTorch would consult the CPU's lists.
     """
     library = torch.library.Library("aten", "IMPL")
-    cache = _Cache()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that kernels are overridden is the purpose
@@ -301,7 +300,7 @@ def cuda_lists() -> Iterator[None]:
         library._destroy()
 
 
-def _install(library: torch.library.Library, cache: _Cache) -> None:
+def _install(library: torch.library.Library, cache: AutocastCache) -> None:
     casts = {
         "lower_precision": cache.lower, "float32": _to_fp32, "float32_output": _with_dtype, "widest": _widest,
     }  # fmt: skip
@@ -347,7 +346,7 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-class _Cache:
+class AutocastCache:
     """Lower-precision copies of leaf weights, kept until the outermost autocast region ends."""
 
     def __init__(self) -> None:
@@ -356,7 +355,10 @@ class _Cache:
     def clear(self) -> None:
         self._copies.clear()
 
-    def lower(self, op: OpOverload) -> Callable[..., Any]:
+    def lower_if_enabled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return self.lower(function) if torch.is_autocast_enabled("cpu") else function
+
+    def lower(self, op: Callable[..., Any]) -> Callable[..., Any]:
         @_without_autocast
         def kernel(*args: Any, **kwargs: Any) -> Any:
             named = {name: _each(value, self._cast) for name, value in reversed(kwargs.items())}
