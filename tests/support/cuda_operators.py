@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 Build = Callable[[], Callable[[], Any]]
 
@@ -48,6 +49,12 @@ def _unrolled(cell: Callable[..., Any], steps: torch.Tensor, first: torch.Tensor
         for step in steps:
             state = cell(step, state, *weights)
     return state[0]
+
+
+def _recomputed(reentrant: bool, hidden: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    for weight in weights:
+        hidden = hidden + checkpoint(lambda x, w: F.gelu(x @ w) @ w.mT, hidden, weight, use_reentrant=reentrant)
+    return hidden
 
 
 def _attention(rows: int, columns: int, size: int, dtype: torch.dtype = torch.float32, mask: str = "") -> Build:
@@ -157,6 +164,8 @@ CASES: dict[str, Build] = {
     "steps of a GRU under autocast": _of(
         partial(_unrolled, torch.gru_cell), (6, 32, 64), (32, 64), (192, 64), (192, 64), (192,), (192,)
     ),
+    "recomputation under autocast": _mixed(partial(_recomputed, False), (512, 64), *[(64, 256)] * 4),
+    "reentrant recomputation under autocast": _mixed(partial(_recomputed, True), (512, 64), *[(64, 256)] * 4),
     "embedding of a part": _of(lambda x, rows: F.embedding(rows.view(2, -1)[:, 1:], x), (300, 64), _ROWS),
     "sum of booleans": _of(lambda x: (x > 0).sum(1), (100, 300), grad=False),
     "sum of int32": _of(lambda x: x.int().sum(0), (100, 300), grad=False),

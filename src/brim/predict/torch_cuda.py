@@ -376,13 +376,15 @@ class AutocastCache:
             and tensor.is_leaf
             and not tensor._is_view()
             and torch.is_autocast_cache_enabled()
+            and not torch.is_inference_mode_enabled()
         )
         if not cached:
             return tensor.to(dtype)
         copy_there = self._copies.get(id(tensor))
         if copy_there is not None and copy_there[0]() is tensor:
             return copy_there[1]
-        copy = tensor.to(dtype)
+        with torch.enable_grad():  # a later forward pass may need the copy's gradient
+            copy = tensor.to(dtype)
         self._copies[id(tensor)] = (weakref.ref(tensor), copy)
         return copy
 
