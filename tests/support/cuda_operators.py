@@ -164,6 +164,7 @@ CASES: dict[str, Build] = {
     "steps of a GRU under autocast": _of(
         partial(_unrolled, torch.gru_cell), (6, 32, 64), (32, 64), (192, 64), (192, 64), (192,), (192,)
     ),
+    "bilinear forms under autocast": _mixed(F.bilinear, (256, 32), (256, 32), (16, 32, 32)),
     "recomputation under autocast": _mixed(partial(_recomputed, False), (512, 64), *[(64, 256)] * 4),
     "reentrant recomputation under autocast": _mixed(partial(_recomputed, True), (512, 64), *[(64, 256)] * 4),
     "embedding of a part": _of(lambda x, rows: F.embedding(rows.view(2, -1)[:, 1:], x), (300, 64), _ROWS),

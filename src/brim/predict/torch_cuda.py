@@ -28,6 +28,8 @@ from brim.predict.dispatch import RecordingMode
 _VRAM_BYTES = 1 << 40
 _FUNCTIONS = read_facts("operators.json")["functions"]
 _AUTOCAST = read_facts("operators.json")["autocast"]
+_TRILINEAR = torch.ops.aten._trilinear.default
+_COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
 
 
 @contextmanager
@@ -308,6 +310,8 @@ def _install(library: torch.library.Library, cache: AutocastCache) -> None:
         for name in _AUTOCAST[kind]:
             op = _overload(name)
             library.impl(op, make(op), "AutocastCPU", allow_override=True)
+    # The backward pass of ``bilinear`` calls it, and autocast casts its products.
+    library.impl(_TRILINEAR, functools.partial(_TRILINEAR._op_dk, _COMPOSITE), "AutocastCPU", allow_override=True)
 
 
 def _overload(name: str) -> OpOverload:
