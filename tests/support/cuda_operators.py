@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 Build = Callable[[], Callable[[], Any]]
 
@@ -30,6 +31,30 @@ def _of(function: Callable[..., Any], *inputs: Any, dtype: torch.dtype = torch.f
         return step
 
     return build
+
+
+def _mixed(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Build:
+    """The step, its backward pass too, is under autocast."""
+
+    def build() -> Callable[[], Any]:
+        step = _of(function, *shapes)()
+        return lambda: torch.autocast("cuda", torch.bfloat16)(step)()
+
+    return build
+
+
+def _unrolled(cell: Callable[..., Any], steps: torch.Tensor, first: torch.Tensor, *weights: torch.Tensor) -> Any:
+    state = (first, first) if cell is torch.lstm_cell else first
+    with torch.autocast("cuda", torch.bfloat16):
+        for step in steps:
+            state = cell(step, state, *weights)
+    return state[0]
+
+
+def _recomputed(reentrant: bool, hidden: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    for weight in weights:
+        hidden = hidden + checkpoint(lambda x, w: F.gelu(x @ w) @ w.mT, hidden, weight, use_reentrant=reentrant)
+    return hidden
 
 
 def _attention(rows: int, columns: int, size: int, dtype: torch.dtype = torch.float32, mask: str = "") -> Build:
@@ -110,6 +135,7 @@ CASES: dict[str, Build] = {
     "attention in float16": _attention(192, 256, 80, torch.float16),
     "attention with a mask": _attention(128, 128, 64, mask="bool"),
     "attention with a trained bias": _attention(128, 120, 64, mask="float"),
+    "attention in parts under autocast": _mixed(F.scaled_dot_product_attention, *[(2, 128, 64)] * 3),
     "FlexAttention in bfloat16": _flex(dtype=torch.bfloat16),
     "FlexAttention of groups with a bias": _flex("bias", groups=2),
     "FlexAttention with a cap": _flex("cap"),
@@ -132,6 +158,15 @@ CASES: dict[str, Build] = {
     "averages of a part": _of(lambda x: F.avg_pool2d(x[..., 1:], 2), (8, 96, 56, 57)),
     "averages of a part's volumes": _of(lambda x: F.avg_pool3d(x[..., 1:], 2), (2, 16, 16, 16, 17), grad=False),
     "adaptive averages of a part": _of(lambda x: F.adaptive_avg_pool2d(x[..., 1:], 7), (8, 96, 56, 57), grad=False),
+    "steps of an LSTM under autocast": _of(
+        partial(_unrolled, torch.lstm_cell), (6, 32, 64), (32, 64), (256, 64), (256, 64), (256,), (256,)
+    ),
+    "steps of a GRU under autocast": _of(
+        partial(_unrolled, torch.gru_cell), (6, 32, 64), (32, 64), (192, 64), (192, 64), (192,), (192,)
+    ),
+    "bilinear forms under autocast": _mixed(F.bilinear, (256, 32), (256, 32), (16, 32, 32)),
+    "recomputation under autocast": _mixed(partial(_recomputed, False), (512, 64), *[(64, 256)] * 4),
+    "reentrant recomputation under autocast": _mixed(partial(_recomputed, True), (512, 64), *[(64, 256)] * 4),
     "embedding of a part": _of(lambda x, rows: F.embedding(rows.view(2, -1)[:, 1:], x), (300, 64), _ROWS),
     "sum of booleans": _of(lambda x: (x > 0).sum(1), (100, 300), grad=False),
     "sum of int32": _of(lambda x: x.int().sum(0), (100, 300), grad=False),

@@ -48,7 +48,15 @@ class BackwardOrder:
             for node in _reached(outputs, lambda number: True):
                 if _LATER <= node._sequence_nr() < _LATER + own:
                     node._set_sequence_nr(self._among_own(node._sequence_nr() - _LATER))
-        results = engine(outputs, *args, **kwargs)
+        # The thread counts autocast's regions from 0: the end of one that recomputes frees copies of weights.
+        regions = torch.autocast_increment_nesting()
+        for _ in range(regions):
+            torch.autocast_decrement_nesting()
+        try:
+            results = engine(outputs, *args, **kwargs)
+        finally:
+            for _ in range(regions - 1):
+                torch.autocast_increment_nesting()
         created = _counted() - begin
         if created:
             self._starts.append(own)

@@ -33,7 +33,7 @@ from brim.predict.lowering.cuda import dtypes
 from brim.predict.lowering.cuda import norms as cuda_norms
 from brim.predict.lowering.cuda import recurrent as cuda_recurrent
 from brim.predict.patches import ValueMode
-from brim.predict.torch_cuda import AUTOCAST_STATE, Generator, autocast_of_cpu, in_place, torch_cuda
+from brim.predict.torch_cuda import AUTOCAST_STATE, AutocastCache, Generator, autocast_of_cpu, in_place, torch_cuda
 from brim.processes import on_loopback
 
 _CUDA = torch.device("cuda", 0)
@@ -54,7 +54,7 @@ class PretendCuda(ValueMode):
 
     def __init__(self, recording: RecordingMode, capability: tuple[int, int]) -> None:
         super().__init__(recording)
-        self.capability = capability
+        self.capability, self.autocast = capability, AutocastCache()
         self.default_on_device = False  # True if tensors without a device argument are created on the GPU
         self._replaced: dict[Any, Callable[..., Any]] = {
             torch.Tensor.cuda: self._cuda,
@@ -200,7 +200,8 @@ class PretendCuda(ValueMode):
         if not torch.is_autocast_enabled("cuda"):  # autocast converts them to one dtype
             dtypes.check_attention(query, key, value, options.get("attn_mask"))
         with self.recording.factories(self._any_on_device((query,))):
-            return cuda_attention.attention(query, key, value, capability=self.capability, **options)
+            attend = self.autocast.lower_if_enabled(cuda_attention.attention)
+            return attend(query, key, value, capability=self.capability, **options)
 
     def _tensor_split(self, tensor: torch.Tensor, where: Any = None, dim: int = 0, **named: Any) -> Any:
         """C++ reads where to split, from the CPU."""
@@ -220,7 +221,7 @@ class PretendCuda(ValueMode):
         if not self.on_device(input):
             return on_host(input, *args)
         with self.recording.factories(True):
-            return cell(input, *args)
+            return self.autocast.lower_if_enabled(cell)(input, *args)
 
     def _dropout(self, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         """CUDA fuses dropout and keeps a boolean mask (aten/src/ATen/native/Dropout.cpp)."""

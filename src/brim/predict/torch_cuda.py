@@ -28,6 +28,8 @@ from brim.predict.dispatch import RecordingMode
 _VRAM_BYTES = 1 << 40
 _FUNCTIONS = read_facts("operators.json")["functions"]
 _AUTOCAST = read_facts("operators.json")["autocast"]
+_TRILINEAR = torch.ops.aten._trilinear.default
+_COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
 
 
 @contextmanager
@@ -283,13 +285,12 @@ class Event:
 
 
 @contextmanager
-def cuda_lists() -> Iterator[None]:
+def cuda_lists(cache: AutocastCache) -> Iterator[None]:
     """Replace the CPU's autocast kernels by CUDA's (aten/src/ATen/autocast_mode.h) for the duration.
 
     Fake tensors lie on the CPU, so PyTorch would consult the CPU's lists.
     """
     library = torch.library.Library("aten", "IMPL")
-    cache = _Cache()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that kernels are overridden is the purpose
@@ -301,7 +302,7 @@ def cuda_lists() -> Iterator[None]:
         library._destroy()
 
 
-def _install(library: torch.library.Library, cache: _Cache) -> None:
+def _install(library: torch.library.Library, cache: AutocastCache) -> None:
     casts = {
         "lower_precision": cache.lower, "float32": _to_fp32, "float32_output": _with_dtype, "widest": _widest,
     }  # fmt: skip
@@ -309,6 +310,8 @@ def _install(library: torch.library.Library, cache: _Cache) -> None:
         for name in _AUTOCAST[kind]:
             op = _overload(name)
             library.impl(op, make(op), "AutocastCPU", allow_override=True)
+    # The backward pass of ``bilinear`` calls it, and autocast casts its products.
+    library.impl(_TRILINEAR, functools.partial(_TRILINEAR._op_dk, _COMPOSITE), "AutocastCPU", allow_override=True)
 
 
 def _overload(name: str) -> OpOverload:
@@ -347,7 +350,7 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-class _Cache:
+class AutocastCache:
     """Lower-precision copies of leaf weights, kept until the outermost autocast region ends."""
 
     def __init__(self) -> None:
@@ -356,7 +359,10 @@ class _Cache:
     def clear(self) -> None:
         self._copies.clear()
 
-    def lower(self, op: OpOverload) -> Callable[..., Any]:
+    def lower_if_enabled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return self.lower(function) if torch.is_autocast_enabled("cpu") else function
+
+    def lower(self, op: Callable[..., Any]) -> Callable[..., Any]:
         @_without_autocast
         def kernel(*args: Any, **kwargs: Any) -> Any:
             named = {name: _each(value, self._cast) for name, value in reversed(kwargs.items())}
@@ -374,13 +380,15 @@ class _Cache:
             and tensor.is_leaf
             and not tensor._is_view()
             and torch.is_autocast_cache_enabled()
+            and not torch.is_inference_mode_enabled()
         )
         if not cached:
             return tensor.to(dtype)
         copy_there = self._copies.get(id(tensor))
         if copy_there is not None and copy_there[0]() is tensor:
             return copy_there[1]
-        copy = tensor.to(dtype)
+        with torch.enable_grad():  # a later forward pass may need the copy's gradient
+            copy = tensor.to(dtype)
         self._copies[id(tensor)] = (weakref.ref(tensor), copy)
         return copy
 

@@ -149,7 +149,7 @@ def _watching(mode: RecordingMode, target: str, capability: tuple[int, int]) -> 
         functions = PretendCuda(mode, capability) if target == "cuda" else patches.ValueMode(mode)
         if isinstance(functions, PretendCuda):
             stack.enter_context(pretending(functions))
-            stack.enter_context(cuda_lists())
+            stack.enter_context(cuda_lists(functions.autocast))
         stack.enter_context(patches.while_tracing(functions))
         yield
 

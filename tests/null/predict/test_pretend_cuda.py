@@ -170,6 +170,31 @@ def test_autocast_follows_the_lists_of_cuda_and_keeps_lowered_weights():
     assert len(lowered) == 2, "once per region: the copy is kept until the region ends"
 
 
+def test_autocasts_copy_from_a_pass_without_gradients_has_gradients_later():
+    seen = []
+
+    def step() -> None:
+        weight, source = torch.ones(32, 32, device="cuda", requires_grad=True), torch.ones(4, 32, device="cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            with torch.no_grad():
+                F.linear(source, weight)
+            F.linear(source, weight).sum().backward()
+        seen.append(weight.grad.shape)
+
+    lowered = [s for s in on_cuda(step).storages if s.bytes == 32 * 32 * 2]
+    assert seen == [(32, 32)]
+    assert len(lowered) == 2, "the copy and its gradient"
+
+
+def test_attention_in_parts_keeps_float32_within_itself_under_autocast():
+    def step() -> None:
+        query = torch.ones(1, 16, 64, device="cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            F.scaled_dot_product_attention(query, query, query)
+
+    assert 16 * 16 * 4 in sizes(on_cuda(step))
+
+
 def test_a_gradient_scaler_takes_its_step():
     taken = []
 

@@ -34,11 +34,6 @@ def attention(
 ) -> torch.Tensor:
     """``scaled_dot_product_attention`` of (batch, heads, tokens, head size) as CUDA does it."""
     mask = attn_mask
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = (t.to(dtype) if t.dtype != torch.float64 else t for t in (query, key, value))
-        if mask is not None and mask.is_floating_point():
-            mask = mask.to(dtype)
     backend = choose(query, key, value, mask, dropout_p, is_causal, enable_gqa, capability)
     if backend == "math":
         return _math(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)

@@ -36,7 +36,10 @@ def layer(kind: Any, source: torch.Tensor, *args: Any) -> Any:
         batch_sizes, state, weights, _, layers, dropout, train, bidirectional = args
         sizes, batch_first = packed.sizes_of(batch_sizes), False
     first, cell = state if kind is torch.lstm else (state, None)
-    source, first, cell, weights = _autocast(source, first, cell, weights)
+    if torch.is_autocast_enabled("cpu"):  # ``_cudnn_rnn_cast_reflatten`` casts the weights anew in every call
+        dtype = torch.get_autocast_dtype("cpu")
+        weights = [weight.to(dtype) for weight in weights]
+        source, first, cell = source.to(dtype), first.to(dtype), None if cell is None else cell.to(dtype)
     per_layer = len(weights) // (layers * (2 if bidirectional else 1))
     projected = first.size(-1) if per_layer in (3, 5) else 0
     hidden = (cell if cell is not None else first).size(-1)
@@ -47,17 +50,6 @@ def layer(kind: Any, source: torch.Tensor, *args: Any) -> Any:
     )  # fmt: skip
     output = output.transpose(0, 1) if batch_first else output
     return (output, last, last_cell) if kind is torch.lstm else (output, last)
-
-
-def _autocast(
-    source: torch.Tensor, state: torch.Tensor, cell: torch.Tensor | None, weights: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-    """cudnn/RNN.cpp, ``_cudnn_rnn_cast_reflatten``: everything is cast, the weights anew in every call."""
-    if not torch.is_autocast_enabled("cpu"):
-        return source, state, cell, list(weights)
-    dtype = torch.get_autocast_dtype("cpu")
-    cast = [weight.to(dtype) for weight in weights]
-    return source.to(dtype), state.to(dtype), None if cell is None else cell.to(dtype), cast
 
 
 def backward(
@@ -138,10 +130,6 @@ def gru_cell(source: torch.Tensor, state: torch.Tensor, *weights: torch.Tensor |
 def _cell(
     fused: Any, source: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor, *weights: torch.Tensor | None
 ) -> Any:
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        source, hidden, state = (tensor.to(dtype) for tensor in (source, hidden, state))
-        weights = tuple(None if weight is None else weight.to(dtype) for weight in weights)
     input_weight, hidden_weight, *biases = weights
     assert input_weight is not None and hidden_weight is not None
     return fused(source.matmul(input_weight.t()), hidden.matmul(hidden_weight.t()), state, *biases)
