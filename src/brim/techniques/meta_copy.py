@@ -31,6 +31,9 @@ def meta_copy(model: nn.Module, *, absent: Collection[str], device: torch.device
         memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = _like(buffer, device)
+    for value in (value for part in model.modules() for value in vars(part).values()):
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None:  # weight_norm and prune compute weights
+            memo[id(value)] = _like(value, device)
     return copy.deepcopy(model, memo)
 
 

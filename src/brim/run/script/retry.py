@@ -19,6 +19,7 @@ from brim import accelerator
 from brim.errors import FormatError, is_out_of_memory
 from brim.model_inputs import tensors_in
 from brim.printable import write_note
+from brim.random_numbers import default_generators, set_state, state_of
 from brim.run.script.copies import has_other_hooks
 
 
@@ -83,7 +84,8 @@ class _Repeating:
             )
             self._planned_elements = 0  # reported once
         versions = [buffer._version for buffer in model.buffers()]
-        random_states = torch.get_rng_state(), accelerator.random_states()
+        drawn = [(generator, state_of(generator)) for generator in default_generators()]
+        random_states = accelerator.random_states()
         try:
             return self.inner(*args, **kwargs)
         except Exception as error:
@@ -95,8 +97,9 @@ class _Repeating:
             failed = error
             self._make_room(failed)
         write_note(f"memory ran out in {type(model).__name__}: a smaller plan is in force")
-        torch.set_rng_state(random_states[0])
-        accelerator.set_random_states(random_states[1])
+        for generator, state in drawn:
+            set_state(generator, state)
+        accelerator.set_random_states(random_states)
         return model(*args, **kwargs)
 
     def _make_room(self, failed: Exception) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import brim
 from brim.errors import BrimError
@@ -302,3 +303,25 @@ def test_a_scheduler_that_was_there_before() -> None:
         assert loop(model, optimizer, scheduler) == wanted
         assert len(stepped) == STEPS
         handle.remove()
+
+
+def pruned(layer: nn.Module) -> nn.Module:
+    return prune.random_unstructured(layer, "weight", 0.3)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("compute", [nn.utils.weight_norm, pruned])
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weights_that_a_hook_computes(compute: Callable[[nn.Module], nn.Module]) -> None:
+    found = []
+    for ram in (None, 8000 * KIB):
+        torch.manual_seed(0)
+        layers = [(compute(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+        model = nn.Sequential(*[nn.Sequential(*block) for block in layers])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        if ram is not None:
+            example = (torch.zeros(4, WIDTH),)
+            choice = brim.fit(model, optimizer, device="cpu", ram=ram, example=example).choice
+            assert choice.states != "keep", choice
+        found.append(zeroing_in_place(model, optimizer))
+    assert found[0] == found[1]
