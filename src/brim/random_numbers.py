@@ -31,7 +31,8 @@ def all_generators() -> list[Any]:
         one for one in set(map(type, held)) if issubclass(one, kinds) and not issubclass(one, random.SystemRandom)
     }
     found = [one for one in held if type(one) in types and getattr(one, "device", _CPU) == _CPU]
-    return list({id(one): one for one in [*default_generators(), *found]}.values())
+    inner = {id(getattr(one, "_bit_generator", None)) for one in found if hasattr(one, "set_state")}  # of RandomState
+    return list({id(one): one for one in [*default_generators(), *found] if id(one) not in inner}.values())
 
 
 def state_of(generator: Any) -> Any:

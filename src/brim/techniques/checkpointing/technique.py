@@ -505,7 +505,7 @@ def _is_same(state: Any, other: Any) -> bool:
     """Return whether two states of a generator are equal."""
     if isinstance(state, torch.Tensor):
         return torch.equal(state, other)
-    return pickle.dumps(state) == pickle.dumps(other)  # NumPy's have arrays
+    return bool(state == other) if isinstance(state, tuple) else pickle.dumps(state) == pickle.dumps(other)  # arrays
 
 
 class Together:
