@@ -23,6 +23,8 @@ WHOLE = """
     result = {}
     x = torch.arange(10, device="cuda")
     result["compared"] = [(x > 4).any().item(), x[x > 4].tolist(), torch.nonzero(x).shape[0]]
+    result["places"] = torch.eye(5, device="cuda").nonzero().stride()
+    result["by rows"] = torch.eye(3, device="cuda").to_sparse_csr().crow_indices().tolist()
     result["cast"] = (x.float() * 2).int().tolist()
     ids = torch.tensor([3, 1, 3], device="cuda")
     result["unique"] = [one.tolist() for one in torch.unique(ids, return_counts=True)]
@@ -130,6 +132,7 @@ def whole(on_device: OnDevice) -> Any:
 
 def test_whole_numbers_and_what_they_size_are_right(whole: Any) -> None:
     assert whole["compared"] == [True, [5, 6, 7, 8, 9], 9]
+    assert whole["places"] == [1, 5] and whole["by rows"] == [0, 1, 2, 3]
     assert whole["cast"] == list(range(0, 20, 2))
     assert whole["unique"] == [[1, 3], [1, 2]]
     assert whole["repeated"] == [0, 1, 1, 2, 2, 2]

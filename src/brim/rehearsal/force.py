@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -103,12 +102,12 @@ class InForce:
             library = device.loaded().library
         except UnsupportedError:
             return  # another simulated CUDA, which works synchronously
-        functions = (
+        self._native.brim_values_device(
             library.brim_device_begin_kernel,
             library.brim_device_kernel_access,
             library.brim_device_capture,
+            library.brim_device_found,
         )
-        self._native.brim_values_device(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
 
     def _leave_host_weights(self) -> None:
         if self._native.brim_values_host_copies():

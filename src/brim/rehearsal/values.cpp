@@ -54,6 +54,7 @@ bool all_computed = false;
 void (*begin_kernel)(void*) = nullptr;  // of the device: see its queue.c
 void (*kernel_access)(void*, const void*, size_t, int, const char*) = nullptr;
 int (*capture)(void*, void (*)(void*, void*), void*) = nullptr;  // of the device: see its graphs.c
+int64_t (*kernel_found)(int64_t) = nullptr;  // of the device: see its copies.c
 thread_local int depth = 0;
 
 std::mutex made_up_lock;
@@ -361,6 +362,21 @@ void copy_head(const Tensor& target, const Tensor& source) {
     if (!is_untouched(from + at, PIECE) || !is_untouched(to + at, PIECE)) memcpy(to + at, from + at, PIECE);
 }
 
+// While it lives, the next number that a kernel of PyTorch reads of what it found is `count`: it sizes its result by it.
+class Found {
+ public:
+  explicit Found(int64_t count) {
+    TORCH_CHECK(kernel_found, "Sizes that depend on values need the rehearsal device.");
+    before_ = kernel_found(count);
+  }
+  ~Found() { kernel_found(before_); }
+  Found(const Found&) = delete;
+  Found& operator=(const Found&) = delete;
+
+ private:
+  int64_t before_;
+};
+
 class Kernel : public c10::OperatorKernel {
  public:
   Kernel(Operator op, const OperatorHandle& handle)
@@ -387,7 +403,7 @@ class Kernel : public c10::OperatorKernel {
     begin(device);
     if (op_.returns_tensors && depth == 0) tell_accesses(*stack, begin_of, device);
     if (op_.special == Special::equal) return equal(stack, begin_of);
-    if (op_.special == Special::sized) return sized_by_values(handle, stack, begin_of);
+    if (op_.special == Special::sized) return sized_by_values(handle, keys, stack, begin_of);
     if (!op_.returns_tensors || (op_.special == Special::copy && is_plain_copy(*stack, begin_of))) return run(keys, stack);
     std::optional<Computed> computed;
     try {
@@ -485,7 +501,7 @@ class Kernel : public c10::OperatorKernel {
       case Special::equal: return equal(stack, begin);
       case Special::copy: if (!is_small_copy(*stack, begin)) return copy(keys, stack, begin); break;
       case Special::unscale: return run(keys, stack);  // gradients are taken to be finite
-      case Special::sized: return guess_or_size(handle, stack, begin);
+      case Special::sized: return guess_or_size(handle, keys, stack, begin);
       case Special::none: break;
     }
     if (!op_.returns_tensors) return run(keys, stack);
@@ -633,25 +649,26 @@ class Kernel : public c10::OperatorKernel {
     }
   }
 
-  void guess_or_size(const OperatorHandle& handle, Stack* stack, size_t begin) {
+  void guess_or_size(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack, size_t begin) {
     Tensor source = (*stack)[begin].toTensor();
     bool invented = is_made_up(source);
     if (invented || !is_small(source)) note("the size of what " + op_.name + " gives", true);
     if (is_small(source)) {
-      sized_by_values(handle, stack, begin);
+      sized_by_values(handle, keys, stack, begin);
     } else {  // too much to look at: half of it is not zero, all of it is distinct
-      TORCH_CHECK(op_.name == "nonzero" && !op_.has_out, op_.full, " of ", source.numel(),
+      TORCH_CHECK(op_.name == "nonzero", op_.full, " of ", source.numel(),
                   " elements is more than a rehearsal computes.");
-      torch::jit::drop(*stack, stack->size() - begin);
-      stack->emplace_back(at::empty({source.numel() / 2, source.dim()}, source.options().dtype(at::kLong)));
+      Found half(source.numel() / 2);
+      run(keys, stack);
       invented = true;
     }
     for (size_t at = begin; at < stack->size(); at++)
       each_tensor((*stack)[at], [&](const Tensor& t) { settle(t, invented); });
   }
 
-  // As large as values say: computed first, then copied. What the kernel takes for a while besides is not counted.
-  void sized_by_values(const OperatorHandle& handle, Stack* stack, size_t begin) {
+  // As large as values say: computed first, then copied to what the kernel makes. Those of `unique` do not all read
+  // how many there are: its results are made here, and what it takes for a while besides is not counted.
+  void sized_by_values(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack, size_t begin) {
     at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(device_of(*stack, begin)));
     Tensor out;
     Stack found;
@@ -663,6 +680,13 @@ class Kernel : public c10::OperatorKernel {
     {
       Plain plain;
       handle.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &found);
+    }
+    if (op_.name == "nonzero") {
+      const Tensor& places = found.back().toTensor();
+      Found count(places.size(0));
+      run(keys, stack);
+      if (places.numel()) { Plain plain; over(stack->back().toTensor()).copy_(places); }
+      return;
     }
     torch::jit::drop(*stack, stack->size() - begin);
     for (const IValue& value : found) {
@@ -835,10 +859,11 @@ __attribute__((visibility("default"))) void brim_values_mode(int everything) { a
 // The device's own functions: for tests in which it works late, and for what is captured in graphs.
 __attribute__((visibility("default"))) void brim_values_device(
     void (*begins)(void*), void (*accesses)(void*, const void*, size_t, int, const char*),
-    int (*captures)(void*, void (*)(void*, void*), void*)) {
+    int (*captures)(void*, void (*)(void*, void*), void*), int64_t (*finds)(int64_t)) {
   begin_kernel = begins;
   kernel_access = accesses;
   capture = captures;
+  kernel_found = finds;
 }
 // A seed for what a reference draws.
 __attribute__((visibility("default"))) unsigned long long brim_values_seed() {
