@@ -151,8 +151,8 @@ class InForce:
                 raise UnsupportedError(
                     f"Cannot replace the kernel of {name}.", self._native.brim_values_error().decode()
                 )
-        if self._native.brim_values_math_attention():
-            raise UnsupportedError("Cannot count attention.", self._native.brim_values_error().decode())
+        if self._native.brim_values_other_keys():
+            raise UnsupportedError("Cannot replace other kernels.", self._native.brim_values_error().decode())
 
 
 def _checked(mode: str) -> str:

@@ -12,6 +12,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -19,6 +20,7 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/nan_to_num.h>
+#include <ATen/ops/ones.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
@@ -280,6 +282,7 @@ class Computed {
     for (size_t at = 0; at < one.size(); at++) {
       if (!one[at].defined() || !one[at].numel() || !other[at].defined() || !other[at].numel()) continue;
       if (results && is_written(one[at])) continue;
+      if (one[at].layout() != at::kStrided) continue;  // its parts are results of operators of their own
       over(one[at]).copy_(other[at]);
     }
   }
@@ -377,6 +380,12 @@ class Found {
   int64_t before_;
 };
 
+void run_inside(const c10::SafeKernelFunction& original, DispatchKeySet keys, Stack* stack) {
+  depth++;
+  try { original.callBoxed(original.opHandle(), keys, stack); } catch (...) { depth--; throw; }
+  depth--;
+}
+
 class Kernel : public c10::OperatorKernel {
  public:
   Kernel(Operator op, const OperatorHandle& handle)
@@ -390,11 +399,7 @@ class Kernel : public c10::OperatorKernel {
   }
 
  private:
-  void run(DispatchKeySet keys, Stack* stack) {
-    depth++;
-    try { original_.callBoxed(original_.opHandle(), keys, stack); } catch (...) { depth--; throw; }
-    depth--;
-  }
+  void run(DispatchKeySet keys, Stack* stack) { run_inside(original_, keys, stack); }
 
   // Everything is computed.
   void compute(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack, size_t begin_of) {
@@ -409,8 +414,8 @@ class Kernel : public c10::OperatorKernel {
     try {
       at::Generator drawn = op_.random ? generator_for(op_, *stack, begin_of) : at::Generator();
       computed.emplace(op_, handle, *stack, begin_of, drawn);
-    } catch (const c10::NotImplementedError& error) {
-      if (depth == 0) throw;  // else a part of an operator that is computed as a whole
+    } catch (const std::exception& error) {
+      if (depth == 0) throw;  // else a part of an operator that is computed as a whole, which may read what nothing wrote
     }
     run(keys, stack);
     begin(device);  // the kernel may have copied; what was computed comes after it
@@ -701,6 +706,108 @@ class Kernel : public c10::OperatorKernel {
   c10::SafeKernelFunction original_;
 };
 
+// Operators of sparse tensors whose kernels find how many entries the result has: it is counted first, then they run.
+const char* const COUNTED[] = {"_coalesce", "_sparse_sparse_matmul", "index_select"};
+
+class SparseKernel : public c10::OperatorKernel {
+ public:
+  explicit SparseKernel(const OperatorHandle& handle)
+      : name_(handle.schema().name().substr(handle.schema().name().find("::") + 2)),
+        original_(handle.getComputedKernelForDispatchKey(DispatchKey::SparseCUDA)) {}
+
+  void operator()(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack) {
+    size_t begin_of = stack->size() - handle.schema().arguments().size();
+    int device = device_of(*stack, begin_of);
+    if (captured(device) || along_values(*stack, begin_of)) return run_inside(original_, keys, stack);
+    if (all_computed) begin(device);
+    bool small = true, whole = true, invented = false, from_invented = false;
+    for (size_t at = begin_of; at < stack->size(); at++)
+      each_tensor((*stack)[at], [&](const Tensor& t) {
+        Tensor places = t.is_sparse() ? t._indices() : t;
+        small = small && (all_computed || is_small(places));
+        invented = invented || is_made_up(places);
+        if (!t.is_sparse()) return;
+        whole = whole && (all_computed || is_small(t._values()));
+        from_invented = from_invented || is_made_up(t._values());
+      });
+    auto [met, most] = expected(*stack, begin_of);
+    small = small && (all_computed || met <= LIMIT_MET);
+    if (!all_computed && (invented || !small)) note("the size of what " + name_ + " gives", true);
+    Tensor computed = small ? on_host(handle, *stack, begin_of, whole) : Tensor();
+    {
+      Found entries(computed.defined() ? computed._nnz() : static_cast<int64_t>(std::min(met, most)));
+      run_inside(original_, keys, stack);
+    }
+    const Tensor& result = stack->back().toTensor();
+    Tensor places = result._indices(), values = result._values();
+    bool known = computed.defined() && places.sizes() == computed._indices().sizes();
+    whole = whole && known;
+    put(places, known ? computed._indices() : Tensor(), 0, invented || !known);
+    put(values, whole ? computed._values() : Tensor(), PLAUSIBLE, invented || from_invented || !whole);
+  }
+
+ private:
+  static constexpr double LIMIT_MET = 1 << 26;  // a second's work
+
+  // Whether rows are selected in a dimension that all entries have: as many are left.
+  static bool along_values(const Stack& stack, size_t begin_of) {
+    const Tensor& first = stack[begin_of].toTensor();
+    return stack.size() > begin_of + 1 && stack[begin_of + 1].isInt() &&
+        c10::maybe_wrap_dim(stack[begin_of + 1].toInt(), first.dim()) >= first.sparse_dim();
+  }
+
+  // How many entries, or pairs of them, a kernel meets if they are spread evenly, and how many the result can have.
+  static std::pair<double, double> expected(const Stack& stack, size_t begin_of) {
+    const Tensor& first = stack[begin_of].toTensor();
+    int64_t dim = 1;
+    double met = static_cast<double>(first._nnz()), most = 1;
+    std::vector<int64_t> sizes = first.sizes().slice(0, first.sparse_dim()).vec();
+    for (size_t at = begin_of + 1; at < stack.size(); at++) {
+      if (stack[at].isInt()) dim = c10::maybe_wrap_dim(stack[at].toInt(), first.dim());
+      if (!stack[at].isTensor()) continue;
+      const Tensor& second = stack[at].toTensor();
+      double entries = static_cast<double>(second.is_sparse() ? second._nnz() : second.numel());
+      met *= entries / static_cast<double>(std::max<int64_t>(first.size(dim), 1));
+      sizes[dim] = second.is_sparse() ? second.size(1) : second.numel();
+    }
+    for (int64_t size : sizes) most *= static_cast<double>(size);
+    return {met, most};
+  }
+
+  // The CPU's result; without values' own numbers and dimensions if these are too many to look at.
+  static Tensor on_host(const OperatorHandle& handle, const Stack& stack, size_t begin_of, bool whole) {
+    Plain plain;
+    auto entries = [&](const Tensor& t) {
+      if (!t.is_sparse()) return over(t);
+      Tensor places = over(t._indices()), values;
+      if (whole) values = over(t._values());
+      else values = at::ones({t._nnz()}, at::TensorOptions().dtype(at::kFloat).device(at::kCPU));
+      if (c10::isReducedFloatingType(values.scalar_type())) values = values.to(at::kFloat);
+      at::IntArrayRef sizes = whole ? t.sizes() : t.sizes().slice(0, t.sparse_dim());
+      return at::_sparse_coo_tensor_unsafe(places, values, sizes)._coalesced_(t.is_coalesced());
+    };
+    Stack found;
+    for (size_t at = begin_of; at < stack.size(); at++) found.push_back(mapped(stack[at], entries));
+    try {
+      handle.redispatchBoxed(DispatchKeySet(DispatchKey::SparseCPU), &found);
+    } catch (const std::exception&) {
+      return Tensor();
+    }
+    return found.back().toTensor();
+  }
+
+  static void put(const Tensor& target, const Tensor& computed, double otherwise, bool invented) {
+    Plain plain;
+    if (computed.defined() && computed.numel()) over(target).copy_(computed);
+    else if (is_small(target) && target.numel()) over(target).fill_(otherwise);
+    settle(target, invented);
+    if (invented && computed.defined()) mend(target);
+  }
+
+  std::string name_;
+  c10::SafeKernelFunction original_;
+};
+
 // Copies on the host, casts among them, without what nobody ever wrote: a model that is cast on the CPU would take RAM
 // for zeros otherwise. What is copied is the same.
 class HostCopy : public c10::OperatorKernel {
@@ -788,7 +895,8 @@ Operator described(const OperatorHandle& handle, bool random) {
 }
 
 // Never destroyed: they go with the process.
-torch::Library *library = nullptr, *on_host = nullptr, *asked = nullptr, *with_gradients = nullptr;
+torch::Library *library = nullptr, *on_host = nullptr, *asked = nullptr, *with_gradients = nullptr,
+               *of_sparse = nullptr;
 
 // Leave weights zero that were never written, if so they are. What their head has of others is cleared.
 bool left_zero(const Tensor& t) {
@@ -822,8 +930,9 @@ __attribute__((visibility("default"))) int brim_values_replace(const char* name,
   }
   return 0;
 }
-// Count attention by other operators, with gradients and in inference mode. Not from several threads at once.
-__attribute__((visibility("default"))) int brim_values_math_attention() {
+// Count attention by other operators, with gradients and in inference mode, and the entries of sparse results. Not from
+// several threads at once.
+__attribute__((visibility("default"))) int brim_values_other_keys() {
   try {
     const char* name = "_scaled_dot_product_attention_math";
     auto handle = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("aten::") + name).c_str(), "");
@@ -833,6 +942,11 @@ __attribute__((visibility("default"))) int brim_values_math_attention() {
         new torch::Library(torch::Library::IMPL, "aten", DispatchKey::AutogradCUDA, __FILE__, __LINE__);
     library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::move(plain)));
     with_gradients->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::move(recorded)));
+    of_sparse = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::SparseCUDA, __FILE__, __LINE__);
+    for (const char* counted : COUNTED) {
+      auto sparse = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("aten::") + counted).c_str(), "");
+      of_sparse->impl(counted, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<SparseKernel>(sparse)));
+    }
   } catch (const std::exception& error) {
     told = error.what();
     return 1;
