@@ -305,7 +305,7 @@ def test_which_kernel_attention_took_is_counted(on_device: OnDevice, card: str, 
 
 
 SIZED = "sized_by_values.py"
-TRACED = ("nonzero", "mask", "gradient", "added")  # a trace follows all of their kernels
+TRACED = ("nonzero", "mask", "gradient", "edges", "added", "by rows")  # a trace follows all of their kernels
 
 
 @pytest.fixture(scope="module")
