@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import brim
 from brim.errors import UsageError
+from brim.estimation.simulation import lives
 from brim.rehearsal import force
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ WHOLE = """
     result = {}
     x = torch.arange(10, device="cuda")
     result["compared"] = [(x > 4).any().item(), x[x > 4].tolist(), torch.nonzero(x).shape[0]]
+    result["places"] = torch.eye(5, device="cuda").nonzero().stride()
+    result["by rows"] = torch.eye(3, device="cuda").to_sparse_csr().crow_indices().tolist()
     result["cast"] = (x.float() * 2).int().tolist()
     ids = torch.tensor([3, 1, 3], device="cuda")
     result["unique"] = [one.tolist() for one in torch.unique(ids, return_counts=True)]
@@ -130,6 +135,7 @@ def whole(on_device: OnDevice) -> Any:
 
 def test_whole_numbers_and_what_they_size_are_right(whole: Any) -> None:
     assert whole["compared"] == [True, [5, 6, 7, 8, 9], 9]
+    assert whole["places"] == [1, 5] and whole["by rows"] == [0, 1, 2, 3]
     assert whole["cast"] == list(range(0, 20, 2))
     assert whole["unique"] == [[1, 3], [1, 2]]
     assert whole["repeated"] == [0, 1, 1, 2, 2, 2]
@@ -296,3 +302,58 @@ ATTENTION = """
 @pytest.mark.parametrize(("card", "kind"), [("H100", "cudnn"), ("A100-SXM4-80GB", "flash")])
 def test_which_kernel_attention_took_is_counted(on_device: OnDevice, card: str, kind: str) -> None:
     assert on_device.run(ATTENTION, card, values="whole") == [{kind: 1}, {kind: 1, "math": 2}]
+
+
+SIZED = "sized_by_values.py"
+TRACED = ("nonzero", "mask", "gradient", "edges", "added", "by rows")  # a trace follows all of their kernels
+
+
+@pytest.fixture(scope="module")
+def sized(on_device: OnDevice) -> Any:
+    return on_device.run((PROGRAMS / SIZED).read_text(encoding="utf-8"), values="whole")
+
+
+def test_results_that_values_size_are_those_of_the_cpu(sized: Any) -> None:
+    """Positions, and entries of sparse tensors: as many, the same, and of positions in the same order."""
+    assert len(sized["taken"]) == 11
+    assert sized["differing"] == {}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("name", TRACED)
+def test_kernels_that_values_size_take_what_a_trace_says(sized: Any, name: str) -> None:
+    build = runpy.run_path(str(PROGRAMS / SIZED))["CASES"][name]
+    made = brim.trace(lambda: build("cuda"), steps=1, target="cuda", capability=(9, 0))
+    held = peak = 0
+    for storage, born, _ in lives(made):
+        if (storage.born if born else storage.died or 0) >= made.step_starts[0]:
+            held += -(-storage.bytes // 512) * 512 * (1 if born else -1)
+            peak = max(peak, held)
+    assert peak == sized["taken"][name]
+
+
+def test_entries_at_made_up_places_are_plausible_and_told(on_device: OnDevice) -> None:
+    """Places that follow from numbers nobody computed are counted; too many to look at are taken as distinct."""
+    program = """
+        import torch
+        from brim.rehearsal.force import InForce
+
+        def reads():
+            return sum(one["times"] for one in InForce.now.reads.to_json() if one["decides"])
+
+        def found(places, size, function=torch.Tensor.coalesce):
+            entries = torch.sparse_coo_tensor(places, torch.ones(places.size(1), device="cuda"), size)
+            told = reads()
+            return [function(entries)._nnz(), reads() - told]
+
+        chosen = torch.randn(3000, 2000, device="cuda").argmax(-1)[None]
+        many = torch.randint(0, 1000, (1, 5 << 20), device="cuda")  # 40 MiB
+        few = torch.arange(3000, device="cuda")[None] % 7
+        dense = torch.ones(900, 900, dtype=torch.bool, device="cuda").nonzero().t()
+        result = {"chosen": found(chosen, (2000,)), "many": found(many, (1 << 23,)), "cramped": found(many, (1000,))}
+        result["known"] = found(few, (2000,))
+        result["product"] = found(dense, (900, 900), lambda factor: torch.sparse.mm(factor, factor))
+        """
+    assert on_device.run(program, values="whole") == {
+        "chosen": [2000, 1], "many": [5 << 20, 1], "cramped": [1000, 1], "known": [7, 0], "product": [810_000, 1],
+    }  # fmt: skip

@@ -222,8 +222,8 @@ class SparseOperations:
         places = self._distinct(indices, tuple(tensor.shape[: parts.sparse_dim]))
         left = places.size(1)
         joined = values.new_empty((left, *values.shape[1:]))
-        del begins, order
         fresh = flat[:left].unsqueeze(0) if parts.sparse_dim == 1 else indices.new_empty((parts.sparse_dim, left))
+        del begins, order
         if (source := known(indices)) is not None:
             with _disable_current_modes():
                 give(fresh, places, source.state.origin)

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -103,12 +102,12 @@ class InForce:
             library = device.loaded().library
         except UnsupportedError:
             return  # another simulated CUDA, which works synchronously
-        functions = (
+        self._native.brim_values_device(
             library.brim_device_begin_kernel,
             library.brim_device_kernel_access,
             library.brim_device_capture,
+            library.brim_device_found,
         )
-        self._native.brim_values_device(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
 
     def _leave_host_weights(self) -> None:
         if self._native.brim_values_host_copies():
@@ -152,8 +151,8 @@ class InForce:
                 raise UnsupportedError(
                     f"Cannot replace the kernel of {name}.", self._native.brim_values_error().decode()
                 )
-        if self._native.brim_values_math_attention():
-            raise UnsupportedError("Cannot count attention.", self._native.brim_values_error().decode())
+        if self._native.brim_values_other_keys():
+            raise UnsupportedError("Cannot replace other kernels.", self._native.brim_values_error().decode())
 
 
 def _checked(mode: str) -> str:

@@ -12,6 +12,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -19,6 +20,7 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/nan_to_num.h>
+#include <ATen/ops/ones.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
@@ -54,6 +56,7 @@ bool all_computed = false;
 void (*begin_kernel)(void*) = nullptr;  // of the device: see its queue.c
 void (*kernel_access)(void*, const void*, size_t, int, const char*) = nullptr;
 int (*capture)(void*, void (*)(void*, void*), void*) = nullptr;  // of the device: see its graphs.c
+int64_t (*kernel_found)(int64_t) = nullptr;  // of the device: see its copies.c
 thread_local int depth = 0;
 
 std::mutex made_up_lock;
@@ -279,6 +282,7 @@ class Computed {
     for (size_t at = 0; at < one.size(); at++) {
       if (!one[at].defined() || !one[at].numel() || !other[at].defined() || !other[at].numel()) continue;
       if (results && is_written(one[at])) continue;
+      if (one[at].layout() != at::kStrided) continue;  // its parts are results of operators of their own
       over(one[at]).copy_(other[at]);
     }
   }
@@ -361,6 +365,27 @@ void copy_head(const Tensor& target, const Tensor& source) {
     if (!is_untouched(from + at, PIECE) || !is_untouched(to + at, PIECE)) memcpy(to + at, from + at, PIECE);
 }
 
+// While it lives, the next number that a kernel of PyTorch reads of what it found is `count`: it sizes its result by it.
+class Found {
+ public:
+  explicit Found(int64_t count) {
+    TORCH_CHECK(kernel_found, "Sizes that depend on values need the rehearsal device.");
+    before_ = kernel_found(count);
+  }
+  ~Found() { kernel_found(before_); }
+  Found(const Found&) = delete;
+  Found& operator=(const Found&) = delete;
+
+ private:
+  int64_t before_;
+};
+
+void run_inside(const c10::SafeKernelFunction& original, DispatchKeySet keys, Stack* stack) {
+  depth++;
+  try { original.callBoxed(original.opHandle(), keys, stack); } catch (...) { depth--; throw; }
+  depth--;
+}
+
 class Kernel : public c10::OperatorKernel {
  public:
   Kernel(Operator op, const OperatorHandle& handle)
@@ -374,11 +399,7 @@ class Kernel : public c10::OperatorKernel {
   }
 
  private:
-  void run(DispatchKeySet keys, Stack* stack) {
-    depth++;
-    try { original_.callBoxed(original_.opHandle(), keys, stack); } catch (...) { depth--; throw; }
-    depth--;
-  }
+  void run(DispatchKeySet keys, Stack* stack) { run_inside(original_, keys, stack); }
 
   // Everything is computed.
   void compute(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack, size_t begin_of) {
@@ -387,14 +408,14 @@ class Kernel : public c10::OperatorKernel {
     begin(device);
     if (op_.returns_tensors && depth == 0) tell_accesses(*stack, begin_of, device);
     if (op_.special == Special::equal) return equal(stack, begin_of);
-    if (op_.special == Special::sized) return sized_by_values(handle, stack, begin_of);
+    if (op_.special == Special::sized) return sized_by_values(handle, keys, stack, begin_of);
     if (!op_.returns_tensors || (op_.special == Special::copy && is_plain_copy(*stack, begin_of))) return run(keys, stack);
     std::optional<Computed> computed;
     try {
       at::Generator drawn = op_.random ? generator_for(op_, *stack, begin_of) : at::Generator();
       computed.emplace(op_, handle, *stack, begin_of, drawn);
-    } catch (const c10::NotImplementedError& error) {
-      if (depth == 0) throw;  // else a part of an operator that is computed as a whole
+    } catch (const std::exception& error) {
+      if (depth == 0) throw;  // else a part of an operator that is computed as a whole, which may read what nothing wrote
     }
     run(keys, stack);
     begin(device);  // the kernel may have copied; what was computed comes after it
@@ -485,7 +506,7 @@ class Kernel : public c10::OperatorKernel {
       case Special::equal: return equal(stack, begin);
       case Special::copy: if (!is_small_copy(*stack, begin)) return copy(keys, stack, begin); break;
       case Special::unscale: return run(keys, stack);  // gradients are taken to be finite
-      case Special::sized: return guess_or_size(handle, stack, begin);
+      case Special::sized: return guess_or_size(handle, keys, stack, begin);
       case Special::none: break;
     }
     if (!op_.returns_tensors) return run(keys, stack);
@@ -633,25 +654,26 @@ class Kernel : public c10::OperatorKernel {
     }
   }
 
-  void guess_or_size(const OperatorHandle& handle, Stack* stack, size_t begin) {
+  void guess_or_size(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack, size_t begin) {
     Tensor source = (*stack)[begin].toTensor();
     bool invented = is_made_up(source);
     if (invented || !is_small(source)) note("the size of what " + op_.name + " gives", true);
     if (is_small(source)) {
-      sized_by_values(handle, stack, begin);
+      sized_by_values(handle, keys, stack, begin);
     } else {  // too much to look at: half of it is not zero, all of it is distinct
-      TORCH_CHECK(op_.name == "nonzero" && !op_.has_out, op_.full, " of ", source.numel(),
+      TORCH_CHECK(op_.name == "nonzero", op_.full, " of ", source.numel(),
                   " elements is more than a rehearsal computes.");
-      torch::jit::drop(*stack, stack->size() - begin);
-      stack->emplace_back(at::empty({source.numel() / 2, source.dim()}, source.options().dtype(at::kLong)));
+      Found half(source.numel() / 2);
+      run(keys, stack);
       invented = true;
     }
     for (size_t at = begin; at < stack->size(); at++)
       each_tensor((*stack)[at], [&](const Tensor& t) { settle(t, invented); });
   }
 
-  // As large as values say: computed first, then copied. What the kernel takes for a while besides is not counted.
-  void sized_by_values(const OperatorHandle& handle, Stack* stack, size_t begin) {
+  // As large as values say: computed first, then copied to what the kernel makes. Those of `unique` do not all read
+  // how many there are: its results are made here, and what it takes for a while besides is not counted.
+  void sized_by_values(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack, size_t begin) {
     at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(device_of(*stack, begin)));
     Tensor out;
     Stack found;
@@ -664,6 +686,13 @@ class Kernel : public c10::OperatorKernel {
       Plain plain;
       handle.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &found);
     }
+    if (op_.name == "nonzero") {
+      const Tensor& places = found.back().toTensor();
+      Found count(places.size(0));
+      run(keys, stack);
+      if (places.numel()) { Plain plain; over(stack->back().toTensor()).copy_(places); }
+      return;
+    }
     torch::jit::drop(*stack, stack->size() - begin);
     for (const IValue& value : found) {
       const Tensor& result = value.toTensor();
@@ -674,6 +703,108 @@ class Kernel : public c10::OperatorKernel {
   }
 
   Operator op_;
+  c10::SafeKernelFunction original_;
+};
+
+// Operators of sparse tensors whose kernels find how many entries the result has: it is counted first, then they run.
+const char* const COUNTED[] = {"_coalesce", "_sparse_sparse_matmul", "index_select"};
+
+class SparseKernel : public c10::OperatorKernel {
+ public:
+  explicit SparseKernel(const OperatorHandle& handle)
+      : name_(handle.schema().name().substr(handle.schema().name().find("::") + 2)),
+        original_(handle.getComputedKernelForDispatchKey(DispatchKey::SparseCUDA)) {}
+
+  void operator()(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack) {
+    size_t begin_of = stack->size() - handle.schema().arguments().size();
+    int device = device_of(*stack, begin_of);
+    if (captured(device) || along_values(*stack, begin_of)) return run_inside(original_, keys, stack);
+    if (all_computed) begin(device);
+    bool small = true, whole = true, invented = false, from_invented = false;
+    for (size_t at = begin_of; at < stack->size(); at++)
+      each_tensor((*stack)[at], [&](const Tensor& t) {
+        Tensor places = t.is_sparse() ? t._indices() : t;
+        small = small && (all_computed || is_small(places));
+        invented = invented || is_made_up(places);
+        if (!t.is_sparse()) return;
+        whole = whole && (all_computed || is_small(t._values()));
+        from_invented = from_invented || is_made_up(t._values());
+      });
+    auto [met, most] = expected(*stack, begin_of);
+    small = small && (all_computed || met <= LIMIT_MET);
+    if (!all_computed && (invented || !small)) note("the size of what " + name_ + " gives", true);
+    Tensor computed = small ? on_host(handle, *stack, begin_of, whole) : Tensor();
+    {
+      Found entries(computed.defined() ? computed._nnz() : static_cast<int64_t>(std::min(met, most)));
+      run_inside(original_, keys, stack);
+    }
+    const Tensor& result = stack->back().toTensor();
+    Tensor places = result._indices(), values = result._values();
+    bool known = computed.defined() && places.sizes() == computed._indices().sizes();
+    whole = whole && known;
+    put(places, known ? computed._indices() : Tensor(), 0, invented || !known);
+    put(values, whole ? computed._values() : Tensor(), PLAUSIBLE, invented || from_invented || !whole);
+  }
+
+ private:
+  static constexpr double LIMIT_MET = 1 << 26;  // a second's work
+
+  // Whether rows are selected in a dimension that all entries have: as many are left.
+  static bool along_values(const Stack& stack, size_t begin_of) {
+    const Tensor& first = stack[begin_of].toTensor();
+    return stack.size() > begin_of + 1 && stack[begin_of + 1].isInt() &&
+        c10::maybe_wrap_dim(stack[begin_of + 1].toInt(), first.dim()) >= first.sparse_dim();
+  }
+
+  // How many entries, or pairs of them, a kernel meets if they are spread evenly, and how many the result can have.
+  static std::pair<double, double> expected(const Stack& stack, size_t begin_of) {
+    const Tensor& first = stack[begin_of].toTensor();
+    int64_t dim = 1;
+    double met = static_cast<double>(first._nnz()), most = 1;
+    std::vector<int64_t> sizes = first.sizes().slice(0, first.sparse_dim()).vec();
+    for (size_t at = begin_of + 1; at < stack.size(); at++) {
+      if (stack[at].isInt()) dim = c10::maybe_wrap_dim(stack[at].toInt(), first.dim());
+      if (!stack[at].isTensor()) continue;
+      const Tensor& second = stack[at].toTensor();
+      double entries = static_cast<double>(second.is_sparse() ? second._nnz() : second.numel());
+      met *= entries / static_cast<double>(std::max<int64_t>(first.size(dim), 1));
+      sizes[dim] = second.is_sparse() ? second.size(1) : second.numel();
+    }
+    for (int64_t size : sizes) most *= static_cast<double>(size);
+    return {met, most};
+  }
+
+  // The CPU's result; without values' own numbers and dimensions if these are too many to look at.
+  static Tensor on_host(const OperatorHandle& handle, const Stack& stack, size_t begin_of, bool whole) {
+    Plain plain;
+    auto entries = [&](const Tensor& t) {
+      if (!t.is_sparse()) return over(t);
+      Tensor places = over(t._indices()), values;
+      if (whole) values = over(t._values());
+      else values = at::ones({t._nnz()}, at::TensorOptions().dtype(at::kFloat).device(at::kCPU));
+      if (c10::isReducedFloatingType(values.scalar_type())) values = values.to(at::kFloat);
+      at::IntArrayRef sizes = whole ? t.sizes() : t.sizes().slice(0, t.sparse_dim());
+      return at::_sparse_coo_tensor_unsafe(places, values, sizes)._coalesced_(t.is_coalesced());
+    };
+    Stack found;
+    for (size_t at = begin_of; at < stack.size(); at++) found.push_back(mapped(stack[at], entries));
+    try {
+      handle.redispatchBoxed(DispatchKeySet(DispatchKey::SparseCPU), &found);
+    } catch (const std::exception&) {
+      return Tensor();
+    }
+    return found.back().toTensor();
+  }
+
+  static void put(const Tensor& target, const Tensor& computed, double otherwise, bool invented) {
+    Plain plain;
+    if (computed.defined() && computed.numel()) over(target).copy_(computed);
+    else if (is_small(target) && target.numel()) over(target).fill_(otherwise);
+    settle(target, invented);
+    if (invented && computed.defined()) mend(target);
+  }
+
+  std::string name_;
   c10::SafeKernelFunction original_;
 };
 
@@ -764,7 +895,8 @@ Operator described(const OperatorHandle& handle, bool random) {
 }
 
 // Never destroyed: they go with the process.
-torch::Library *library = nullptr, *on_host = nullptr, *asked = nullptr, *with_gradients = nullptr;
+torch::Library *library = nullptr, *on_host = nullptr, *asked = nullptr, *with_gradients = nullptr,
+               *of_sparse = nullptr;
 
 // Leave weights zero that were never written, if so they are. What their head has of others is cleared.
 bool left_zero(const Tensor& t) {
@@ -798,8 +930,9 @@ __attribute__((visibility("default"))) int brim_values_replace(const char* name,
   }
   return 0;
 }
-// Count attention by other operators, with gradients and in inference mode. Not from several threads at once.
-__attribute__((visibility("default"))) int brim_values_math_attention() {
+// Count attention by other operators, with gradients and in inference mode, and the entries of sparse results. Not from
+// several threads at once.
+__attribute__((visibility("default"))) int brim_values_other_keys() {
   try {
     const char* name = "_scaled_dot_product_attention_math";
     auto handle = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("aten::") + name).c_str(), "");
@@ -809,6 +942,11 @@ __attribute__((visibility("default"))) int brim_values_math_attention() {
         new torch::Library(torch::Library::IMPL, "aten", DispatchKey::AutogradCUDA, __FILE__, __LINE__);
     library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::move(plain)));
     with_gradients->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::move(recorded)));
+    of_sparse = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::SparseCUDA, __FILE__, __LINE__);
+    for (const char* counted : COUNTED) {
+      auto sparse = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("aten::") + counted).c_str(), "");
+      of_sparse->impl(counted, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<SparseKernel>(sparse)));
+    }
   } catch (const std::exception& error) {
     told = error.what();
     return 1;
@@ -835,10 +973,11 @@ __attribute__((visibility("default"))) void brim_values_mode(int everything) { a
 // The device's own functions: for tests in which it works late, and for what is captured in graphs.
 __attribute__((visibility("default"))) void brim_values_device(
     void (*begins)(void*), void (*accesses)(void*, const void*, size_t, int, const char*),
-    int (*captures)(void*, void (*)(void*, void*), void*)) {
+    int (*captures)(void*, void (*)(void*, void*), void*), int64_t (*finds)(int64_t)) {
   begin_kernel = begins;
   kernel_access = accesses;
   capture = captures;
+  kernel_found = finds;
 }
 // A seed for what a reference draws.
 __attribute__((visibility("default"))) unsigned long long brim_values_seed() {

@@ -25,7 +25,6 @@ def load(site_packages: Path) -> ctypes.CDLL:
     library.brim_values_attention.restype = ctypes.c_char_p
     library.brim_values_seed.restype = ctypes.c_ulonglong
     library.brim_values_written.argtypes = [ctypes.c_void_p]
-    library.brim_values_device.argtypes = [ctypes.c_void_p] * 3
     return library
 
 

@@ -188,6 +188,20 @@ def test_values_that_follow_from_the_program_can_be_asked_for():
     assert seen == [(2, True, [0.0, 0.5, 1.0]), (2, 1), (2, 2)]
 
 
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_columns_of_positions_are_contiguous(target: str):
+    seen = []
+
+    def step() -> None:
+        grid = torch.arange(12).view(3, 4)
+        for places in ((grid % 2).nonzero(), nn.Linear(4, 3)(torch.ones(2, 4)).nonzero(), torch.argwhere(grid)):
+            seen.append(places.shape[1] == 2 and places.t().is_contiguous())
+        seen.append(torch.unique(grid % 2, dim=1).is_contiguous())
+
+    trace(lambda: step, steps=1, target=target)
+    assert seen == [True] * 4
+
+
 def test_a_value_that_is_written_over_is_no_longer_known():
     def step() -> None:
         counts = torch.zeros(4, dtype=torch.long)

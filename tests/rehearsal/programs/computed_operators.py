@@ -31,6 +31,17 @@ def c(name, function, *arguments, tolerance=1e-4):
 
 
 positive = ["sqrt", "rsqrt", "log2", "log10", "lgamma", "digamma", "log1p"]
+
+
+def sparse(a):
+    return torch.where(a > 0, a, 0).detach().to_sparse()
+
+
+def entries(found):
+    whole = found.detach().coalesce()
+    return whole.indices(), whole.values()
+
+
 for n in """abs neg exp log1p sin cos tan tanh sigmoid relu sqrt rsqrt floor ceil round trunc frac sign erf erfc
     erfinv lgamma digamma expm1 reciprocal square sinh cosh asinh atan logit exp2 log2 log10 isnan
     isfinite isinf logical_not sgn""".split():  # noqa: SIM905
@@ -115,6 +126,10 @@ c("searchsorted", torch.searchsorted, A[0].sort()[0], A[1])
 c("bucketize", torch.bucketize, A, torch.tensor([-1.0, 0, 1.0]))
 c("isin", torch.isin, J, torch.tensor([1, 2]))
 c("repeat_interleave", torch.repeat_interleave, J)
+c("coalesce", lambda j, a: entries(torch.sparse_coo_tensor(j[None], a, (6, 6))), J, A)
+c("sparse product", lambda a: entries(torch.sparse.mm(sparse(a), sparse(a).t())), A)
+c("sparse sum", lambda a: entries(torch.sparse.sum(sparse(a), 0)), A)
+c("sparse rows", lambda a: entries(sparse(a).index_select(0, torch.tensor([2, 0], device=a.device))), A)
 c("pad", lambda a: F.pad(a, (1, 2)), A)
 c("reflect", lambda a: F.pad(a, (1, 2, 1, 1), mode="reflect"), X)
 c("interp", lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), X)

@@ -227,6 +227,8 @@ class Values:
             origin |= 0 if (source := peek(tensor)) is None else source.state.origin
         self.note(origin)
         fakes = [torch.empty(r.shape, dtype=r.dtype) for r in leaves(real)]
+        if func is _aten.nonzero.default:  # Nonzero.cu, as the CPU: each column is contiguous
+            fakes = [torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)]
         for fake, value in zip(fakes, leaves(real), strict=True):
             if not unknown or not value.is_floating_point():
                 give(fake, value, origin)
