@@ -10,13 +10,14 @@ products saved, as torchtitan's ``selective_ac_option = "op"`` does. It uses the
 from __future__ import annotations
 
 import copy
+import ctypes
 import itertools
 import operator
 import pickle
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -194,16 +195,17 @@ class _Checkpointed(StandIn):
             values = tuple(copy_of_cache(value) if is_cache(value) else value for value in values)
             return self._forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-        output = checkpoint(run, *arguments, use_reentrant=False, context_fn=self._contexts)
+        before = Before(self._module, self._generators)
+        output = checkpoint(run, *arguments, use_reentrant=False, context_fn=partial(self._contexts, before))
+        before.forget_unused()
         unwritten.check(self._module)
         return output
 
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        before = Before(self._module, self._generators)
+    def _contexts(self, before: Before) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if self.choice == FULL:
-            return before.forward(), before
+            return nullcontext(), before
         forward, again = selective_contexts(alternate=self.choice == ALTERNATE)
-        return Together(before.forward(), forward), Together(before, again)
+        return forward, Together(before, again)
 
 
 def _rows_of(arguments: Any) -> int:
@@ -438,7 +440,7 @@ class Before:
 
     Buffers: batch norm and spectral norm write to theirs; copies replace the module's own and are dropped. Attributes
     of parts, with the contents of lists, dicts and sets: counters, losses of experts. Random ``generators`` that the
-    ``forward`` uses. At the end all is as at the beginning. It may be entered more than once.
+    forward uses. At the end all is as at the beginning. It may be entered more than once.
     """
 
     def __init__(self, module: nn.Module, generators: Sequence[Any], *, attributes: bool = True) -> None:
@@ -453,10 +455,8 @@ class Before:
         self._states = [(generator, state_of(generator)) for generator in generators if generator is not _RESTORED]
         self._undo = ExitStack()
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Forget the generators that a forward in this context does not use: other threads may use them."""
-        yield
+    def forget_unused(self) -> None:
+        """Forget the generators that the forward did not use: other threads may use them."""
         self._states = [(one, state) for one, state in self._states if not _is_same(state, state_of(one))]
 
     def __enter__(self) -> None:
@@ -503,8 +503,8 @@ class _Attributes:
 
 def _is_same(state: Any, other: Any) -> bool:
     """Return whether two states of a generator are equal."""
-    if isinstance(state, torch.Tensor):
-        return torch.equal(state, other)
+    if isinstance(state, torch.Tensor):  # no operation compares them: a trace may run
+        return ctypes.string_at(state.data_ptr(), state.nbytes) == ctypes.string_at(other.data_ptr(), other.nbytes)
     return bool(state == other) if isinstance(state, tuple) else pickle.dumps(state) == pickle.dumps(other)  # arrays
 
 
