@@ -233,9 +233,9 @@ def _by_name(parameters: Mapping[str, int]) -> dict[str, str]:
 def fingerprint(model: nn.Module, request: Request) -> dict[str, int]:
     """Count ``model``'s parameters by name (without layer numbers), dtype and shape.
 
-    The dtype is left out where the run decides it: in full training, and with ``--precision``.
+    The dtype is left out where the run decides it: in training, and with ``--precision``.
     """
-    converted = request.precision is not None or (request.task == "train" and request.method == "full")
+    converted = request.precision is not None or request.task == "train"
     counts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
