@@ -31,8 +31,8 @@ class Limit:
 
 
 LIMITS = {
-    "lines": Limit(86_324, 66_000),
-    "tokens": Limit(646_775, 490_000),
+    "lines": Limit(86_323, 66_000),
+    "tokens": Limit(646_767, 490_000),
     "modules in the largest folder": Limit(18, 20),
     "pairs of folders that import each other": Limit(0, 0),
     "modules in import cycles": Limit(0, 0),

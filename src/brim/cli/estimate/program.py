@@ -131,7 +131,7 @@ def _estimate(name: str, rehearsal: Rehearsal, timeline: Timeline | None, place:
             categories[category] = categories.get(category, 0) + group.bytes
         modules = {group.name: group.bytes for group in peak_summary.by_module}
     added = tuple(margin for margin in [context_margin(place)] if margin.bytes)
-    decisions = [" ".join(verdict.decisions_of(rehearsal))] if verdict.decisions_of(rehearsal) else []
+    decisions = filter(None, [" ".join(verdict.decisions_of(rehearsal))])
     context = f"CUDA context of {rehearsal.context_bytes:,} B: {rehearsal.context_source}"
     return Estimate(
         model=name,

@@ -4,7 +4,7 @@ Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174. 
 products and attention are saved (many flops for each byte), all else is recomputed (many bytes for each flop), as in
 Korthikanti et al., arXiv 2205.05198. Alternate: selective, with only the first, third, ... of a block's matrix
 products saved, as torchtitan's ``selective_ac_option = "op"`` does. It uses the non-reentrant
-``torch.utils.checkpoint``, which restores autocast and PyTorch's random generators; ``Before`` restores the rest.
+``torch.utils.checkpoint``, which restores autocast and PyTorch's random numbers; ``ForwardState`` restores the rest.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ SAVED = (
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
-_RESTORED = torch.default_generator  # by torch.utils.checkpoint itself
 _OF_MODULES = frozenset(vars(nn.Module()))
 _LEAST_DIMS = 3  # (rows, tokens, channels) or (rows, channels, ...): with less, rows may be tokens of one sequence
 _ROUNDING = 0.05  # of the largest value: kernels of another number of rows round otherwise, also in bfloat16
@@ -195,13 +194,13 @@ class _Checkpointed(StandIn):
             values = tuple(copy_of_cache(value) if is_cache(value) else value for value in values)
             return self._forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-        before = Before(self._module, self._generators)
+        before = ForwardState(self._module, self._generators)
         output = checkpoint(run, *arguments, use_reentrant=False, context_fn=partial(self._contexts, before))
         before.forget_unused()
         unwritten.check(self._module)
         return output
 
-    def _contexts(self, before: Before) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def _contexts(self, before: ForwardState) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if self.choice == FULL:
             return nullcontext(), before
         forward, again = selective_contexts(alternate=self.choice == ALTERNATE)
@@ -265,7 +264,7 @@ def _computes_alike(block: nn.Module, forward: Callable[..., Any], args: Any, kw
         taken = [copy_of_cache(leaf) if is_cache(leaf) else leaf for leaf in taken]
         taken = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in taken]
         its_args, its_kwargs = tree_unflatten(taken, structure)
-        own = Before(block, default_generators(), attributes=False)
+        own = ForwardState(block, default_generators(), attributes=False)
         with own, nullcontext() if _is_traced(leaves) else same_numbers():
             outputs = tree_leaves(forward(*its_args, **its_kwargs))
         written |= any(tensor._version > 0 for tensor in tensors_in(taken))
@@ -435,7 +434,7 @@ def _refuse(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> N
             )
 
 
-class Before:
+class ForwardState:
     """A context for the recomputation of ``module``'s forward, with the present state of what a forward may change.
 
     Buffers: batch norm and spectral norm write to theirs; copies replace the module's own and are dropped. Attributes
@@ -452,7 +451,7 @@ class Before:
                 if buffer is not None
             ]
         self._attributes = _Attributes([*module.modules()] if attributes else [])
-        self._states = [(generator, state_of(generator)) for generator in generators if generator is not _RESTORED]
+        self._states = [(one, state_of(one)) for one in generators if one is not torch.default_generator]
         self._undo = ExitStack()
 
     def forget_unused(self) -> None:
