@@ -106,7 +106,7 @@ class InForce:
             library.brim_device_begin_kernel,
             library.brim_device_kernel_access,
             library.brim_device_capture,
-            library.brim_device_found,
+            library.brim_device_next_count,
         )
 
     def _leave_host_weights(self) -> None:

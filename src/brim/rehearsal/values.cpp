@@ -56,7 +56,7 @@ bool all_computed = false;
 void (*begin_kernel)(void*) = nullptr;  // of the device: see its queue.c
 void (*kernel_access)(void*, const void*, size_t, int, const char*) = nullptr;
 int (*capture)(void*, void (*)(void*, void*), void*) = nullptr;  // of the device: see its graphs.c
-int64_t (*kernel_found)(int64_t) = nullptr;  // of the device: see its copies.c
+int64_t (*next_count)(int64_t) = nullptr;  // of the device: see its copies.c
 thread_local int depth = 0;
 
 std::mutex made_up_lock;
@@ -366,15 +366,15 @@ void copy_head(const Tensor& target, const Tensor& source) {
 }
 
 // While it lives, the next number that a kernel of PyTorch reads of what it found is `count`: it sizes its result by it.
-class Found {
+class NextCount {
  public:
-  explicit Found(int64_t count) {
-    TORCH_CHECK(kernel_found, "Sizes that depend on values need the rehearsal device.");
-    before_ = kernel_found(count);
+  explicit NextCount(int64_t count) {
+    TORCH_CHECK(next_count, "Sizes that depend on values need the rehearsal device.");
+    before_ = next_count(count);
   }
-  ~Found() { kernel_found(before_); }
-  Found(const Found&) = delete;
-  Found& operator=(const Found&) = delete;
+  ~NextCount() { next_count(before_); }
+  NextCount(const NextCount&) = delete;
+  NextCount& operator=(const NextCount&) = delete;
 
  private:
   int64_t before_;
@@ -663,7 +663,7 @@ class Kernel : public c10::OperatorKernel {
     } else {  // too much to look at: half of it is not zero, all of it is distinct
       TORCH_CHECK(op_.name == "nonzero", op_.full, " of ", source.numel(),
                   " elements is more than a rehearsal computes.");
-      Found half(source.numel() / 2);
+      NextCount half(source.numel() / 2);
       run(keys, stack);
       invented = true;
     }
@@ -688,7 +688,7 @@ class Kernel : public c10::OperatorKernel {
     }
     if (op_.name == "nonzero") {
       const Tensor& places = found.back().toTensor();
-      Found count(places.size(0));
+      NextCount count(places.size(0));
       run(keys, stack);
       if (places.numel()) { Plain plain; over(stack->back().toTensor()).copy_(places); }
       return;
@@ -735,7 +735,7 @@ class SparseKernel : public c10::OperatorKernel {
     if (!all_computed && (invented || !small)) note("the size of what " + name_ + " gives", true);
     Tensor computed = small ? on_host(handle, *stack, begin_of, whole) : Tensor();
     {
-      Found entries(computed.defined() ? computed._nnz() : static_cast<int64_t>(std::min(met, most)));
+      NextCount entries(computed.defined() ? computed._nnz() : static_cast<int64_t>(std::min(met, most)));
       run_inside(original_, keys, stack);
     }
     const Tensor& result = stack->back().toTensor();
@@ -977,7 +977,7 @@ __attribute__((visibility("default"))) void brim_values_device(
   begin_kernel = begins;
   kernel_access = accesses;
   capture = captures;
-  kernel_found = finds;
+  next_count = finds;
 }
 // A seed for what a reference draws.
 __attribute__((visibility("default"))) unsigned long long brim_values_seed() {

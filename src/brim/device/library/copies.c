@@ -128,21 +128,21 @@ static const char *direction(Place from, Place to) {
 }
 
 /* ---- numbers that kernels would have found ---- */
-static _Thread_local int64_t found_count = -1;
+static _Thread_local int64_t next_count = -1;
 
-/* int64_t brim_device_found(int64_t count)
+/* int64_t brim_device_next_count(int64_t count)
  *
  * How many results the next kernels of this thread find, of which none runs: the host's next read of such a number, once,
  * gives `count` and not what lies in device memory. -1: none is expected. Returns the one before. */
-API int64_t brim_device_found(int64_t count) {
-  int64_t before = found_count;
-  found_count = count;
+API int64_t brim_device_next_count(int64_t count) {
+  int64_t before = next_count;
+  next_count = count;
   return before;
 }
 
 /* A number of a few bytes, or the numbers of several parts, of 32 bits each. */
-static void give_found(void *to, size_t bytes) {
-  int64_t count = brim_device_found(-1), parts = (int64_t)(bytes / sizeof(int32_t));
+static void write_count(void *to, size_t bytes) {
+  int64_t count = brim_device_next_count(-1), parts = (int64_t)(bytes / sizeof(int32_t));
   if (bytes <= sizeof count) {
     memcpy(to, &count, bytes);
     return;
@@ -161,9 +161,9 @@ static Error copy_async(Item item, void *stream) {
   item.kind = ITEM_COPY;
   item.what = direction(from, to);
   if (to == PAGEABLE || from == PAGEABLE) pageable_copies++;
-  if (found_count >= 0 && from == ON_DEVICE && to != ON_DEVICE && !stream_of(stream)->capture) {
+  if (next_count >= 0 && from == ON_DEVICE && to != ON_DEVICE && !stream_of(stream)->capture) {
     finish_stream(stream);
-    give_found(item.to, item.bytes);
+    write_count(item.to, item.bytes);
     return SUCCESS;
   }
   if (settings.order != ORDER_AT_ONCE && from == PAGEABLE && !stream_of(stream)->capture) {

@@ -118,7 +118,7 @@ void poison(void *begin, size_t bytes); /* 0xFF bytes: NaN as a float, -1 as an 
 /* ---- copies.c ---- */
 void copy_bytes(void *to, const void *from, size_t bytes);
 void set_bytes(void *to, int value, size_t bytes);
-API int64_t brim_device_found(int64_t count); /* how many results a kernel finds, once; -1: not known */
+API int64_t brim_device_next_count(int64_t count); /* how many results a kernel finds, once; -1: not known */
 
 /* ---- queue.c: what a stream's work is, and when it happens (the head of queue.c says how) ---- */
 typedef enum { ITEM_COPY, ITEM_SET, ITEM_SET_WORDS, ITEM_RECORD, ITEM_WAIT, ITEM_CALL, ITEM_FREE, ITEM_KERNEL, ITEM_COMPUTE } ItemKind;

@@ -79,9 +79,9 @@ SPARSE_DESCRIPTOR(cusparseSpGEMM_createDescr)
 SPARSE_DESCRIPTOR(cusparseSpSV_createDescr)
 SPARSE_DESCRIPTOR(cusparseSpSM_createDescr)
 API int cusparseSpMatGetSize(void *matrix UNUSED, int64_t *rows, int64_t *columns, int64_t *nonzero) {
-  int64_t found = brim_device_found(-1);
+  int64_t count = brim_device_next_count(-1);
   *rows = *columns = 0;
-  *nonzero = found < 0 ? 0 : found;
+  *nonzero = count < 0 ? 0 : count;
   return 0;
 }
 /* The sum of two matrices: as if they had no place in common. */
